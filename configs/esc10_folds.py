@@ -47,7 +47,9 @@ from typing import Any
 from ml_collections import config_dict
 
 CLIPS = 80  # in a fold
-FULL = dict(crop=0.4, shift=64, gain=0.2, noise=0.05, time_masks=2, time_mask=40, mel_masks=2, mel_mask=20)
+FULL = dict(
+    crop=0.4, shift=64, gain=0.2, noise=0.05, time_masks=2, time_mask=40, mel_masks=2, mel_mask=20
+)
 SLIGHT = dict(shift=128, gain=0.1)  # where masks make the task already
 DECODER = dict(embed=64, depth=2, heads=2)
 
@@ -66,10 +68,17 @@ OBJECTIVES["supervised_long"] = (800, LONG, OBJECTIVES["supervised"][2])
 
 def get_config(argument: str = "") -> config_dict.ConfigDict:
     if not argument:  # to read the fields; for a run, data.train is reported as empty
-        logging.getLogger("jaxtrain").warning("no data path: use --config=esc10_folds:PATH,OBJECTIVE,FOLD")
-    path, objective, fold = (*argument.split(","), "", "")[:3] if argument else ("", "supervised", "0")
+        logging.getLogger("jaxtrain").warning(
+            "no data path: use --config=esc10_folds:PATH,OBJECTIVE,FOLD"
+        )
+    path, objective, fold = (
+        (*argument.split(","), "", "")[:3] if argument else ("", "supervised", "0")
+    )
     if (argument and not path) or objective not in OBJECTIVES or fold not in tuple("012345"):
-        raise ValueError(f"{argument!r} is not PATH,OBJECTIVE,FOLD with one of {', '.join(OBJECTIVES)} and a fold from 0 to 5")
+        raise ValueError(
+            f"{argument!r} is not PATH,OBJECTIVE,FOLD with one of {', '.join(OBJECTIVES)} and a"
+            " fold from 0 to 5"
+        )
     first = int(fold) % 5 * CLIPS  # test/ comes first in the alphabet
     steps, augment, model = OBJECTIVES[objective]
     # A recording is the label of a batch but once in ten: its row of the table has to move further

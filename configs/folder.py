@@ -26,16 +26,24 @@ def get_config(path: str = "") -> config_dict.ConfigDict:
         splits = found["splits"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out {path}"
+            f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out"
+            f" {path}"
         ) from error
     if not {"train", "test"} <= set(splits):
         raise ValueError(
-            f"{path} has the splits {', '.join(splits)}; make it with train and test, for example --split recording=0.2. "
-            "Of few recordings a hash may choose none for a split: then try another --seed"
+            f"{path} has the splits {', '.join(splits)}; make it with train and test, for example"
+            " --split recording=0.2. Of few recordings a hash may choose none for a split: then"
+            " try another --seed"
         )
-    counts = [split.get(name, 0) for split in splits.values() for name in ("rows_of_several_classes", "rows_of_no_class")]
+    counts = [
+        split.get(name, 0)
+        for split in splits.values()
+        for name in ("rows_of_several_classes", "rows_of_no_class")
+    ]
     several = any(counts) and len(found["classes"]) > 0
-    return recipe(path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"])))
+    return recipe(
+        path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"]))
+    )
 
 
 def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDict:
@@ -55,7 +63,12 @@ def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDic
             supervised=dict(loss="asymmetric") if several else dict(label_smoothing=0.1),
             augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
         ),
-        data=dict(train=path, multilabel=several, clip_seconds=seconds, n_frames=32 * math.ceil(frames / 32)),
+        data=dict(
+            train=path,
+            multilabel=several,
+            clip_seconds=seconds,
+            n_frames=32 * math.ceil(frames / 32),
+        ),
         train=dict(steps=600, batch=32, eval_every=200),
         optim=dict(
             lr=2e-3,

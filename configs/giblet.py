@@ -43,7 +43,15 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
         model=dict(normalised=True, weight_audio=AUDIO),
         data=dict(path=path, hrf=("text",)),
         train=dict(steps=20_000, batch=64, eval_every=200, patience=10, min_delta=1e-4),
-        optim=dict(lr=1e-4, schedule="cosine", warmup=0.025, lr_init=0.1, lr_floor=0.01, weight_decay=1e-5, clip=1.0),
+        optim=dict(
+            lr=1e-4,
+            schedule="cosine",
+            warmup=0.025,
+            lr_init=0.1,
+            lr_floor=0.01,
+            weight_decay=1e-5,
+            clip=1.0,
+        ),
         mesh=dict(data=1, fsdp=-1),
         checkpoint=dict(every=200, best="-total_loss", keep=2),
     )

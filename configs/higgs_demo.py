@@ -20,7 +20,9 @@ def get_config(argument: str = "base") -> config_dict.ConfigDict:
         workload="jaxtrain.workloads.audio_language",
         loader="loaders.chat.chat_audio",
         workdir=f"runs/higgs-demo/{argument}",
-        model=dict(embed=128, depth=4, heads=4, kv_heads=2, mlp=384, dtype="float32", rope=dict(theta=1e4)),
+        model=dict(
+            embed=128, depth=4, heads=4, kv_heads=2, mlp=384, dtype="float32", rope=dict(theta=1e4)
+        ),
         data=dict(buckets=1),
         train=dict(steps=200 if adapters else 500, batch=16, eval_every=100),
         optim=dict(lr=2e-3, warmup=0.25 if adapters else 0.1, b2=0.95, weight_decay=0.05),

@@ -34,7 +34,10 @@ def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
         warm_start: dict[str, Any] = {}
         model, lr = language_files.PRESETS[argument], 6e-4
     elif not files.expanded(argument).exists():
-        raise ValueError(f"{argument} is no folder and no size; {checks.expected(argument, language_files.PRESETS)}")
+        raise ValueError(
+            f"{argument} is no folder and no size;"
+            f" {checks.expected(argument, language_files.PRESETS)}"
+        )
     else:
         (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
         context = model.get("context", context)  # of an export whose positions are learned
@@ -45,7 +48,15 @@ def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
         data=dict(context=context),
         train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
         # Embeddings, norms and biases do not decay: config.optim.undecayed.
-        optim=dict(lr=lr, schedule="wsd", warmup=0.01, decay=0.2, decay_shape="sqrt", b2=0.95, weight_decay=0.1),
+        optim=dict(
+            lr=lr,
+            schedule="wsd",
+            warmup=0.01,
+            decay=0.2,
+            decay_shape="sqrt",
+            b2=0.95,
+            weight_decay=0.1,
+        ),
         warm_start=warm_start,
         checkpoint=dict(every=500),
     )

@@ -46,7 +46,9 @@ def get_config() -> config_dict.ConfigDict:
         TEXT.parent.mkdir(parents=True, exist_ok=True)
         rng = random.Random(1)
         temporary = TEXT.with_name(f".{TEXT.name}.{os.getpid()}")
-        temporary.write_text("".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000)))
+        temporary.write_text(
+            "".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000))
+        )
         temporary.replace(TEXT)  # whole or not at all
     return config_dict.create(
         workload="jaxtrain.workloads.language",

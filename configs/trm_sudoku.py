@@ -33,9 +33,16 @@ from typing import Any
 from ml_collections import config_dict
 
 SMALL = dict(
-    embed=64, heads=4, inner_multiple=32, puzzle_tokens=1, puzzle_embed=64, cycles_high=2, cycles_low=2, halt_steps=4,
+    embed=64,
+    heads=4,
+    inner_multiple=32,
+    puzzle_tokens=1,
+    puzzle_embed=64,
+    cycles_high=2,
+    cycles_low=2,
+    halt_steps=4,
     dtype="float32",
-)  # fmt: skip
+)
 
 
 def get_config(argument: str = "") -> config_dict.ConfigDict:
@@ -56,12 +63,23 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
 def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
     """AdamATan2 on everything, biases too, but signs on the batch's rows of puzzle embeddings."""
     return dict(
-        name="adam_atan2", lr=lr, schedule="constant", warmup=warmup, b1=0.9, b2=0.95, weight_decay=weight_decay, clip=0.0,
-        decayed=".", undecayed="^$", groups=(dict(match="^puzzle/", name="sign_sgd", lr=lr, weight_decay=weight_decay),),
-    )  # fmt: skip
+        name="adam_atan2",
+        lr=lr,
+        schedule="constant",
+        warmup=warmup,
+        b1=0.9,
+        b2=0.95,
+        weight_decay=weight_decay,
+        clip=0.0,
+        decayed=".",
+        undecayed="^$",
+        groups=(dict(match="^puzzle/", name="sign_sgd", lr=lr, weight_decay=weight_decay),),
+    )
 
 
-def small(name: str, *sources: dict[str, Any], steps: int, eval_every: int, every: int, warmup: float) -> dict[str, Any]:
+def small(
+    name: str, *sources: dict[str, Any], steps: int, eval_every: int, every: int, warmup: float
+) -> dict[str, Any]:
     """Return a config of small boards, or puzzles, for two CPU cores."""
     return dict(
         workload="jaxtrain.workloads.trm",
@@ -75,7 +93,9 @@ def small(name: str, *sources: dict[str, Any], steps: int, eval_every: int, ever
     )
 
 
-def last(name: str, *sources: dict[str, Any], steps: int, eval_every: int, growth: int) -> dict[str, Any]:
+def last(
+    name: str, *sources: dict[str, Any], steps: int, eval_every: int, growth: int
+) -> dict[str, Any]:
     """Return `small` by contract "last": one to three passes, so more steps, of fewer rows."""
     config = small(name, *sources, steps=steps, eval_every=eval_every, every=120, warmup=20)
     config["optim"] |= dict(lr=3e-3, schedule="cosine", lr_floor=0.02)
@@ -92,7 +112,9 @@ def extreme() -> dict[str, Any]:
     step as one of the end, and 31.5 GB. No result has been measured.
     """
     config: dict[str, Any] = get_config().to_dict()
-    config["model"] |= dict(contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4)
+    config["model"] |= dict(
+        contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4
+    )
     config["model"]["symmetry"] = True
     config["train"] |= dict(steps=7_500, eval_every=1_500)
     config["optim"] |= dict(lr=2e-4, schedule="cosine", warmup=0.04, lr_floor=0.05)
@@ -111,18 +133,31 @@ def other(**source: Any) -> dict[str, Any]:
     )
 
 
-GRADED = dict(n_train=4_000, n_test=512, blanks=(16, 24), grade="easy")  # singles solve them; 4.7 TFLOP by either contract
-MAZES = dict(kind="maze", n_train=4_000, n_test=256, side=11, views=7)  # five CPU minutes (docs/results/trm.md)
+# singles solve them; 4.7 TFLOP by either contract
+GRADED = dict(n_train=4_000, n_test=512, blanks=(16, 24), grade="easy")
+# five CPU minutes (docs/results/trm.md)
+MAZES = dict(kind="maze", n_train=4_000, n_test=256, side=11, views=7)
 # No views of 4 × 4 boards, which would turn training boards into tests.
 FOUR = dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0)
-NINE = (dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))
+NINE = (
+    dict(n_train=2_000, n_test=512, blanks=(4, 12)),
+    dict(n_train=2_000, n_test=0, blanks=(20, 40)),
+)
 DEMOS: dict[str, Callable[[], dict[str, Any]]] = {
-    "4x4": functools.partial(small, "4x4", FOUR, steps=600, eval_every=100, every=200, warmup=1 / 30),
-    "9x9": functools.partial(small, "9x9", *NINE, steps=800, eval_every=200, every=200, warmup=1 / 40),
-    "deep": functools.partial(small, "deep", GRADED, steps=240, eval_every=0, every=120, warmup=1 / 40),
+    "4x4": functools.partial(
+        small, "4x4", FOUR, steps=600, eval_every=100, every=200, warmup=1 / 30
+    ),
+    "9x9": functools.partial(
+        small, "9x9", *NINE, steps=800, eval_every=200, every=200, warmup=1 / 40
+    ),
+    "deep": functools.partial(
+        small, "deep", GRADED, steps=240, eval_every=0, every=120, warmup=1 / 40
+    ),
     "last": functools.partial(last, "last", GRADED, steps=360, eval_every=0, growth=360),
     "maze11": functools.partial(last, "maze11", MAZES, steps=400, eval_every=100, growth=400),
     "extreme": extreme,
     "maze": functools.partial(other, kind="maze", n_train=1_000, n_test=1_000, side=30, views=7),
-    "lights": functools.partial(other, kind="lights", n_train=20_000, n_test=1_000, side=10, views=7),
+    "lights": functools.partial(
+        other, kind="lights", n_train=20_000, n_test=1_000, side=10, views=7
+    ),
 }

@@ -11,16 +11,20 @@ import os
 
 from ml_collections import config_dict
 
-from jaxtrain.configs import xcm  # type: ignore[attr-defined]  # its path is that of configs/, in a checkout or a wheel
+# its path is that of configs/, in a checkout or a wheel
+from jaxtrain.configs import xcm  # type: ignore[attr-defined]
 
-BROKEN = (495640, 495763, 497541, 498645, 501254)  # recordings that no decoder reads, found by a scan of all
+# recordings that no decoder reads, found by a scan of all
+BROKEN = (495640, 495763, 497541, 498645, 501254)
 ROWS = 528_422  # of the mirror whose rows these are
 
 
 def get_config(path: str = "") -> config_dict.ConfigDict:
     path = path or os.environ.get("JAXTRAIN_XCL", "")
     if not path:  # which is reported with the config's other errors
-        logging.getLogger("jaxtrain").warning("no data path: use --config=xcl:/path/to/XCL, or set JAXTRAIN_XCL")
+        logging.getLogger("jaxtrain").warning(
+            "no data path: use --config=xcl:/path/to/XCL, or set JAXTRAIN_XCL"
+        )
     config = xcm.recipe(path)
     config.data.exclude = BROKEN
     config.data.exclude_of = ROWS

@@ -35,7 +35,11 @@ def on_page_markdown(markdown, page, config, files):
         if "://" in target or not path.exists():
             return found[0]  # the build says so
         path = ROOT / "docs" / OUTSIDE.get(str(path.relative_to(ROOT)), path)
-        return f"{picture}[{text}]({os.path.relpath(path, site)}{anchor or ''})" if path.is_relative_to(ROOT / "docs") else text
+        return (
+            f"{picture}[{text}]({os.path.relpath(path, site)}{anchor or ''})"
+            if path.is_relative_to(ROOT / "docs")
+            else text
+        )
 
     return LINK.sub(link, markdown.replace("<!-- commands -->", command_list()))
 
@@ -48,18 +52,27 @@ def command_list() -> str:
             group = command.group
             parts.append(f"## {group.capitalize()}")
         path = ROOT / (command.module.replace(".", "/"))
-        source = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-        parts.append(f"### jaxtrain {name}\n\n```text\n{ast.get_docstring(ast.parse(source.read_text()))}\n```")
+        source = (
+            path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        )
+        parts.append(
+            "### jaxtrain"
+            f" {name}\n\n```text\n{ast.get_docstring(ast.parse(source.read_text()))}\n```"
+        )
     return "\n\n".join(parts)
 
 
 def on_pre_build(config):
     """Each public name has a docstring, and a place on the page of the API."""
-    package = griffe.load("jaxtrain", search_paths=[str(ROOT)], resolve_aliases=True, resolve_external=True)
+    package = griffe.load(
+        "jaxtrain", search_paths=[str(ROOT)], resolve_aliases=True, resolve_external=True
+    )
     page = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in jaxtrain.__all__ if f"::: jaxtrain.{name}\n" not in page]
     if missing:
-        raise PluginError(f"docs/api.md lacks the public names {', '.join(missing)}: add ::: jaxtrain.NAME")
+        raise PluginError(
+            f"docs/api.md lacks the public names {', '.join(missing)}: add ::: jaxtrain.NAME"
+        )
     bare = [name for name in jaxtrain.__all__ if not package[name].has_docstring]
     if bare:
         raise PluginError(f"public names without a docstring: {', '.join(bare)}")

@@ -21,10 +21,15 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"  # as in pyproject.toml: of the code that runs, which may be a checkout that nobody installed
+# as in pyproject.toml: of the code that runs, which may be a checkout that nobody installed
+__version__ = "0.1.0"
 
-if sys.version_info < (3, 11):  # noqa: UP036  # a checkout is not asked by pip; printed before any syntax that is too new
-    sys.stderr.write(f"error: jaxtrain needs Python 3.11 or newer, and this is {sys.version_info[0]}.{sys.version_info[1]}\n")
+# a checkout is not asked by pip; printed before any syntax that is too new
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.stderr.write(
+        "error: jaxtrain needs Python 3.11 or newer, and this is"
+        f" {sys.version_info[0]}.{sys.version_info[1]}\n"
+    )
     sys.exit(2)
 
 _MODULES = {
@@ -38,10 +43,30 @@ _MODULES = {
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = [
-    "train", "load", "Trained", "Model", "Config", "read_config", "ConfigError", "Preempted",
-    "Task", "LossOut", "Mean", "Spec", "Variables", "ModelSection", "Workload", "Command", "Entry",
-    "Export", "Hub", "Loader", "DataSection", "Field", "Rows",
-]  # fmt: skip
+    "train",
+    "load",
+    "Trained",
+    "Model",
+    "Config",
+    "read_config",
+    "ConfigError",
+    "Preempted",
+    "Task",
+    "LossOut",
+    "Mean",
+    "Spec",
+    "Variables",
+    "ModelSection",
+    "Workload",
+    "Command",
+    "Entry",
+    "Export",
+    "Hub",
+    "Loader",
+    "DataSection",
+    "Field",
+    "Rows",
+]
 
 if TYPE_CHECKING:
     from jaxtrain.api import Model, Trained, load, train
@@ -57,7 +82,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), "load" if name == "read_config" else name)
+    return getattr(
+        importlib.import_module(_PUBLIC[name]), "load" if name == "read_config" else name
+    )
 
 
 def __dir__() -> list[str]:

@@ -28,14 +28,18 @@ from loaders.io import files
 class Trained(NamedTuple):
     """The result of `train`."""
 
-    state: TrainState | None  # its parameters are state.variables.params; None if the run already ended, with weights only
+    # its parameters are state.variables.params; None if the run already ended, with weights only
+    state: TrainState | None
     step: int
     evaluation: dict[str, float]  # the last one
-    records: list[dict[str, Any]]  # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
+    # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
+    records: list[dict[str, Any]]
     workdir: str
 
 
-def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any] | None = None) -> Trained:
+def train(
+    config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any] | None = None
+) -> Trained:
     """Train a config to its last step, resuming from its workdir, as the command does.
 
     Ctrl-C interrupts it.
@@ -52,7 +56,9 @@ def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]
     cluster.use_compilation_cache()
     resolved = _resolve(config, overrides or {})
     source = config if isinstance(config, str) else "a Python program"
-    result = loop.run(resolved, {"source": source, "overrides": {k: str(v) for k, v in (overrides or {}).items()}})
+    result = loop.run(
+        resolved, {"source": source, "overrides": {k: str(v) for k, v in (overrides or {}).items()}}
+    )
     metrics = pathlib.Path(resolved.workdir) / "metrics.jsonl"
     lines = files.lines(metrics.read_text()) if metrics.exists() else []
     return Trained(*result, [json.loads(line) for line in lines], resolved.workdir)
@@ -66,7 +72,8 @@ def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, A
             return config
         tree = json.loads(config_lib.to_json(config))
     else:
-        tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)  # a ConfigDict has the method
+        # a ConfigDict has the method
+        tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     for path, value in overrides.items():
         *parents, last = path.split(".")
         node = tree
@@ -123,17 +130,28 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     layout = stored_params.one_device()
     task = found.get("make_task")(Config(model=model, train=settings), layout.shard, settings.batch)
     if task.predict is None:
-        raise StoredError(f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of arrays")
+        raise StoredError(
+            f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of"
+            " arrays"
+        )
     params = stored_params.read(source, task.specs.params, layout, ema=ema)
     kept = run_workload.export_of(saved, workload).model_state
     table = _matching(task.specs.model_state, kept) if kept else ()
     model_state = stored_params.read(source, table, layout, model_state=True) if table else ()
-    return Model(saved, task, Variables(params, model_state=model_state), source.name(ema=ema), jax.jit(task.predict))
+    return Model(
+        saved,
+        task,
+        Variables(params, model_state=model_state),
+        source.name(ema=ema),
+        jax.jit(task.predict),
+    )
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
+    for path, spec in zip(
+        specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True
+    ):
         if re.search(pattern, path):
             *parents, last = path.split("/")
             node = found

@@ -30,7 +30,9 @@ class Assembly:
     task: Task
     tx: optim.Optimizer
     abstract: state_lib.Abstract
-    _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def stages(self) -> dict[Hashable, int]:
         starts: dict[Hashable, int] = {}
@@ -46,33 +48,49 @@ class Assembly:
         if stage not in self._traces:
             c = self.config
             step = step_lib.make_train_step(
-                self.task, self.tx, self.layout, self.abstract,
-                accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
+                self.task,
+                self.tx,
+                self.layout,
+                self.abstract,
+                accumulate=c.train.accumulate,
+                ema=c.train.ema,
+                guard=c.guard,
+                seed=c.seed,
+                stage=stage,
                 records=lambda step: (step % c.metrics.every == 0) | (step == c.train.steps),
-            )  # fmt: skip
+            )
             try:
-                self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
+                self._traces[stage] = step.trace(
+                    self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout)
+                )
             except KeyError as error:
                 name = error.args[0] if error.args else None
-                if name in self.abstract.batch or name not in base.module(c.loader).element_spec(c.data):
+                if name in self.abstract.batch or name not in base.module(c.loader).element_spec(
+                    c.data
+                ):
                     raise
                 raise layout_lib.LayoutError(
-                    f"the loss reads batch[{name!r}], which the axes of the task of {c.workload} do not have; add "
-                    f"{name!r} to Task.axes with the axes of its dimensions, ('batch', …)"
+                    f"the loss reads batch[{name!r}], which the axes of the task of {c.workload} do"
+                    f" not have; add {name!r} to Task.axes with the axes of its dimensions,"
+                    " ('batch', …)"
                 ) from error
         return self._traces[stage]
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
         if batch == self.abstract.batch:
             return self
-        return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})
+        return dataclasses.replace(
+            self, abstract=self.abstract._replace(batch=dict(batch)), _traces={}
+        )
 
     def compiler_options(self) -> dict[str, Any]:
         """Return the options of its programs. Raises ConfigError: the compiler refuses some."""
         mesh = self.layout.mesh
         device = mesh.devices.flat[0]
         nearest = mesh.local_devices[0] if mesh.local_devices else device
-        return xla_options.options(self.config.compiler, device.device_kind, count=mesh.size, device=nearest)
+        return xla_options.options(
+            self.config.compiler, device.device_kind, count=mesh.size, device=nearest
+        )
 
 
 def assemble(
@@ -104,10 +122,18 @@ def assemble(
         fields = base.module(config.loader).element_spec(config.data)
         for name, field in fields.items():
             if not (hasattr(field, "shape") and hasattr(field, "dtype")):
-                text = f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r}"
+                text = (
+                    f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r}"
+                )
                 raise layout_lib.LayoutError(f"{text}; expected loaders.base.Field(shape, dtype)")
     abstract = state_lib.make_abstract(
-        task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
+        task,
+        tx,
+        layout,
+        fields,
+        batch=config.train.batch,
+        ema=config.train.ema > 0,
+        offload=config.optim.offload,
     )
     return Assembly(config, layout, task, tx, abstract)
 
@@ -115,6 +141,6 @@ def assemble(
 def describe(assembly: Assembly) -> str:
     mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.abstract.state)
     return (
-        f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per device; "
-        f"mesh {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"
+        f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per"
+        f" device; mesh {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"
     )

@@ -54,7 +54,8 @@ def process(run: Callable[[], int]) -> int:
     if _is_compiling():
         distributed = sys.modules["jax"].distributed
         if distributed.is_initialized():
-            distributed.shutdown()  # as at the interpreter's end: the others would take this for a death
+            # as at the interpreter's end: the others would take this for a death
+            distributed.shutdown()
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -65,7 +66,9 @@ def process(run: Callable[[], int]) -> int:
 
 def _is_compiling() -> bool:
     programs = sys.modules.get("jaxtrain.compile.step_compiler")
-    return programs is not None and any(thread.name.startswith(programs.THREAD) for thread in threading.enumerate())
+    return programs is not None and any(
+        thread.name.startswith(programs.THREAD) for thread in threading.enumerate()
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
-        finally:  # also if a parser ends it: the reader of a pipe may be gone by the time of this write
+        # also if a parser ends it: the reader of a pipe may be gone by the time of this write
+        finally:
             unwritten = arguments.run(_flush)
         return code or unwritten
 
@@ -93,13 +97,19 @@ def _named(argv: list[str]) -> int:
     if argv[0] == "--version":
         return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
     # These flags without a command mean `jaxtrain train`.
-    if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
+    if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith(
+        "--config"
+    ):
         argv.insert(0, "train")
     asked = argv[0] == "help"
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
     if command := table.get(argv[0]):
-        return _run(command, [*argv, "--workload", *own] if own and command.takes_workload else argv, "".join(own))
+        return _run(
+            command,
+            [*argv, "--workload", *own] if own and command.takes_workload else argv,
+            "".join(own),
+        )
     if arguments.asks_for_help(argv) and not asked:
         return arguments.run(lambda: _say(listing(table)))
     names = [*table, *FLAGS]
@@ -139,7 +149,10 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
                 raise  # a module that the command imports
             wrong = "does not exist"
         if main is None:
-            what = f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module {command.module!r}"
+            what = (
+                f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module"
+                f" {command.module!r}"
+            )
             arguments.report(f"{what}, which {wrong}; correct it in WORKLOAD")
             return arguments.USER_ERROR
         return main(argv[1:])
@@ -179,9 +192,11 @@ def _plain_output() -> Iterator[None]:
 
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a character that it lacks ends no command
+        # as stderr: a character that it lacks ends no command
+        sys.stdout.reconfigure(errors="backslashreplace")
     plain: Any = console.Plain
-    sys.stdout, sys.stderr = (stream and plain(stream) for stream in before)  # None: it was closed before we began
+    # None: it was closed before we began
+    sys.stdout, sys.stderr = (stream and plain(stream) for stream in before)
     try:
         yield
     finally:
@@ -190,13 +205,22 @@ def _plain_output() -> Iterator[None]:
 
 def listing(table: Mapping[str, Command]) -> str:
     """Return the commands by their groups, with a line each, and the exit codes."""
-    lines = ["usage: jaxtrain [--workload MODULE] COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"]
+    lines = [
+        "usage: jaxtrain [--workload MODULE] COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"
+    ]
     width = max(map(len, table))
     for group in dict.fromkeys(command.group for command in table.values()):
         lines += ["", f"{group}:"]
         lines += [f"  {name:{width}}  {c.summary}" for name, c in table.items() if c.group == group]
     _, _, codes = (arguments.__doc__ or "").partition("Exit codes:\n\n")
-    return "\n".join([*lines, "", "exit codes:", *(line.removeprefix("  ") for line in codes.rstrip().splitlines())])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "exit codes:",
+            *(line.removeprefix("  ") for line in codes.rstrip().splitlines()),
+        ]
+    )
 
 
 if __name__ == "__main__":

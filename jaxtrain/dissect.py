@@ -34,7 +34,16 @@ from loaders.io.checks import UserError
 
 ROW = "row:"  # begins the name of an example by its place in the batch
 PRODUCTS = ("dot_general", "conv_general_dilated", "shard_map", "custom_call", "pallas_call")
-INLINED = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
+INLINED = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 
 
 class DissectError(UserError, ValueError):
@@ -55,7 +64,8 @@ class Variant(NamedTuple):
     """The step as it was, or as it would be."""
 
     name: str
-    numbers: dict[str, float]  # metrics before the update, norms, and "loss_after" of the same batch after it
+    # metrics before the update, norms, and "loss_after" of the same batch after it
+    numbers: dict[str, float]
 
 
 class Step(NamedTuple):
@@ -63,13 +73,18 @@ class Step(NamedTuple):
 
     rows: list[Row]
     loss: float  # of the batch
-    sum_of_rows: float  # the same from the rows alone: another number if the loss has statistics of the batch
-    params: dict[str, tuple[float, float, float]]  # path -> norms of the parameter, its gradient, its update
-    activations: list[tuple[str, float]]  # scope, with the layer's number, and largest magnitude; in order
+    # the same from the rows alone: another number if the loss has statistics of the batch
+    sum_of_rows: float
+    # path -> norms of the parameter, its gradient, its update
+    params: dict[str, tuple[float, float, float]]
+    # scope, with the layer's number, and largest magnitude; in order
+    activations: list[tuple[str, float]]
     variants: list[Variant]
 
 
-def dissect(config: Config, step: int, *, without: Sequence[str] = (), lr: float | None = None) -> Step:
+def dissect(
+    config: Config, step: int, *, without: Sequence[str] = (), lr: float | None = None
+) -> Step:
     """Take a step apart. The workdir of ``config`` has the checkpoint before it, unless it is 1.
 
     ``without``: examples to leave out in another try, by id or as "row:3". ``lr``: the learning
@@ -79,20 +94,32 @@ def dissect(config: Config, step: int, *, without: Sequence[str] = (), lr: float
     assembly = assembly_lib.assemble(one, make_mesh(1, 1, 1, devices=jax.local_devices()[:1]))
     plan.refuse_if_too_large(assembly)
     process = ProcessContext(one)
-    with Data(assembly, process.clock) as data, CheckpointManager(assembly, data, process) as checkpoints:
+    with (
+        Data(assembly, process.clock) as data,
+        CheckpointManager(assembly, data, process) as checkpoints,
+    ):
         state, at, history = init_or_restore(assembly, checkpoints)
         if at != step - 1:
-            raise DissectError(f"the state before step {step} is not there: {config.workdir} has that after step {at}")
+            raise DissectError(
+                f"the state before step {step} is not there: {config.workdir} has that after step"
+                f" {at}"
+            )
         data.start(at, history.offset)
         item = data.next(unless=lambda: False)
         assert item.step == step
-        return _Parts(assembly, state, item.arrays, item.index).step(item.index - history.offset, without, lr)
+        return _Parts(assembly, state, item.arrays, item.index).step(
+            item.index - history.offset, without, lr
+        )
 
 
 def names(batch: Mapping[str, Any], n: int) -> list[str]:
     """Return the names of the ``n`` examples of a batch: their ids, or else their places."""
     index = batch.get("index")
-    return [f"{ROW}{k}" for k in range(n)] if index is None else [str(i) for i in jax.device_get(index).tolist()]
+    return (
+        [f"{ROW}{k}" for k in range(n)]
+        if index is None
+        else [str(i) for i in jax.device_get(index).tolist()]
+    )
 
 
 def kept(ids: Sequence[str], without: Sequence[str]) -> np.ndarray:
@@ -100,11 +127,16 @@ def kept(ids: Sequence[str], without: Sequence[str]) -> np.ndarray:
     left = np.ones(len(ids), bool)
     for name in without:
         place = name.removeprefix(ROW)
-        rows = [int(place)] if name.startswith(ROW) and place.isdecimal() else [k for k, i in enumerate(ids) if i == name]
+        rows = (
+            [int(place)]
+            if name.startswith(ROW) and place.isdecimal()
+            else [k for k, i in enumerate(ids) if i == name]
+        )
         if not rows or max(rows) >= len(ids):
             raise DissectError(
-                f"--without {name}: the step has no such example; it has {', '.join(ids[:8])}{' …' * (len(ids) > 8)}, "
-                f"and {ROW}0 to {ROW}{len(ids) - 1} by their places in the batch"
+                f"--without {name}: the step has no such example; it has"
+                f" {', '.join(ids[:8])}{' …' * (len(ids) > 8)}, and {ROW}0 to {ROW}{len(ids) - 1}"
+                " by their places in the batch"
             )
         left[rows] = False
     if not left.any():
@@ -117,16 +149,27 @@ class _Parts:
         self._assembly, self._config, self._layout = assembly, assembly.config, assembly.layout
         stage = assembly.task.stage(index)
         task = assembly.task
-        self._task = task if stage is None else task._replace(loss=functools.partial(task.loss, stage=stage))
+        self._task = (
+            task if stage is None else task._replace(loss=functools.partial(task.loss, stage=stage))
+        )
         self._state, self._batch = state, dict(with_rows(batch, assembly.layout))
         self._key = jax.random.fold_in(jax.random.key(assembly.config.seed), state.step)
 
     def step(self, position: int, without: Sequence[str], lr: float | None) -> Step:
         shown = self._shown(position)
-        ids = [example.id or own for example, own in zip(shown, names(self._batch, len(shown)), strict=True)]
+        ids = [
+            example.id or own
+            for example, own in zip(shown, names(self._batch, len(shown)), strict=True)
+        ]
         tries = self._tries(ids, without, lr)  # refuses a wrong id before the long part
         made = [self._try(*each) for each in tries]
-        params = dict(zip(specs.paths(self._state.variables.params), zip(*made[0][1], strict=True), strict=True))
+        params = dict(
+            zip(
+                specs.paths(self._state.variables.params),
+                zip(*made[0][1], strict=True),
+                strict=True,
+            )
+        )
         variants = [variant for variant, _ in made]
         total, weight, norm = self._rows()
         with np.errstate(all="ignore"):
@@ -140,7 +183,13 @@ class _Parts:
         n = self._batch["row"].shape[0]
         if show is None:
             return [Example()] * n
-        return list(show(self._config, *jax.device_get((self._state.variables.model_state, dict(self._batch))), position))
+        return list(
+            show(
+                self._config,
+                *jax.device_get((self._state.variables.model_state, dict(self._batch))),
+                position,
+            )
+        )
 
     def _some(self, variables: Variables, batch: Batch, rows: Array) -> tuple[Variables, Batch]:
         """Return the variables and the batch of some rows."""
@@ -148,18 +197,26 @@ class _Parts:
         def chosen(spec: Spec, x: Array) -> Array:
             return x[rows] if "batch" in spec.axes else x
 
-        model_state = jax.tree.map(chosen, self._task.specs.model_state, variables.model_state, is_leaf=specs.is_spec)
-        return variables._replace(model_state=model_state), {name: x[rows] for name, x in batch.items()}
+        model_state = jax.tree.map(
+            chosen, self._task.specs.model_state, variables.model_state, is_leaf=specs.is_spec
+        )
+        return variables._replace(model_state=model_state), {
+            name: x[rows] for name, x in batch.items()
+        }
 
     def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the sum of the loss, its weight and the gradient norm of each row alone."""
 
         def alone(variables: Variables, batch: Batch, k: Array) -> tuple[Array, Array, Array]:
             variables, batch = self._some(variables, batch, k[None])
-            grads, out = gradients(self._task, self._layout, variables, batch, self._key, accumulate=1)
+            grads, out = gradients(
+                self._task, self._layout, variables, batch, self._key, accumulate=1
+            )
             return out.loss.total, out.loss.weight, optim.global_norm(grads)
 
-        each = jax.jit(lambda v, b: jax.lax.map(functools.partial(alone, v, b), jnp.arange(b["row"].shape[0])))
+        each = jax.jit(
+            lambda v, b: jax.lax.map(functools.partial(alone, v, b), jnp.arange(b["row"].shape[0]))
+        )
         return tuple(jax.device_get(each(self._state.variables, self._batch)))
 
     def _moved(
@@ -168,11 +225,24 @@ class _Parts:
         """Gradients, new parameters and metrics of a step of the rows ``kept``."""
         variables, batch = self._some(state.variables, batch, jnp.asarray(kept))
         n = self._config.train.accumulate
-        grads, out = gradients(self._task, self._layout, variables, batch, self._key, accumulate=1 if len(kept) % n else n)
+        grads, out = gradients(
+            self._task,
+            self._layout,
+            variables,
+            batch,
+            self._key,
+            accumulate=1 if len(kept) % n else n,
+        )
         given = update.Gradients(grads, jnp.ones((), bool), out.sparse_rows)
         moved = update.update(tx, given, state.opt_state, variables.params)
         after = self._task.loss(variables._replace(params=moved.params), batch, self._key).loss
-        numbers = {"loss": out.loss, **out.metrics, "loss_after": after, **update.norms("grad_norm", grads), **moved.norms}
+        numbers = {
+            "loss": out.loss,
+            **out.metrics,
+            "loss_after": after,
+            **update.norms("grad_norm", grads),
+            **moved.norms,
+        }
         return grads, moved.params, numbers
 
     def _try(self, name: str, tx: Optimizer, kept: np.ndarray) -> tuple[Variant, list[list[float]]]:
@@ -181,16 +251,27 @@ class _Parts:
         def norms(state: TrainState, batch: Batch) -> tuple[dict[str, Mean], list[Array]]:
             grads, new, numbers = self._moved(tx, state, batch, kept)
             params = state.variables.params
-            moved = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o.astype(jnp.float32), new, params)
-            each = [[optim.global_norm(x) for x in jax.tree.leaves(tree)] for tree in (params, grads, moved)]
+            moved = jax.tree.map(
+                lambda n, o: n.astype(jnp.float32) - o.astype(jnp.float32), new, params
+            )
+            each = [
+                [optim.global_norm(x) for x in jax.tree.leaves(tree)]
+                for tree in (params, grads, moved)
+            ]
             return numbers, [jnp.stack(column) for column in each]
 
         numbers, columns = jax.device_get(jax.jit(norms)(self._state, self._batch))
         with np.errstate(all="ignore"):
-            scalars = {n: float(mean.total / mean.weight) for n, mean in numbers.items() if not np.ndim(mean.total)}
+            scalars = {
+                n: float(mean.total / mean.weight)
+                for n, mean in numbers.items()
+                if not np.ndim(mean.total)
+            }
         return Variant(name, scalars), [x.tolist() for x in columns]
 
-    def _tries(self, ids: Sequence[str], without: Sequence[str], lr: float | None) -> list[tuple[str, Optimizer, np.ndarray]]:
+    def _tries(
+        self, ids: Sequence[str], without: Sequence[str], lr: float | None
+    ) -> list[tuple[str, Optimizer, np.ndarray]]:
         everything = np.arange(len(ids))
         tries = [("as it was", self._assembly.tx, everything)]
         if without:
@@ -208,18 +289,29 @@ class _Parts:
             return math.nan if found is None else float(found[0])
 
         now = rate(config.optim)
-        changed = dataclasses.replace(config.optim, lr=lr * config.optim.lr / now) if now > 0 else config.optim
+        changed = (
+            dataclasses.replace(config.optim, lr=lr * config.optim.lr / now)
+            if now > 0
+            else config.optim
+        )
         if not math.isclose(rate(changed), lr, rel_tol=1e-3):
             raise DissectError(
-                f"--lr {lr:g}: optim.name={config.optim.name!r} with optim.schedule={config.optim.schedule!r} has the rate "
-                f"{now:g} at this step whatever optim.lr is, so that it cannot be another"
+                f"--lr {lr:g}: optim.name={config.optim.name!r} with"
+                f" optim.schedule={config.optim.schedule!r} has the rate {now:g} at this step"
+                " whatever optim.lr is, so that it cannot be another"
             )
-        return optim.make_optimizer(changed, self._assembly.task.specs.params, steps=config.train.steps)
+        return optim.make_optimizer(
+            changed, self._assembly.task.specs.params, steps=config.train.steps
+        )
 
     def _activations(self) -> list[tuple[str, float]]:
         arguments = self._state.variables, dict(self._batch), self._key
         found = jax.device_get(jax.jit(functools.partial(largest, self._task.loss))(*arguments))
-        every = ((name, place, x) for name, values in found.items() for place, x in np.ndenumerate(values))
+        every = (
+            (name, place, x)
+            for name, values in found.items()
+            for place, x in np.ndenumerate(values)
+        )
         return [(name + "".join(f" [{i}]" for i in place), float(x)) for name, place, x in every]
 
 
@@ -232,9 +324,13 @@ def largest(function: Callable[..., Any], *arguments: Any) -> dict[str, Array]:
     return _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), "")[1]
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str) -> tuple[list[Any], dict[str, Array]]:
+def _run(
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str
+) -> tuple[list[Any], dict[str, Array]]:
     """Evaluate a jaxpr. Return its results and the magnitudes in it."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True)
+    )
     found: dict[str, Array] = {}
 
     def read(variable: Any) -> Any:
@@ -251,14 +347,17 @@ def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str
     return [read(variable) for variable in jaxpr.outvars], found
 
 
-def _equation(equation: Any, given: Sequence[Any], where: str) -> tuple[list[Any], dict[str, Array]]:
+def _equation(
+    equation: Any, given: Sequence[Any], where: str
+) -> tuple[list[Any], dict[str, Array]]:
     primitive, params = equation.primitive, equation.params
     if primitive.name == "scan":
         return _scan(params, given, where)
     inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
     if primitive.name in INLINED and inner is not None:
         return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given, where)
-    rest: Any = primitive.get_bind_params(params)  # of older versions of jax with functions before it
+    # of older versions of jax with functions before it
+    rest: Any = primitive.get_bind_params(params)
     functions, rest = rest if isinstance(rest, tuple) else ((), rest)
     with equation.ctx.manager:
         results = primitive.bind(*functions, *given, **rest)
@@ -267,7 +366,9 @@ def _equation(equation: Any, given: Sequence[Any], where: str) -> tuple[list[Any
     return results, _sizes(shown, f"{where or 'loss'}: {primitive.name.partition('_')[0]}")
 
 
-def _scan(params: Mapping[str, Any], given: Sequence[Any], where: str) -> tuple[list[Any], dict[str, Array]]:
+def _scan(
+    params: Mapping[str, Any], given: Sequence[Any], where: str
+) -> tuple[list[Any], dict[str, Array]]:
     inner, n, m = params["jaxpr"], params["num_consts"], params["num_carry"]
     consts, carry, xs = given[:n], list(given[n : n + m]), list(given[n + m :])
 
@@ -275,11 +376,16 @@ def _scan(params: Mapping[str, Any], given: Sequence[Any], where: str) -> tuple[
         results, found = _run(inner.jaxpr, inner.consts, [*consts, *state, *x], where)
         return results[:m], (results[m:], found | _sizes(results[:m], f"{where or 'loss'}: state"))
 
-    last, (stacked, found) = jax.lax.scan(body, carry, xs, length=params["length"], reverse=params["reverse"])
+    last, (stacked, found) = jax.lax.scan(
+        body, carry, xs, length=params["length"], reverse=params["reverse"]
+    )
     return [*last, *stacked], found
 
 
 def _sizes(results: Sequence[Any], name: str) -> dict[str, Array]:
     """Measure the largest magnitude of floats of two dimensions or more."""
     chosen = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 and x.size]
-    return {f"{name} {i}" if i else name: jnp.abs(x).max().astype(jnp.float32) for i, x in enumerate(chosen)}
+    return {
+        f"{name} {i}" if i else name: jnp.abs(x).max().astype(jnp.float32)
+        for i, x in enumerate(chosen)
+    }

@@ -33,7 +33,9 @@ class Evaluator:
         self._checkpoints, self._process = checkpoints, process
         everywhere = assembly.layout.replicated()
         self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
-        self._generative = [(each, jax.jit(each.run, out_shardings=everywhere)) for each in self._task.generative]
+        self._generative = [
+            (each, jax.jit(each.run, out_shardings=everywhere)) for each in self._task.generative
+        ]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
         """Return the record of ``state`` over config.train.eval_batches, at the end over all."""
@@ -48,7 +50,9 @@ class Evaluator:
         config, data = self._config, self._data
         whole = step == config.train.steps or not config.train.eval_batches
         n = data.test.n_batches if whole else min(config.train.eval_batches, data.test.n_batches)
-        variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
+        variables = (
+            state.variables._replace(params=state.ema) if config.train.ema else state.variables
+        )
         sums, pictures, batches = metrics.Sums(), {}, data.test_batches(n)
         for i in range(n):
             self._process.beat(f"batch {i + 1} of the evaluation after step {step}")
@@ -63,7 +67,9 @@ class Evaluator:
         record, generations = self._task.finish(sums.means()), []
         for each, attempt in self._generative:
             self._process.beat(f"a generative evaluation after step {step}")
-            self._process.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
+            self._process.console.progress(
+                f"evaluation after step {step}: prompts are answered", passing=True
+            )
             numbers, lines = each.score(jax.device_get(attempt(variables)))
             record |= numbers
             generations += lines
@@ -74,4 +80,6 @@ class Evaluator:
 
 def is_missed(config: Config, step: int, *, due: bool) -> bool:
     """Whether a kill came between the save of ``step`` and its evaluation. All processes ask."""
-    return bool(step and due and not cluster.agree(writers.is_written(config.workdir, step, "test")))
+    return bool(
+        step and due and not cluster.agree(writers.is_written(config.workdir, step, "test"))
+    )

@@ -35,7 +35,8 @@ class Result(NamedTuple):
 
     state: TrainState | None  # None: the run had ended before, with weights only
     step: int
-    evaluation: dict[str, float]  # the last one; empty without a test split, or if this start evaluated nothing
+    # the last one; empty without a test split, or if this start evaluated nothing
+    evaluation: dict[str, float]
 
 
 class Replay(NamedTuple):
@@ -43,10 +44,16 @@ class Replay(NamedTuple):
 
     until: int  # the last step
     save: int  # a step whose state is saved, too; 0 = none
-    check: Callable[[Data, int], None]  # raises an error before the first step; gets the data, and the offset of their position
+    # raises an error before the first step; gets the data, and the offset of their position
+    check: Callable[[Data, int], None]
 
 
-def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}), *, replay: Replay | None = None) -> Result:
+def run(
+    config: Config,
+    command: Mapping[str, Any] = types.MappingProxyType({}),
+    *,
+    replay: Replay | None = None,
+) -> Result:
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
 
     Args:
@@ -71,25 +78,36 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         with process.phase(goodput.RESTORE):
             checkpoints = closing.enter_context(CheckpointManager(assembly, data, process))
             if checkpoints.finished():
-                log.info("the run has already ended at step %d, with weights only", config.train.steps)
+                log.info(
+                    "the run has already ended at step %d, with weights only", config.train.steps
+                )
                 return Result(None, config.train.steps, {})
         with process.phase(goodput.COMPILATION, "its compilation"):
-            peak = metrics.peak_flops()  # measured, perhaps, and therefore while nothing else computes
+            # measured, perhaps, and therefore while nothing else computes
+            peak = metrics.peak_flops()
             # The compilation takes the longest. The state is made or restored at the same time.
-            programs = closing.enter_context(StepCompiler(assembly, data, process.clock, likely=checkpoints.likely()))
+            programs = closing.enter_context(
+                StepCompiler(assembly, data, process.clock, likely=checkpoints.likely())
+            )
         with process.phase(goodput.RESTORE, "its checkpoint"):
             state, step, checkpoints.history = init_or_restore(assembly, checkpoints)
             process.clock.resumed(step)
-        due = Schedule(config, tests=data.test.n_batches > 0 and not replay, also=replay.save if replay else 0)
+        due = Schedule(
+            config, tests=data.test.n_batches > 0 and not replay, also=replay.save if replay else 0
+        )
         if step >= due.steps:
-            log.info("the run has already reached step %d; raise config.train.steps to train on", step)
+            log.info(
+                "the run has already reached step %d; raise config.train.steps to train on", step
+            )
             if not is_missed(config, step, due=due.at(step).evaluate):
                 return Result(state, step, {})  # and nothing is compiled
         with process.phase(goodput.COMPILATION, "its compilation"):
             if replay:
                 replay.check(data, checkpoints.history.offset)
             data.start(step, checkpoints.history.offset)
-            metrics_logger = closing.enter_context(MetricsLogger(assembly, data, process, first=step, peak=peak))
+            metrics_logger = closing.enter_context(
+                MetricsLogger(assembly, data, process, first=step, peak=peak)
+            )
             programs.ready(step)
             machine.give_back_freed_memory()  # what compiling and restoring took
             verify = Verifier(assembly, data, programs, metrics_logger)
@@ -99,7 +117,8 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         metrics_logger.start_clock(step)
         end = min(due.steps, replay.until) if replay else due.steps
 
-        missed = is_missed(config, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
+        # killed between a save and its evaluation
+        missed = is_missed(config, step, due=due.at(step).evaluate)
         last = evaluate(state, step) if missed else {}
         while step < end and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
@@ -138,7 +157,9 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         else:
             if step < end:
                 best, patience = config.checkpoint.best, config.train.patience
-                log.info("ended at step %d: no progress of %s for %d evaluations", step, best, patience)
+                log.info(
+                    "ended at step %d: no progress of %s for %d evaluations", step, best, patience
+                )
             metrics_logger.flush()  # the last step of a replay: nothing waited for it
             return Result(state, step, last)
 

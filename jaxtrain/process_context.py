@@ -42,8 +42,12 @@ class ProcessContext:
         config = self._config
         self.clock.switch(goodput.OTHERS)
         with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
-            stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
+            self._signals = stack.enter_context(
+                contextlib.closing(cluster.StopSignals(config.preemption.signals))
+            )
+            stack.callback(
+                cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close
+            )
             membership = cluster.find()
             self._processes = membership.processes
             in_use = self._own(stack, membership)
@@ -55,13 +59,22 @@ class ProcessContext:
             except cluster.Stopped as error:
                 raise Preempted(f"ended by {self._signals.reason}: {error}") from error
             self._signals.install()  # jax.distributed takes SIGTERM for itself
-            bounds, place = config.distributed, {"process": membership.process, "processes": membership.processes}
-            self._watchdog = cluster.Watchdog(logs, **place, timeout=bounds.step_timeout, start_timeout=bounds.start_timeout)
+            bounds, place = (
+                config.distributed,
+                {"process": membership.process, "processes": membership.processes},
+            )
+            self._watchdog = cluster.Watchdog(
+                logs, **place, timeout=bounds.step_timeout, start_timeout=bounds.start_timeout
+            )
             self.beat, self.starting = self._watchdog.beat, self._watchdog.starting
             stack.callback(self._watchdog.close)
             facts: dict[str, Any] = {}
             if membership.process == 0:
-                facts = {"versions": cluster.versions(), "commit": cluster.commit(), "devices": cluster.devices()}
+                facts = {
+                    "versions": cluster.versions(),
+                    "commit": cluster.commit(),
+                    "devices": cluster.devices(),
+                }
                 facts |= {**cluster.of_cpus(), **self._command}
             self.clock.open(config.workdir, **place, facts=facts)
             self.clock.switch(goodput.MODEL)
@@ -69,7 +82,10 @@ class ProcessContext:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._processes > 1:
@@ -99,7 +115,9 @@ class ProcessContext:
 
     def _leave(self) -> None:
         if self._signals.check():
-            raise Preempted(f"ended by {self._signals.reason} while it waited for {self._config.workdir}")
+            raise Preempted(
+                f"ended by {self._signals.reason} while it waited for {self._config.workdir}"
+            )
 
     def stopping(self) -> bool:
         return self._signals.check()
@@ -142,8 +160,8 @@ class ProcessContext:
             self._lost = error
         if cluster.agree(self.has_lost):
             raise self._lost or WorkdirError(
-                f"{self._config.workdir} was deleted, or another run took it over: process 0 of this run says which, in its "
-                "log. This process ends, too"
+                f"{self._config.workdir} was deleted, or another run took it over: process 0 of"
+                " this run says which, in its log. This process ends, too"
             )
 
     @property

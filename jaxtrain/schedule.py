@@ -29,4 +29,8 @@ class Schedule:
 def is_save_due(config: Config, step: int) -> bool:
     """Whether a save follows ``step`` batches: regular, or before a possibly best evaluation."""
     every = config.train.eval_every if config.checkpoint.best else 0
-    return step % config.checkpoint.every == 0 or step == config.train.steps or bool(every and step % every == 0)
+    return (
+        step % config.checkpoint.every == 0
+        or step == config.train.steps
+        or bool(every and step % every == 0)
+    )

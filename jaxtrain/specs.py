@@ -20,7 +20,9 @@ def is_spec(x: Any) -> bool:
 
 def map_specs(f: Callable[[str, Spec], Any], specs: PyTree) -> PyTree:
     """Apply f(path, spec) to every spec. A path reads ``encoder/blocks/w_qkv``."""
-    return jax.tree.map_with_path(lambda path, spec: f(path_name(path), spec), specs, is_leaf=is_spec)
+    return jax.tree.map_with_path(
+        lambda path, spec: f(path_name(path), spec), specs, is_leaf=is_spec
+    )
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -47,7 +49,9 @@ def digest(specs: PyTree) -> str:
 def abstract(specs: PyTree, layout: Layout) -> PyTree:
     """Shapes, dtypes, shardings. Raises LayoutError with the path of an array that misfits."""
     return map_specs(
-        lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)),
+        lambda path, s: jax.ShapeDtypeStruct(
+            s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)
+        ),
         specs,
     )
 
@@ -57,11 +61,15 @@ def materialise(specs: PyTree, key: Key) -> PyTree:
 
     Each key folds in its parameter's path: no order of the table and no mesh changes a number.
     """
-    return map_specs(lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs)
+    return map_specs(
+        lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs
+    )
 
 
 def fold_in_path(key: Key, path: str) -> Key:
-    return jax.random.fold_in(key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")))
+    return jax.random.fold_in(
+        key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little"))
+    )
 
 
 zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
@@ -72,7 +80,10 @@ def truncated_normal(stddev: float) -> Initializer:
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         # 0.87962566 is the standard deviation of a unit normal cut at ±2.
-        return (jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (stddev / 0.87962566103423978)).astype(dtype)
+        return (
+            jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+            * (stddev / 0.87962566103423978)
+        ).astype(dtype)
 
     return init
 

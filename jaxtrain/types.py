@@ -61,7 +61,9 @@ class Shard(Protocol):
 class Unmerged:
     """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora`)."""
 
-    def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
+    def project(
+        self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]
+    ) -> Array:
         """einsum(equation, x, the matrix) in x's dtype, by a ``product`` like `layers.product`."""
         raise NotImplementedError
 
@@ -93,7 +95,8 @@ class Variables(NamedTuple):
 
     params: PyTree  # differentiated, optimised, saved
     frozen: PyTree = ()  # read-only base weights; reloaded from their source, not saved again
-    model_state: PyTree = ()  # task-owned, without gradient: teacher averages, batch statistics, recurrent state
+    # task-owned, without gradient: teacher averages, batch statistics, recurrent state
+    model_state: PyTree = ()
 
 
 class LossOut(NamedTuple):
@@ -101,8 +104,10 @@ class LossOut(NamedTuple):
 
     loss: Mean
     metrics: dict[str, Mean]
-    model_state: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
-    sparse_rows: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
+    # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
+    model_state: PyTree = ()
+    # path of a table -> int32 [rows]: how often the loss read each row
+    sparse_rows: Mapping[str, Array] = {}
 
 
 class Example(NamedTuple):
@@ -128,8 +133,11 @@ class Hub(NamedTuple):
 
     library: str = "jaxtrain"  # that loads the folder
     task: str = ""  # the Hub's pipeline_tag; empty = none of its tasks
-    metrics: tuple[str, ...] = ()  # of an evaluation, that say how good the model is, the first one most
-    example: str = ""  # how it is used, in the folder of the export; a shell command if it begins with "$ ", else Python
+    # of an evaluation, that say how good the model is, the first one most
+    metrics: tuple[str, ...] = ()
+    # how it is used, in the folder of the export; a shell command if it begins with "$ ", else
+    # Python
+    example: str = ""
 
 
 EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name is which parameter
@@ -147,9 +155,13 @@ class Export(NamedTuple):
 
     # (model, path) -> its name; or a list of names for the entries of its first axis: a stack
     # becomes one array for each layer
-    names: Callable[[Mapping[str, Any], str], str | list[str]] = lambda model, path: path.replace("/", ".")
+    names: Callable[[Mapping[str, Any], str], str | list[str]] = lambda model, path: path.replace(
+        "/", "."
+    )
     # (model, path, shape) -> the shape of one such array: the same numbers in the same order
-    shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = lambda model, path, shape: shape
+    shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = (
+        lambda model, path, shape: shape
+    )
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the
     # place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = lambda config, dtype: {}
@@ -178,7 +190,9 @@ class Format(NamedTuple):
     rename: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     export: Export | None = None
     # (config, all arrays of the model, lines about the run) -> further files
-    files: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], dict[str, bytes]] | None = None
+    files: (
+        Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], dict[str, bytes]] | None
+    ) = None
     example: str = ""  # for the card, as that of `Hub`
 
 
@@ -190,7 +204,8 @@ class Foreign(NamedTuple):
 
     # (arrays, folder, whether jaxtrain wrote them) -> arrays by the paths of the workload's table
     arrays: Callable[[Mapping[str, Any], Any, bool], dict[str, Any]]
-    config: Callable[[Any], dict[str, Any]]  # (folder) -> the config of a run that would have made them
+    # (folder) -> the config of a run that would have made them
+    config: Callable[[Any], dict[str, Any]]
 
 
 class Task(NamedTuple):
@@ -214,15 +229,23 @@ class Task(NamedTuple):
     loss: Callable[..., LossOut]  # (variables, batch, key), and stage= if the task has stages
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
-    flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
-    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, state, step: state  # (new params, …) -> model state
-    pictures: Callable[[Batch], dict[str, Array]] = lambda batch: {}  # name -> [n, height, width] in 0..1, as the model sees it
+    # model FLOPs of one global step, forward and backward; of the last stage; masked places of
+    # attention left out
+    flops: int
+    # (new params, …) -> model state
+    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, state, step: state
+    # name -> [n, height, width] in 0..1, as the model sees it
+    pictures: Callable[[Batch], dict[str, Array]] = lambda batch: {}
     stage: Callable[[int], Hashable] = lambda step: None  # step -> static variant of the loss
     # like pictures, of a test batch at an evaluation
     progress: Callable[[Variables, Batch], dict[str, Array]] = lambda variables, batch: {}
-    finish: Callable[[Mapping[str, Any]], dict[str, float]] = dict  # means over a test split, also arrays -> its record
+    # means over a test split, also arrays -> its record
+    finish: Callable[[Mapping[str, Any]], dict[str, float]] = dict
     generative: tuple[GenerativeEvaluation, ...] = ()
-    terms: tuple[str, ...] = ()  # metrics of a training step that add up to its loss, for the console; () = it has one term
+    # metrics of a training step that add up to its loss, for the console; () = it has one term
+    terms: tuple[str, ...] = ()
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
-    full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none
-    predict: Callable[[Variables, Batch], Any] | None = None  # named arrays, rows first -> outputs: `jaxtrain.load`
+    # the same with the places that a causal mask or a window leaves out; 0 = there are none
+    full_flops: int = 0
+    # named arrays, rows first -> outputs: `jaxtrain.load`
+    predict: Callable[[Variables, Batch], Any] | None = None

@@ -52,7 +52,10 @@ class Outcome(NamedTuple):
 
     def devices(self, right: "Outcome") -> list[str]:
         wrong = (self.parts != right.parts).any((1, 2))
-        return [f"{d.device_kind} {d.id} of process {d.process_index}" for d in self.mesh.devices.reshape(-1)[wrong]]
+        return [
+            f"{d.device_kind} {d.id} of process {d.process_index}"
+            for d in self.mesh.devices.reshape(-1)[wrong]
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outcome) and np.array_equal(self.parts, other.parts)
@@ -64,8 +67,15 @@ class Verifier:
     ``steps`` were computed twice, and in ``wrong`` of them the computations differed.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, programs: StepCompiler, metrics_logger: MetricsLogger):
-        self._assembly, self._data, self._programs, self._log = assembly, data, programs, metrics_logger
+    def __init__(
+        self, assembly: Assembly, data: Data, programs: StepCompiler, metrics_logger: MetricsLogger
+    ):
+        self._assembly, self._data, self._programs, self._log = (
+            assembly,
+            data,
+            programs,
+            metrics_logger,
+        )
         self._guard = assembly.config.guard
         self._paths = specs.paths(saved_parts(assembly.abstract.state))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -73,12 +83,16 @@ class Verifier:
         mesh, self._there = assembly.layout.mesh, assembly
         if self._guard.verify_every and mesh.size > 1:
             turned = np.roll(mesh.devices.reshape(-1), -1).reshape(mesh.devices.shape)
-            self._there = assembly_lib.assemble(assembly.config, Mesh(turned, mesh.axis_names, axis_types=mesh.axis_types))
+            self._there = assembly_lib.assemble(
+                assembly.config, Mesh(turned, mesh.axis_names, axis_types=mesh.axis_types)
+            )
 
     def is_due(self, step: int) -> bool:
         return bool(self._guard.verify_every) and step % self._guard.verify_every == 0
 
-    def __call__(self, step: Step, state: TrainState, item: Item, stop: Array) -> tuple[TrainState, Any]:
+    def __call__(
+        self, step: Step, state: TrainState, item: Item, stop: Array
+    ) -> tuple[TrainState, Any]:
         """Compute a step of the run twice, with a second state meanwhile, and return its result.
 
         Raises WrongStepError: the results differ, and the policy is to stop, or a third computation
@@ -95,13 +109,19 @@ class Verifier:
         del new, out  # the state is needed twice more, and not three times
         new, out = step(self._copy(state), item.arrays, stop)
         third = self._outcome(here, new)
-        repeats = third == first and self._there is not here and self._second(step, state, item, stop) == second
+        repeats = (
+            third == first
+            and self._there is not here
+            and self._second(step, state, item, stop) == second
+        )
         if repeats and self.steps == 1 and (first.parts != second.parts).any((1, 2)).all():
             log.warning(
-                "step %d: each placement of its rows on devices gives bits of its own, again and again. Either the "
-                "collectives of these devices add in another order there, or a device always computes wrong, which "
-                "jaxtrain doctor finds. Steps are verified in the same placement from now on", item.step,
-            )  # fmt: skip
+                "step %d: each placement of its rows on devices gives bits of its own, again and"
+                " again. Either the collectives of these devices add in another order there, or a"
+                " device always computes wrong, which jaxtrain doctor finds. Steps are verified in"
+                " the same placement from now on",
+                item.step,
+            )
             self._there = here
             self._log.verified(item.step, wrong=False)
             return new, out
@@ -110,31 +130,48 @@ class Verifier:
         self._report(item.step, first, second, third, repeats=repeats)
         return new, out
 
-    def _report(self, step: int, first: Outcome, second: Outcome, third: Outcome, *, repeats: bool) -> None:
-        arrays = [p for p, one, two in zip(self._paths, first.parts.swapaxes(0, 1), second.parts.swapaxes(0, 1), strict=True)
-                  if (one != two).any()]  # fmt: skip
-        text = f"step {step} was computed twice from the same state, and {len(arrays)} of {len(self._paths)} arrays differ"
+    def _report(
+        self, step: int, first: Outcome, second: Outcome, third: Outcome, *, repeats: bool
+    ) -> None:
+        arrays = [
+            p
+            for p, one, two in zip(
+                self._paths, first.parts.swapaxes(0, 1), second.parts.swapaxes(0, 1), strict=True
+            )
+            if (one != two).any()
+        ]
+        text = (
+            f"step {step} was computed twice from the same state, and {len(arrays)} of"
+            f" {len(self._paths)} arrays differ"
+        )
         text = f"{text}: {', '.join(arrays[:3])}{' …' if len(arrays) > 3 else ''}"
         if third not in (first, second):
             raise WrongStepError(
-                f"{text}. A third computation agrees with neither: no result can be trusted. Check the devices with jaxtrain "
-                "doctor; the same command resumes from the last checkpoint"
+                f"{text}. A third computation agrees with neither: no result can be trusted. Check"
+                " the devices with jaxtrain doctor; the same command resumes from the last"
+                " checkpoint"
             )
         if repeats:
-            always = sorted({*first.devices(second)} & {*second.devices(first)}) or first.devices(second)
+            always = sorted({*first.devices(second)} & {*second.devices(first)}) or first.devices(
+                second
+            )
             raise WrongStepError(
-                f"{text}, in each placement of its rows on devices again and again: {', '.join(always)} always computes wrong. "
-                "The same command resumes from the last checkpoint, and must do so without that device"
+                f"{text}, in each placement of its rows on devices again and again:"
+                f" {', '.join(always)} always computes wrong. The same command resumes from the"
+                " last checkpoint, and must do so without that device"
             )
         wrong, which = (second, "second") if third == first else (first, "first")
         devices = wrong.devices(third)
-        text = f"{text}. A third computation says that the {which} was wrong, on {', '.join(devices)}"
+        text = (
+            f"{text}. A third computation says that the {which} was wrong, on {', '.join(devices)}"
+        )
         if len(devices) == wrong.mesh.size > 1:
             text = f"{text} (one of them, whose error the sum over devices brought to all)"
         if self._guard.on_mismatch == "stop":
             raise WrongStepError(
-                f"{text}. Nothing of it is saved: the same command resumes from the last checkpoint, if possible without that "
-                "device; with config.guard.on_mismatch=continue the run takes the right result instead"
+                f"{text}. Nothing of it is saved: the same command resumes from the last"
+                " checkpoint, if possible without that device; with"
+                " config.guard.on_mismatch=continue the run takes the right result instead"
             )
         log.error("%s. The run continues with the right result", text)
 
@@ -142,8 +179,12 @@ class Verifier:
         there = self._there
         if there is self._assembly:
             return self._outcome(there, step(self._copy(state), item.arrays, stop)[0])
-        moved = _moved((state, dict(item.arrays), stop), self._assembly.layout.mesh, there.layout.mesh)
-        return self._outcome(there, self._program(self._assembly.task.stage(item.index), item.bucket)(*moved)[0])
+        moved = _moved(
+            (state, dict(item.arrays), stop), self._assembly.layout.mesh, there.layout.mesh
+        )
+        return self._outcome(
+            there, self._program(self._assembly.task.stage(item.index), item.bucket)(*moved)[0]
+        )
 
     @functools.cache  # noqa: B019  one for each run
     def _program(self, stage: Any, bucket: int) -> Step:
@@ -163,7 +204,9 @@ def _partitions(tree: PyTree) -> tuple[Any, tuple[PartitionSpec, ...]]:
 
 
 @functools.cache  # else each verified step would compile it again
-def _digests(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> Callable[[PyTree], Array]:
+def _digests(
+    mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]
+) -> Callable[[PyTree], Array]:
     """Return the function state -> digests of the parts that each device holds, on every device."""
     own = jax.shard_map(
         lambda parts: digest.of_each(parts)[None], mesh=mesh, in_specs=(jax.tree.unflatten(structure, partitions),),
@@ -173,7 +216,9 @@ def _digests(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -
 
 
 @functools.cache
-def _shift(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> Callable[[PyTree], PyTree]:
+def _shift(
+    mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]
+) -> Callable[[PyTree], PyTree]:
     """Return the function that sends each part of each array to the next device of the mesh."""
     steps = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
     specs = jax.tree.unflatten(structure, partitions)
@@ -181,7 +226,9 @@ def _shift(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> 
     def shift(parts: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh.axis_names, steps), parts)
 
-    return jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+    return jax.jit(
+        jax.shard_map(shift, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    )
 
 
 def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
@@ -189,7 +236,9 @@ def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
     sent = _shift(mesh, *_partitions(tree))(tree)
     return jax.tree.map(
         lambda x: jax.make_array_from_single_device_arrays(
-            x.shape, NamedSharding(there, x.sharding.spec), [part.data for part in x.addressable_shards]
+            x.shape,
+            NamedSharding(there, x.sharding.spec),
+            [part.data for part in x.addressable_shards],
         ),
         sent,
     )

@@ -65,15 +65,18 @@ class Workload:
     commands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
     glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: the meaning of its metrics
     export: Any = None  # a jaxtrain.types.Export; None = its defaults
-    formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> jaxtrain.types.Format
-    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
+    # name -> jaxtrain.types.Format
+    formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # format -> the package, and extra of jaxtrain, it needs
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     formats_help: str = ""  # a paragraph on the formats in `jaxtrain export --help`
     # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # (run's config, model state and batch as NumPy arrays, position of the batch) -> a
     # jaxtrain.types.Example of each row
     examples: Any = None
-    next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
+    # (command with {run}, why) that a run which ended prints
+    next_steps: tuple[tuple[str, str], ...] = ()
 
     def get(self, name: str) -> Any:
         """Return the object of a field. Raises ImportError, AttributeError: it names none."""
@@ -122,12 +125,21 @@ def of(name: str) -> Workload:
     module = cast(WorkloadModule, importlib.import_module(name))
     if (found := module.WORKLOAD if hasattr(module, "WORKLOAD") else None) is not None:
         if not isinstance(found, Workload):
-            raise WorkloadError(f"{name}.WORKLOAD is a {type(found).__name__}; expected a jaxtrain.workload.Workload")
-        if wrong := [word for word, command in found.commands.items() if not isinstance(command, Command)]:
-            raise WorkloadError(f"the command {wrong[0]!r} of {name}.WORKLOAD is no jaxtrain.workload.Command; make it one")
+            raise WorkloadError(
+                f"{name}.WORKLOAD is a {type(found).__name__}; expected a"
+                " jaxtrain.workload.Workload"
+            )
+        if wrong := [
+            word for word, command in found.commands.items() if not isinstance(command, Command)
+        ]:
+            raise WorkloadError(
+                f"the command {wrong[0]!r} of {name}.WORKLOAD is no jaxtrain.workload.Command; make"
+                " it one"
+            )
         return found
     return Workload(
-        module.Config if hasattr(module, "Config") else None,  # None: an error of the config that names it
+        # None: an error of the config that names it
+        module.Config if hasattr(module, "Config") else None,
         module.make_task if hasattr(module, "make_task") else None,
         module.make_specs if hasattr(module, "make_specs") else None,
         glossary=module.GLOSSARY if hasattr(module, "GLOSSARY") else (),

@@ -89,7 +89,9 @@ class FilterBank:
         std: float = 4.43,
     ) -> None: ...
 
-def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalise: bool = False) -> NDArray[np.float32]:
+def fbank(
+    wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalise: bool = False
+) -> NDArray[np.float32]:
     """Compute the Kaldi-compatible log-mel spectrogram of a waveform at the filter bank's rate.
 
     Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy.
@@ -99,7 +101,12 @@ def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalis
     """
 
 def front_end(
-    wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int, *, bank: FilterBank | None = None
+    wave: NDArray[np.float32],
+    rate: int,
+    clip_samples: int,
+    n_frames: int,
+    *,
+    bank: FilterBank | None = None,
 ) -> NDArray[np.float32]:
     """Compute the spectrogram that the pipeline makes of this recording in a test split.
 
@@ -121,7 +128,9 @@ def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[
     Raises IndexError for a place outside [0, n), and ValueError unless 1 <= n < 2^62.
     """
 
-def block_order(seed: int, epoch: int, stops: NDArray[np.int64], window: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
+def block_order(
+    seed: int, epoch: int, stops: NDArray[np.int64], window: int, i: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Map places of an epoch to recordings in the block order; see loaders.order.block_order.
 
     stops: int64 [blocks], the end (exclusive) of each block. window: blocks whose recordings are
@@ -145,7 +154,13 @@ def sudoku_solve(
     """
 
 def sudoku_generate(
-    n: int, *, side: int = 9, seed: int = 0, start: int = 0, blanks: tuple[int, int] = (0, 81), threads: int = 1
+    n: int,
+    *,
+    side: int = 9,
+    seed: int = 0,
+    start: int = 0,
+    blanks: tuple[int, int] = (0, 81),
+    threads: int = 1,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
     """Generate sudoku puzzles with one solution each: numbers start to start + n - 1 of a seed.
 
@@ -158,7 +173,9 @@ def sudoku_generate(
     1024 threads.
     """
 
-def sudoku_grade(boards: NDArray[np.uint8], *, threads: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def sudoku_grade(
+    boards: NDArray[np.uint8], *, threads: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Grade sudoku boards by the steps that they need, and count guesses without a solution.
 
     boards: as of `sudoku_solve`.

@@ -14,7 +14,8 @@ from loaders.io.checks import DataSection
 from loaders.io.files import DataError as DataError  # which every loader raises
 
 DatasetInfo = Mapping[str, Any]
-HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges
+# field -> one contiguous array for each of Rows.ranges
+HostBatch = Mapping[str, Sequence[np.ndarray]]
 ENDLESS = 1 << 40  # [batches] of a training split, which repeats
 
 
@@ -33,7 +34,9 @@ def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
     values, bounds = np.asarray(values), np.iinfo(dtype)
     if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
         found = f"{values.min()} to {values.max()}"
-        raise DataError(f"{of} are {found}; {np.dtype(dtype).name} holds {bounds.min} to {bounds.max}")
+        raise DataError(
+            f"{of} are {found}; {np.dtype(dtype).name} holds {bounds.min} to {bounds.max}"
+        )
     return np.asarray(values, dtype)
 
 
@@ -83,9 +86,15 @@ class Loader:
     population: Population | None = None
 
     def __init__(
-        self, *buckets: Mapping[str, Field], train: bool, rows: Rows, seed: int, n_batches: int, threads: int = 0,
+        self,
+        *buckets: Mapping[str, Field],
+        train: bool,
+        rows: Rows,
+        seed: int,
+        n_batches: int,
+        threads: int = 0,
         ahead: int = 0,
-    ):  # fmt: skip
+    ):
         """``threads`` keep ``ahead`` batches ready. With 0, `next` makes its batch itself."""
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches
@@ -131,7 +140,12 @@ class Loader:
 
     def state(self, position: int) -> dict[str, Any]:
         """Return a checkpoint's state, as JSON: position, seed, fingerprints of data and order."""
-        return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
+        return {
+            "position": position,
+            "seed": self._seed,
+            "fingerprint": self.fingerprint,
+            "order": self.order,
+        }
 
     if TYPE_CHECKING:  # a subclass has them as attributes or properties
 
@@ -162,14 +176,21 @@ class Loader:
         parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
         fields = self.buckets[self.bucket_at(position)]
         if missing := sorted(name for name in fields if any(name not in part for part in parts)):
-            raise DataError(f"the loader {type(self).__qualname__} made batch {position} without its field {missing[0]!r}")
+            raise DataError(
+                f"the loader {type(self).__qualname__} made batch {position} without its field"
+                f" {missing[0]!r}"
+            )
         for name, field in fields.items():
             for part, (start, stop) in zip(parts, self._rows.ranges, strict=True):
-                found, expected = (part[name].dtype, part[name].shape), (field.dtype, (stop - start, *field.shape))
+                found, expected = (
+                    (part[name].dtype, part[name].shape),
+                    (field.dtype, (stop - start, *field.shape)),
+                )
                 if found != expected:
                     raise DataError(
-                        f"the loader {type(self).__qualname__} made batch {position} with its field {name!r} as {found[0]} "
-                        f"{list(found[1])}; element_spec() declares {expected[0]} {list(expected[1])}"
+                        f"the loader {type(self).__qualname__} made batch {position} with its field"
+                        f" {name!r} as {found[0]} {list(found[1])}; element_spec() declares"
+                        f" {expected[0]} {list(expected[1])}"
                     )
         return {name: [part[name] for part in parts] for name in fields}
 
@@ -179,7 +200,10 @@ class Loader:
 
     def _empty(self, n: int, bucket: int = -1) -> dict[str, np.ndarray]:
         """``n`` rows of padding: zeros, and -1 for "index"."""
-        batch = {name: np.zeros((n, *field.shape), field.dtype) for name, field in self.buckets[bucket].items()}
+        batch = {
+            name: np.zeros((n, *field.shape), field.dtype)
+            for name, field in self.buckets[bucket].items()
+        }
         if "index" in batch:
             batch["index"][:] = -1
         return batch

@@ -41,7 +41,9 @@ def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
     Without examples it is an empty one.
     """
     groups = partition(sizes, n) if len(sizes) else [np.zeros(0, np.int64)]
-    return tuple(Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups)
+    return tuple(
+        Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups
+    )
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

@@ -45,14 +45,23 @@ class Mixture:
       ends: with "stop", the first example that no source has; None if there is no end.
     """
 
-    def __init__(self, shares: Sequence[float], *, seed: int, policy: str = "repeat", sizes: Sequence[int] | None = None):
+    def __init__(
+        self,
+        shares: Sequence[float],
+        *,
+        seed: int,
+        policy: str = "repeat",
+        sizes: Sequence[int] | None = None,
+    ):
         """``sizes``: examples in one pass of each source, needed unless the policy is "repeat".
 
         Raises DataError for shares that are not positive numbers.
         """
         weights = np.asarray(shares, np.float64)
         if not weights.size or not np.isfinite(weights).all() or (weights <= 0).any():
-            raise DataError(f"the sources' shares are {weights.tolist()}; each must be a positive number")
+            raise DataError(
+                f"the sources' shares are {weights.tolist()}; each must be a positive number"
+            )
         self.shares = weights / weights.sum()
         self._seed, self._policy = int(order.hash_of(MIX, seed)[0]), policy
         self._sizes = np.asarray([0] * len(shares) if sizes is None else sizes, np.int64)
@@ -70,8 +79,8 @@ class Mixture:
         example = np.asarray(example, np.int64)
         if self.ends is not None and example.size and example.max() >= self.ends:
             raise DataError(
-                f"all sources are exhausted after {self.ends} examples, but example {example.max()} is needed; make the run "
-                "shorter, or set exhausted='repeat'"
+                f"all sources are exhausted after {self.ends} examples, but example {example.max()}"
+                " is needed; make the run shorter, or set exhausted='repeat'"
             )
         source, number = np.zeros_like(example), np.zeros_like(example)
         starts = [phase.start for phase in self._phases]
@@ -82,8 +91,9 @@ class Mixture:
         if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
             k = int(source[over[0]])
             raise DataError(
-                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example {example[over[0]]} of all; "
-                "lower its share, make the run shorter, or set exhausted='repeat' or 'stop'"
+                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example"
+                f" {example[over[0]]} of all; lower its share, make the run shorter, or set"
+                " exhausted='repeat' or 'stop'"
             )
         return source, number
 
@@ -129,14 +139,23 @@ class Mixture:
         else:
             source, rank = self._shuffled(p, whole)
             dry = [k for k in active if left[k] <= phase.quota[k]]
-            inside = min(int(np.flatnonzero((source == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0 for k in dry)
+            inside = min(
+                int(np.flatnonzero((source == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0
+                for k in dry
+            )
             length = whole * BLOCK + inside
-            given = phase.given + whole * phase.quota + np.bincount(source[:inside], minlength=len(self.shares))
+            given = (
+                phase.given
+                + whole * phase.quota
+                + np.bincount(source[:inside], minlength=len(self.shares))
+            )
         alive = given < self._sizes
         if not alive.any():
             self.ends = phase.start + length
             return
-        self._phases.append(Phase(phase.start + length, given, quotas(np.where(alive, self.shares, 0))))
+        self._phases.append(
+            Phase(phase.start + length, given, quotas(np.where(alive, self.shares, 0)))
+        )
 
 
 def phase_key(p: int, b: int) -> int:

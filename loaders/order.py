@@ -23,11 +23,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-VERSION = 1  # changes whenever the same (seed, epoch, place) would give another recording or another crop
+# changes whenever the same (seed, epoch, place) would give another recording or another crop
+VERSION = 1
 
 ROUNDS = 8
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of splitmix64
-ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # domains of the hashes: two uses of the same numbers draw independently
+# domains of the hashes: two uses of the same numbers draw independently
+ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -52,7 +54,10 @@ def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
 
 
 def epochs(
-    seed: int, n: int, number: np.ndarray, permute: Callable[[int, int, int, np.ndarray], np.ndarray] = permutation
+    seed: int,
+    n: int,
+    number: np.ndarray,
+    permute: Callable[[int, int, int, np.ndarray], np.ndarray] = permutation,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws ``number``, int64 [k], of an endless order -> int64 [k] epochs and recordings.
 
@@ -82,7 +87,8 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
     b = np.uint64(-(-n // int(a)))
     place = np.array(i, np.uint64)
     walking = np.ones(place.shape, bool)
-    while walking.any():  # a * b exceeds n by less than a: a place that lands there is permuted again
+    # a * b exceeds n by less than a: a place that lands there is permuted again
+    while walking.any():
         l, r = np.divmod(place[walking], b)
         for turn, key in enumerate(keys):
             if turn % 2 == 0:
@@ -122,7 +128,9 @@ def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.nda
     for w in np.unique(number):
         start, stop = starts[w * window], starts[min((w + 1) * window, len(stops))]
         inside = number == w
-        place[inside] = start + _permute(hash_of(WINDOW, seed, epoch, int(w)), int(stop - start), i[inside] - start)
+        place[inside] = start + _permute(
+            hash_of(WINDOW, seed, epoch, int(w)), int(stop - start), i[inside] - start
+        )
     k = np.searchsorted(starts, place, side="right") - 1
     recordings: np.ndarray = (stops - sizes)[blocks[k]] + place - starts[k]
     return recordings

@@ -28,10 +28,18 @@ def film() -> Path:
 def _birds() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-birds-")
     recordings = [demo_birds.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
-    for split, rows in (("train", recordings[: demo.N_TRAIN]), ("test", recordings[demo.N_TRAIN :])):
-        columns = {"audio": [{"bytes": b"", "path": row.path} for row in rows], "ebird_code": [row.label for row in rows]}
+    for split, rows in (
+        ("train", recordings[: demo.N_TRAIN]),
+        ("test", recordings[demo.N_TRAIN :]),
+    ):
+        columns = {
+            "audio": [{"bytes": b"", "path": row.path} for row in rows],
+            "ebird_code": [row.label for row in rows],
+        }
         (Path(folder.name) / split).mkdir()
-        with pa.ipc.new_stream(str(Path(folder.name) / split / "data.arrow"), demo.schema()) as sink:
+        with pa.ipc.new_stream(
+            str(Path(folder.name) / split / "data.arrow"), demo.schema()
+        ) as sink:
             sink.write_batch(pa.RecordBatch.from_pydict(columns, demo.schema()))
     return folder
 

@@ -37,7 +37,10 @@ class ShuffleStats:
         rows, starts = population
         self._rows, self._size = rows, int(rows.max()) + 1
         self._first_rows = starts
-        self._shares = {name: self._counts(name, rows) / len(rows) for name in ("mod", "div", "hash", "shard", "fine")}
+        self._shares = {
+            name: self._counts(name, rows) / len(rows)
+            for name in ("mod", "div", "hash", "shard", "fine")
+        }
         self._window: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
         self._histograms: dict[str, collections.deque[np.ndarray]] = {
             name: collections.deque(maxlen=WINDOW) for name in self._shares if name != "fine"
@@ -52,8 +55,9 @@ class ShuffleStats:
         outside = recordings[(recordings < 0) | (recordings >= self._size)]
         if len(outside):
             raise DataError(
-                f"the index {outside[0]} of an example in a batch is that of no recording, which have 0 to {self._size - 1}: "
-                "the loader is wrong, or a device changed it, which `jaxtrain replay` of this step tells apart"
+                f"the index {outside[0]} of an example in a batch is that of no recording, which"
+                f" have 0 to {self._size - 1}: the loader is wrong, or a device changed it, which"
+                " `jaxtrain replay` of this step tells apart"
             )
         self._window.append(recordings)
         for name, histograms in self._histograms.items():
@@ -76,15 +80,21 @@ class ShuffleStats:
             record[f"chi2_{name}_expected"] = (n - size) / max(n - 1, 1)
             if len(histograms) > 2:
                 centred = np.stack(histograms) - expected
-                record[f"acf_{name}"] = (centred[1:] * centred[:-1]).sum() / max((centred[:-1] ** 2).sum(), 1e-12)
+                record[f"acf_{name}"] = (centred[1:] * centred[:-1]).sum() / max(
+                    (centred[:-1] ** 2).sum(), 1e-12
+                )
                 record[f"acf_{name}_expected"] = 0.0
         record["unique"] = len(np.unique(batch))
         record["unique_expected"] = n * (1 - (1 - 1 / n) ** size)
         if len(self._window) > 1:
             before = self._window[-2]
             record["overlap"] = len(np.intersect1d(batch, before))
-            record["overlap_expected"] = n * (1 - (1 - 1 / n) ** size) * (1 - (1 - 1 / n) ** len(before))
-            record["bucket_overlap"] = len(np.intersect1d(self._bucket("fine", batch), self._bucket("fine", before)))
+            record["overlap_expected"] = (
+                n * (1 - (1 - 1 / n) ** size) * (1 - (1 - 1 / n) ** len(before))
+            )
+            record["bucket_overlap"] = len(
+                np.intersect1d(self._bucket("fine", batch), self._bucket("fine", before))
+            )
             hit = [1 - (1 - self._shares["fine"]) ** len(x) for x in (batch, before)]
             record["bucket_overlap_expected"] = (hit[0] * hit[1]).sum()
         seen = np.concatenate(self._window)
@@ -100,7 +110,9 @@ class ShuffleStats:
         if name == "shard":
             return np.searchsorted(self._first_rows, index, side="right") - 1
         hashed = (index.astype(np.uint64) * np.uint64(KNUTH)) & np.uint64(0xFFFFFFFF)
-        return (hashed * np.uint64(FINE if name == "fine" else BUCKETS) >> np.uint64(32)).astype(np.int64)
+        return (hashed * np.uint64(FINE if name == "fine" else BUCKETS) >> np.uint64(32)).astype(
+            np.int64
+        )
 
     def _counts(self, name: str, index: np.ndarray) -> np.ndarray:
         size = {"shard": len(self._first_rows), "fine": FINE}.get(name, BUCKETS)

@@ -21,12 +21,15 @@ from tests.support.xla import KEEPS_PROGRAMS, SOON  # noqa: E402
 
 # These are set before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {SOON}"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {SOON}"
+)
 # XLA runs independent collectives of a program at once, each on a thread of a pool. The pool has as
 # many threads as there are cores (or NPROC). With few threads, eight devices can wait for each
 # other in different collectives for ever (jax 0.10.2 aborts after 40 s).
 os.environ.setdefault("NPROC", "32")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: the tests' runs would ignore SIGINT, too
+# a shell's background job: the tests' runs would ignore SIGINT, too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs ask no metadata server on any machine
 
@@ -152,13 +155,20 @@ def small_disk(tmp_path):
     def make(kilobytes, *, lazily=False):
         disk = tmp_path / f"disk{len(mounted)}"
         disk.mkdir()
-        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", disk]).returncode:
+        if (
+            os.geteuid() != 0
+            or subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", disk]
+            ).returncode
+        ):
             pytest.skip("only root may mount a small file system")
         mounted.append(["umount", *(["--lazy"] if lazily else []), disk])
         return disk
 
     yield make
-    gc.collect()  # Python 3.12 keeps the frames of an error that a context manager changed, and a test's mapped files in them
+    # Python 3.12 keeps the frames of an error that a context manager changed, and a test's mapped
+    # files in them
+    gc.collect()
     for command in mounted:
         subprocess.run(command, check=True)
 
@@ -181,7 +191,20 @@ def hosts():
 
     try:
         ip("netns", "add", names[1])
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         for i, n in enumerate(names):
             ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             for device in ("lo", "cable"):
@@ -190,7 +213,9 @@ def hosts():
             # address, which collectives publish.
             folders.append(pathlib.Path("/etc/netns") / n)
             folders[-1].mkdir(parents=True)
-            (folders[-1] / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
+            (folders[-1] / "hosts").write_text(
+                f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n"
+            )
         yield names, lambda: ip("-n", names[0], "link", "set", "cable", "down")
     finally:
         for n in names:
@@ -233,7 +258,9 @@ def pytest_terminal_summary(terminalreporter):
     """Print a line for each promise that was tried. The tests are named test_promise_N_…, and a
     loop gives its number of trials by record_property."""
     if path := terminalreporter.config.getoption("skipped"):
-        path.write_text("".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("skipped", [])))
+        path.write_text(
+            "".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("skipped", []))
+        )
     rows: dict[str, list[float]] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -248,6 +275,10 @@ def pytest_terminal_summary(terminalreporter):
                 row[2] += report.duration
     if rows:
         terminalreporter.section("promises")
-        terminalreporter.write_line("| promise | trials | failures | seconds |\n|---:|---:|---:|---:|")
-        for promise, (trials, failures, seconds) in sorted(rows.items(), key=lambda item: int(item[0])):
+        terminalreporter.write_line(
+            "| promise | trials | failures | seconds |\n|---:|---:|---:|---:|"
+        )
+        for promise, (trials, failures, seconds) in sorted(
+            rows.items(), key=lambda item: int(item[0])
+        ):
             terminalreporter.write_line(f"| {promise} | {trials} | {failures} | {seconds:.0f} |")

@@ -39,39 +39,53 @@ from tests.support.xla import KEEPS_PROGRAMS, SOON
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The pages of the workloads train the runs that other pages look at. Detections need runs of both.
-DOCS = sorted((ROOT / "docs").rglob("*.md"), key=lambda p: (p.stem == "bird-inference", p.parent.name != "workloads", p))
+DOCS = sorted(
+    (ROOT / "docs").rglob("*.md"),
+    key=lambda p: (p.stem == "bird-inference", p.parent.name != "workloads", p),
+)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
 # The sizes for each kind of training are appended to the command, so that they count.
 RUN = (
-    "--config.train.steps=2 --config.train.batch=4 --config.train.accumulate=1 --config.train.eval_every=1 "
-    "--config.train.eval_batches=1 --config.checkpoint.every=1 --config.metrics.every=1"
+    "--config.train.steps=2 --config.train.batch=4 --config.train.accumulate=1"
+    " --config.train.eval_every=1 --config.train.eval_batches=1 --config.checkpoint.every=1"
+    " --config.metrics.every=1"
 )
 BIRD = (
-    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2 '--config.model.patch=(32, 32)' "
-    "--config.model.dtype=float32 --config.data.threads=1"
+    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2"
+    " '--config.model.patch=(32, 32)' --config.model.dtype=float32 --config.data.threads=1"
 )
 LANGUAGE = (
-    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2 --config.model.mlp=32 "
-    "--config.model.dtype=float32 --config.model.context=64 --config.data.context=64"
+    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2"
+    " --config.model.mlp=32 --config.model.dtype=float32 --config.model.context=64"
+    " --config.data.context=64"
 )
-PRESET = f"{LANGUAGE} --config.model.kv_heads=1 --config.model.head_dim=16 --config.model.vocab=None"
-PRETRAINED = f"{RUN} --config.model.context=64 --config.data.context=64 --config.model.dtype=float32"
-HIGGS = f"{RUN} --config.model.dtype=float32 --config.data.codebooks=4 --config.data.codebook_size=32 --config.data.buckets=1"
+PRESET = (
+    f"{LANGUAGE} --config.model.kv_heads=1 --config.model.head_dim=16 --config.model.vocab=None"
+)
+PRETRAINED = (
+    f"{RUN} --config.model.context=64 --config.data.context=64 --config.model.dtype=float32"
+)
+HIGGS = (
+    f"{RUN} --config.model.dtype=float32 --config.data.codebooks=4 --config.data.codebook_size=32"
+    " --config.data.buckets=1"
+)
 PUZZLES = (
-    f"{RUN} --config.model.embed=32 --config.model.heads=2 --config.model.depth=1 --config.model.inner_multiple=32 "
-    "--config.model.puzzle_tokens=1 --config.model.puzzle_embed=32 --config.model.cycles_high=1 --config.model.cycles_low=1 "
-    "--config.model.halt_steps=2 --config.model.dtype=float32"
+    f"{RUN} --config.model.embed=32 --config.model.heads=2 --config.model.depth=1"
+    " --config.model.inner_multiple=32 --config.model.puzzle_tokens=1"
+    " --config.model.puzzle_embed=32 --config.model.cycles_high=1 --config.model.cycles_low=1"
+    " --config.model.halt_steps=2 --config.model.dtype=float32"
 )
 GENERATED = "\"--config.data.sources=({'n_train': 20, 'n_test': 8, 'blanks': (10, 20)},)\""
 OTHER = "\"--config.data.sources=({{'kind': '{}', 'n_train': 20, 'n_test': 8, 'side': {}}},)\""
 GIBLET = (
-    f"{RUN} '--config.model.video_widths=(16, 16, 16)' '--config.model.audio_widths=(8, 8)' "
-    "'--config.model.text_widths=(8, 8)' '--config.model.trunk_widths=(16, 16)' --config.model.bottleneck=8 "
-    "--config.model.head_width=16 '--config.model.decoder_widths=(16, 16, 16, 16)' "
-    "'--config.model.decode_video_widths=(16, 16)' '--config.model.decode_audio_widths=(16, 16)' "
-    "'--config.model.decode_text_widths=(16, 16)' --config.model.dtype=float32 --config.data.hrf_seconds=6"
+    f"{RUN} '--config.model.video_widths=(16, 16, 16)' '--config.model.audio_widths=(8, 8)'"
+    " '--config.model.text_widths=(8, 8)' '--config.model.trunk_widths=(16, 16)'"
+    " --config.model.bottleneck=8 --config.model.head_width=16 '--config.model.decoder_widths=(16,"
+    " 16, 16, 16)' '--config.model.decode_video_widths=(16, 16)'"
+    " '--config.model.decode_audio_widths=(16, 16)' '--config.model.decode_text_widths=(16, 16)'"
+    " --config.model.dtype=float32 --config.data.hrf_seconds=6"
 )
 SMALL_DATA = "--config.data.train=data/XCM"  # replaces the demo birds, which take a minute to make
 
@@ -115,33 +129,77 @@ PLAN = r"--plan|jaxtrain plan"
 RULES: tuple[tuple[str, Run | Why], ...] = (
     # Not run: commands that install, test or measure, that need a cluster or a network, and
     # patterns that stand for many commands.
-    (r"^make train$", Run(f"{BIRD} {SMALL_DATA}", instead=(("make train", "jaxtrain train --config=xcm"),))),
+    (
+        r"^make train$",
+        Run(f"{BIRD} {SMALL_DATA}", instead=(("make train", "jaxtrain train --config=xcm"),)),
+    ),
     (
         r"^make ",
-        Why("it installs and then runs what other rows run; the gate runs it, and the demos have tests of their parts"),
+        Why(
+            "it installs and then runs what other rows run; the gate runs it, and the demos have"
+            " tests of their parts"
+        ),
     ),
-    (r"^(make|pip install .*|source .*|pre-commit .*)$", Why("it changes the environment that the tests run in")),
-    (r"^(docker|kubectl) ", Why("it needs Docker or a cluster; tests/tools/test_container.py reads it, and what it is given")),
+    (
+        r"^(make|pip install .*|source .*|pre-commit .*)$",
+        Why("it changes the environment that the tests run in"),
+    ),
+    (
+        r"^(docker|kubectl) ",
+        Why(
+            "it needs Docker or a cluster; tests/tools/test_container.py reads it, and what it is"
+            " given"
+        ),
+    ),
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
-    (r"--plan-setup|plan --setup", Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in")),
-    (r"tools\.compile_table", Why("it needs compilers that are fetched; tests/compiled compiles the same steps")),
+    (
+        r"--plan-setup|plan --setup",
+        Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in"),
+    ),
+    (
+        r"tools\.compile_table",
+        Why("it needs compilers that are fetched; tests/compiled compiles the same steps"),
+    ),
     (
         r"tools\.bench_|tools\.few_examples|tools\.esc10_folds|tools\.trm_table|tools\.replay_proof",
         Why("it measures, for minutes"),
     ),
-    (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
-    (r"tools\.chip\.operations$", Why("it reads the trace of a run; tests/workloads/bird/test_run.py reads one by it")),
-    (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
+    (
+        r"tests\.docs_pictures",
+        Why(
+            "it writes pictures of the docs, from compiled plans for GPUs or from a measured table"
+        ),
+    ),
+    (
+        r"tools\.chip\.operations$",
+        Why("it reads the trace of a run; tests/workloads/bird/test_run.py reads one by it"),
+    ),
+    (
+        r"tools\.pack_gpu_check|tools\.gpu_check --readme",
+        Why("tests/tools runs it; it needs wheels, or a chip's numbers"),
+    ),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
     ),
-    (r"JAXTRAIN_COORDINATOR=", Why("a pattern for two hosts; tests/test_train.py runs two such processes")),
+    (
+        r"JAXTRAIN_COORDINATOR=",
+        Why("a pattern for two hosts; tests/test_train.py runs two such processes"),
+    ),
     (r"^srun ", Why("it needs a SLURM; tests/doctor starts the same processes by their variables")),
-    (r"^jaxtrain doctor --config", Run(f"{BIRD} {SMALL_DATA}", says=r"data: rate .*[1-9][\d,]* rows/s")),
+    (
+        r"^jaxtrain doctor --config",
+        Run(f"{BIRD} {SMALL_DATA}", says=r"data: rate .*[1-9][\d,]* rows/s"),
+    ),
     (r"^jaxtrain doctor$", Run(says=r"devices: product .* are exact")),
-    (r"launch.* --(status|tail)=", Why("it is of a job; tests/commands/test_launch_slurm.py asks a real SLURM")),
-    (r"--config=…|higgs_demo(\.py)?:", Why("it stands for any config, or for what tools/demo_higgs.py fills in")),
+    (
+        r"launch.* --(status|tail)=",
+        Why("it is of a job; tests/commands/test_launch_slurm.py asks a real SLURM"),
+    ),
+    (
+        r"--config=…|higgs_demo(\.py)?:",
+        Why("it stands for any config, or for what tools/demo_higgs.py fills in"),
+    ),
     (r"RUN|DIR|FILE|NAME=VALUE", Why("a pattern; an example of it is in another row")),
     (r"my_config\.py|my_language|my_best", Why("tests/test_docs.py runs the files of these pages")),
     (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of docs/your-model.md")),
@@ -153,7 +211,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
     (r"^python -m tools\.proofs$", Run("--list", quick=True, says="kills +200 kills")),
     (r"^python -m tools\.proofs --list$", Run(quick=True, says="kills +200 kills")),
-    (r"^python -m tests\.test_prose ", Run(quick=True, says="median words", instead=(("FOLDER", "docs"),))),
+    (
+        r"^python -m tests\.test_prose ",
+        Run(quick=True, says="median words", instead=(("FOLDER", "docs"),)),
+    ),
     (r"^tools/launch_tpu\.sh$", Run("--help")),
     (r"tools\.write_reference$", Run("--check")),
     (
@@ -163,15 +224,27 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     # Clusters: the job that would be submitted.
     (
         r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run",
-        Run(quick=True, says=r"#SBATCH --gpus-per-node=8\n(.*\n)*#SBATCH --nodes=2\n(.*\n)*#SBATCH --time=720\n(.*\n)*srun "),
+        Run(
+            quick=True,
+            says=(
+                r"#SBATCH --gpus-per-node=8\n(.*\n)*#SBATCH --nodes=2\n(.*\n)*#SBATCH"
+                r" --time=720\n(.*\n)*srun "
+            ),
+        ),
     ),
     (
         r"launch_tpu\.sh .*--dry-run",
-        Run(quick=True, says=r"gcloud compute tpus queued-resources create xcm .*--accelerator-type[= ]v4-32"),
+        Run(
+            quick=True,
+            says=r"gcloud compute tpus queued-resources create xcm .*--accelerator-type[= ]v4-32",
+        ),
     ),
     # Data.
     (r"^jaxtrain tokens ", Run("--workers=1", quick=True, leaves=("corpus/train/tokens.json",))),
-    (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
+    (
+        r"^jaxtrain index --show",
+        Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",)),
+    ),
     (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
     (r"^jaxtrain prepare ", Run(quick=True, says=r"[1-9]\d* prepared now")),
@@ -187,33 +260,69 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
             leaves=("puzzles/train.csv", "puzzles/test.csv"),
         ),
     ),
-    (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2", leaves=("codec.npz",))),
-    (r"^jaxtrain encode-audio ", Run(says=r"[1-9]\d* recordings encoded, 0 were there already, 0 could not be encoded")),
+    (
+        r"^jaxtrain train-codec ",
+        Run("--codebooks=4 --size=32 --components=8 --rounds=2", leaves=("codec.npz",)),
+    ),
+    (
+        r"^jaxtrain encode-audio ",
+        Run(says=r"[1-9]\d* recordings encoded, 0 were there already, 0 could not be encoded"),
+    ),
     (
         r"^jaxtrain prove ",
-        Run(f"--config=xcm {BIRD} {SMALL_DATA} --minutes=0 --steps=6 --kills=1", says="each ended with the same bits"),
+        Run(
+            f"--config=xcm {BIRD} {SMALL_DATA} --minutes=0 --steps=6 --kills=1",
+            says="each ended with the same bits",
+        ),
     ),
-    (r"^jaxtrain replay ", Run(instead=(("--step 550 --until 560", "--step 2"),), says="identical to step 2: 1 recorded")),
+    (
+        r"^jaxtrain replay ",
+        Run(
+            instead=(("--step 550 --until 560", "--step 2"),),
+            says="identical to step 2: 1 recorded",
+        ),
+    ),
     # Looking ahead.
     (r"--explain|jaxtrain explain", Run(says=r"config\.train\.batch +\d+ +rows +global batch")),
     (rf"giblet(\.py)?:blank.*({PLAN})", Run(says=r"parameters on (.*\n)*this run has no problem")),
     (rf"higgs(\.py)?:blank.*({PLAN})", Run(says=r"parameters on (.*\n)*this run has no problem")),
-    (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}", says="held by each device between steps")),
+    (
+        rf"trm_sudoku.*({PLAN})",
+        Run(
+            f"{PUZZLES} --config.train.batch=32 {GENERATED}",
+            says="held by each device between steps",
+        ),
+    ),
     # Training, at the sizes above.
-    (r"my_model\.py.*--plan", Run(f"{RUN} --config.train.batch=8 {SMALL_DATA}", says="held by each device between steps")),
+    (
+        r"my_model\.py.*--plan",
+        Run(f"{RUN} --config.train.batch=8 {SMALL_DATA}", says="held by each device between steps"),
+    ),
     (r"my_model\.py:index", Run(f"{RUN} --config.workdir=runs/my-model-index")),
-    (r"my_model\.py.*fsdp=8", Run(f"{RUN} --config.train.batch=8 {SMALL_DATA} --config.workdir=runs/my-model-8")),
+    (
+        r"my_model\.py.*fsdp=8",
+        Run(f"{RUN} --config.train.batch=8 {SMALL_DATA} --config.workdir=runs/my-model-8"),
+    ),
     (r"my_model\.py$", Run(f"{RUN} {SMALL_DATA}")),
     (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
     (
         r"xcm(\.py)?:.*,path/to/Bird-MAE",
-        Run(f"{RUN} --config.model.dtype=float32 --config.data.threads=1 --config.workdir=runs/bird-mae"),
+        Run(
+            f"{RUN} --config.model.dtype=float32 --config.data.threads=1"
+            " --config.workdir=runs/bird-mae"
+        ),
     ),
     (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
     (r"=(configs/)?xcm(\.py)?(\s|$)", Run(f"{BIRD} {SMALL_DATA}")),
     (r"esc10(\.py)?:", Run(f"{BIRD} --config.train.ema=0.9")),
-    (r"esc10_folds(\.py)?:", Run(f"{BIRD} --config.model.mae.decoder.embed=32 --config.model.mae.decoder.depth=1")),
-    (r"^--config\.data\.multilabel|^--config\S*asymmetric", Run(f"{BIRD} --config.data.train=data/HSN")),
+    (
+        r"esc10_folds(\.py)?:",
+        Run(f"{BIRD} --config.model.mae.decoder.embed=32 --config.model.mae.decoder.depth=1"),
+    ),
+    (
+        r"^--config\.data\.multilabel|^--config\S*asymmetric",
+        Run(f"{BIRD} --config.data.train=data/HSN"),
+    ),
     (
         r"^--config\.data\.views|lejepa",
         Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16 --config.model.lejepa.size=8"),
@@ -221,11 +330,20 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^--config\.model", Run(f"{BIRD} {SMALL_DATA}")),
     (r"=(configs/)?lm(\.py)?:(path/to/|exported)", Run(PRETRAINED)),
     (r"=(configs/)?lm(\.py)?:.*'corpus'", Run(f"{PRESET} --config.workdir=runs/lm-corpus")),
-    (r"=(configs/)?lm(\.py)?:", Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),))),
+    (
+        r"=(configs/)?lm(\.py)?:",
+        Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),)),
+    ),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
-    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy")),
-    (r"trm_sudoku(\.py)?:lights", Run(f"{PUZZLES} {OTHER.format('lights', 10)}", says="exact_accuracy")),
+    (
+        r"trm_sudoku(\.py)?:maze",
+        Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy"),
+    ),
+    (
+        r"trm_sudoku(\.py)?:lights",
+        Run(f"{PUZZLES} {OTHER.format('lights', 10)}", says="exact_accuracy"),
+    ),
     (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
     (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
     (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),
@@ -233,43 +351,93 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (
         r"higgs(\.py)?:path/to/weights …",
         Run(
-            f"{HIGGS} --config.data.manifest=manifest.json --config.data.tokenizer=path/to/weights/tokenizer.json "
-            "--config.data.codes=codes.npz --config.workdir=runs/higgs-table",
+            f"{HIGGS} --config.data.manifest=manifest.json"
+            " --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz"
+            " --config.workdir=runs/higgs-table",
             instead=((" …", ""),),
         ),
     ),
-    (r"higgs(\.py)?:path/to/weights .*data\.codes=", Run(f"{HIGGS} --config.workdir=runs/higgs-codes")),
+    (
+        r"higgs(\.py)?:path/to/weights .*data\.codes=",
+        Run(f"{HIGGS} --config.workdir=runs/higgs-codes"),
+    ),
     (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
     # Looking back.
     (r"^jaxtrain detect ", Run("--batch=8")),
     (r"^jaxtrain embed ", Run("--batch=8", says=r"[1-9]\d* recordings \(0 unreadable\)")),
-    (r"^jaxtrain benchmark birdset ", Run("--batch=8 --draws=20", says=r"BirdSet HSN, 12 segments(.*\n)+.*cmAP \d")),
-    (r"^jaxtrain benchmark esc10 ", Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d")),
-    (r"^jaxtrain export \S+ --push", Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in")),
-    (r"^jaxtrain export runs/xcm --format timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
-    (r"^jaxtrain export runs/xcm --format onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
+    (
+        r"^jaxtrain benchmark birdset ",
+        Run("--batch=8 --draws=20", says=r"BirdSet HSN, 12 segments(.*\n)+.*cmAP \d"),
+    ),
+    (
+        r"^jaxtrain benchmark esc10 ",
+        Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d"),
+    ),
+    (
+        r"^jaxtrain export \S+ --push",
+        Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in"),
+    ),
+    (
+        r"^jaxtrain export runs/xcm --format timm",
+        Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py")),
+    ),
+    (
+        r"^jaxtrain export runs/xcm --format onnx",
+        Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py")),
+    ),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
-    (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, and the command says so
+    # they differ, and the command says so
+    (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
     (r"^jaxtrain checkpoint verify ", Run(says=r"checkpoints/1")),
-    (r"^jaxtrain export .*encoder", Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py"))),
-    (r"^jaxtrain fit .*answers\.csv", Why("people make its table; tests/workloads/bird/test_fit.py answers and fits")),
-    (r"^jaxtrain review ", Why("it serves a page until it is ended; tests/workloads/bird/test_review.py uses it in a browser")),
+    (
+        r"^jaxtrain export .*encoder",
+        Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py")),
+    ),
+    (
+        r"^jaxtrain fit .*answers\.csv",
+        Why("people make its table; tests/workloads/bird/test_fit.py answers and fits"),
+    ),
+    (
+        r"^jaxtrain review ",
+        Why(
+            "it serves a page until it is ended; tests/workloads/bird/test_review.py uses it in a"
+            " browser"
+        ),
+    ),
     (r"^jaxtrain (fit|search) ", Run()),
     (
         r"^jaxtrain generate ",
-        Run(says="the wren sings", instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8"))),
+        Run(
+            says="the wren sings",
+            instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8")),
+        ),
     ),
-    (r"^jaxtrain predict ", Why("it needs the mask of real scans; tests/workloads/test_predict.py makes one")),
-    (r"^jaxtrain solve .*--curve", Run("--batch 8", says="by_check", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
+    (
+        r"^jaxtrain predict ",
+        Why("it needs the mask of real scans; tests/workloads/test_predict.py makes one"),
+    ),
+    (
+        r"^jaxtrain solve .*--curve",
+        Run("--batch 8", says="by_check", instead=(("runs/trm-sudoku", "runs/trm-files"),)),
+    ),
     (r"^jaxtrain solve ", Run(says="8 boards", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
-    (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),
-    (r"^jaxtrain --workload my_workload", Why("it needs the files of the page; tests/test_docs.py runs it")),
+    (
+        r"^jaxtrain profile |metrics\.profile",
+        Why("it needs a run that trains; tests/test_train.py asks one"),
+    ),
+    (
+        r"^jaxtrain --workload my_workload",
+        Why("it needs the files of the page; tests/test_docs.py runs it"),
+    ),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
     (r"^jaxtrain metrics ", Run()),
-    (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),
+    (
+        r"^jaxtrain report .*sweep",
+        Why("it needs a sweep; tests/report/test_page.py makes a page of several runs"),
+    ),
     (r"^jaxtrain report ", Run()),
     (r"^jaxtrain lora-to-peft runs/higgs ", Run(leaves=("adapters/adapter_model.safetensors",))),
     (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1", leaves=("played/*.wav",))),
@@ -299,7 +467,10 @@ class Command(NamedTuple):
         for old, new in rule.instead:
             text = text.replace(old, new)
         if text.startswith("--config"):
-            text = f"jaxtrain train --config=configs/xcm.py:/path/to/XCM --config.workdir=runs/objective-{len(text)} {text}"
+            text = (
+                "jaxtrain train --config=configs/xcm.py:/path/to/XCM"
+                f" --config.workdir=runs/objective-{len(text)} {text}"
+            )
         if (at := text.find(" -- ")) >= 0:  # the rest is another program's
             text = f"{text[:at]} {rule.more}{text[at:]}"
         else:
@@ -313,9 +484,12 @@ class Command(NamedTuple):
 
 
 STARTS = re.compile(
-    r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+ .*python|--config\."
+    r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+"
+    r" .*python|--config\."
 )
-INLINE = re.compile(r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?")
+INLINE = re.compile(
+    r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?"
+)
 
 
 @functools.cache
@@ -331,7 +505,11 @@ def shown() -> tuple[Command, ...]:
         codes = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", rest)]
         _add(found, page, [code for code in codes if INLINE.fullmatch(code)])
     for file in CONFIGS:
-        lines = (ast.get_docstring(ast.parse(file.read_text()), clean=False) or "").replace("\\\n", " ").splitlines()
+        lines = (
+            (ast.get_docstring(ast.parse(file.read_text()), clean=False) or "")
+            .replace("\\\n", " ")
+            .splitlines()
+        )
         _add(found, file, [line.strip() for line in lines if line.startswith("    ")])
     return tuple(found.values())
 
@@ -343,7 +521,9 @@ def _add(found: dict[str, Command], page: pathlib.Path, lines: list[str]) -> Non
         if re.match(r"[a-z_]+=\"", text):
             before = f"{before}\n{text}".strip()
         elif STARTS.match(text):
-            found.setdefault(f"{before}\n{text}", Command(str(page.relative_to(ROOT)), text, before))
+            found.setdefault(
+                f"{before}\n{text}", Command(str(page.relative_to(ROOT)), text, before)
+            )
 
 
 def start(folder: pathlib.Path) -> None:
@@ -361,13 +541,20 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
     """Type a command in ``folder``."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k in KEEPS_PROGRAMS}
-    environment = inherited | cache | {
-        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{SOON} --xla_force_host_platform_device_count={8 if 'mesh.fsdp=8' in command.text else 1}",
-        "JAXTRAIN_CACHE": str(folder / "cache"),
-    }  # fmt: skip
+    environment = (
+        inherited
+        | cache
+        | {
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": (
+                f"{SOON}"
+                f" --xla_force_host_platform_device_count={8 if 'mesh.fsdp=8' in command.text else 1}"
+            ),
+            "JAXTRAIN_CACHE": str(folder / "cache"),
+        }
+    )
     script = f"set -euo pipefail\nshopt -s expand_aliases\n{command.line()}"
     return subprocess.run(
         ["bash", "-c", script],
@@ -398,24 +585,45 @@ def lacks(command: Command, done: subprocess.CompletedProcess, folder: pathlib.P
     if text.split("--")[-1].strip() == "help":
         return "" if "usage: " in done.stdout else "no usage"
     paths = [*rule.leaves, *re.findall(r"--out[ =](\S+)", text)]
-    if re.search(r"^jaxtrain train |jaxtrain\.main ", text, re.M) and not re.search(r"--(plan|explain)\b", text):
-        left = re.search(r"the run has ended; it left\n((?:  .*\n)+)next\n((?:  .*(?:\n|$))+)", output)
+    if re.search(r"^jaxtrain train |jaxtrain\.main ", text, re.M) and not re.search(
+        r"--(plan|explain)\b", text
+    ):
+        left = re.search(
+            r"the run has ended; it left\n((?:  .*\n)+)next\n((?:  .*(?:\n|$))+)", output
+        )
         if not left:
             return "the last lines of a run"
         found = dict(line.strip().split(": ", 1) for line in left[1].splitlines())
         paths += found.values()
-        records = [json.loads(x) for path in paths if path.endswith("metrics.jsonl") for x in (folder / path).open()]
-        losses = [record["loss"] for record in records if record["split"] == "train" and record["step"] == 2]
+        records = [
+            json.loads(x)
+            for path in paths
+            if path.endswith("metrics.jsonl")
+            for x in (folder / path).open()
+        ]
+        losses = [
+            record["loss"]
+            for record in records
+            if record["split"] == "train" and record["step"] == 2
+        ]
         if not losses or not all(map(math.isfinite, losses)):
             return f"the loss of step 2: {losses}"
-    missing = [path for path in paths if not any(x.is_file() or any(x.iterdir()) for x in folder.glob(path))]
+    missing = [
+        path
+        for path in paths
+        if not any(x.is_file() or any(x.iterdir()) for x in folder.glob(path))
+    ]
     return f"nothing at {missing}" if missing else ""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--only", default="", metavar="REGEX", help="commands whose text, or page, matches")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="commands whose text, or page, matches"
+    )
     parser.add_argument("--quick", action="store_true", help="those that take seconds")
     args = parser.parse_args(argv)
     folder = args.folder.resolve()
@@ -425,22 +633,35 @@ def main(argv: list[str] | None = None) -> int:
     failures = 0
     for command in shown():
         rule = command.rule
-        if isinstance(rule, Why) or (args.quick and rule and not rule.quick) or not re.search(args.only, command.name):
+        if (
+            isinstance(rule, Why)
+            or (args.quick and rule and not rule.quick)
+            or not re.search(args.only, command.name)
+        ):
             continue
         if rule is None or command.name in passed:
-            print(f"{'no rule' if rule is None else 'passed before':>13}  {command.name}", flush=True)
+            print(
+                f"{'no rule' if rule is None else 'passed before':>13}  {command.name}", flush=True
+            )
             failures += rule is None
             continue
         began = time.monotonic()
         ended = run(command, folder)
         missing = lacks(command, ended, folder)
-        print(f"{'failed' if missing else 'passed':>13}  {command.name}  ({time.monotonic() - began:.0f} s)", flush=True)
+        print(
+            f"{'failed' if missing else 'passed':>13}  {command.name} "
+            f" ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
         if not missing:
             with done.open("a") as file:
                 file.write(f"{command.name}\n")
         else:
             failures += 1
-            print(f"{missing}\n{command.line()}\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}", flush=True)
+            print(
+                f"{missing}\n{command.line()}\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}",
+                flush=True,
+            )
     print(f"{failures} failed")
     return 1 if failures else 0
 

@@ -32,7 +32,10 @@ def make(folder: pathlib.Path) -> None:
     shutil.copytree(TESTS / "data" / "lm" / "qwen2", folder / "path" / "to" / "Qwen2.5-0.5B")
     weights = folder / "path" / "to" / "weights"
     weights.mkdir(parents=True)
-    for source, name in (("config.json", "config.json"), ("weights.safetensors", "model.safetensors")):
+    for source, name in (
+        ("config.json", "config.json"),
+        ("weights.safetensors", "model.safetensors"),
+    ):
         shutil.copyfile(TESTS / "data" / "higgs" / source, weights / name)
     demo_chat.tokenizer(weights / "tokenizer.json")
 
@@ -41,10 +44,15 @@ def table(n: int, label: str, *, lists: bool = False) -> pa.Table:
     """``n`` recordings of 0.3 s with a class, or a list of classes, in the column ``label``."""
     feature: dict = {"names": list(NAMES), "_type": "ClassLabel"}
     kind = pa.list_(pa.int64()) if lists else pa.int64()
-    features = {"audio": {"_type": "Audio"}, label: {"feature": feature, "_type": "Sequence"} if lists else feature}
+    features = {
+        "audio": {"_type": "Audio"},
+        label: {"feature": feature, "_type": "Sequence"} if lists else feature,
+    }
     schema = pa.schema({"audio": corpus.AUDIO, label: kind})
     schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    labels = [[i % 3] if i % 4 else [0, 2] for i in range(n)] if lists else [i % 3 for i in range(n)]
+    labels = (
+        [[i % 3] if i % 4 else [0, 2] for i in range(n)] if lists else [i % 3 for i in range(n)]
+    )
     audio = [{"bytes": corpus.wav(i, 0.3), "path": f"{i}.wav"} for i in range(n)]
     return pa.table([pa.array(audio, corpus.AUDIO), pa.array(labels, kind)], schema=schema)
 
@@ -54,8 +62,13 @@ def birds(folder: pathlib.Path) -> None:
     data/esc10 with five folds."""
     corpus.save_to_disk(folder / "data" / "XCM", [table(20, "ebird_code"), table(20, "ebird_code")])
     for split, n in (("train", 24), ("test", 12), ("test_5s", 12)):
-        corpus.save_to_disk(folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)])
-    folds = [table(80, "label").append_column("fold", pa.array([i + 1] * 80, pa.int64())) for i in range(5)]
+        corpus.save_to_disk(
+            folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)]
+        )
+    folds = [
+        table(80, "label").append_column("fold", pa.array([i + 1] * 80, pa.int64()))
+        for i in range(5)
+    ]
     corpus.save_to_disk(folder / "data" / "esc10" / "train", folds[:4])
     corpus.save_to_disk(folder / "data" / "esc10" / "test", folds[4:])
 
@@ -66,18 +79,33 @@ def encoder(folder: pathlib.Path) -> None:
     import safetensors.numpy
 
     d, rng = 32, np.random.default_rng(0)
-    shapes = {"cls_token": (1, 1, d), "pos_embed": (1, 257, d), "patch_embed.proj.weight": (d, 1, 16, 16)}
-    shapes |= {f"blocks.0.{name}.weight": shape for name, shape in (
-        ("attn.qkv", (3 * d, d)), ("attn.proj", (d, d)), ("mlp.fc1", (4 * d, d)), ("mlp.fc2", (d, 4 * d)),
-    )}  # fmt: skip
-    names = ("patch_embed.proj", *(name.removesuffix(".weight") for name in shapes if name.startswith("blocks")))
+    shapes = {
+        "cls_token": (1, 1, d),
+        "pos_embed": (1, 257, d),
+        "patch_embed.proj.weight": (d, 1, 16, 16),
+    }
+    shapes |= {
+        f"blocks.0.{name}.weight": shape
+        for name, shape in (
+            ("attn.qkv", (3 * d, d)),
+            ("attn.proj", (d, d)),
+            ("mlp.fc1", (4 * d, d)),
+            ("mlp.fc2", (d, 4 * d)),
+        )
+    }
+    names = (
+        "patch_embed.proj",
+        *(name.removesuffix(".weight") for name in shapes if name.startswith("blocks")),
+    )
     shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in names}
     norms = ("blocks.0.norm1", "blocks.0.norm2", "norm", "fc_norm")
     shapes |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
     folder.mkdir(parents=True)
     arrays = {name: 0.1 * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"img_size_x": 512, "img_size_y": 128, "num_heads": 2}))
+    (folder / "config.json").write_text(
+        json.dumps({"img_size_x": 512, "img_size_y": 128, "num_heads": 2})
+    )
 
 
 def recordings(folder: pathlib.Path) -> None:
@@ -92,12 +120,23 @@ def recordings(folder: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(corpus.wav(n, 6.0))
         lines.append(f"{name},{n % 4},{n % 4 + 1.5},{'ab'[n % 2]}")
-        (folder / "tables" / f"rec{n}.Table.1.selections.txt").write_text(f"{header}\n1\t1.0\t2.0\t{'ab'[n % 2]}\n")
+        (folder / "tables" / f"rec{n}.Table.1.selections.txt").write_text(
+            f"{header}\n1\t1.0\t2.0\t{'ab'[n % 2]}\n"
+        )
     (folder / "events.csv").write_text("\n".join(lines))
     archive = folder / "data" / "HSN-archive"
     archive.mkdir(parents=True)
-    row = {"filepath": "XC1.wav", "ebird_code": "a", "ebird_code_multilabel": ["a"], "start_time": None, "end_time": None}
-    pq.write_table(pa.Table.from_pylist([{**row, "low_freq": None, "high_freq": None}]), archive / "HSN_metadata_train.parquet")
+    row = {
+        "filepath": "XC1.wav",
+        "ebird_code": "a",
+        "ebird_code_multilabel": ["a"],
+        "start_time": None,
+        "end_time": None,
+    }
+    pq.write_table(
+        pa.Table.from_pylist([{**row, "low_freq": None, "high_freq": None}]),
+        archive / "HSN_metadata_train.parquet",
+    )
     (folder / "XC1.wav").write_bytes(corpus.wav(50))
     with tarfile.open(archive / "HSN_train_shard_0001.tar.gz", "w:gz") as tar:
         tar.add(folder / "XC1.wav", "XC1.wav")
@@ -111,9 +150,12 @@ def texts(folder: pathlib.Path) -> None:
     lines = [" ".join(rng.choice(WORDS, 60)) for _ in range(300)]
     (folder / "texts").mkdir()
     pq.write_table(pa.table({"text": lines}), folder / "texts" / "birds.parquet")
-    (folder / "input.txt").write_text("\n".join(f"ROMEO:\n{line}" for line in lines))  # a prompt of the config begins like this
+    # a prompt of the config begins like this
+    (folder / "input.txt").write_text("\n".join(f"ROMEO:\n{line}" for line in lines))
     words = ["[unk]", "<|endoftext|>", *sorted(set(WORDS))]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(folder / "tokenizer.json"))
     options = tokenise.Options(str(folder / "tokenizer.json"), "<|endoftext|>", "text", "file")
@@ -131,7 +173,10 @@ def sounds(folder: pathlib.Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(samples))
     # The output of another codec: 4 codebooks of 32, as in path/to/weights.
     rng = np.random.default_rng(0)
-    np.savez(folder / "codes.npz", **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)})
+    np.savez(
+        folder / "codes.npz",
+        **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)},
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def cells(name: str) -> list[Cell]:
     for part in re.split(r"^# %%", (FOLDER / f"{name}.py").read_text(), flags=re.M)[1:]:
         kind, _, source = part.partition("\n")
         text = "markdown" in kind
-        found.append(Cell(text, re.sub(r"^# ?", "", source, flags=re.M).strip() if text else source.strip()))
+        found.append(
+            Cell(text, re.sub(r"^# ?", "", source, flags=re.M).strip() if text else source.strip())
+        )
     return found
 
 

@@ -29,7 +29,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PLANNED, DEVICES = "giblet:blank", (1, 2, 4, 8)
 UNITS = {"GB": 1.0, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}
-matplotlib.rcParams.update({"svg.hashsalt": "docs", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+matplotlib.rcParams.update(
+    {"svg.hashsalt": "docs", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 
 def jaxtrain(*arguments: object) -> str:
@@ -70,7 +72,9 @@ def plan() -> None:
         left = [at + bar[part] for at, bar in zip(left, bars, strict=True)]
     for at, (end, text) in enumerate(zip(left, texts, strict=True)):
         fits = "fits" if "this run has no problem" in text else "does not fit"
-        axis.text(end + 1.5, at, f"{end:.1f} GB, {fits}", va="center", bbox={"color": "white", "pad": 1})
+        axis.text(
+            end + 1.5, at, f"{end:.1f} GB, {fits}", va="center", bbox={"color": "white", "pad": 1}
+        )
     axis.axvline(80, color="black", linestyle=":", linewidth=1)
     axis.text(81, 3.4, "80 GB", va="bottom")
     axis.set(xlabel="memory of each device [GB]", xlim=(0, 185))
@@ -83,7 +87,9 @@ def loader() -> None:
     page = DOCS / "results" / "loader.md"
     table = re.search(r"^\| examples/s.*?\n\n", page.read_text(), re.M | re.S)
     assert table, f"{page} has no table of examples/s"
-    head, _, ours, *others, ratio = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().split("\n"))
+    head, _, ours, *others, ratio = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().split("\n")
+    )
     best = [max(float(row[i]) for row in others) for i in range(1, len(head))]
     figure, axis = pyplot.subplots(figsize=(7, 2.8))
     for shift, label, values in (
@@ -92,7 +98,10 @@ def loader() -> None:
     ):
         bars = axis.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
         axis.bar_label(bars, fmt="%.0f", fontsize=8)
-    axis.set_xticks(range(len(best)), [f"{name}\n{times}" for name, times in zip(head[1:], ratio[1:], strict=True)])
+    axis.set_xticks(
+        range(len(best)),
+        [f"{name}\n{times}" for name, times in zip(head[1:], ratio[1:], strict=True)],
+    )
     axis.set(ylabel="examples/s, one core")
     axis.legend(frameon=False)
     save(figure, DOCS / "results" / "loader.svg")
@@ -102,7 +111,9 @@ def report(run: str) -> None:
     with page_of(run) as browser:
         take(browser, 0, 1164, 828, DOCS / "report.png")
         place = "document.querySelector('{}').getBoundingClientRect().top"
-        top, bottom = (browser.value(place.format(section)) for section in ("#classes", "#pictures"))
+        top, bottom = (
+            browser.value(place.format(section)) for section in ("#classes", "#pictures")
+        )
         take(browser, top, 850, bottom - top, DOCS / "classes.png")
 
 
@@ -128,7 +139,9 @@ def take(browser: Browser, top: float, width: float, height: float, path: pathli
     """Write a part of a page that begins at its left edge, in 64 colours."""
     part = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
     picture = browser.call("Page.captureScreenshot", clip=part, captureBeyondViewport=True)["data"]
-    Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64, dither=0).save(path, optimize=True)
+    Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64, dither=0).save(
+        path, optimize=True
+    )
 
 
 if __name__ == "__main__":

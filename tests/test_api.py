@@ -46,16 +46,27 @@ def test_importing_the_package_imports_no_jax():
 
 
 def test_a_script_trains_and_calls_the_model(folder, env):
-    done = subprocess.run([sys.executable, "my_script.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "my_script.py"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     last, values = done.stdout.splitlines()[-2:]
     loss, records = last.split()
-    assert float(loss) < 0.5 and int(records) > 20, "one record for each step that is written, and the evaluations"
+    assert float(loss) < 0.5 and int(records) > 20, (
+        "one record for each step that is written, and the evaluations"
+    )
     assert abs(float(values.strip("[]")) - 4) < 1
 
 
 def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
-    manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3", cwd=str(folder), env=env)
+    manager, client = jupyter_client.manager.start_new_kernel(
+        kernel_name="python3", cwd=str(folder), env=env
+    )
 
     def run(code: str) -> tuple[dict, str]:
         printed: list[str] = []
@@ -70,15 +81,20 @@ def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
     try:
         small = '{"train.steps": 3, "workdir": "runs/notebook"}'
         reply, printed = run(
-            f"import jaxtrain\ndone = jaxtrain.train('my_config.py', {small})\nprint(done.step, type(done.state))"
+            f"import jaxtrain\ndone = jaxtrain.train('my_config.py', {small})\nprint(done.step,"
+            " type(done.state))"
         )
         assert reply["status"] == "ok" and "3 <class" in printed, (reply, printed)
         reply, _ = run("jaxtrain.train('my_config.py', {'train.stepps': 3})")
         assert (reply["status"], reply["ename"]) == ("error", "ConfigError")
-        assert reply["evalue"] == "config.train.stepps does not exist; expected one of: steps, batch, accumulate, ema, " + (
-            "eval_every, eval_batches, patience, min_delta; did you mean 'steps'?"
+        assert (
+            reply["evalue"]
+            == "config.train.stepps does not exist; expected one of: steps, batch, accumulate,"
+            " ema, " + "eval_every, eval_batches, patience, min_delta; did you mean 'steps'?"
         )
-        reply, printed = run("print(jaxtrain.load('runs/notebook', workload='my_workload')(x=[[0.5] * 8]).shape)")
+        reply, printed = run(
+            "print(jaxtrain.load('runs/notebook', workload='my_workload')(x=[[0.5] * 8]).shape)"
+        )
         assert reply["status"] == "ok" and "(1,)" in printed, "the kernel goes on"
     finally:
         client.stop_channels()

@@ -28,15 +28,32 @@ from tests.support import installed, small_runs
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
 NAMES = list(commands.table())
-SHIPPED = ("embed", "detect", "fit", "index", "generate", "sudoku", "encode-audio", "train-codec", "generate-audio")
+SHIPPED = (
+    "embed",
+    "detect",
+    "fit",
+    "index",
+    "generate",
+    "sudoku",
+    "encode-audio",
+    "train-codec",
+    "generate-audio",
+)
 
 
 def there(cases):
     """The cases whose command is the trainer's or an installed workload's. Each is an argv, or
     begins with one."""
-    words = [case if isinstance(case, str) else case[0] if isinstance(case[0], list) else case for case in cases]
+    words = [
+        case if isinstance(case, str) else case[0] if isinstance(case[0], list) else case
+        for case in cases
+    ]
     first = [word.split()[0] if isinstance(word, str) else word[0] for word in words]
-    return [case for case, word in zip(cases, first, strict=True) if word not in set(SHIPPED) - set(NAMES)]
+    return [
+        case
+        for case, word in zip(cases, first, strict=True)
+        if word not in set(SHIPPED) - set(NAMES)
+    ]
 
 
 CONFIGURED = ("train", "plan", "explain", "launch", "doctor")  # the commands that take --config
@@ -78,7 +95,9 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
     for name, command in commands.table().items():
         at = lines.index(next(line for line in lines if line.startswith(f"  {name} ")))
         assert command.summary in lines[at]
-        group = next(line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" "))
+        group = next(
+            line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" ")
+        )
         assert group == f"{command.group}:"
     groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     used = {command.group for command in commands.table().values()}
@@ -95,27 +114,46 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
 def test_help_imports_no_jax():
     """The listing, every command's help and every error appear at once, because none of them
     imports jax."""
-    given = [[], ["--help"], ["--version"], ["tran"], *([name, flag] for name in NAMES for flag in ("--help", "--nonsense"))]
-    words = ("--config=xmc", "--config=none/xcm.py:x", "--config")  # the doctor reports a missing config together with the rest
-    given += [[name, *each.split()] for name in CONFIGURED for each in words if name != "doctor" or each == "--config"]
-    given += [["train", *words.split()] for words in ("--config=xcm --none", "--config=xmc --plan", "--config=xcm --config.x")]
-    given += [["plan", "--setup", "tpux"], ["plan", "--config=xcm", "--setup=tpux"], ["train", "--plan-setup=tpux"]]
+    given = [
+        [],
+        ["--help"],
+        ["--version"],
+        ["tran"],
+        *([name, flag] for name in NAMES for flag in ("--help", "--nonsense")),
+    ]
+    # the doctor reports a missing config together with the rest
+    words = ("--config=xmc", "--config=none/xcm.py:x", "--config")
+    given += [
+        [name, *each.split()]
+        for name in CONFIGURED
+        for each in words
+        if name != "doctor" or each == "--config"
+    ]
+    given += [
+        ["train", *words.split()]
+        for words in ("--config=xcm --none", "--config=xmc --plan", "--config=xcm --config.x")
+    ]
+    given += [
+        ["plan", "--setup", "tpux"],
+        ["plan", "--config=xcm", "--setup=tpux"],
+        ["train", "--plan-setup=tpux"],
+    ]
     program = (
-        "import contextlib, io, sys\n"
-        "from jaxtrain import cli\n"
-        f"for argv in {given}:\n"
-        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
-        "        try:\n"
-        "            cli.main(argv)\n"
-        "        except SystemExit:\n"
-        "            pass\n"
-        "    heavy = {'jax', 'grain', 'orbax', 'tensorstore', 'optax', 'flax'} & set(sys.modules)\n"
-        "    assert not heavy, (argv, heavy)\n"
-        "    if len(argv) < 2:\n"
-        "        assert 'numpy' not in sys.modules, argv\n"
+        f"import contextlib, io, sys\nfrom jaxtrain import cli\nfor argv in {given}:\n    with"
+        " contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n "
+        "       try:\n            cli.main(argv)\n        except SystemExit:\n            pass\n  "
+        "  heavy = {'jax', 'grain', 'orbax', 'tensorstore', 'optax', 'flax'} &"
+        " set(sys.modules)\n    assert not heavy, (argv, heavy)\n    if len(argv) < 2:\n       "
+        " assert 'numpy' not in sys.modules, argv\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -128,13 +166,23 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     text = capsys.readouterr().out
     assert code == 0 and text.startswith(f"usage: jaxtrain {name}")
     examples = [line for line in text.splitlines() if line.startswith(f"    jaxtrain {name} ")]
-    assert any("[" not in line and "…" not in line for line in examples), "one can be copied as it is"
-    assert "configs/" not in text, "which a wheel does not put where its user stands; --config=NAME is there for all"
+    assert any("[" not in line and "…" not in line for line in examples), (
+        "one can be copied as it is"
+    )
+    assert "configs/" not in text, (
+        "which a wheel does not put where its user stands; --config=NAME is there for all"
+    )
     module = importlib.import_module(commands.table()[name].module)
-    assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
+    assert (
+        (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "")
+        .splitlines()[0]
+        .endswith(".")
+    )
     # Each argument is explained.
     for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-        adds = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+        adds = isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        ) in (
             "add_argument",
             "add",
         )
@@ -156,7 +204,10 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
             (["checkpoint", "verfy", "run"], "'verfy' is unknown; expected one of: "),
             (
                 ["checkpoint", "verify", "--stpe", "3", "x"],
-                "'--stpe' is unknown; expected one of: --help, --step; did you mean '--step'?; see jaxtrain checkpoint verify",
+                (
+                    "'--stpe' is unknown; expected one of: --help, --step; did you mean '--step'?;"
+                    " see jaxtrain checkpoint verify"
+                ),
             ),
             (
                 ["checkpoint", "export", "x", "--out=y", "--ot"],
@@ -164,29 +215,53 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
             ),
             (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
             (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
-            (["export", "run"], "the following arguments are required: --out; see jaxtrain export --help"),
-            (["embed", "run", "--out", "x", "--batch", "0"], "'0'; it must be an integer of at least 1"),
+            (
+                ["export", "run"],
+                "the following arguments are required: --out; see jaxtrain export --help",
+            ),
+            (
+                ["embed", "run", "--out", "x", "--batch", "0"],
+                "'0'; it must be an integer of at least 1",
+            ),
             (["export", "run", "--out=x", "--only=("], "'(' is not a regular expression"),
-            (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
+            (
+                ["export", "run", "--out=x", "--shard-size=big"],
+                "'big' is not a size; expected for example 5GB",
+            ),
             (
                 ["sudoku", "out", "--kind=lights", "--side=5"],
                 "--side is 5, at which lights have no answer or several; expected one of [6",
             ),
-            (["sudoku", "out", "--kind=maze", "--grade=hard"], "--grade is 'hard', of a generated Sudoku alone"),
+            (
+                ["sudoku", "out", "--kind=maze", "--grade=hard"],
+                "--grade is 'hard', of a generated Sudoku alone",
+            ),
             (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
             (["plan", "gpu:h100x8"], "file is missing; for example --config=xcm"),
             (["train", "--config"], "the config has an error: --config is given without a value"),
             (["plan", "--config=xmc"], "did you mean 'xcm'?"),
             (
                 ["plan", "--setup", "tpux"],
-                "argument --setup: 'tpux' is unknown; expected one of: gpu, tpu; did you mean 'tpu'?",
+                (
+                    "argument --setup: 'tpux' is unknown; expected one of: gpu, tpu; did you mean"
+                    " 'tpu'?"
+                ),
             ),
-            (["train", "--plan-setup=tpux"], "--plan-setup is 'tpux'; expected one of: gpu, tpu; did you mean 'tpu'?"),
+            (
+                ["train", "--plan-setup=tpux"],
+                "--plan-setup is 'tpux'; expected one of: gpu, tpu; did you mean 'tpu'?",
+            ),
             (["plan", "--config=configs/nothing.py"], "configs/nothing.py"),
-            (["explain", "--config=configs/sums.py", "--cnofig.seed=3"], "argument '--cnofig.seed=3' is unknown"),
+            (
+                ["explain", "--config=configs/sums.py", "--cnofig.seed=3"],
+                "argument '--cnofig.seed=3' is unknown",
+            ),
             (["train", "--config=configs/sums.py", "--plann"], "did you mean '--plan'?"),
             (["launch", "--status=nowhere"], "nowhere/slurm/jobs.jsonl does not exist"),
-            (["encode-audio", "nowhere.json", "--codec=none.npz"], "none.npz does not exist; name a codec.npz"),
+            (
+                ["encode-audio", "nowhere.json", "--codec=none.npz"],
+                "none.npz does not exist; name a codec.npz",
+            ),
             (["train-codec", "codec.npz", "nowhere"], "nowhere does not exist"),
         ]
     ),
@@ -199,16 +274,22 @@ def test_an_error_is_one_line_with_its_remedy(argv, text, capsys, monkeypatch):
         code = end.code
     told = capsys.readouterr()
     assert code == 2 and not told.out and told.err.startswith("error: ") and text in told.err
-    assert len(told.err.splitlines()) <= 2, "the line, or a line about a config and one for its problem"
+    assert len(told.err.splitlines()) <= 2, (
+        "the line, or a line about a config and one for its problem"
+    )
 
 
-@pytest.mark.parametrize("name", there(["embed", "export", "lora-to-peft", "generate-audio", "checkpoint"]))
+@pytest.mark.parametrize(
+    "name", there(["embed", "export", "lora-to-peft", "generate-audio", "checkpoint"])
+)
 def test_every_command_reports_a_path_without_a_run_the_same_way(name, tmp_path, capsys):
     rest = {"generate-audio": ["a dog", "--out", str(tmp_path / "out")], "checkpoint": []}
     for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no step")):
         command = [name, *(["verify"] if name == "checkpoint" else []), str(path)]
         assert cli.main([*command, *rest.get(name, ["--out", str(tmp_path / "out")])]) == 2
-        expected = "expected a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
+        expected = (
+            "expected a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
+        )
         assert capsys.readouterr().err == f"error: {path} {what}; {expected}\n"
 
 
@@ -243,11 +324,18 @@ def test_a_store_that_cannot_be_read_is_reported(argv, run, text, capsys, monkey
 
 @pytest.mark.parametrize(("path", "text"), STORES)
 @pytest.mark.parametrize("field", ["checkpoint.folder", "resume.path", "warm_start.source"])
-def test_a_store_in_a_config_that_cannot_be_read_is_reported(field, path, text, monkeypatch, tmp_path):
+def test_a_store_in_a_config_that_cannot_be_read_is_reported(
+    field, path, text, monkeypatch, tmp_path
+):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(config_lib.ConfigError) as error:
-        config_lib.load(str(small_runs.rows(tmp_path) / "rows.py"), [("workdir", str(tmp_path)), (field, path)])
-    assert str(error.value).startswith(f"config.{field} is {path!r}, which {text}") and len(error.value.problems) == 1
+        config_lib.load(
+            str(small_runs.rows(tmp_path) / "rows.py"), [("workdir", str(tmp_path)), (field, path)]
+        )
+    assert (
+        str(error.value).startswith(f"config.{field} is {path!r}, which {text}")
+        and len(error.value.problems) == 1
+    )
 
 
 def test_arguments_without_a_command_are_those_of_train(capsys, monkeypatch):
@@ -282,8 +370,12 @@ def test_the_old_names_are_the_commands():
     ):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", module, "--help"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and done.stdout.startswith(f"usage: jaxtrain {name}"), done.stderr
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: jaxtrain {name}"), (
+            done.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +388,11 @@ def test_the_old_names_are_the_commands():
             2,
             "/data/x could not be written: No space left on device; free some",
         ),
-        (OSError(40, "Too many levels of symbolic links", "/data/x"), 2, "/data/x: Too many levels of symbolic links; name"),
+        (
+            OSError(40, "Too many levels of symbolic links", "/data/x"),
+            2,
+            "/data/x: Too many levels of symbolic links; name",
+        ),
         (KeyError("known"), 2, "known"),
     ],
 )
@@ -323,23 +419,49 @@ def test_a_bug_keeps_its_traceback():
 
 def test_a_reader_may_close_the_output_early(tmp_path):
     config = f"--config={small_runs.rows(tmp_path)}/rows.py"
-    command = f"{sys.executable} -m jaxtrain.cli explain {config} | head -1; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -m jaxtrain.cli explain {config} | head -1; exit ${{PIPESTATUS[0]}}"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("words", "reader"),
-    [("", "head -1"), ("", "true"), ("--version", "true"), ("train --help", "true"), ("help plan", "true"), ("runs .", "true")],
+    [
+        ("", "head -1"),
+        ("", "true"),
+        ("--version", "true"),
+        ("train --help", "true"),
+        ("help plan", "true"),
+        ("runs .", "true"),
+    ],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_output_is_not_an_error(words, reader, unbuffered, tmp_path):
     """A pipe breaks when it is written to after its reader has gone. A buffer may delay that until
     Python exits."""
-    command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit"
+        " ${PIPESTATUS[0]}"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -355,7 +477,14 @@ def test_a_terminal_without_a_character_gets_its_escape(encoding):
 def test_an_error_keeps_its_exit_code_if_the_output_is_closed():
     command = f"{sys.executable} -m jaxtrain.cli plan gpu:h100x8 | true; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "file is missing" in done.stderr
 
 
@@ -398,11 +527,18 @@ def run_in(folder, *argv, **environment):
     command = [sys.executable, "-X", "importtime", "-m", "jaxtrain.cli", *argv]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     return done.returncode, said, imported
 
 
-@pytest.mark.parametrize("argv", there([["train", "--config=xcm"], ["plan", "--config=xcm"], ["embed", "run", "--out=x"]]))
+@pytest.mark.parametrize(
+    "argv",
+    there([["train", "--config=xcm"], ["plan", "--config=xcm"], ["embed", "run", "--out=x"]]),
+)
 def test_a_cache_that_cannot_be_written_is_reported_before_jax_is_imported(argv, tmp_path):
     (tmp_path / "file").touch()
     code, said, imported = run_in(tmp_path, *argv, JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))
@@ -411,7 +547,9 @@ def test_a_cache_that_cannot_be_written_is_reported_before_jax_is_imported(argv,
         f"error: the cache folder {tmp_path}/file/cache cannot be written (Not a directory); "
         "set JAXTRAIN_CACHE to a folder that can be"
     ]
-    assert run_in(tmp_path, argv[0], "--help", JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))[0] == 0
+    assert (
+        run_in(tmp_path, argv[0], "--help", JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))[0] == 0
+    )
 
 
 HOMELESS = "~no-such-user/x: there is no such home on this machine; write the path out"
@@ -424,12 +562,17 @@ BIRDS = pytest.param(["train", "--config=xcm:~no-such-user/x"], marks=installed.
 @pytest.mark.parametrize("argv", [*there([["fit", *OUT], ["export", *OUT]]), BIRDS])
 def test_a_path_without_a_home_folder_is_reported(argv, capsys):
     assert cli.main(argv) == 2
-    assert capsys.readouterr().err in (f"error: {HOMELESS}\n", f"error: config.data.train {HOMELESS}\n")
+    assert capsys.readouterr().err in (
+        f"error: {HOMELESS}\n",
+        f"error: config.data.train {HOMELESS}\n",
+    )
 
 
 def test_a_path_without_a_home_folder_is_an_error_of_python_code(tmp_path):
     with pytest.raises(checks.UserError, match=re.escape(HOMELESS)):
-        config_lib.load(str(small_runs.rows(tmp_path) / "rows.py"), [("workdir", "~no-such-user/x")])
+        config_lib.load(
+            str(small_runs.rows(tmp_path) / "rows.py"), [("workdir", "~no-such-user/x")]
+        )
 
 
 def test_a_cache_without_a_home_folder_is_reported(monkeypatch):
@@ -445,24 +588,39 @@ def test_a_cache_without_a_home_folder_is_reported(monkeypatch):
     ("needed", "text"),
     [
         ("jax>=99.1", "and jaxtrain needs 99.1 or newer; pip install --upgrade 'jax>=99.1'"),
-        ("no-such-package>=2", "the package no-such-package is missing; pip install --upgrade 'no-such-package>=2'"),
+        (
+            "no-such-package>=2",
+            "the package no-such-package is missing; pip install --upgrade 'no-such-package>=2'",
+        ),
         ("no-such-package>=2; extra == 'slurm'", ""),
     ],
 )
-def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_imported(needed, text, tmp_path):
+def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_imported(
+    needed, text, tmp_path
+):
     """The packages are as pip leaves them if another version is installed afterwards."""
     about = tmp_path / "jaxtrain-0.1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: jaxtrain\nVersion: 0.1.0\nRequires-Dist: {needed}\n")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: jaxtrain\nVersion: 0.1.0\nRequires-Dist: {needed}\n"
+    )
     code, said, imported = run_in(tmp_path, "export", "nowhere", "--out=x")
     assert code == 2 and len(said) == 1
-    assert ("jax" not in imported and said[0].endswith(text)) if text else "nowhere does not exist" in said[0]
+    assert (
+        ("jax" not in imported and said[0].endswith(text))
+        if text
+        else "nowhere does not exist" in said[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "package", "text"),
     [
-        ("launch --config=sums --dry-run", "submitit", "the package submitit is missing; pip install 'jaxtrain[slurm]'"),
+        (
+            "launch --config=sums --dry-run",
+            "submitit",
+            "the package submitit is missing; pip install 'jaxtrain[slurm]'",
+        ),
         pytest.param(
             "export run --out x --format onnx",
             "onnx",
@@ -476,7 +634,9 @@ def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_importe
         ),
     ],
 )
-def test_a_package_of_an_extra_that_is_missing_is_reported_before_jax_is_imported(argv, package, text, tmp_path):
+def test_a_package_of_an_extra_that_is_missing_is_reported_before_jax_is_imported(
+    argv, package, text, tmp_path
+):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
     code, said, imported = run_in(tmp_path, *argv.split())
     assert code == 2 and said == [f"error: {text}"] and not {"jax", "orbax"} & imported
@@ -484,25 +644,44 @@ def test_a_package_of_an_extra_that_is_missing_is_reported_before_jax_is_importe
 
 def test_an_extension_that_was_not_built_is_reported(tmp_path):
     for part in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.pyc.*", "*.so"))
+        shutil.copytree(
+            ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.pyc.*", "*.so")
+        )
     code, said, _ = run_in(tmp_path, "train", "--config=xcm")
     assert code == 2 and said == [
-        "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
+        "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip"
+        " install its wheel"
     ]
 
 
 @pytest.mark.parametrize(
     "argv",
-    there([["train", "--config=xcm"], ["index", "recordings", "--out=x"], ["encode-audio", "a", "--codec=b"], ["sudoku", "x"]]),
+    there(
+        [
+            ["train", "--config=xcm"],
+            ["index", "recordings", "--out=x"],
+            ["encode-audio", "a", "--codec=b"],
+            ["sudoku", "x"],
+        ]
+    ),
 )
 def test_a_debug_build_is_reported_before_jax_is_imported(argv, tmp_path):
     """The extension of this test is the real one, with a changed description of its build."""
     stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
     (tmp_path / "sitecustomize.py").write_text(stand_in)
     code, said, imported = run_in(tmp_path, *argv)
-    remedy = "say `make train` in the checkout, or pip install its wheel, or train with it nevertheless: "
-    text = f"a debug build, which is many times slower; {remedy}--config.data.allow_debug_build=True"
-    assert code == 2 and "jax" not in imported and said == [f"error: the extension loaders._rust is {text}"]
+    remedy = (
+        "say `make train` in the checkout, or pip install its wheel, or train with it"
+        " nevertheless: "
+    )
+    text = (
+        f"a debug build, which is many times slower; {remedy}--config.data.allow_debug_build=True"
+    )
+    assert (
+        code == 2
+        and "jax" not in imported
+        and said == [f"error: the extension loaders._rust is {text}"]
+    )
     assert run_in(tmp_path, argv[0], "--help")[0] == 0
 
 
@@ -532,9 +711,17 @@ def test_the_version_needs_no_installation(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert cli.main(["--version"]) == 0
-    assert re.fullmatch(rf"jaxtrain {re.escape(jaxtrain.__version__)}( \(commit \w+\))?\n", capsys.readouterr().out)
-    assert cluster.versions() == {"jaxtrain": jaxtrain.__version__, **{name: version(name) for name in processes.VERSIONED}}
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jaxtrain.__version__
+    assert re.fullmatch(
+        rf"jaxtrain {re.escape(jaxtrain.__version__)}( \(commit \w+\))?\n", capsys.readouterr().out
+    )
+    assert cluster.versions() == {
+        "jaxtrain": jaxtrain.__version__,
+        **{name: version(name) for name in processes.VERSIONED},
+    }
+    assert (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        == jaxtrain.__version__
+    )
 
 
 def test_python_m_jaxtrain_is_the_command(capsys):
@@ -555,7 +742,9 @@ def test_the_version_of_a_checkout_names_its_commit(capsys):
 def test_a_python_that_is_too_old_is_reported():
     """The report comes before any syntax that the old Python does not know."""
     program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert done.stderr == "error: jaxtrain needs Python 3.11 or newer, and this is 3.10\n"
 
@@ -563,12 +752,16 @@ def test_a_python_that_is_too_old_is_reported():
 def test_the_installed_command_finds_a_folder_of_the_users_modules(tmp_path):
     """`python -m jaxtrain.main` has the working directory on its path, and so has the installed
     `jaxtrain`."""
-    (tmp_path / "my_config.py").write_text("import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n")
+    (tmp_path / "my_config.py").write_text(
+        "import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n"
+    )
     (tmp_path / "my_words.py").write_text("TEXT = 'found'\n")
     program = "import sys; sys.path.remove(''); from jaxtrain.cli import start; sys.exit(start())"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, "train", "--config=my_config.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert "says: found" in done.stderr, done.stderr
 
 
@@ -598,13 +791,30 @@ def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
     ]
     overrides = [tuple(word.removeprefix("--config.").split("=", 1)) for word in words[1:]]
     given = config_lib.Arguments("lm:qwen3-0.6b", [*overrides, ("train.steps", "40")], False, None)
-    run = config_lib.Config(workdir=str(tmp_path), train=config_lib.Train(steps=40), workload="tests.support.toy")
-    lines = dict(line.strip().split(": ", 1) for line in train.last_lines(given, run).splitlines() if ": " in line)
-    assert shlex.split(lines["to train for longer"]) == ["jaxtrain", "train", *words, "--config.train.steps=80"]
-    assert "\"--config.data.sources=({'path': 'a b'},)\"" in lines["to train for longer"], "as a person would quote it"
-    assert lines["records of training and evaluations, a line each"] == str(tmp_path / "metrics.jsonl")
+    run = config_lib.Config(
+        workdir=str(tmp_path), train=config_lib.Train(steps=40), workload="tests.support.toy"
+    )
+    lines = dict(
+        line.strip().split(": ", 1)
+        for line in train.last_lines(given, run).splitlines()
+        if ": " in line
+    )
+    assert shlex.split(lines["to train for longer"]) == [
+        "jaxtrain",
+        "train",
+        *words,
+        "--config.train.steps=80",
+    ]
+    assert "\"--config.data.sources=({'path': 'a b'},)\"" in lines["to train for longer"], (
+        "as a person would quote it"
+    )
+    assert lines["records of training and evaluations, a line each"] == str(
+        tmp_path / "metrics.jsonl"
+    )
     assert "embed" not in " ".join(lines.values()), "which is for recordings"
-    ended = dataclasses.replace(run, checkpoint=config_lib.Checkpoint(final="weights"), lora=config_lib.Lora(rank=4))
+    ended = dataclasses.replace(
+        run, checkpoint=config_lib.Checkpoint(final="weights"), lora=config_lib.Lora(rank=4)
+    )
     text = train.last_lines(given, ended)
     assert "to train for longer" not in text and f" lora-to-peft {tmp_path} --out " in text
 
@@ -616,24 +826,31 @@ def test_the_suggested_commands_find_a_users_workload_next_to_its_config(tmp_pat
     monkeypatch.syspath_prepend(tmp_path / "own")
     run = config_lib.Config(workdir="runs/x", workload="words_of_mine")
     text = train.last_lines(config_lib.Arguments("own/words.py:a", [], False, None), run)
-    assert f": PYTHONPATH={tmp_path}/own:$PYTHONPATH jaxtrain --workload words_of_mine export runs/x" in text
+    assert (
+        f": PYTHONPATH={tmp_path}/own:$PYTHONPATH jaxtrain --workload words_of_mine export runs/x"
+        in text
+    )
     monkeypatch.chdir("own")
     text = train.last_lines(config_lib.Arguments("words.py:a", [], False, None), run)
     assert ": jaxtrain --workload words_of_mine checkpoint inspect runs/x" in text
 
 
-@pytest.mark.parametrize(("body", "code", "said"), [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")])
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")],
+)
 def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
     """The interpreter itself would wait: an error in reading a checkpoint would keep a job alive
     for minutes."""
     program = (
-        "import sys, time, concurrent.futures\n"
-        "from jaxtrain import cli\nfrom jaxtrain.compile import step_compiler as programs\n"
-        "concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\n"
-        f"def run():\n    print('the error')\n    {body}\n"
-        "sys.exit(cli.process(run))\n"
+        "import sys, time, concurrent.futures\nfrom jaxtrain import cli\nfrom jaxtrain.compile"
+        " import step_compiler as programs\nconcurrent.futures.ThreadPoolExecutor(1,"
+        " thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\ndef run():\n    print('the"
+        f" error')\n    {body}\nsys.exit(cli.process(run))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == code and done.stdout == "the error\n" and said in done.stderr
 
 

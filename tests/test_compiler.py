@@ -19,27 +19,46 @@ def test_libtpu_knows_every_option_of_the_table(target):
     device = plan.tpu_devices(plan.parse_target(target))[0]
     wanted = {o.name: o.value for o in xla_options.TABLE if device.device_kind.startswith(o.kinds)}
     assert wanted and xla_options.options({}, device.device_kind, count=4, device=device) == wanted
-    assert xla_options.options({}, device.device_kind, count=1, device=device) == {}, "one chip moves nothing"
+    assert xla_options.options({}, device.device_kind, count=1, device=device) == {}, (
+        "one chip moves nothing"
+    )
     with pytest.raises(config.ConfigError) as error:
-        xla_options.options({"xla_tpu_fast": "True", "xla_gpu_x": 1}, device.device_kind, count=4, device=device)
+        xla_options.options(
+            {"xla_tpu_fast": "True", "xla_gpu_x": 1}, device.device_kind, count=4, device=device
+        )
     assert [path for path, _ in error.value.problems] == ["compiler.xla_tpu_fast"]
 
 
 def test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the_table():
     cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
     assert xla_options.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
-    assert xla_options.options({}, kind, count=1, device=cpu) == {MERGER: 0}, "one GPU moves nothing"
-    assert xla_options.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False, MERGER: 0}
-    with pytest.raises(config.ConfigError, match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*omit"):
+    assert xla_options.options({}, kind, count=1, device=cpu) == {MERGER: 0}, (
+        "one GPU moves nothing"
+    )
+    assert xla_options.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {
+        SCHEDULER: False,
+        MERGER: 0,
+    }
+    with pytest.raises(
+        config.ConfigError,
+        match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*omit",
+    ):
         xla_options.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
 
 
-def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(monkeypatch, caplog):
+def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(
-        xla_options, "TABLE", (*xla_options.TABLE, xla_options.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",)))
+        xla_options,
+        "TABLE",
+        (*xla_options.TABLE, xla_options.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",))),
     )
     with caplog.at_level("INFO", "jaxtrain"):
-        assert xla_options.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True, MERGER: 0}
+        assert xla_options.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {
+            SCHEDULER: True,
+            MERGER: 0,
+        }
     assert "compiled without xla_gpu_of_tomorrow" in caplog.text
 
 
@@ -59,21 +78,30 @@ class Lowered:
 
     def compile(self, *, compiler_options):
         if compiler_options.get(GATHERS):
-            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: fusing all-gather is not supported\nand more lines")
-        return self._program.compile()  # the compiler of this machine, which knows no option for TPUs
+            raise jax.errors.JaxRuntimeError(
+                "UNIMPLEMENTED: fusing all-gather is not supported\nand more lines"
+            )
+        # the compiler of this machine, which knows no option for TPUs
+        return self._program.compile()
 
 
 def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog):
     """The user did not ask for these options, so the step is compiled without them."""
     with caplog.at_level("WARNING", "jaxtrain"):
         assert xla_options.compile(Lowered(), {GATHERS: True, SCHEDULER: True}, {}).as_text()
-    assert f"compiled without {GATHERS}" in caplog.text and SCHEDULER in caplog.text and "not supported" in caplog.text
+    assert (
+        f"compiled without {GATHERS}" in caplog.text
+        and SCHEDULER in caplog.text
+        and "not supported" in caplog.text
+    )
 
 
 def test_an_error_of_compilation_names_the_options():
     """Options of the table are not blamed for the error."""
     own = {GATHERS: True}
-    with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported") as error:
+    with pytest.raises(
+        config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported"
+    ) as error:
         xla_options.compile(Lowered(), {**own, SCHEDULER: True}, own)
     assert SCHEDULER not in str(error.value)
 
@@ -82,7 +110,8 @@ def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
     small_runs.rows(tmp_path)
     overrides = [("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]
     with pytest.raises(
-        config.ConfigError, match="config.compiler.xla_cpu_fast is 'true', and the compiler for cpu refuses it: "
+        config.ConfigError,
+        match="config.compiler.xla_cpu_fast is 'true', and the compiler for cpu refuses it: ",
     ):
         loop.run(config.load(f"{tmp_path}/rows.py", overrides))
 
@@ -102,7 +131,9 @@ def test_a_run_compiles_its_step_with_them(folder):
     assert any("jit_step" in path.name for path in (folder / "hlo").iterdir())
 
 
-def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_several_cores(monkeypatch):
+def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_several_cores(
+    monkeypatch,
+):
     cpu, x = jax.devices()[0], jnp.ones((512, 512))
     for cores, products in ((1, False), (2, True), (16, True)):
         monkeypatch.setattr(xla_options.machine, "cores", lambda cores=cores: cores)
@@ -111,7 +142,12 @@ def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_se
         product = xla_options.compile(jax.jit(jnp.dot).lower(x, x), options, {})
         assert ("__ynn_fusion" in product.as_text()) == products and (product(x, x) == 512).all()
         norm = xla_options.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
-        assert "__ynn_fusion" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
+        assert (
+            "__ynn_fusion" in norm.as_text()
+            and "reduce-window" not in norm.as_text()
+            and norm(x) == 512 * 512
+        )
         [name] = options
-        for value in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):  # the config's options override the table's
+        # the config's options override the table's
+        for value in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):
             assert xla_options.options({name: value}, "cpu", count=1, device=cpu) == {name: value}

@@ -64,7 +64,15 @@ def test_a_warning_is_above_the_progress_line_never_through_it(clock, logger):
     logger.error("two\nlines")
     line.finish()
     logger.info("done")
-    assert screen(terminal.getvalue()) == ["starting", "warning: disk is full", "error: two", "lines", "step 2", "done", ""]
+    assert screen(terminal.getvalue()) == [
+        "starting",
+        "warning: disk is full",
+        "error: two",
+        "lines",
+        "step 2",
+        "done",
+        "",
+    ]
 
 
 def test_a_terminal_is_not_written_to_at_every_step(clock):
@@ -97,7 +105,13 @@ def test_a_log_file_gets_whole_lines_now_and_then(clock, logger):
     logger.warning("disk is full")
     line.finish()
     line.finish()
-    assert file.getvalue().splitlines() == ["step 0", "step 10", "step 20", "warning: disk is full", "step 24"]
+    assert file.getvalue().splitlines() == [
+        "step 0",
+        "step 10",
+        "step 20",
+        "warning: disk is full",
+        "step 24",
+    ]
 
 
 def test_the_last_line_of_a_log_file_is_there_once(clock):
@@ -127,26 +141,47 @@ def test_a_run_logs_through_one_console(monkeypatch):
 
 
 def test_the_progress_line_has_step_loss_rate_and_time_left():
-    rates = {"examples_per_second": 123.456, "mfu": 0.4321, "data_wait_share": 0.071, "eta_seconds": 3725.0}
+    rates = {
+        "examples_per_second": 123.456,
+        "mfu": 0.4321,
+        "data_wait_share": 0.071,
+        "eta_seconds": 3725.0,
+    }
     line = console.progress_line(30, 1000, 2.34567, rates)
-    for part in ("step 30/1000", "loss 2.3457", "123.5 examples/s", "MFU 43.2%", "waiting for data 7%", "1:02:05 left"):
+    for part in (
+        "step 30/1000",
+        "loss 2.3457",
+        "123.5 examples/s",
+        "MFU 43.2%",
+        "waiting for data 7%",
+        "1:02:05 left",
+    ):
         assert part in line
     assert "? left" in console.progress_line(0, 1000, 2.0, rates | {"eta_seconds": math.nan})
 
 
 def test_the_progress_line_names_the_slowest_stage_of_the_loader():
     rates = {"examples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.23, "eta_seconds": 1.0}
-    assert "waiting for data 23% (most in decode)" in console.progress_line(1, 9, 2.0, rates, slowest="decode")
+    assert "waiting for data 23% (most in decode)" in console.progress_line(
+        1, 9, 2.0, rates, slowest="decode"
+    )
     assert "waiting for data 23%  " in console.progress_line(1, 9, 2.0, rates)
-    assert "decode" not in console.progress_line(1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode")
+    assert "decode" not in console.progress_line(
+        1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode"
+    )
     supply = {"rows_asked_per_second": 6000.0, "rows_given_per_second": 1500.0, "cores_missing": 6}
     line = console.progress_line(1, 9, 2.0, rates | supply, slowest="decode")
-    assert "(most in decode; steps take 6,000 rows/s, the loader gives 1,500: 6 more cores for each process)" in line
+    assert (
+        "(most in decode; steps take 6,000 rows/s, the loader gives 1,500: 6 more cores for each"
+        " process)" in line
+    )
 
 
 def test_the_progress_line_has_the_terms_of_the_loss():
     rates = {"examples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.0, "eta_seconds": 1.0}
-    line = console.progress_line(1, 9, 5.0, rates, terms={"supervised_loss": 2.25, "probe_loss": 2.75})
+    line = console.progress_line(
+        1, 9, 5.0, rates, terms={"supervised_loss": 2.25, "probe_loss": 2.75}
+    )
     assert "loss 5.0000 = supervised 2.2500 + probe 2.7500  " in line
 
 
@@ -165,7 +200,13 @@ def test_a_message_is_shown_and_the_progress_line_returns(clock, logger):
         logger.info("ended")
     assert screen(terminal.getvalue()) == ["evaluated", "step 1", "ended", ""]
     assert "batch 2 of 2" in terminal.getvalue()
-    assert file.getvalue().splitlines() == ["step 1", "batch 1 of 2", "evaluated", "step 1", "ended"]
+    assert file.getvalue().splitlines() == [
+        "step 1",
+        "batch 1 of 2",
+        "evaluated",
+        "step 1",
+        "ended",
+    ]
 
 
 def test_a_log_that_was_closed_and_whose_folder_is_gone_loses_its_line(tmp_path):

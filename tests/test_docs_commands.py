@@ -17,7 +17,10 @@ from tests.support.xla import SOON
 
 COMMANDS = docs_commands.shown()
 RUNS = [command for command in COMMANDS if isinstance(command.rule, docs_commands.Run)]
-HOW = f"append a row to RULES in {pathlib.Path(docs_commands.__file__).name}, whose docstring says how"
+HOW = (
+    f"append a row to RULES in {pathlib.Path(docs_commands.__file__).name}, whose docstring"
+    " says how"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def test_a_reason_names_what_is_there():
                 assert (docs_commands.ROOT / path).exists(), command.name
         if made := re.match(r"make ([a-z-]+)", command.text):
             targets = (f"\n{made[1]}:", f"\n{made[1].partition('-')[0]}-%:")
-            assert any(target in (docs_commands.ROOT / "Makefile").read_text() for target in targets), command.name
+            assert any(
+                target in (docs_commands.ROOT / "Makefile").read_text() for target in targets
+            ), command.name
 
 
 def helped(command):
@@ -73,13 +78,20 @@ def test_a_command_that_does_nothing_is_found_out(tmp_path):
     """Exit code 0 alone does not pass."""
     for command in RUNS:
         silent = subprocess.CompletedProcess([], command.rule.code, stdout="", stderr="")
-        assert docs_commands.lacks(command, silent, tmp_path) or "write_reference" in command.text, command.name
+        assert (
+            docs_commands.lacks(command, silent, tmp_path) or "write_reference" in command.text
+        ), command.name
     (run,) = [command for command in RUNS if command.text == "jaxtrain train --config=xcm"]
-    ended = "the run has ended; it left\n  metrics: runs/metrics.jsonl\nnext\n  to look: jaxtrain embed\n"
+    ended = (
+        "the run has ended; it left\n  metrics: runs/metrics.jsonl\nnext\n  to look: jaxtrain"
+        " embed\n"
+    )
     done = subprocess.CompletedProcess([], 0, stdout="", stderr=ended)
     (tmp_path / "runs").mkdir()
     for loss, missing in (("NaN", "the loss of step 2: [nan]"), ("1.5", "")):
-        (tmp_path / "runs" / "metrics.jsonl").write_text(f'{{"step": 2, "split": "train", "loss": {loss}}}')
+        (tmp_path / "runs" / "metrics.jsonl").write_text(
+            f'{{"step": 2, "split": "train", "loss": {loss}}}'
+        )
         assert docs_commands.lacks(run, done, tmp_path) == missing
 
 
@@ -93,12 +105,14 @@ def test_the_python_of_the_pages_runs(folder):
     blocks = [
         (page.name, block)
         for page in docs_commands.PAGES
-        if page.stem not in ("README", "CONTRIBUTING", "your-model", "ARCHITECTURE") and page.parent.name != "notebooks"
+        if page.stem not in ("README", "CONTRIBUTING", "your-model", "ARCHITECTURE")
+        and page.parent.name != "notebooks"
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     ]
     # Each has names of its own. One process runs them all, and its traceback names the page.
     program = (
-        "import sys\nfor page, block in eval(sys.argv[1]):\n    exec(compile(block, page, 'exec'), {'__name__': '__main__'})"
+        "import sys\nfor page, block in eval(sys.argv[1]):\n    exec(compile(block, page, 'exec'),"
+        " {'__name__': '__main__'})"
     )
     command = [sys.executable, "-c", program, repr(blocks)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)

@@ -25,9 +25,13 @@ def test_a_page_shows_the_cells_of_its_notebook(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", docs_notebooks.NAMES)
 def test_a_notebook_ends_within_five_minutes(name, tmp_path):
-    script = "import pathlib, sys; from tests import docs_notebooks as d; d.run(sys.argv[1], *map(pathlib.Path, sys.argv[2:]))"
+    script = (
+        "import pathlib, sys; from tests import docs_notebooks as d; d.run(sys.argv[1],"
+        " *map(pathlib.Path, sys.argv[2:]))"
+    )
     (tmp_path / "pictures").mkdir()
-    env = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}  # the folder of `jaxtrain`
+    # the folder of `jaxtrain`
+    env = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     env.pop("XLA_FLAGS", None)
     command = [sys.executable, "-c", script, name, tmp_path, tmp_path / "pictures"]
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=300)

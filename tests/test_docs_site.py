@@ -11,9 +11,23 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def build(site: pathlib.Path, config: pathlib.Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", f"--site-dir={site}", f"--config-file={config}"]
+def build(
+    site: pathlib.Path, config: pathlib.Path = ROOT / "mkdocs.yml"
+) -> subprocess.CompletedProcess:
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "NO_MKDOCS_2_WARNING": "1",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        f"--site-dir={site}",
+        f"--config-file={config}",
+    ]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -26,17 +40,27 @@ def site(tmp_path_factory):
 
 
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site):
-    pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
-    assert pages | {"contributing.html", "changelog.html"} <= {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    pages = {
+        str(page.relative_to(ROOT / "docs").with_suffix(".html"))
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    assert pages | {"contributing.html", "changelog.html"} <= {
+        str(page.relative_to(site)) for page in site.rglob("*.html")
+    }
     for page in site.rglob("*.html"):
         loaded = re.findall(
-            r"<(?:script|img|iframe)[^>]* src=\"?([^\s\">]+)|<link[^>]*stylesheet[^>]* href=\"?([^\s\">]+)", page.read_text()
+            r"<(?:script|img|iframe)[^>]* src=\"?([^\s\">]+)|<link[^>]*stylesheet[^>]*"
+            r" href=\"?([^\s\">]+)",
+            page.read_text(),
         )
         assert not [address for pair in loaded for address in pair if "://" in address], page.name
 
 
 def test_the_site_has_the_api_and_the_commands(site):
-    assert "Train a config" in (site / "api.html").read_text() or "Trains a config" in (site / "api.html").read_text()
+    assert (
+        "Train a config" in (site / "api.html").read_text()
+        or "Trains a config" in (site / "api.html").read_text()
+    )
     assert "jaxtrain detect" in (site / "cli.html").read_text()
     assert (site / "examples" / "my_model.py").exists()
 

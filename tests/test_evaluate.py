@@ -25,14 +25,23 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
     shown = Terminal()
     screen = console.Console(shown)
     screen._every = 0.0
-    host = types.SimpleNamespace(console=screen, beat=lambda doing: None, stopping=lambda: False, clock=goodput.Clock())
-    trial = types.SimpleNamespace(run=lambda variables: jnp.zeros(()), score=lambda found: ({"reward": 1.0}, []))
-    task = types.SimpleNamespace(progress=lambda v, b: {}, finish=lambda record: record, generative=(trial,) * trials)
+    host = types.SimpleNamespace(
+        console=screen, beat=lambda doing: None, stopping=lambda: False, clock=goodput.Clock()
+    )
+    trial = types.SimpleNamespace(
+        run=lambda variables: jnp.zeros(()), score=lambda found: ({"reward": 1.0}, [])
+    )
+    task = types.SimpleNamespace(
+        progress=lambda v, b: {}, finish=lambda record: record, generative=(trial,) * trials
+    )
     assembly = types.SimpleNamespace(
-        config=Config(train=Train(steps=9)), task=task, layout=types.SimpleNamespace(replicated=lambda: None)
+        config=Config(train=Train(steps=9)),
+        task=task,
+        layout=types.SimpleNamespace(replicated=lambda: None),
     )
     data = types.SimpleNamespace(
-        test=types.SimpleNamespace(n_batches=3), test_batches=lambda n: iter([(0, jnp.float32(i)) for i in range(n)])
+        test=types.SimpleNamespace(n_batches=3),
+        test_batches=lambda n: iter([(0, jnp.float32(i)) for i in range(n)]),
     )
     sums = lambda variables, batch: {"loss": Mean(batch, jnp.float32(1))}  # noqa: E731
     programs = types.SimpleNamespace(evaluation=lambda bucket: sums)

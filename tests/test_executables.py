@@ -19,12 +19,21 @@ def test_programs_that_differ_only_in_their_arguments_are_different():
     table = {"u": X, "w": X}
     first = path_of(lambda v, x: v["u"] * x, table, X)
     assert (
-        jax.jit(lambda v, x: v["u"] * x).lower(table, X).as_text() == jax.jit(lambda v, x: v["w"] * x).lower(table, X).as_text()
+        jax.jit(lambda v, x: v["u"] * x).lower(table, X).as_text()
+        == jax.jit(lambda v, x: v["w"] * x).lower(table, X).as_text()
     )
     assert path_of(lambda v, x: v["u"] * x, table, X) == first
     assert path_of(lambda v, x: v["w"] * x, table, X) != first
-    assert path_of(lambda v, x: v["u"] * x, {**table, "w": jax.ShapeDtypeStruct((8,), jnp.float32)}, X) != first
-    assert path_of(lambda v, x: v["u"] * x, table, X, options={"xla_backend_optimization_level": 1}.items()) != first
+    assert (
+        path_of(lambda v, x: v["u"] * x, {**table, "w": jax.ShapeDtypeStruct((8,), jnp.float32)}, X)
+        != first
+    )
+    assert (
+        path_of(
+            lambda v, x: v["u"] * x, table, X, options={"xla_backend_optimization_level": 1}.items()
+        )
+        != first
+    )
 
 
 @pytest.mark.parametrize("setting", ["jax_disable_most_optimizations", "jax_enable_x64"])

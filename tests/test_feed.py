@@ -22,8 +22,12 @@ MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8), (2, 1, 4)]
 def plan(sizes, axes=("batch", None)):
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {})
     return {
-        "x": jax.ShapeDtypeStruct((BATCH, 4), np.float32, sharding=layout.sharding(axes, (BATCH, 4))),
-        "label": jax.ShapeDtypeStruct((BATCH,), np.int32, sharding=layout.sharding(axes[:1], (BATCH,))),
+        "x": jax.ShapeDtypeStruct(
+            (BATCH, 4), np.float32, sharding=layout.sharding(axes, (BATCH, 4))
+        ),
+        "label": jax.ShapeDtypeStruct(
+            (BATCH,), np.int32, sharding=layout.sharding(axes[:1], (BATCH,))
+        ),
     }
 
 
@@ -38,11 +42,17 @@ def aligned(array):
 
 def whole(position):
     rng = np.random.default_rng(position)
-    return {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "label": rng.integers(0, 9, BATCH, dtype="i4")}
+    return {
+        "x": rng.normal(size=(BATCH, 4)).astype("f4"),
+        "label": rng.integers(0, 9, BATCH, dtype="i4"),
+    }
 
 
 def host_batch(position, rows):
-    return {name: [aligned(x[start:stop]) for start, stop in rows.ranges] for name, x in whole(position).items()}
+    return {
+        name: [aligned(x[start:stop]) for start, stop in rows.ranges]
+        for name, x in whole(position).items()
+    }
 
 
 @pytest.mark.parametrize("sizes", MESHES)
@@ -59,10 +69,17 @@ def test_a_process_reads_what_its_devices_hold():
 
     def rows(sizes, devices):
         def part(sharding):
-            mine = lambda shape: {d: i for d, i in sharding.devices_indices_map(shape).items() if d in devices}  # noqa: E731
+            def mine(shape):
+                return {
+                    d: i for d, i in sharding.devices_indices_map(shape).items() if d in devices
+                }  # noqa: E731
+
             return types.SimpleNamespace(addressable_devices_indices_map=mine)
 
-        fields = {n: types.SimpleNamespace(shape=x.shape, sharding=part(x.sharding)) for n, x in plan(sizes).items()}
+        fields = {
+            n: types.SimpleNamespace(shape=x.shape, sharding=part(x.sharding))
+            for n, x in plan(sizes).items()
+        }
         return feed.rows_for(fields).ranges
 
     devices = jax.devices()
@@ -94,15 +111,21 @@ def test_all_rows_are_read_in_order_on_any_mesh_with_any_number_of_processes():
                     shape=x.shape,
                     sharding=types.SimpleNamespace(
                         addressable_devices_indices_map=lambda shape, x=x, mine=mine: {
-                            d: i for d, i in x.sharding.devices_indices_map(shape).items() if d in mine
+                            d: i
+                            for d, i in x.sharding.devices_indices_map(shape).items()
+                            if d in mine
                         }
                     ),
                 )
                 for name, x in fields.items()
             }
             rows = [i for start, stop in feed.rows_for(local).ranges for i in range(start, stop)]
-            held = {i for d, index in fields["x"].sharding.devices_indices_map((BATCH, 4)).items() if d in mine
-                    for i in range(*index[0].indices(BATCH))}  # fmt: skip
+            held = {
+                i
+                for d, index in fields["x"].sharding.devices_indices_map((BATCH, 4)).items()
+                if d in mine
+                for i in range(*index[0].indices(BATCH))
+            }
             assert rows == sorted(held), (sizes, part)
             read |= {i: batch[i] for i in rows}
         np.testing.assert_array_equal(np.stack([read[i] for i in sorted(read)]), batch)
@@ -120,7 +143,10 @@ def test_rows_land_in_their_place(sizes):
     rows = feed.rows_for(batch)
     arrays = feed.put(host_batch(3, rows), batch, rows)
     for name, expected in whole(3).items():
-        assert (arrays[name].sharding, arrays[name].dtype) == (batch[name].sharding, batch[name].dtype)
+        assert (arrays[name].sharding, arrays[name].dtype) == (
+            batch[name].sharding,
+            batch[name].dtype,
+        )
         np.testing.assert_array_equal(arrays[name], expected)
         for shard in arrays[name].addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index])
@@ -270,7 +296,8 @@ def test_close_ends_a_loader_that_waits_and_lets_a_waiting_consumer_go():
     stream.close()
     consumer.join(30)
     assert not consumer.is_alive() and not rest
-    np.testing.assert_array_equal(batch["x"], whole(1)["x"])  # the batch that was returned stays valid
+    # the batch that was returned stays valid
+    np.testing.assert_array_equal(batch["x"], whole(1)["x"])
 
 
 def test_a_slab_is_free_when_the_batch_is_gone():

@@ -28,7 +28,9 @@ def test_an_export_back_to_a_checkpoint(small_disk, tmp_path, capsys, kilobytes)
     capsys.readouterr()
     folder = small_disk(kilobytes)
     if kilobytes > 16:
-        (folder / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(folder)) - 30_000))
+        (folder / "ballast").write_bytes(
+            bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(folder)) - 30_000)
+        )
     assert export.main(["--reverse", str(tmp_path / "out"), "--out", str(folder / "back")]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert not (folder / "back" / "checkpoints" / "20").exists()
@@ -39,7 +41,9 @@ def test_an_export_back_to_a_checkpoint(small_disk, tmp_path, capsys, kilobytes)
     [
         OSError(28, "No space left on device"),
         OSError("1024 requested and 512 written"),
-        ValueError('RESOURCE_EXHAUSTED: Error writing "x": No space left on device [os_error_code=28]'),
+        ValueError(
+            'RESOURCE_EXHAUSTED: Error writing "x": No space left on device [os_error_code=28]'
+        ),
         OSError(122, "Disk quota exceeded"),
     ],
     ids=["system", "NumPy", "TensorStore", "quota"],
@@ -49,7 +53,10 @@ def test_whole_files_and_folders(tmp_path, error):
     with pytest.raises(OSError) as raised, atomic_write.file(tmp_path / "x.npy") as file:
         file.write(b"half")
         raise error
-    assert raised.value.filename == str(tmp_path / "x.npy") and (tmp_path / "x.npy").read_bytes() == b"before"
+    assert (
+        raised.value.filename == str(tmp_path / "x.npy")
+        and (tmp_path / "x.npy").read_bytes() == b"before"
+    )
     with pytest.raises(OSError) as raised, atomic_write.folder(tmp_path / "out") as folder:
         (folder / "a").write_text("half")
         raise error

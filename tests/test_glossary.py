@@ -11,7 +11,12 @@ from tests.support import installed
 
 def test_a_meaning_stands_alone():
     """A model card sorts metrics by name, so no meaning may depend on the one before it."""
-    groups = (glossary.STEP, glossary.DATA, glossary.SAVE, *map(glossary.of_workload, workload.shipped()))
+    groups = (
+        glossary.STEP,
+        glossary.DATA,
+        glossary.SAVE,
+        *map(glossary.of_workload, workload.shipped()),
+    )
     for entry in itertools.chain(*groups):
         assert not entry.meaning.startswith(("the same", "its ")), entry.names
 
@@ -27,7 +32,8 @@ MEANINGS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "workload", "split", "told"), [pytest.param(*each, marks=installed.needs(each[1])) for each in MEANINGS]
+    ("name", "workload", "split", "told"),
+    [pytest.param(*each, marks=installed.needs(each[1])) for each in MEANINGS],
 )
 def test_the_letters_of_a_meaning_are_filled_in(name, workload, split, told):
     assert told in glossary.meaning(name, workload=f"jaxtrain.workloads.{workload}", split=split)
@@ -39,12 +45,18 @@ def test_an_entry_without_a_metric_is_named():
 
 
 def test_an_entry_whose_pattern_is_none_is_refused_by_name():
-    with pytest.raises(workload.WorkloadError, match="Entry 'X_loss' has the pattern '.*', which is no regular expression: "):
+    with pytest.raises(
+        workload.WorkloadError,
+        match="Entry 'X_loss' has the pattern '.*', which is no regular expression: ",
+    ):
         glossary.Entry("X_loss", "(?P<X>.+_loss", "…")
 
 
 def test_an_entry_of_another_kind_is_named(monkeypatch):
     found = workload.Workload(None, None, glossary=(("loss", "loss", "its meaning"),))
     monkeypatch.setattr(workload, "of", lambda name: found)
-    with pytest.raises(workload.WorkloadError, match=r"the glossary of pytest has \('loss', .* expected a jaxtrain.Entry"):
+    with pytest.raises(
+        workload.WorkloadError,
+        match=r"the glossary of pytest has \('loss', .* expected a jaxtrain.Entry",
+    ):
         glossary.of_workload("pytest")

@@ -72,7 +72,11 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
     assert all(s.first < s.step <= last + 1 for last, s in zip(reached, starts, strict=True))
     assert seconds[goodput.AGAIN] > 0 and seconds[goodput.STEPS] > 0 and seconds[goodput.WAIT] > 0
     assert set(seconds) <= set(goodput.PHASES) and goodput.QUEUE not in seconds
-    assert starts[0].timed and starts[0].total / starts[0].timed >= 0.03 and starts[0].own < starts[0].longest
+    assert (
+        starts[0].timed
+        and starts[0].total / starts[0].timed >= 0.03
+        and starts[0].own < starts[0].longest
+    )
 
 
 RESUMED = """
@@ -104,10 +108,18 @@ def test_a_line_that_is_cut_short_costs_that_line(tmp_path):
     path = tmp_path / "goodput" / "process-3.jsonl"
     whole = path.read_bytes()
     [start] = goodput.starts(path)
-    assert (start.process, start.processes, start.first, start.end) == (3, 8, 7, "ended by SIGTERM after step 8")
-    assert start.facts == {"commit": "abc"} and sum(start.seconds.values()) == pytest.approx(start.now - start.began, abs=0.01)
+    assert (start.process, start.processes, start.first, start.end) == (
+        3,
+        8,
+        7,
+        "ended by SIGTERM after step 8",
+    )
+    assert start.facts == {"commit": "abc"} and sum(start.seconds.values()) == pytest.approx(
+        start.now - start.began, abs=0.01
+    )
     head = whole.index(b"\n") + 1
-    for size in range(head, len(whole) - 1, 29):  # the file may be cut anywhere: the line before counts
+    # the file may be cut anywhere: the line before counts
+    for size in range(head, len(whole) - 1, 29):
         path.write_bytes(whole[:size])
         [start] = goodput.starts(path)
         assert start.end == "" and start.now >= start.began
@@ -125,11 +137,15 @@ def test_the_file_of_a_long_run_stays_short(tmp_path, monkeypatch):
         clock._closed.wait = lambda seconds, clock=clock: threading.Event.wait(clock._closed, 0.001)
         clock.resumed(first)
         path, sizes = tmp_path / "goodput" / "process-0.jsonl", []
-        while sum(b < a for a, b in itertools.pairwise(sizes)) < 3:  # the file has become shorter three times
+        # the file has become shorter three times
+        while sum(b < a for a, b in itertools.pairwise(sizes)) < 3:
             sizes.append(path.read_bytes().count(b"\n"))
         clock.close("ended")
         assert max(sizes) <= 10
-    assert sorted((start.first, start.end) for start in goodput.starts(path)) == [(4, "ended"), (8, "ended")]
+    assert sorted((start.first, start.end) for start in goodput.starts(path)) == [
+        (4, "ended"),
+        (8, "ended"),
+    ]
 
 
 def test_a_full_disk_costs_lines_and_no_run(tmp_path, caplog):
@@ -155,13 +171,19 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path, caplog):
     clock._file.file = Full()
     clock.resumed(5)
     clock.resumed(6)
-    assert sum("cannot be written (No space left on device)" in message for message in caplog.messages) == 1
+    assert (
+        sum("cannot be written (No space left on device)" in message for message in caplog.messages)
+        == 1
+    )
     room.clear()
     clock.close("ended")
     assert [(start.first, start.end) for start in goodput.read(tmp_path)[0]] == [(6, "ended")]
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"id": 3, "began": 1}', '{"id": "x", "now": 1e99, "seconds": {}}', "\0" * 50])
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "{", '{"id": 3, "began": 1}', '{"id": "x", "now": 1e99, "seconds": {}}', "\0" * 50],
+)
 def test_lines_of_others_are_left_out(tmp_path, line):
     clock = goodput.Clock()
     clock.open(tmp_path, process=0, processes=1, facts={})
@@ -193,12 +215,32 @@ def test_the_process_that_the_others_wait_for_is_named(tmp_path):
     folder = tmp_path / "goodput"
     folder.mkdir()
     for process, blocked in enumerate((90.0, 89.0, 60.0, 91.0)):
-        head = {"id": "a", "began": 100.0, "process": process, "processes": 4, "host": f"n{process}", "pid": 1, "queued": 0}
+        head = {
+            "id": "a",
+            "began": 100.0,
+            "process": process,
+            "processes": 4,
+            "host": f"n{process}",
+            "pid": 1,
+            "queued": 0,
+        }
         last = {
-            "id": "a", "now": 300.0, "first": 0, "step": 100, "phase": "steps", "end": "",
-            "seconds": {"steps": 200.0}, "timed": 100, "total": 100.0, "squares": 100.0, "longest": 1.0, "blocked": blocked,
-        }  # fmt: skip
-        (folder / f"process-{process}.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(last)}\n")
+            "id": "a",
+            "now": 300.0,
+            "first": 0,
+            "step": 100,
+            "phase": "steps",
+            "end": "",
+            "seconds": {"steps": 200.0},
+            "timed": 100,
+            "total": 100.0,
+            "squares": 100.0,
+            "longest": 1.0,
+            "blocked": blocked,
+        }
+        (folder / f"process-{process}.jsonl").write_text(
+            f"{json.dumps(head)}\n{json.dumps(last)}\n"
+        )
     found = goodput.read(tmp_path)
     assert goodput.straggler(found).host == "n2"
     assert goodput.straggler({p: each for p, each in found.items() if p != 2}) is None

@@ -21,7 +21,17 @@ from jaxtrain.parallel.cluster import notices
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.base import Rows
-from tests.support.processes import ROOT, at, cluster, command, free_port, records, run, step_of, wait_for
+from tests.support.processes import (
+    ROOT,
+    at,
+    cluster,
+    command,
+    free_port,
+    records,
+    run,
+    step_of,
+    wait_for,
+)
 
 QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
 
@@ -33,9 +43,16 @@ def ended(processes):
 
 def test_promise_14_a_late_process_is_named(folder):
     port = free_port()
-    both = [command(folder, "toy.py", "--config.distributed.init_timeout=4", **at(port, i, processes=4)) for i in (0, 2)]
+    both = [
+        command(folder, "toy.py", "--config.distributed.init_timeout=4", **at(port, i, processes=4))
+        for i in (0, 2)
+    ]
     for process, output in zip(both, ended(both), strict=True):
-        assert process.returncode == 2 and "processes 1, 3 of 4 did not connect" in output and "within 4 s" in output
+        assert (
+            process.returncode == 2
+            and "processes 1, 3 of 4 did not connect" in output
+            and "within 4 s" in output
+        )
         assert "Traceback" not in output and "core dumped" not in output
     logs = folder / "runs" / "toy" / "logs"
     assert "process 2 of 4" in (logs / "process-2.log").read_text()
@@ -46,19 +63,31 @@ def test_promise_14_a_taken_port_is_reported(folder):
     with socket.create_server(("", port)):
         process = command(folder, "toy.py", "--config.distributed.init_timeout=2", **at(port, 0))
         (output,) = ended([process])
-    assert process.returncode == 2 and f"process 0 ({socket.gethostname()}) cannot listen on port {port}" in output
+    assert (
+        process.returncode == 2
+        and f"process 0 ({socket.gethostname()}) cannot listen on port {port}" in output
+    )
 
 
 def test_promise_14_processes_that_differ_are_named_with_what_differs(folder):
     port = free_port()
-    both = [command(folder, "toy.py", f"--config.optim.lr={lr}", **at(port, i)) for i, lr in enumerate(("1e-3", "2e-3"))]
+    both = [
+        command(folder, "toy.py", f"--config.optim.lr={lr}", **at(port, i))
+        for i, lr in enumerate(("1e-3", "2e-3"))
+    ]
     for process, output in zip(both, ended(both), strict=True):
-        assert process.returncode == 2 and "process 1" in output and "config.optim.lr is 0.002, elsewhere 0.001" in output
+        assert (
+            process.returncode == 2
+            and "process 1" in output
+            and "config.optim.lr is 0.002, elsewhere 0.001" in output
+        )
 
 
 def test_promise_14_processes_with_different_numbers_of_devices(folder):
     port = free_port()
-    both = [command(folder, "toy.py", devices=1 + i // 2, **at(port, i, processes=3)) for i in range(3)]
+    both = [
+        command(folder, "toy.py", devices=1 + i // 2, **at(port, i, processes=3)) for i in range(3)
+    ]
     for process, output in zip(both, ended(both), strict=True):
         assert process.returncode == 2 and "process 2 has 2, the others 1" in output, output
 
@@ -68,7 +97,11 @@ def test_promise_14_a_process_with_another_program_is_named_before_it_is_compile
     would wait for each other for ever."""
     both = cluster(folder, "toy.py", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
     for process, output in zip(both, ended(both), strict=True):
-        assert process.returncode == 2 and "process 1: step's hash is" in output and "process 1: evaluation's hash" in output
+        assert (
+            process.returncode == 2
+            and "process 1: step's hash is" in output
+            and "process 1: evaluation's hash" in output
+        )
         assert "data's hash" not in output and "Traceback" not in output
 
 
@@ -83,11 +116,15 @@ def test_promise_9_a_signal_to_one_process_while_it_waits_for_the_others(folder)
     port = free_port()
     both = [command(folder, "toy.py", **at(port, i, processes=3)) for i in range(2)]
     logs = [folder / "runs" / "toy" / "logs" / f"process-{i}.log" for i in range(2)]
-    wait_for(lambda: all(log.exists() and "coordinator" in log.read_text() for log in logs), watch=both)
+    wait_for(
+        lambda: all(log.exists() and "coordinator" in log.read_text() for log in logs), watch=both
+    )
     time.sleep(1)
     both[1].send_signal(signal.SIGTERM)
     for process, output in zip(both, ended(both), strict=True):
-        assert process.returncode == 75 and "process 1" in output and "asked to stop" in output, output
+        assert process.returncode == 75 and "process 1" in output and "asked to stop" in output, (
+            output
+        )
 
 
 @pytest.fixture
@@ -117,12 +154,16 @@ def test_promise_9_a_notice_of_maintenance_saves_and_ends(folder, metadata):
     overrides = ("--config.train.steps=100000", *QUIET)
     process = command(folder, "toy.py", *overrides, NO_GCE_CHECK="", GCE_METADATA_HOST=host)
     wait_for(lambda: step_of(folder / "runs" / "toy") >= 2, watch=[process])
-    answers["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # a machine that is migrated continues
+    # a machine that is migrated continues
+    answers["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
     time.sleep(6)
     assert process.poll() is None
     answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
     (output,) = ended([process])
-    assert process.returncode == 75 and "ended by maintenance-event=TERMINATE_ON_HOST_MAINTENANCE after step" in output
+    assert (
+        process.returncode == 75
+        and "ended by maintenance-event=TERMINATE_ON_HOST_MAINTENANCE after step" in output
+    )
 
 
 def test_notices_and_the_attributes_of_a_pod(metadata, monkeypatch):
@@ -135,9 +176,16 @@ def test_notices_and_the_attributes_of_a_pod(metadata, monkeypatch):
     wait_for(lambda: told, seconds=5)
     heard.close()
     assert told == ["preempted=TRUE"]
-    assert notices.read(host, "attributes/none") is None and notices.read("127.0.0.1:1", "preempted") is None
+    assert (
+        notices.read(host, "attributes/none") is None
+        and notices.read("127.0.0.1:1", "preempted") is None
+    )
     assert notices.metadata_server({"NO_GCE_CHECK": "true", "GCE_METADATA_HOST": "h"}) == ""
-    assert notices.metadata_server({"GCE_METADATA_HOST": "h"}) == notices.metadata_server({"GCE_METADATA_IP": "h"}) == "h"
+    assert (
+        notices.metadata_server({"GCE_METADATA_HOST": "h"})
+        == notices.metadata_server({"GCE_METADATA_IP": "h"})
+        == "h"
+    )
     assert notices.tpu_metadata({"GCE_METADATA_HOST": host, "TPU_SKIP_MDS_QUERY": "1"}) == {}
 
 
@@ -168,7 +216,10 @@ NATIVE = {
     "resample": (lambda n: _rust.resample(np.zeros(n, np.float32), 44_100, 32_000), 1 << 20),
     "fbank": (lambda n: _rust.fbank(np.zeros(n, np.float32), normalise=False), 1 << 20),
     "permutation": (lambda n: _rust.permutation(0, 0, n, np.arange(n)), 1 << 18),
-    "block_order": (lambda n: _rust.block_order(0, 0, np.arange(0, n + 1, 8), 4, np.arange(n)), 1 << 18),
+    "block_order": (
+        lambda n: _rust.block_order(0, 0, np.arange(0, n + 1, 8), 4, np.arange(n)),
+        1 << 18,
+    ),
     "sudoku_generate": (lambda n: _rust.sudoku_generate(n), 64),
 }
 
@@ -198,19 +249,33 @@ def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
         "dog = Watchdog(sys.argv[1], process=0, processes=2, timeout=100, start_timeout=1)\n"
         "dog.starting('its compilation'); time.sleep(60)"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
     assert done.returncode == 70 and "process 1 has never sent a heartbeat" in done.stderr
-    assert "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
+    assert (
+        "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
+    )
 
 
 def test_compilation_after_the_first_batch_gets_the_timeout_of_a_start(tmp_path):
     script = (
-        "import sys, time; from jaxtrain.parallel.cluster import Watchdog\n"
-        "dog = Watchdog(sys.argv[1], process=0, processes=1, timeout=0.5, start_timeout=100)\n"
-        "dog.beat('step 1'); dog.starting('its pictures'); time.sleep(1.5); print('compiled', flush=True)\n"
-        "dog.beat('step 1'); time.sleep(60)"
+        "import sys, time; from jaxtrain.parallel.cluster import Watchdog\ndog ="
+        " Watchdog(sys.argv[1], process=0, processes=1, timeout=0.5,"
+        " start_timeout=100)\ndog.beat('step 1'); dog.starting('its pictures'); time.sleep(1.5);"
+        " print('compiled', flush=True)\ndog.beat('step 1'); time.sleep(60)"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
     assert done.returncode == 70 and done.stdout == "compiled\n", done.stderr
 
 
@@ -272,7 +337,9 @@ def make_loader(config, *, split, rows, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saves", [10, 110])
-def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_second_copy(folder, saves):
+def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_second_copy(
+    folder, saves
+):
     if not pathlib.Path("/proc/self/clear_refs").exists():
         pytest.skip("/proc tells the memory of a process on Linux")
     (folder / "weighing.py").write_text(WEIGHING_LOADER)
@@ -288,14 +355,19 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     # Return freed memory to the system at once: the measurement then shows the memory in use, not a
     # peak that malloc keeps.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    run(folder, "toy.py", *overrides, f"--config.train.steps={saves}", within=20 * 60, **malloc)  # [s] on one core
+    # [s] on one core
+    run(folder, "toy.py", *overrides, f"--config.train.steps={saves}", within=20 * 60, **malloc)
     (step,) = (p for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
     state = stored.open_step(step)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state.values()) / 2**20  # MB
     assert size > 80
-    batches = [mb for what, mb in map(json.loads, weights.read_text().splitlines()) if what == "batch"][6:]
+    batches = [
+        mb for what, mb in map(json.loads, weights.read_text().splitlines()) if what == "batch"
+    ][6:]
     slope = np.polyfit(np.arange(len(batches)), batches, 1)[0]
-    assert slope < (0.25 if saves < 100 else 0.03) * size, f"{slope:.1f} MB per save of {size:.0f} MB: {batches}"
+    assert slope < (0.25 if saves < 100 else 0.03) * size, (
+        f"{slope:.1f} MB per save of {size:.0f} MB: {batches}"
+    )
     weights.unlink()
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
@@ -332,11 +404,17 @@ def test_a_checkpoint_that_one_process_cannot_read_is_taken_by_none(folder):
     )
     ended(cluster(folder, "toy.py", *overrides, "--config.train.steps=4", processes=2))
     before = records(folder / "runs" / "toy", "train")
-    both = cluster(folder, "toy.py", *overrides, "--config.train.steps=5", processes=2, only1={"BLIND": "1"})
+    both = cluster(
+        folder, "toy.py", *overrides, "--config.train.steps=5", processes=2, only1={"BLIND": "1"}
+    )
     log = folder / "runs" / "toy" / "logs" / "process-1.log"
-    for process, output, reason in zip(both, ended(both), ("process 1 says why", "Input/output error"), strict=True):
+    for process, output, reason in zip(
+        both, ended(both), ("process 1 says why", "Input/output error"), strict=True
+    ):
         text = log.read_text() if process is both[1] else output
-        assert process.returncode == 0 and re.search(f"/4 cannot be read and is skipped: .*{reason}", text), text
+        assert process.returncode == 0 and re.search(
+            f"/4 cannot be read and is skipped: .*{reason}", text
+        ), text
         assert "resuming from step 2" in text, text
     after = records(folder / "runs" / "toy", "train")
     assert list(after) == [1, 2, 3, 4, 5] and {step: after[step] for step in before} == before
@@ -349,9 +427,14 @@ def on_hosts(names, folder, source, *overrides, port=27508):
     """Start one process on each host, all with the address of the first one."""
     started = []
     for i, name in enumerate(names):
-        environment = at(port, i, len(names)) | {"JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}", "JAXTRAIN_SECRET": "5e" * 16}
+        environment = at(port, i, len(names)) | {
+            "JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}",
+            "JAXTRAIN_SECRET": "5e" * 16,
+        }
         environment["IDS"] = str(folder / f"ids{i}.jsonl")
-        started.append(command(folder, source, *overrides, inside=["ip", "netns", "exec", name], **environment))
+        started.append(
+            command(folder, source, *overrides, inside=["ip", "netns", "exec", name], **environment)
+        )
     return started
 
 
@@ -359,22 +442,30 @@ BOUNDS = ("--config.distributed.heartbeat_timeout=8", "--config.distributed.init
 
 
 @pytest.mark.parametrize("phase", ["a step", pytest.param("a save", marks=pytest.mark.slow)])
-def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_resumes(folder, hosts, phase):
+def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_resumes(
+    folder, hosts, phase
+):
     names, pull = hosts
     workdir = folder / "runs" / "toy"
     overrides = ("--config.train.eval_every=0", "--config.checkpoint.every=3", *BOUNDS)
     both = on_hosts(names, folder, "toy.py", "--config.train.steps=100000", *overrides)
     try:
-        wait_for(lambda: (workdir / "checkpoints" / "3").is_dir() and step_of(workdir) >= 4, watch=both)
+        wait_for(
+            lambda: (workdir / "checkpoints" / "3").is_dir() and step_of(workdir) >= 4, watch=both
+        )
         if phase == "a save":  # Orbax writes into a directory that it renames in the end
-            wait_for(lambda: any("tmp" in p.name for p in (workdir / "checkpoints").iterdir()), watch=both)
+            wait_for(
+                lambda: any("tmp" in p.name for p in (workdir / "checkpoints").iterdir()),
+                watch=both,
+            )
         pull()
         outputs = ended(both)
     finally:
         for process in both:
             process.kill()
     assert all(process.returncode not in (0, None) for process in both), outputs
-    assert re.search(r"heartbeats\):\n1\n|Task 1 heartbeat", outputs[0]), outputs[0]  # the process is named by its number
+    # the process is named by its number
+    assert re.search(r"heartbeats\):\n1\n|Task 1 heartbeat", outputs[0]), outputs[0]
     assert "Terminating process" in outputs[1] and "Heartbeat" in outputs[1], outputs[1]
     saved = [int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()]
     steps = max(saved) + 2

@@ -38,7 +38,8 @@ def test_a_longer_cosine_is_reported_as_another_schedule(tmp_path, caplog):
         (config(100), config(100), 60),
         (config(100, schedule="constant"), config(200, schedule="constant"), 100),
         (config(100), config(60), 60),  # this run has ended
-        (config(100, schedule="wsd"), config(300, schedule="wsd"), 50),  # no decay yet: both are in the stable phase
+        # no decay yet: both are in the stable phase
+        (config(100, schedule="wsd"), config(300, schedule="wsd"), 50),
     ],
 )
 def test_an_unchanged_schedule_is_not_mentioned(tmp_path, caplog, before, now, step):
@@ -47,7 +48,11 @@ def test_an_unchanged_schedule_is_not_mentioned(tmp_path, caplog, before, now, s
 
 def test_the_config_of_another_version_is_left_alone(tmp_path, caplog):
     (tmp_path / "meta").mkdir()
-    for text in ("{}", '{"config": {"optim": {"learning_rate": 3}, "train": {"steps": 5}}}', "cut sho"):
+    for text in (
+        "{}",
+        '{"config": {"optim": {"learning_rate": 3}, "train": {"steps": 5}}}',
+        "cut sho",
+    ):
         (tmp_path / "meta" / "metadata").write_text(text)
         init_or_restore._report_schedule(config(100), Restored(None, 5, History(), tmp_path))
     assert not caplog.text

@@ -40,12 +40,16 @@ if left:
 
 
 def _steps(workdir):
-    return sorted((p for p in workdir.glob("checkpoints/*") if p.name.isdecimal()), key=lambda p: int(p.name))
+    return sorted(
+        (p for p in workdir.glob("checkpoints/*") if p.name.isdecimal()), key=lambda p: int(p.name)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_promises_1_and_2_kills_at_any_instant_change_nothing(seed, folder, corpus, record_property, monkeypatch):
+def test_promises_1_and_2_kills_at_any_instant_change_nothing(
+    seed, folder, corpus, record_property, monkeypatch
+):
     """Runs are killed and started again until they end. Each then equals the undisturbed run, bit
     for bit."""
     (folder / "killing.py").write_text(KILLING_LOADER)
@@ -57,7 +61,8 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(seed, folder, corp
         "--config.checkpoint.keep=2",
     )
     args = (*args, "--config.checkpoint.every=3", "--config.train.eval_every=10")
-    monkeypatch.setenv("JAXTRAIN_TESTS_FORK", "0")  # a kill by the clock may also come while Python imports modules
+    # a kill by the clock may also come while Python imports modules
+    monkeypatch.setenv("JAXTRAIN_TESTS_FORK", "0")
     began = time.monotonic()
     run(*args, "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
     seconds = time.monotonic() - began
@@ -85,7 +90,12 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(seed, folder, corp
             kills += 1
             for newest in _steps(workdir)[-1:]:  # an older step may be half deleted
                 assert checksums.verify(newest) == []
-            where[next((line for line in output.splitlines() if line.startswith("killed before")), "by the clock")] += 1
+            where[
+                next(
+                    (line for line in output.splitlines() if line.startswith("killed before")),
+                    "by the clock",
+                )
+            ] += 1
         assert hashes(workdir, STEPS) == expected
         for split in ("train", "test"):
             assert records(workdir, split) == records(folder / "whole", split)
@@ -102,15 +112,30 @@ def test_promises_4_and_5_one_sequence_for_any_number_of_processes(folder, corpu
     recordings come in the same order."""
     args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")
     args = (*args, "--config.optim.schedule=constant")  # the parts have different numbers of steps
-    run(folder, *args, "--config.train.steps=12", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+    run(
+        folder,
+        *args,
+        "--config.train.steps=12",
+        "--config.workdir=whole",
+        IDS=str(folder / "whole.jsonl"),
+    )
     run(folder, *args, "--config.train.steps=4")
     mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.model=2")
     parts = [folder / "ids.jsonl"]
     for processes, devices, accumulate, steps in ((4, 2, 2, 8), (2, 4, 1, 12)):
-        overrides = (*args[1:], *mesh, f"--config.train.accumulate={accumulate}", f"--config.train.steps={steps}")
+        overrides = (
+            *args[1:],
+            *mesh,
+            f"--config.train.accumulate={accumulate}",
+            f"--config.train.steps={steps}",
+        )
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         several = cluster(
-            folder, args[0], *overrides, processes=processes, **{f"only{i}": flags for i in range(processes)}
+            folder,
+            args[0],
+            *overrides,
+            processes=processes,
+            **{f"only{i}": flags for i in range(processes)},
         )  # the later processes of a row of devices read the same rows
         outputs = [p.communicate(timeout=400)[0] for p in several]
         assert [p.returncode for p in several] == [0] * processes, outputs
@@ -119,11 +144,15 @@ def test_promises_4_and_5_one_sequence_for_any_number_of_processes(folder, corpu
     lines = {line for path in parts for line in path.read_text().splitlines()}
     (folder / "all.jsonl").write_text("\n".join(sorted(lines)) + "\n")
     whole, found = ids(folder, "whole.jsonl"), {}
-    for split, position, rows, index, *_ in map(json.loads, (folder / "all.jsonl").read_text().splitlines()):
+    for split, position, rows, index, *_ in map(
+        json.loads, (folder / "all.jsonl").read_text().splitlines()
+    ):
         for row, one in zip(range(*rows), index, strict=True) if split == "train" else ():
             assert found.setdefault((position, row), one) == one
     assert {k: i for k, i in found.items() if k[0] <= 12} == {
         (p, row): i for p in whole for row, i in enumerate(whole[p]) if p <= 12
     }
     ours, theirs = (records(folder / name, "train") for name in ("runs/tiny", "whole"))
-    assert {s: r["loss"] for s, r in ours.items()} == pytest.approx({s: r["loss"] for s, r in theirs.items()}, rel=2e-3)
+    assert {s: r["loss"] for s, r in ours.items()} == pytest.approx(
+        {s: r["loss"] for s, r in theirs.items()}, rel=2e-3
+    )

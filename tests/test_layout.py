@@ -12,7 +12,13 @@ def layout(data=2, fsdp=2, model=2, **rules):
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 4, -1), (1, 4, 2)), ((8, 1, 1), (8, 1, 1))]
+    ("asked", "given"),
+    [
+        ((-1, 1, 1), (8, 1, 1)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((1, 4, -1), (1, 4, 2)),
+        ((8, 1, 1), (8, 1, 1)),
+    ],
 )
 def test_one_mesh_axis_may_be_the_rest(asked, given):
     assert tuple(make_mesh(*asked).shape.values()) == given
@@ -23,7 +29,9 @@ def test_a_mesh_over_some_devices():
     assert list(make_mesh(1, -1, 1, devices=devices).devices.flat) == devices
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (16, 1, 1), (-1, -1, 1), (-1, 0, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (16, 1, 1), (-1, -1, 1), (-1, 0, 1)]
+)
 def test_a_mesh_that_does_not_fit_names_its_sizes(sizes):
     with pytest.raises(LayoutError, match=f"'data': {sizes[0]}.*8 devices"):
         make_mesh(*sizes)
@@ -33,7 +41,11 @@ def test_a_mesh_that_does_not_fit_names_its_sizes(sizes):
     ("axes", "shape", "expected"),
     [
         (("embed", "mlp"), (4, 8), ("fsdp", "model")),
-        (("layer", "embed", None, "heads", "head_dim"), (3, 4, 3, 2, 5), (None, "fsdp", None, "model")),
+        (
+            ("layer", "embed", None, "heads", "head_dim"),
+            (3, 4, 3, 2, 5),
+            (None, "fsdp", None, "model"),
+        ),
         (("batch", None), (4, 7), (("data", "fsdp"),)),
         (("seq",), (7,), ()),
         ((), (), ()),
@@ -55,7 +67,15 @@ def test_a_mesh_axis_of_size_one_splits_nothing():
 def test_a_dimension_that_does_not_divide_is_named():
     with pytest.raises(LayoutError) as error:
         layout(1, 4, 2).spec(("embed", "mlp"), (6, 8), path="encoder/w_up")
-    for part in ("encoder/w_up", "'embed'", "6", "'fsdp'", "4", "config.mesh.axis_rules", "'fsdp?'"):
+    for part in (
+        "encoder/w_up",
+        "'embed'",
+        "6",
+        "'fsdp'",
+        "4",
+        "config.mesh.axis_rules",
+        "'fsdp?'",
+    ):
         assert part in str(error.value)
 
 
@@ -66,12 +86,15 @@ def test_rows_that_do_not_divide_name_the_number_that_does():
 
 def test_a_question_mark_lets_a_dimension_stay_whole():
     rules = layout(1, 2, 4)
-    assert rules.spec(("embed", "vocab"), (4, 10)) == PartitionSpec("fsdp")  # the default rule of vocab is "model?"
+    # the default rule of vocab is "model?"
+    assert rules.spec(("embed", "vocab"), (4, 10)) == PartitionSpec("fsdp")
     assert rules.spec(("embed", "vocab"), (4, 12)) == PartitionSpec("fsdp", "model")
 
 
 def test_the_remedy_that_the_message_names_works():
-    assert layout(1, 4, 2, embed="fsdp?").spec(("embed", "mlp"), (6, 8)) == PartitionSpec(None, "model")
+    assert layout(1, 4, 2, embed="fsdp?").spec(("embed", "mlp"), (6, 8)) == PartitionSpec(
+        None, "model"
+    )
 
 
 def test_a_mesh_axis_can_split_one_dimension_only():
@@ -84,7 +107,9 @@ def test_a_dimension_that_stays_whole_wants_no_mesh_axis():
 
 
 def test_an_unknown_axis_lists_the_known_ones():
-    with pytest.raises(LayoutError, match="w: axis 'embde' has no rule; expected one of: .*'embed'"):
+    with pytest.raises(
+        LayoutError, match="w: axis 'embde' has no rule; expected one of: .*'embed'"
+    ):
         layout().spec(("embde",), (4,), path="w")
 
 
@@ -100,7 +125,9 @@ def test_config_overrides_and_adds_rules():
 
 
 def test_a_rule_that_names_no_mesh_axis_is_an_error():
-    with pytest.raises(LayoutError, match=r"rules\['embed'\] = 'fdsp' names \['fdsp'\]; the mesh axes are"):
+    with pytest.raises(
+        LayoutError, match=r"rules\['embed'\] = 'fdsp' names \['fdsp'\]; the mesh axes are"
+    ):
         layout(embed="fdsp")
 
 

@@ -24,10 +24,16 @@ CASES = {
     for each in installed.NAMES
     for name, case in importlib.import_module(f"tests.support.cases.{each}").MATRIX.items()
 }
-SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others run in `make test` in parts, each in a file of its own
+# the others run in `make test` in parts, each in a file of its own
+SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}
 SLOW = pytest.mark.slow
 MATRIX = [
-    pytest.param(name, mesh, marks=[] if (name, mesh) in SOON else SLOW, id=f"{name}-{'x'.join(map(str, mesh))}")
+    pytest.param(
+        name,
+        mesh,
+        marks=[] if (name, mesh) in SOON else SLOW,
+        id=f"{name}-{'x'.join(map(str, mesh))}",
+    )
     for name in CASES
     for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 ]
@@ -46,7 +52,11 @@ def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
 
 
 @SLOW
-@pytest.mark.parametrize(("processes", "mesh"), [(2, (2, 2, 2)), (2, (1, 8, 1)), (4, (2, 2, 2))], ids=["2", "2-fsdp", "4"])
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [(2, (2, 2, 2)), (2, (1, 8, 1)), (4, (2, 2, 2))],
+    ids=["2", "2-fsdp", "4"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_several_processes_are_those_of_one_device(name, processes, mesh, tmp_path):
     port, running = free_port(), []
@@ -58,8 +68,19 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
                 "PYTHONPATH": str(ROOT),
             }
             env |= at(port, i, processes)
-            command = [sys.executable, "-m", "tests.test_matrix", name, str(tmp_path), *map(str, mesh)]
-            running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            command = [
+                sys.executable,
+                "-m",
+                "tests.test_matrix",
+                name,
+                str(tmp_path),
+                *map(str, mesh),
+            ]
+            running.append(
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
         for process in running:
             output, _ = process.communicate(timeout=540)
             assert process.returncode == 0, output

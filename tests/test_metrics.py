@@ -23,7 +23,10 @@ def clock(monkeypatch):
 
 
 def test_sums_are_added_before_they_are_divided():
-    sums = [{"a": Mean(jnp.float32(6), jnp.float32(2))}, {"a": Mean(jnp.float32(1), jnp.float32(3))}]
+    sums = [
+        {"a": Mean(jnp.float32(6), jnp.float32(2))},
+        {"a": Mean(jnp.float32(1), jnp.float32(3))},
+    ]
     assert metrics.mean(sums) == {"a": 7 / 5}
     assert math.isnan(metrics.mean([{"a": Mean(jnp.float32(0), jnp.float32(0))}])["a"])
     assert metrics.mean([]) == {}
@@ -31,24 +34,46 @@ def test_sums_are_added_before_they_are_divided():
 
 def test_sums_over_many_batches_are_kept_in_float64():
     """In float32, adding 1 to 2**25 would lose the 1."""
-    sums = [{"a": Mean(np.float32(2**25), np.float32(1))}] + [{"a": Mean(np.float32(1), np.float32(0))}] * 3
+    sums = [{"a": Mean(np.float32(2**25), np.float32(1))}] + [
+        {"a": Mean(np.float32(1), np.float32(0))}
+    ] * 3
     assert metrics.mean(sums)["a"] == 2**25 + 3
 
 
 def test_rates_name_the_cores_that_the_loader_lacks(clock, monkeypatch):
     monkeypatch.setattr(metrics.machine, "cores", lambda: 2)
-    meter = metrics.Meter(steps=100, batch=80, flops=1000, peak=4000.0, local_rows=40)  # one of two processes
+    # one of two processes
+    meter = metrics.Meter(steps=100, batch=80, flops=1000, peak=4000.0, local_rows=40)
     meter.start(0, 0.0)
     clock.time += 10
-    loader = {"rows": 400, "threads": 2, "seconds": {"read": 1.0, "decode": 15.0, "idle": 4.0, "wait": 8.0}}
-    rates = meter.rates(10, 8.0, loader)  # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, in both processes
-    assert (rates["rows_asked_per_second"], rates["rows_given_per_second"], rates["cores_missing"]) == (400.0, 100.0, 6)
+    loader = {
+        "rows": 400,
+        "threads": 2,
+        "seconds": {"read": 1.0, "decode": 15.0, "idle": 4.0, "wait": 8.0},
+    }
+    # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, in both processes
+    rates = meter.rates(10, 8.0, loader)
+    assert (
+        rates["rows_asked_per_second"],
+        rates["rows_given_per_second"],
+        rates["cores_missing"],
+    ) == (400.0, 100.0, 6)
     clock.time += 10
-    faster = {"rows": 1200, "threads": 2, "seconds": {"read": 1.0, "decode": 19.0, "idle": 14.0, "wait": 8.0}}
+    faster = {
+        "rows": 1200,
+        "threads": 2,
+        "seconds": {"read": 1.0, "decode": 19.0, "idle": 14.0, "wait": 8.0},
+    }
     rates = meter.rates(20, 8.0, faster)
-    assert (rates["rows_asked_per_second"], rates["rows_given_per_second"], rates["cores_missing"]) == (80.0, 800.0, 0)
+    assert (
+        rates["rows_asked_per_second"],
+        rates["rows_given_per_second"],
+        rates["cores_missing"],
+    ) == (80.0, 800.0, 0)
     clock.time += 1
-    assert "cores_missing" not in meter.rates(21, 8.0, faster) and "cores_missing" not in meter.rates(22, 8.0, {"rows": 1})
+    assert "cores_missing" not in meter.rates(
+        21, 8.0, faster
+    ) and "cores_missing" not in meter.rates(22, 8.0, {"rows": 1})
 
 
 def test_rates_are_those_since_the_last_line(clock):
@@ -66,7 +91,10 @@ def test_rates_are_those_since_the_last_line(clock):
     both = metrics.Meter(steps=100, batch=8, flops=1000, full_flops=1600, peak=4000.0)
     both.start(10, 5.0)
     clock.time += 2
-    assert {k: v for k, v in both.rates(20, 5.5).items() if "mfu" in k} == {"mfu": 1.25, "mfu_full_attention": 2.0}
+    assert {k: v for k, v in both.rates(20, 5.5).items() if "mfu" in k} == {
+        "mfu": 1.25,
+        "mfu_full_attention": 2.0,
+    }
     clock.time += 100  # an evaluation does not count in the speed
     meter.start(20, 5.5)
     clock.time += 1
@@ -93,6 +121,8 @@ def test_peak_of_a_cpu_is_measured_once_for_all_its_devices():
     ],
 )
 def test_peak_of_a_known_chip_is_its_datasheets(monkeypatch, kind, each):
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform="x")] * 4)
+    monkeypatch.setattr(
+        jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform="x")] * 4
+    )
     peak, source = metrics.peak_flops()
     assert peak == 4 * each and kind in source

@@ -67,7 +67,8 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
     programs = CompileAhead(lambda step: 0, compiled)
     programs.start(0, 1_000_000, others=[too_large])
     with pytest.raises(ValueError, match="does not fit"):
-        for step in range(1_000_000):  # at one of the first steps, although the evaluation was not requested
+        # at one of the first steps, although the evaluation was not requested
+        for step in range(1_000_000):
             programs.at(step)
     with pytest.raises(ValueError, match="does not fit"):
         programs.other(0)
@@ -101,7 +102,8 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
 
     order.clear()
     programs = CompileAhead(lambda step: step // 5, compiled)
-    programs.expect(9)  # the newest checkpoint was damaged, and the run resumes from the one before it
+    # the newest checkpoint was damaged, and the run resumes from the one before it
+    programs.expect(9)
     programs.start(4, 8)
     assert programs.at(4)() == 0 and programs.at(7)() == 1 and sorted(order) == [0, 1]
     programs.close()

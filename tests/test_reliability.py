@@ -10,7 +10,18 @@ import subprocess
 
 import pytest
 
-from tests.support.processes import at, cluster, command, free_port, hashes, ids, records, run, step_of, wait_for
+from tests.support.processes import (
+    at,
+    cluster,
+    command,
+    free_port,
+    hashes,
+    ids,
+    records,
+    run,
+    step_of,
+    wait_for,
+)
 
 
 def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder):
@@ -37,27 +48,50 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(f
     args = (*args, "--config.train.steps=18")
     rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
     output = run(*rewinding, "--config.workdir=rewound", POISON="8,9,10")
-    assert "3 steps in a row after 7 were skipped: the state is again that of step 6, and batches 7 to 11 count" in output
+    assert (
+        "3 steps in a row after 7 were skipped: the state is again that of step 6, and batches 7 to"
+        " 11 count" in output
+    )
     run(*args, "--config.workdir=skipped", POISON="7,8,9,10,11")
     assert hashes(folder / "rewound", 18) == hashes(folder / "skipped", 18)
     found = records(folder / "rewound", "train")
-    assert sorted(found) == list(range(1, 19)) and [s for s in found if found[s]["skipped"]] == [8, 9, 10]
+    assert sorted(found) == list(range(1, 19)) and [s for s in found if found[s]["skipped"]] == [
+        8,
+        9,
+        10,
+    ]
 
-    killed, after = (*rewinding, "--config.workdir=killed"), str(folder / "killed" / "checkpoints" / "6")
+    killed, after = (
+        (*rewinding, "--config.workdir=killed"),
+        str(folder / "killed" / "checkpoints" / "6"),
+    )
     run(*killed, code=-signal.SIGKILL, POISON="8,9,10", KILL_AT="14", KILL_AFTER=after)
     run(*killed, POISON="8,9,10")
     assert hashes(folder / "killed", 18) == hashes(folder / "rewound", 18)
     assert records(folder / "killed", "train") == found
 
-    output = run(*rewinding, "--config.workdir=twice", "--config.guard.patience=2", POISON="8,9,12,13", code=1)
+    output = run(
+        *rewinding,
+        "--config.workdir=twice",
+        "--config.guard.patience=2",
+        POISON="8,9,12,13",
+        code=1,
+    )
     assert "the run has rewound 1 times" in output
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
 def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name):
     """The resumed run ends like the undisturbed one, bit for bit."""
-    overrides = ("--config.train.steps=30", "--config.checkpoint.every=1000", "--config.train.eval_every=0")
-    each = {"JAXTRAIN_CACHE": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    overrides = (
+        "--config.train.steps=30",
+        "--config.checkpoint.every=1000",
+        "--config.train.eval_every=0",
+    )
+    each = {
+        "JAXTRAIN_CACHE": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     caches = {"only0": each, "only1": each}
     both = cluster(folder, "toy.py", *overrides, processes=2, **caches)
     wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
@@ -101,7 +135,11 @@ def test_promise_9_a_signal_while_the_data_stall(folder):
 
 
 def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder):
-    overrides = ("--config.train.steps=100000", "--config.train.eval_every=0", "--config.distributed.step_timeout=8")
+    overrides = (
+        "--config.train.steps=100000",
+        "--config.train.eval_every=0",
+        "--config.distributed.step_timeout=8",
+    )
     both = cluster(folder, "toy.py", *overrides, processes=2)
     try:
         wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
@@ -119,7 +157,10 @@ def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damage
     args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=4")
     workdir = folder / "runs" / "toy"
-    largest = max((p for p in (workdir / "checkpoints" / "4").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest = max(
+        (p for p in (workdir / "checkpoints" / "4").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
@@ -138,11 +179,17 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder):
     args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=2")
     changed = (*args, "--config.data.exclude=(3,)", "--config.resume.data=restart")
-    assert "from their beginning" in run(*changed, "--config.train.steps=4", IDS=str(folder / "changed.jsonl"))
+    assert "from their beginning" in run(
+        *changed, "--config.train.steps=4", IDS=str(folder / "changed.jsonl")
+    )
     output = run(*changed, "--config.train.steps=6", IDS=str(folder / "changed.jsonl"))
     assert "resuming from step 4" in output and "from their beginning" not in output
     run(
-        *args, "--config.data.exclude=(3,)", "--config.train.steps=4", "--config.workdir=fresh", IDS=str(folder / "fresh.jsonl")
+        *args,
+        "--config.data.exclude=(3,)",
+        "--config.train.steps=4",
+        "--config.workdir=fresh",
+        IDS=str(folder / "fresh.jsonl"),
     )
     changed_ids, fresh_ids = ids(folder, "changed.jsonl"), ids(folder, "fresh.jsonl")
     assert {p: changed_ids[p] for p in range(1, 5)} == {p: fresh_ids[p] for p in range(1, 5)}
@@ -156,33 +203,53 @@ def test_a_final_step_of_weights_is_explicit(folder):
     meta = json.loads((workdir / "checkpoints" / "6" / "meta" / "metadata").read_text())
     assert meta["weights_only"] and 6 in records(workdir, "test")
     saved = {path.split("'")[1] for path in hashes(workdir, 6)}
-    assert saved == {"step", "params", "ema"}  # the model state would be saved, too, but this workload has none
+    # the model state would be saved, too, but this workload has none
+    assert saved == {"step", "params", "ema"}
     assert {"opt_state", "norms"} <= {path.split("'")[1] for path in hashes(workdir, 4)}
     assert "already ended at step 6, with weights only" in run(*args, "--config.train.steps=6")
     output = run(*args, "--config.train.steps=8", code=2)
     assert "weights only" in output and "config.warm_start.source" in output
     source = str(workdir / "checkpoints" / "6")
-    warm = run(*args, "--config.train.steps=1", "--config.workdir=warm", f"--config.warm_start.source={source}")
+    warm = run(
+        *args,
+        "--config.train.steps=1",
+        "--config.workdir=warm",
+        f"--config.warm_start.source={source}",
+    )
     assert "warm start from" in warm
 
 
 @pytest.mark.parametrize(
     ("policy", "processes"),
-    [("continue", 1), pytest.param("continue", 2, marks=pytest.mark.slow), pytest.param("stop", 1, marks=pytest.mark.slow)],
+    [
+        ("continue", 1),
+        pytest.param("continue", 2, marks=pytest.mark.slow),
+        pytest.param("stop", 1, marks=pytest.mark.slow),
+    ],
 )
-def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, policy, processes, small_disk):
+def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(
+    folder, policy, processes, small_disk
+):
     def run(*args, code=0):
-        several = cluster(folder, "toy.py", *args, f"--config.mesh.data={processes}", processes=processes)
+        several = cluster(
+            folder, "toy.py", *args, f"--config.mesh.data={processes}", processes=processes
+        )
         outputs = [process.communicate(timeout=300)[0] for process in several]
         assert [process.returncode for process in several] == [code] * processes, outputs
         return outputs[0]
 
     disk = small_disk(20_000)
-    args = (f"--config.workdir={disk}/run", "--config.train.eval_every=0", "--config.metrics.tensorboard=true")
+    args = (
+        f"--config.workdir={disk}/run",
+        "--config.train.eval_every=0",
+        "--config.metrics.tensorboard=true",
+    )
     args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
     run(*args, "--config.train.steps=2")
     before = hashes(disk / "run", 2)
-    (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000))
+    (disk / "ballast").write_bytes(
+        bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000)
+    )
     output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
     assert "could not be written" in output and "the newest complete one is 2" in output
     assert ("training continues" if policy == "continue" else "Make room") in output
@@ -221,27 +288,46 @@ def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, policy
     for process 0."""
     (folder / "failing.py").write_text(FAILING_LOADER)
     args = ("toy.py", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
-    args = (*args, "--config.train.eval_every=0", "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
+    args = (
+        *args,
+        "--config.train.eval_every=0",
+        "--config.checkpoint.every=2",
+        f"--config.checkpoint.on_error={policy}",
+    )
     both = cluster(folder, *args, "--config.workdir=run", processes=2)
     outputs = [process.communicate(timeout=300)[0] for process in both]
     codes = [process.returncode for process in both]
-    failed = f"{folder}/run/checkpoints/4 could not be written: [Errno 5] Input/output error; the newest complete one is 2"
+    failed = (
+        f"{folder}/run/checkpoints/4 could not be written: [Errno 5] Input/output error; the newest"
+        " complete one is 2"
+    )
     assert failed in outputs[0], outputs
-    saved = sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    saved = sorted(
+        int(path.name)
+        for path in (folder / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    )
     if policy == "stop":
         assert codes == [2, 2] and saved == [2], (codes, outputs)
         return
     assert codes == [0, 0] and saved == [2, 8], (codes, outputs)
-    assert f"checkpoints/6 could not be written: process 1: [Errno {errno.ESTALE}] Stale file handle" in outputs[0]
+    assert (
+        f"checkpoints/6 could not be written: process 1: [Errno {errno.ESTALE}] Stale file handle"
+        in outputs[0]
+    )
     assert sorted(records(folder / "run", "train")) == list(range(1, 9))
 
 
 def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, small_disk):
     disk = small_disk(20_000)
     (disk / "run").mkdir()
-    (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
+    (disk / "ballast").write_bytes(
+        bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192)
+    )
     output = run(folder, "toy.py", f"--config.workdir={disk}/run", code=2)
-    assert f"error: {disk}/run" in output and "No space left on device; free some space" in output, output
+    assert (
+        f"error: {disk}/run" in output and "No space left on device; free some space" in output
+    ), output
     assert "Traceback" not in output, output
 
 
@@ -250,7 +336,11 @@ def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder):
     """Process 1 has a mount namespace of its own with another disk at the workdir, like two hosts
     without a shared disk."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
-    if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
+    if (
+        os.geteuid() != 0
+        or not shutil.which("unshare")
+        or subprocess.run([*unshare, "true"]).returncode
+    ):
         pytest.skip("only root may make a mount namespace")
     (folder / "elsewhere").mkdir()
     (folder / "runs" / "toy").mkdir(parents=True)

@@ -15,17 +15,24 @@ TABLE = {
         "pos": Spec((6, 4), ("seq", "embed"), specs.truncated_normal(0.02)),
         "scale": Spec((4,), ("embed",), specs.ones),
     },
-    "head": {"w": Spec((4, 10), ("embed", "vocab"), specs.fan_in(4), "bfloat16"), "b": Spec((10,), ("vocab",), specs.zeros)},
+    "head": {
+        "w": Spec((4, 10), ("embed", "vocab"), specs.fan_in(4), "bfloat16"),
+        "b": Spec((10,), ("vocab",), specs.zeros),
+    },
 }
 
 
 def make(table, layout, seed=0):
     shardings = jax.tree.map(lambda x: x.sharding, specs.abstract(table, layout))
-    return jax.jit(lambda key: specs.materialise(table, key), out_shardings=shardings)(jax.random.key(seed))
+    return jax.jit(lambda key: specs.materialise(table, key), out_shardings=shardings)(
+        jax.random.key(seed)
+    )
 
 
 def assert_equal(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), left, right
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +42,18 @@ def alone():
 
 def test_paths_and_count():
     assert specs.paths(TABLE) == ["encoder/pos", "encoder/scale", "encoder/w", "head/b", "head/w"]
-    assert specs.paths(jax.tree.map(lambda s: 0, TABLE, is_leaf=specs.is_spec)) == specs.paths(TABLE)
+    assert specs.paths(jax.tree.map(lambda s: 0, TABLE, is_leaf=specs.is_spec)) == specs.paths(
+        TABLE
+    )
     assert specs.count(TABLE) == 32 + 24 + 4 + 40 + 10
 
 
 def test_initialisation_does_not_depend_on_the_mesh(alone):
     spread = make(TABLE, make_layout(make_mesh(2, 2, 2), {}))
-    assert len(spread["encoder"]["w"].sharding.device_set) == 8 and not spread["encoder"]["w"].is_fully_replicated
+    assert (
+        len(spread["encoder"]["w"].sharding.device_set) == 8
+        and not spread["encoder"]["w"].is_fully_replicated
+    )
     assert_equal(alone, spread)
 
 
@@ -61,17 +73,22 @@ def test_parameters_of_one_shape_differ_and_so_do_seeds():
 
 def test_dtypes_and_shapes_are_the_tables(alone):
     assert alone["head"]["w"].dtype == jnp.bfloat16 and alone["encoder"]["w"].dtype == jnp.float32
-    assert jax.tree.map(jnp.shape, alone) == jax.tree.map(lambda s: s.shape, TABLE, is_leaf=specs.is_spec)
+    assert jax.tree.map(jnp.shape, alone) == jax.tree.map(
+        lambda s: s.shape, TABLE, is_leaf=specs.is_spec
+    )
 
 
-@pytest.mark.parametrize(("init", "std"), [(specs.truncated_normal(0.02), 0.02), (specs.fan_in(64), 1 / 8)])
+@pytest.mark.parametrize(
+    ("init", "std"), [(specs.truncated_normal(0.02), 0.02), (specs.fan_in(64), 1 / 8)]
+)
 def test_standard_deviation_is_the_one_asked_for(init, std):
     x = np.asarray(init(jax.random.key(3), (400, 1000), jnp.float32), np.float64)
     # The sample deviation of n draws is within 4 / sqrt(2 n) of the true one, except once in 16 000
     # times.
     assert abs(x.std() / std - 1) < 4 / np.sqrt(2 * x.size)
     assert abs(x.mean()) < 4 * std / np.sqrt(x.size)
-    assert 2 * std < np.abs(x).max() < 2.28 * std  # the normal distribution is cut at two of its deviations
+    # the normal distribution is cut at two of its deviations
+    assert 2 * std < np.abs(x).max() < 2.28 * std
 
 
 @pytest.mark.parametrize(

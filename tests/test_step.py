@@ -25,7 +25,13 @@ from loaders.base import Field
 from tests.support import toy, toy_rows
 
 BATCH = 32
-MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
+MESHES = {
+    "alone": (1, 1, 1),
+    "mixed": (2, 2, 2),
+    "data": (8, 1, 1),
+    "fsdp": (1, 8, 1),
+    "model": (1, 1, 8),
+}
 MODEL = toy.Config()
 FIELDS = toy_rows.element_spec(toy_rows.Config())
 # An eps above rounding noise. Otherwise Adam would make the noise as large as a gradient.
@@ -41,7 +47,9 @@ def make_batch(seed):
         "epoch": np.full(BATCH, seed, "i4"),
         # The weights are uneven in every way of splitting: by data group and by row modulo 4. Some
         # rows have no weight at all.
-        "weight": (rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)).astype("f4"),
+        "weight": (
+            rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)
+        ).astype("f4"),
     }
 
 
@@ -51,13 +59,20 @@ class Run:
     def __init__(self, mesh, accumulate=1, *, ema=0.0, task=None, fields=FIELDS):
         sizes = MESHES[mesh]
         config = config_lib.Config(
-            model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema),
+            model=MODEL,
+            optim=OPTIM,
+            train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema),
             metrics=config_lib.Metrics(every=1),
-        )  # fmt: skip
+        )
         make_task = (lambda *_: task) if task else toy.make_task
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
-        self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
+        self.layout, self.task, self.tx, self.abstract = (
+            assembly.layout,
+            assembly.task,
+            assembly.tx,
+            assembly.abstract,
+        )
         # This machine code is quick to compile rather than fast. XLA transforms the program in the
         # same way before.
         options = {"xla_backend_optimization_level": 0}
@@ -70,7 +85,9 @@ class Run:
         return state_lib.init_state(self.task, self.tx, self.abstract, jax.random.key(0))
 
     def put(self, batch):
-        return {name: jax.device_put(batch[name], x.sharding) for name, x in self.abstract.batch.items()}
+        return {
+            name: jax.device_put(batch[name], x.sharding) for name, x in self.abstract.batch.items()
+        }
 
 
 def host(tree):
@@ -99,7 +116,9 @@ def two_steps(run):
 def assert_close(expected, found, *, atol):
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(expected)]
     for path, x, y in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(y, x, rtol=2e-4, atol=atol * max(1e-3, np.abs(x).max()), err_msg=path)
+        np.testing.assert_allclose(
+            y, x, rtol=2e-4, atol=atol * max(1e-3, np.abs(x).max()), err_msg=path
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,25 +151,39 @@ def test_gradients_are_those_of_the_plain_mean(make_run, alone):
     value, grads = jax.jit(jax.value_and_grad(loss))(run.init().variables.params)
     state, metrics = alone[0]
     norm = float(optax.tree.norm(grads))
-    assert float(metrics["loss"].total / metrics["loss"].weight) == pytest.approx(float(value), rel=1e-5)
+    assert float(metrics["loss"].total / metrics["loss"].weight) == pytest.approx(
+        float(value), rel=1e-5
+    )
     assert float(metrics["grad_norm"].total) == pytest.approx(norm, rel=1e-5)
     assert norm > OPTIM.clip
-    assert_close(jax.tree.map(lambda g: 0.1 * g * OPTIM.clip / norm, host(grads)), moments(state), atol=1e-5)
+    assert_close(
+        jax.tree.map(lambda g: 0.1 * g * OPTIM.clip / norm, host(grads)), moments(state), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("mesh", ["mixed", "data"])
 def test_accumulation_reduces_over_data_once(make_run, mesh):
     run = make_run(mesh, 4)
-    found = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+    found = [
+        c
+        for c in hlo.collectives(run.compiled.as_text())
+        if "data" in c.axes(run.layout.mesh.shape)
+    ]
     assert not [c.name for c in found if c.in_loop]
     # Each gradient is reduced over data once, however XLA bundles the reductions.
     reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
-    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.abstract.state.variables.params))
+    sizes = sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(run.abstract.state.variables.params)
+    )
     assert sizes <= reduced <= 1.02 * sizes, (sizes, reduced)
 
 
 def test_a_batch_that_accumulation_does_not_divide_is_named():
-    with pytest.raises(LayoutError, match="train.batch=32 puts 4 rows on each of 8 parts .* train.accumulate=3 .* of 24"):
+    with pytest.raises(
+        LayoutError,
+        match="train.batch=32 puts 4 rows on each of 8 parts .* train.accumulate=3 .* of 24",
+    ):
         Run("data", 3)
 
 
@@ -168,7 +201,14 @@ def test_the_update_writes_the_state_in_place(make_run):
     copied = re.findall(r"f32\[([\d,]+)\]\S* copy\((?:f32\S* )?%(\w+?)__", text)
     names = re.findall(r"%(state_opt_state|state_variables)\w*\S* = ", text)
     assert len(set(names)) == 2, "the parameters of the program are called so"
-    assert sum(math.prod(map(int, shape.split(","))) for shape, name in copied if name.startswith("state")) < 100
+    assert (
+        sum(
+            math.prod(map(int, shape.split(",")))
+            for shape, name in copied
+            if name.startswith("state")
+        )
+        < 100
+    )
 
 
 def test_a_program_grows_with_the_number_of_parameters_and_not_its_square():
@@ -181,7 +221,9 @@ def test_a_program_grows_with_the_number_of_parameters_and_not_its_square():
             return LossOut(Mean(total, batch["weight"].sum()), {})
 
         params = {f"w{i}": Spec((4,), ("embed",), fan_in(4)) for i in range(n)}
-        task = toy_task()._replace(specs=Variables(params), loss=loss, advance=lambda params, state, step: state)
+        task = toy_task()._replace(
+            specs=Variables(params), loss=loss, advance=lambda params, state, step: state
+        )
         return Run("alone", task=task, fields=TOY_FIELDS).compiled.as_text().count("\n")
 
     few, more, most = map(length, (5, 10, 20))
@@ -193,19 +235,37 @@ def test_norms_that_nobody_records_change_nothing(rule):
     """A step that does not record the norms leaves the same bits. A step that is skipped or
     recorded has the norms."""
     config = config_lib.Config(
-        model=MODEL, optim=dataclasses.replace(OPTIM, name=rule), train=config_lib.Train(steps=10, batch=BATCH, ema=0.9)
+        model=MODEL,
+        optim=dataclasses.replace(OPTIM, name=rule),
+        train=config_lib.Train(steps=10, batch=BATCH, ema=0.9),
     )
-    run = assemble(config, make_mesh(1, 1, 1, devices=jax.devices()[:1]), make_task=lambda *_: toy_task(), fields=TOY_FIELDS)
+    run = assemble(
+        config,
+        make_mesh(1, 1, 1, devices=jax.devices()[:1]),
+        make_task=lambda *_: toy_task(),
+        fields=TOY_FIELDS,
+    )
     batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
     found = []
     for records in (None, lambda step: step % 2 == 0):
         step = step_lib.make_train_step(
-            run.task, run.tx, run.layout, run.abstract, accumulate=1, ema=0.9, guard=config_lib.Guard(), seed=0, records=records
+            run.task,
+            run.tx,
+            run.layout,
+            run.abstract,
+            accumulate=1,
+            ema=0.9,
+            guard=config_lib.Guard(),
+            seed=0,
+            records=records,
         )
         state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
         for scale in (1, 2, np.nan):
             rows = {"x": scale * batch["x"], "weight": batch["weight"]}
-            rows = {name: jax.device_put(rows[name], x.sharding) for name, x in run.abstract.batch.items()}
+            rows = {
+                name: jax.device_put(rows[name], x.sharding)
+                for name, x in run.abstract.batch.items()
+            }
             state, metrics = step(state, rows, step_lib.put_stop(run.layout, False))
             found.append(host((state, metrics)))
     for i in range(3):
@@ -227,12 +287,16 @@ def test_a_batch_of_no_weight_is_skipped(mesh, accumulate):
 
     def loss(variables, batch, key):
         each = (batch["x"] @ variables.params["w"]) ** 2
-        return LossOut(Mean(jnp.where(batch["weight"] > 0, each, 0).sum(), batch["weight"].sum()), {}, None)
+        return LossOut(
+            Mean(jnp.where(batch["weight"] > 0, each, 0).sum(), batch["weight"].sum()), {}, None
+        )
 
     run = Run(mesh, accumulate, task=toy_task()._replace(loss=loss), fields=TOY_FIELDS)
     state = run.init()
     before = host(state.variables.params)
-    state, metrics = run.step(state, run.put({"x": np.ones((BATCH, 4), "f4"), "weight": np.zeros(BATCH, "f4")}))
+    state, metrics = run.step(
+        state, run.put({"x": np.ones((BATCH, 4), "f4"), "weight": np.zeros(BATCH, "f4")})
+    )
     assert metrics["skipped"].total == 1
     jax.tree.map(np.testing.assert_array_equal, before, host(state.variables.params))
 
@@ -242,7 +306,9 @@ def by_matrix(grads, state, params, *, sparse_rows):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize("rule", [None, Optimizer(lambda params: (), by_matrix)], ids=["adamw", "products"])
+@pytest.mark.parametrize(
+    "rule", [None, Optimizer(lambda params: (), by_matrix)], ids=["adamw", "products"]
+)
 def test_the_step_for_gpus_has_the_same_results(rule, stop):
     """The norms are computed before the parameters, and the update is then computed again. If that
     costs more than it saves, it is not."""
@@ -253,7 +319,9 @@ def test_the_step_for_gpus_has_the_same_results(rule, stop):
     batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
     found = []
     for layout in (run.layout, run.layout._replace(devices=Devices("gpu", "9.0"))):
-        step = step_lib.make_train_step(run.task, tx, layout, abstract, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
+        step = step_lib.make_train_step(
+            run.task, tx, layout, abstract, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0
+        )
         state = run.init()
         state = state.replace(opt_state=()) if rule else state
         found.append(host(step(state, run.put(batch), step_lib.put_stop(layout, stop))))
@@ -265,7 +333,9 @@ def test_a_step_runs_without_jit():
     run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
     rows = run.put({"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")})
     given = (run.task, run.tx, run.layout, run.init(), rows, step_lib.put_stop(run.layout, False))
-    state, metrics = host(step_lib.train_step(*given, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0))
+    state, metrics = host(
+        step_lib.train_step(*given, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0)
+    )
     expected, others = host(run.step(run.init(), rows))
     assert_close(expected, state, atol=1e-6)
     assert_close({"loss": others["loss"]}, {"loss": metrics["loss"]}, atol=1e-6)
@@ -299,7 +369,8 @@ def toy_task(draw=False):
             "count": variables.model_state["count"],
         }
         total = Mean((each * batch["weight"]).sum(), batch["weight"].sum())
-        rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))  # the same on every device: it has no row's value
+        # the same on every device: it has no row's value
+        rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))
         return LossOut(total, {"rows": rows}, model_state)
 
     def advance(params, model_state, step):
@@ -328,7 +399,10 @@ def run_toy(mesh, accumulate, *, draw=False, ema=0.0):
     rng = np.random.default_rng(0)
     state, states = run.init(), []
     for _ in range(3):
-        batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": (rng.random(BATCH) > 0.4).astype("f4")}
+        batch = {
+            "x": rng.normal(size=(BATCH, 4)).astype("f4"),
+            "weight": (rng.random(BATCH) > 0.4).astype("f4"),
+        }
         state, metrics = run.step(state, run.put(batch))
         states.append(host(state))
     return states, host(metrics), state, run
@@ -339,7 +413,9 @@ def toy_alone():
     return {draw: run_toy("alone", 1, draw=draw)[0] for draw in (False, True)}
 
 
-@pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 4), ("mixed", 1), ("mixed", 4), ("data", 1), ("data", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("alone", 4), ("mixed", 1), ("mixed", 4), ("data", 1), ("data", 2)]
+)
 @pytest.mark.parametrize("draw", [False, True])
 def test_a_model_state_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumulate, draw):
     """A row's random draw is the same, too: it depends on the row's place, not on its device."""
@@ -356,7 +432,9 @@ def test_a_rows_model_state_stays_in_its_place(toy_alone):
     for state in toy_alone[False]:
         latent = 0.5 * latent + rng.normal(size=(BATCH, 4)).astype("f4")
         rng.random(BATCH)
-        np.testing.assert_allclose(state.variables.model_state["latent"], latent, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            state.variables.model_state["latent"], latent, rtol=1e-5, atol=1e-6
+        )
 
 
 def follower_task():
@@ -367,11 +445,19 @@ def follower_task():
         return LossOut(Mean((y**2 * batch["weight"]).sum(), batch["weight"].sum()), {}, None)
 
     def advance(params, model_state, step):
-        return {"rows": model_state["rows"], "teacher": 0.9 * model_state["teacher"] + 0.1 * params["w"]}
+        return {
+            "rows": model_state["rows"],
+            "teacher": 0.9 * model_state["teacher"] + 0.1 * params["w"],
+        }
 
-    model_state = {"teacher": Spec((4,), ("embed",), fan_in(4)), "rows": Spec((BATCH,), ("batch",), ones)}
+    model_state = {
+        "teacher": Spec((4,), ("embed",), fan_in(4)),
+        "rows": Spec((BATCH,), ("batch",), ones),
+    }
     return toy_task()._replace(
-        specs=Variables({"w": Spec((4,), ("embed",), fan_in(4))}, model_state=model_state), loss=loss, advance=advance
+        specs=Variables({"w": Spec((4,), ("embed",), fan_in(4))}, model_state=model_state),
+        loss=loss,
+        advance=advance,
     )
 
 
@@ -382,15 +468,26 @@ def test_a_model_state_that_the_loss_leaves_alone_is_not_reduced():
         run = Run(mesh, accumulate, task=follower_task(), fields=TOY_FIELDS)
         state, rng = run.init(), np.random.default_rng(0)
         for _ in range(2):
-            batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": rng.random(BATCH).astype("f4")}
+            batch = {
+                "x": rng.normal(size=(BATCH, 4)).astype("f4"),
+                "weight": rng.random(BATCH).astype("f4"),
+            }
             before = host(state.variables.model_state)
             state, _ = run.step(state, run.put(batch))
         found[mesh, accumulate] = host(state.variables)
-        reduced = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+        reduced = [
+            c
+            for c in hlo.collectives(run.compiled.as_text())
+            if "data" in c.axes(run.layout.mesh.shape)
+        ]
         sizes = sorted(math.prod(shape) for c in reduced for shape in c.shapes)
         assert sizes == ([] if mesh == "alone" else [1, 1, 1, 4]), sizes
     expected = found.pop(("alone", 1))
-    np.testing.assert_allclose(expected.model_state["teacher"], 0.9 * before["teacher"] + 0.1 * expected.params["w"], rtol=1e-5)
+    np.testing.assert_allclose(
+        expected.model_state["teacher"],
+        0.9 * before["teacher"] + 0.1 * expected.params["w"],
+        rtol=1e-5,
+    )
     for variables in found.values():
         assert_close(expected, variables, atol=1e-5)
 
@@ -412,7 +509,12 @@ PLAIN = {
 
 
 @pytest.mark.parametrize(
-    ("part", "text"), [("a metric", "'rows' of the loss"), ("the loss", "'loss' of the loss"), ("all", "returned a Mean")]
+    ("part", "text"),
+    [
+        ("a metric", "'rows' of the loss"),
+        ("the loss", "'loss' of the loss"),
+        ("all", "returned a Mean"),
+    ],
 )
 def test_a_loss_that_returns_other_types_is_reported(part, text):
     task = toy_task()
@@ -428,11 +530,15 @@ def test_a_metric_named_as_one_of_every_step_is_an_error():
         out = task.loss(*given)
         return out._replace(metrics={**out.metrics, "grad_norm": out.loss})
 
-    with pytest.raises(ValueError, match="metrics named grad_norm, and every step has its own; rename them"):
+    with pytest.raises(
+        ValueError, match="metrics named grad_norm, and every step has its own; rename them"
+    ):
         Run("alone", 1, task=task._replace(loss=loss), fields=TOY_FIELDS, ema=0.0)
 
 
-@pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 4), ("data", 1), ("mixed", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("alone", 1), ("alone", 4), ("data", 1), ("mixed", 4)]
+)
 def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
     _, metrics, _, _ = run_toy(mesh, accumulate)
     assert metrics["rows"].total == BATCH

@@ -27,7 +27,9 @@ from tests.support.processes import command, free_port, hashes, ids, records, ru
 TRACED = "--config.metrics.profile=(2, 2)"
 
 
-def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder):
+def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(
+    folder,
+):
     run(folder, "toy.py", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
     began = time.time()
     after = str(folder / "killed" / "checkpoints" / "10")
@@ -39,7 +41,9 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert hashes(folder / "killed", 20) == hashes(folder / "whole", 20)
     assert len(hashes(folder / "whole", 20)) > 24
     assert ids(folder)[20] == ids(folder, "whole.jsonl")[20]
-    assert {p: ids(folder)[p] for p in range(1, 21)} == {p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)}
+    assert {p: ids(folder)[p] for p in range(1, 21)} == {
+        p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)
+    }
     for split in ("train", "test"):
         assert records(folder / "killed", split) == records(folder / "whole", split)
     of_classes = (folder / "whole" / "classes.jsonl").read_bytes()
@@ -49,23 +53,47 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
         assert line["n"] == 13 and sum(line["right"]) == round(13 * tested["accuracy"])
     assert "schedule of the learning rate" not in output
     ended = run(*killed)
-    assert "goodput " in output and "already reached step 20" in ended and "compiling" not in ended, (
-        "a run that has ended says so at once"
-    )
+    assert (
+        "goodput " in output and "already reached step 20" in ended and "compiling" not in ended
+    ), "a run that has ended says so at once"
     # Three starts of one process: their parts account for all the time that passed.
     starts, now = goodput.read(folder / "killed")[0], time.time()
     seconds, wall = goodput.totals(starts), starts[-1].now - began
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
-    assert now - starts[-1].now < wall / 4, "an interpreter's end is no run's time, and little: a busy machine stretches both"
-    assert [(s.first, s.end) for s in starts] == [(0, ""), (10, "ended"), (20, "ended")] and starts[1].step == 20
-    assert starts[0].step <= 16 and 0 < seconds[goodput.STEPS] + seconds.get(goodput.AGAIN, 0) < wall
-    assert min(seconds[name] for name in (goodput.IMPORTS, goodput.COMPILATION, goodput.SAVES, goodput.EVALUATION)) > 0
+    assert now - starts[-1].now < wall / 4, (
+        "an interpreter's end is no run's time, and little: a busy machine stretches both"
+    )
+    assert [(s.first, s.end) for s in starts] == [(0, ""), (10, "ended"), (20, "ended")] and starts[
+        1
+    ].step == 20
+    assert (
+        starts[0].step <= 16 and 0 < seconds[goodput.STEPS] + seconds.get(goodput.AGAIN, 0) < wall
+    )
+    assert (
+        min(
+            seconds[name]
+            for name in (goodput.IMPORTS, goodput.COMPILATION, goodput.SAVES, goodput.EVALUATION)
+        )
+        > 0
+    )
 
 
 def test_promise_4_two_processes_equal_one(folder):
     port = free_port()
-    overrides = ("--config.train.steps=4", "--config.train.eval_every=2", "--config.mesh.fsdp=2", "--config.train.accumulate=2")
-    run(folder, "toy.py", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))
+    overrides = (
+        "--config.train.steps=4",
+        "--config.train.eval_every=2",
+        "--config.mesh.fsdp=2",
+        "--config.train.accumulate=2",
+    )
+    run(
+        folder,
+        "toy.py",
+        "--config.workdir=one",
+        *overrides,
+        devices=4,
+        IDS=str(folder / "one.jsonl"),
+    )
     both = [
         command(
             folder,
@@ -84,29 +112,49 @@ def test_promise_4_two_processes_equal_one(folder):
     ]
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
-    assert not list((folder / "cache").glob("*")), "read back by one process, its collectives could meet others of the rest"
+    assert not list((folder / "cache").glob("*")), (
+        "read back by one process, its collectives could meet others of the rest"
+    )
     assert "test" in outputs[0] and "  loss " not in outputs[1], "only process 0 has the console"
     times = goodput.read(folder / "two")
-    assert [(s.process, s.processes, s.step, s.end) for [s] in times.values()] == [(0, 2, 4, "ended"), (1, 2, 4, "ended")]
-    assert all(s.seconds[goodput.OTHERS] > 0 and s.seconds[goodput.STEPS] > 0 for [s] in times.values())
-    assert all(len(rows) == 4 for i in range(2) for rows in ids(folder, f"two{i}.jsonl").values()), "each reads its half"
-    (folder / "two.jsonl").write_text("".join((folder / f"two{i}.jsonl").read_text() for i in range(2)))
+    assert [(s.process, s.processes, s.step, s.end) for [s] in times.values()] == [
+        (0, 2, 4, "ended"),
+        (1, 2, 4, "ended"),
+    ]
+    assert all(
+        s.seconds[goodput.OTHERS] > 0 and s.seconds[goodput.STEPS] > 0 for [s] in times.values()
+    )
+    assert all(
+        len(rows) == 4 for i in range(2) for rows in ids(folder, f"two{i}.jsonl").values()
+    ), "each reads its half"
+    (folder / "two.jsonl").write_text(
+        "".join((folder / f"two{i}.jsonl").read_text() for i in range(2))
+    )
     one, two = ids(folder, "one.jsonl"), ids(folder, "two.jsonl")
     assert {p: two[p] for p in range(1, 5)} == {p: one[p] for p in range(1, 5)}
     for split in ("train", "test"):
         found, expected = records(folder / "two", split), records(folder / "one", split)
         assert found.keys() == expected.keys()
         for step in expected:
-            numbers = [np.array([r[k] for k in sorted(r) if k != "split"]) for r in (found[step], expected[step])]
+            numbers = [
+                np.array([r[k] for k in sorted(r) if k != "split"])
+                for r in (found[step], expected[step])
+            ]
             np.testing.assert_allclose(*numbers, rtol=1e-4)
     assert hashes(folder / "two", 4).keys() == hashes(folder / "one", 4).keys()
-    assert (folder / "two" / "classes.jsonl").read_bytes() == (folder / "one" / "classes.jsonl").read_bytes()
+    assert (folder / "two" / "classes.jsonl").read_bytes() == (
+        folder / "one" / "classes.jsonl"
+    ).read_bytes()
     [traced] = (folder / "two" / "traces").iterdir()
-    assert traced.name == "steps-000003-000003-process-0", "the other process took the same steps without a trace"
+    assert traced.name == "steps-000003-000003-process-0", (
+        "the other process took the same steps without a trace"
+    )
 
 
 def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
-    process = command(folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
+    process = command(
+        folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0"
+    )
     metrics = folder / "runs" / "toy" / "checkpoints" / "20"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
@@ -114,15 +162,21 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     # Request a trace of its next steps meanwhile.
     assert cli.main(["profile", str(folder / "runs" / "toy"), "--steps", "2"]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
+    assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(
+        r"\d%  backward", told
+    ), told
     process.send_signal(signal.SIGINT)
     try:
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()  # it has 100,000 steps, and would compete with all other tests
     assert process.returncode == 130 and "Traceback" not in output, output
-    step = max(int(p.name) for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
-    output = run(folder, "toy.py", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
+    step = max(
+        int(p.name) for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit()
+    )
+    output = run(
+        folder, "toy.py", f"--config.train.steps={step + 1}", "--config.train.eval_every=0"
+    )
     assert f"resuming from step {step}" in output
 
 
@@ -148,7 +202,10 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     tests = records(workdir, "test")
     assert sorted(tests) == [2, 4, 6, 8]
     best = json.loads((workdir / "best.json").read_text())
-    assert best["value"] == pytest.approx(max(r["accuracy"] for r in tests.values())) and best["progress"]["step"] == 2
+    assert (
+        best["value"] == pytest.approx(max(r["accuracy"] for r in tests.values()))
+        and best["progress"]["step"] == 2
+    )
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     assert {8, best["step"]} <= kept
     again = run(*args)
@@ -158,7 +215,9 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
 def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):
     output = run(folder, "toy.py", "--config.checkpoint.best=-los", code=2)
     assert "config.checkpoint.best names 'los'; expected one of: accuracy, loss" in output
-    output = run(folder, "toy.py", "--config.checkpoint.best=loss", "--config.data.n_test=0", code=2)
+    output = run(
+        folder, "toy.py", "--config.checkpoint.best=loss", "--config.data.n_test=0", code=2
+    )
     assert "config.checkpoint.best is 'loss', and there is no test split" in output
 
 
@@ -172,7 +231,11 @@ def test_another_model_or_other_data_are_refused_with_a_remedy(folder):
 
 def parameters(workdir: pathlib.Path, step: int, group: str = "params") -> dict[str, np.ndarray]:
     arrays = stored.open_step(workdir / "checkpoints" / str(step))
-    return {path.removeprefix(f"{group}/"): s.read(()) for path, s in arrays.items() if path.startswith(f"{group}/")}
+    return {
+        path.removeprefix(f"{group}/"): s.read(())
+        for path, s in arrays.items()
+        if path.startswith(f"{group}/")
+    }
 
 
 @pytest.mark.slow
@@ -222,7 +285,11 @@ def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(fo
     again = (folder, "toy.py", "--config.workdir=second", "--config.warm_start.source=first")
     output = run(*again, "--config.model.depth=1", "--config.warm_start.skip=('^probe/',)", code=2)
     assert "encoder/blocks/w_up: [2, 32, 128] in the source, [1, 32, 128] here" in output
-    assert "encoder/blocks/b_up" in output and "'^probe/' matches nothing" in output and "Traceback" not in output
+    assert (
+        "encoder/blocks/b_up" in output
+        and "'^probe/' matches nothing" in output
+        and "Traceback" not in output
+    )
     step = folder / "first" / "checkpoints" / "1"
     data = max(step.rglob("d/*"), key=lambda p: p.stat().st_size)
     whole = data.read_bytes()
@@ -236,9 +303,13 @@ def test_evaluation_is_exact_on_a_ragged_last_batch():
     device."""
     data, found = toy_rows.Config(), []
     for batch, devices in ((8, 8), (13, 1)):
-        config = config_lib.Config(model=toy.Config(depth=1), data=data, train=config_lib.Train(batch=batch))
+        config = config_lib.Config(
+            model=toy.Config(depth=1), data=data, train=config_lib.Train(batch=batch)
+        )
         mesh = layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices])
-        assembly = assemble(config, mesh, make_task=toy.make_task, fields=toy_rows.element_spec(data))
+        assembly = assemble(
+            config, mesh, make_task=toy.make_task, fields=toy_rows.element_spec(data)
+        )
         plan = assembly.abstract
         rows = feed.rows_for(plan.batch)
         assert isinstance(rows, Rows) and len(rows.ranges) == devices
@@ -247,10 +318,17 @@ def test_evaluation_is_exact_on_a_ragged_last_batch():
         step = step_lib.make_eval_step(assembly.task, assembly.layout)
         loader.seek(0)
         sums = [
-            jax.device_get(step(state.variables, feed.put(next(loader)[1], plan.batch, rows))) for _ in range(loader.n_batches)
+            jax.device_get(step(state.variables, feed.put(next(loader)[1], plan.batch, rows)))
+            for _ in range(loader.n_batches)
         ]
         loader.close()
-        found.append({k: (sum(s[k].total for s in sums), sum(float(s[k].weight) for s in sums)) for k in sums[0]})
-    assert all(weight == 13 for name, (_, weight) in found[0].items() if name != "classes")  # which are sums
+        found.append(
+            {
+                k: (sum(s[k].total for s in sums), sum(float(s[k].weight) for s in sums))
+                for k in sums[0]
+            }
+        )
+    # which are sums
+    assert all(weight == 13 for name, (_, weight) in found[0].items() if name != "classes")
     for name, (total, _) in found[0].items():  # a number, or counts by class
         np.testing.assert_allclose(total, found[1][name][0], rtol=1e-5)

@@ -7,7 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
-FILES = sorted(path for area in ("jaxtrain", "loaders", "tools", "configs") for path in (ROOT / area).rglob("*.py"))
+FILES = sorted(
+    path
+    for area in ("jaxtrain", "loaders", "tools", "configs")
+    for path in (ROOT / area).rglob("*.py")
+)
 CRATES = ("core", "decode", "python", "fuzz/fuzz_targets")
 RUST = sorted(path for crate in CRATES for path in (ROOT / "rust" / crate).rglob("*.rs"))
 # A word of a name -> the term for it.
@@ -48,15 +52,20 @@ EXACT = {
     ("fewest", "tools/trm_table.py"): "of a range given on the command line",
 }
 MODULES = (
-    "steps make begin alike shown whole late room there kept apart meeting meetings mistakes facts fields owner utils"
+    "steps make begin alike shown whole late room there kept apart meeting meetings mistakes facts"
+    " fields owner utils"
 ).split()
 ENTRIES = ("__init__", "__main__", "mod", "lib", "tests")  # names that Python and Rust give
 # Files that share a base name: a rule for their folders, and its reason.
 SHARED = {
-    r"rust/(python/src|fuzz/fuzz_targets)/\w+": "a binding and a target are named after the module that they call",
+    r"rust/(python/src|fuzz/fuzz_targets)/\w+": (
+        "a binding and a target are named after the module that they call"
+    ),
     r"jaxtrain/workloads/[^/]+/\w+": "the rooms of a workload have the same names in each",
     r".*/commands/\w+": "a command is named after the module that it calls",
-    r"configs/\w+|tools/esc10_folds": "a config is named after its workload, and a tool after its config",
+    r"configs/\w+|tools/esc10_folds": (
+        "a config is named after its workload, and a tool after its config"
+    ),
     r"tools/torch_steps/\w+": "a side of the comparison is named after its workload",
 }
 # Phrases of messages, docstrings and comments -> the term.
@@ -105,7 +114,9 @@ def wrong_names(source: str, file: str = "x.py") -> set[str]:
 
 
 def test_names_have_the_fields_terms():
-    assert not sorted(x for path in (*FILES, *RUST) for x in wrong_names(path.read_text(), relative(path)))
+    assert not sorted(
+        x for path in (*FILES, *RUST) for x in wrong_names(path.read_text(), relative(path))
+    )
     assert (
         wrong_names("class Trial: ...")
         and wrong_names("f(streak=1)")
@@ -124,7 +135,13 @@ def test_names_of_rust_are_read_outside_strings_and_comments():
         "x.streak += 1;",
     ):
         assert wrong_names(planted, "rust/x.rs"), planted
-    for fine in ("// told", "let x = 1; // the owner", 'f("\\"told\\""); // "', "let silence = 1;", "let retold = 1;"):
+    for fine in (
+        "// told",
+        "let x = 1; // the owner",
+        'f("\\"told\\""); // "',
+        "let silence = 1;",
+        "let retold = 1;",
+    ):
         assert not wrong_names(fine, "rust/x.rs"), fine
     assert wrong_names("let silence = 1;", "other/x.rs")
 
@@ -138,11 +155,18 @@ def wrong_phrases(text: str, file: str = "") -> list[str]:
 
 
 def test_messages_and_docs_have_the_fields_terms():
-    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+    pages = [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *sorted((ROOT / "docs").glob("**/*.md")),
+    ]
     files = [path for path in (*FILES, *RUST, *pages) if "results" not in path.parts]
-    assert not [found for path in files for found in wrong_phrases(path.read_text(), relative(path))]
+    assert not [
+        found for path in files for found in wrong_phrases(path.read_text(), relative(path))
+    ]
     assert (
-        wrong_phrases("/// The roll call.") and wrong_phrases('Err("a mistake")') and not wrong_phrases("/// No mistaken one.")
+        wrong_phrases("/// The roll call.")
+        and wrong_phrases('Err("a mistake")')
+        and not wrong_phrases("/// No mistaken one.")
     )
 
 
@@ -158,6 +182,14 @@ def test_a_name_of_a_module_says_what_is_in_it_and_is_given_once():
 
 def test_only_workloads_and_loaders_have_a_class_named_config():
     """`WorkloadModule` and `LoaderModule` ask for the name. The whole config is `schema.Config`."""
-    named = {relative(path): path.read_text() for path in FILES if re.search(r"^class Config\b", path.read_text(), re.M)}
-    others = [file for file in named if not re.match(r"jaxtrain/workloads/\w+/model\.py|loaders/\w+/\w+\.py", file)]
+    named = {
+        relative(path): path.read_text()
+        for path in FILES
+        if re.search(r"^class Config\b", path.read_text(), re.M)
+    }
+    others = [
+        file
+        for file in named
+        if not re.match(r"jaxtrain/workloads/\w+/model\.py|loaders/\w+/\w+\.py", file)
+    ]
     assert others == ["jaxtrain/config/schema.py"]

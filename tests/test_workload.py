@@ -27,7 +27,9 @@ def test_every_reference_of_a_shipped_workload_can_be_imported(name):
         assert found.get(field) is not None, field
     for reference in (*found.formats.values(), *found.foreign.values()):
         assert workload.resolved(reference)
-    assert found.commands and all(command.module.startswith(f"{name}.") for command in found.commands.values())
+    assert found.commands and all(
+        command.module.startswith(f"{name}.") for command in found.commands.values()
+    )
 
 
 def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeypatch, capsys):
@@ -35,7 +37,10 @@ def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeyp
     module(tmp_path, "twice", f"WORKLOAD = Workload(None, None, commands={own})\n")
     monkeypatch.syspath_prepend(tmp_path)
     of_the_trainer = "the command '%s' of twice is one of the trainer already; "
-    with pytest.raises(workload.WorkloadError, match=of_the_trainer % "train" + of_the_trainer % "plan" + "rename them"):
+    with pytest.raises(
+        workload.WorkloadError,
+        match=of_the_trainer % "train" + of_the_trainer % "plan" + "rename them",
+    ):
         commands.table("twice")
     assert cli.main(["--workload=twice", "train"]) == 2
     assert "--workload twice: the command 'train'" in capsys.readouterr().err
@@ -45,7 +50,10 @@ def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeyp
     ("value", "text"),
     [
         ("{}", "odd.WORKLOAD is a dict; expected a jaxtrain.workload.Workload"),
-        ('Workload(None, None, commands={"show": ("a", "b")})', "'show' of odd.WORKLOAD is no jaxtrain.workload.Command"),
+        (
+            'Workload(None, None, commands={"show": ("a", "b")})',
+            "'show' of odd.WORKLOAD is no jaxtrain.workload.Command",
+        ),
     ],
 )
 def test_a_workload_that_is_none_is_one_line(tmp_path, monkeypatch, capsys, value, text):
@@ -60,7 +68,8 @@ def test_a_workload_that_is_none_is_one_line(tmp_path, monkeypatch, capsys, valu
 def test_a_workload_may_keep_the_commands_of_another(tmp_path, monkeypatch):
     name = workload.shipped()[0]
     (tmp_path / "further.py").write_text(
-        f"import dataclasses\nfrom {name} import WORKLOAD as FIRST\nWORKLOAD = dataclasses.replace(FIRST)\n"
+        f"import dataclasses\nfrom {name} import WORKLOAD as FIRST\nWORKLOAD ="
+        " dataclasses.replace(FIRST)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert commands.table("further") == commands.table()
@@ -68,17 +77,30 @@ def test_a_workload_may_keep_the_commands_of_another(tmp_path, monkeypatch):
 
 def test_a_workload_that_does_not_exist_is_one_line(capsys):
     assert cli.main(["--workload", "nothing_here", "runs"]) == 2
-    assert capsys.readouterr().err.splitlines() == ["error: --workload nothing_here: No module named 'nothing_here'"]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --workload nothing_here: No module named 'nothing_here'"
+    ]
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("nowhere.show", "does not exist"), ("json.decoder", "has no function main")])
-def test_a_command_that_is_no_module_with_a_main_is_one_line(name, wrong, tmp_path, monkeypatch, capsys):
-    value = f'WORKLOAD = Workload(None, None, commands={{"show": Command("{name}", "data", "shows")}})\n'
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("nowhere.show", "does not exist"), ("json.decoder", "has no function main")],
+)
+def test_a_command_that_is_no_module_with_a_main_is_one_line(
+    name, wrong, tmp_path, monkeypatch, capsys
+):
+    value = (
+        f'WORKLOAD = Workload(None, None, commands={{"show": Command("{name}", "data",'
+        ' "shows")})\n'
+    )
     module(tmp_path, "showing", value)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "showing", raising=False)
     assert cli.main(["--workload=showing", "show"]) == 2
-    text = f"the command 'show' of showing is the module '{name}', which {wrong}; correct it in WORKLOAD"
+    text = (
+        f"the command 'show' of showing is the module '{name}', which {wrong}; correct it in"
+        " WORKLOAD"
+    )
     assert capsys.readouterr().err.splitlines() == [f"error: {text}"]
 
 
@@ -90,7 +112,9 @@ def test_a_flag_without_its_workload_is_one_line(argv, capsys):
 
 
 def test_the_name_of_a_workload_may_follow_the_command(tmp_path, monkeypatch, capsys):
-    value = 'WORKLOAD = Workload(None, None, commands={"show": Command("printing", "data", "shows")})\n'
+    value = (
+        'WORKLOAD = Workload(None, None, commands={"show": Command("printing", "data", "shows")})\n'
+    )
     module(tmp_path, "showing_2", value)
     (tmp_path / "printing.py").write_text("def main(argv):\n    print(argv)\n    return 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -105,9 +129,17 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     module(tmp_path, "plain", "class Config: ...\ndef make_task(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = workload.of("plain")
-    assert (found.config.__name__, found.make_task.__name__, dict(found.commands), found.glossary) == (
-        "Config", "make_task", {}, (),
-    )  # fmt: skip
+    assert (
+        found.config.__name__,
+        found.make_task.__name__,
+        dict(found.commands),
+        found.glossary,
+    ) == (
+        "Config",
+        "make_task",
+        {},
+        (),
+    )
 
 
 # Deletes one workload after the other. Each time a fork, which has only the libraries, imports
@@ -139,17 +171,32 @@ for name in sys.argv[1:]:
 
 # All tests but those of one workload, of one kind of data, of a fault found in either, of the
 # pages, the sources, the tools, the compilers and the whole package.
-OTHERS = re.compile(r"tests/(workloads|loaders|field|hostile|compiled|tools|test_(docs|prose|words|floors|wheel|workload))")
-MODULES = (str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "data" not in path.parts)
+OTHERS = re.compile(
+    r"tests/(workloads|loaders|field|hostile|compiled|tools|test_(docs|prose|words|floors|wheel|workload))"
+)
+MODULES = (
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "tests").rglob("test_*.py")
+    if "data" not in path.parts
+)
 TRAINERS = sorted(path for path in MODULES if not OTHERS.match(path))
 # Cheap ones. One of the tests trains on a mesh, saves, and resumes bit for bit.
 CHEAP = (
-    "tests/test_specs.py", "tests/test_layout.py", "tests/test_init_or_restore.py", "tests/test_evaluate.py",
+    "tests/test_specs.py",
+    "tests/test_layout.py",
+    "tests/test_init_or_restore.py",
+    "tests/test_evaluate.py",
     "tests/test_programs.py",
     "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit[adamw-data]",
-)  # fmt: skip
+)
 # Those that ask which workloads are installed.
-ASK = ("tests/config", "tests/test_cli.py", "tests/test_glossary.py", "tests/test_matrix.py", "tests/test_object_store.py")
+ASK = (
+    "tests/config",
+    "tests/test_cli.py",
+    "tests/test_glossary.py",
+    "tests/test_matrix.py",
+    "tests/test_object_store.py",
+)
 # A plugin of pytest that runs a choice of all tests that were collected.
 CHOICE = """
 def pytest_collection_modifyitems(config, items):
@@ -184,7 +231,14 @@ def deleted(folder, *names):
 
 def python(folder, *arguments):
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -32,7 +32,12 @@ def test_promise_15_a_resumed_run_drops_later_steps_and_a_line_cut_short(tmp_pat
     writer = writers.JsonlWriter(str(tmp_path), 20)
     writer.write(30, "train", {"loss": 3.0})
     writer.close()
-    assert [(r["step"], r["split"]) for r in lines(tmp_path)] == [(10, "train"), (20, "train"), (20, "test"), (30, "train")]
+    assert [(r["step"], r["split"]) for r in lines(tmp_path)] == [
+        (10, "train"),
+        (20, "train"),
+        (20, "test"),
+        (30, "train"),
+    ]
     assert lines(tmp_path)[-1]["loss"] == 3.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.odd"]
     assert (tmp_path / "metrics.jsonl.odd").read_text() == '{"step": 20, "split": "tr\n'
@@ -46,7 +51,9 @@ def test_a_fresh_run_starts_a_fresh_file(tmp_path):
 
 def test_records_are_json_and_reach_the_disk_at_once(tmp_path):
     writer = writers.JsonlWriter(str(tmp_path), 0)
-    writer.write(1, "train", {"nan": math.nan, "inf": -math.inf, "x": float(np.float32(0.1)), "tiny": 1e-12})
+    writer.write(
+        1, "train", {"nan": math.nan, "inf": -math.inf, "x": float(np.float32(0.1)), "tiny": 1e-12}
+    )
     record = lines(tmp_path)[0]  # before close, because a killed run has its records, too
     assert record["nan"] is None and record["inf"] is None
     assert np.float32(record["x"]) == np.float32(0.1) and record["tiny"] == 1e-12
@@ -76,7 +83,9 @@ def test_tensorboard_holds_the_records(tmp_path):
     for step in (10, 20, 30):
         writer.write(step, "train", {"loss": 0.5 * step})
     writer.close()
-    assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in (10, 20, 30)}
+    assert scalars(tmp_path / "tensorboard")[0] == {
+        ("train/loss", s): 0.5 * s for s in (10, 20, 30)
+    }
 
 
 def test_tensorboard_holds_pictures_and_generations(tmp_path):
@@ -96,15 +105,25 @@ def test_tensorboard_holds_pictures_and_generations(tmp_path):
             found |= {(v.tag, event.step): v for v in event.summary.value}
     with Image.open(io.BytesIO(found["restored/0", 7].image.encoded_image_string)) as picture:
         grey = np.asarray(picture.convert("L"))
-    assert grey.shape == (3, 5) and (grey[-1] == 255).all() and not grey[:-1].any() and ("restored/1", 7) in found
-    [text] = [v.tensor.string_val[0].decode() for (tag, _), v in found.items() if tag.startswith("generations/0")]
+    assert (
+        grey.shape == (3, 5)
+        and (grey[-1] == 255).all()
+        and not grey[:-1].any()
+        and ("restored/1", 7) in found
+    )
+    [text] = [
+        v.tensor.string_val[0].decode()
+        for (tag, _), v in found.items()
+        if tag.startswith("generations/0")
+    ]
     assert text == "    prompt: 2 + 3 =\n    # no heading\n    reward: 0.5"
 
 
 def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
-        monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")  # two files, also within one second
+        # two files, also within one second
+        monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")
         writer = writers.TensorboardWriter(str(tmp_path), start)
         for step in steps:
             writer.write(step, "train", {"loss": factor * step})
@@ -130,11 +149,16 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
             calls.append("finish")
 
     client = types.SimpleNamespace(
-        util=types.SimpleNamespace(generate_id=lambda: next(ids)), init=lambda **options: calls.append(options) or Run()
+        util=types.SimpleNamespace(generate_id=lambda: next(ids)),
+        init=lambda **options: calls.append(options) or Run(),
     )
     monkeypatch.setitem(sys.modules, "wandb", client)
     metrics = Metrics(
-        wandb_project="birds", wandb_group="sweep", wandb_job_type="train", wandb_tags=("a", "b"), wandb_notes="n"
+        wandb_project="birds",
+        wandb_group="sweep",
+        wandb_job_type="train",
+        wandb_tags=("a", "b"),
+        wandb_notes="n",
     )
     for _ in range(2):
         writer = writers.make_writers(Config(workdir=str(tmp_path), metrics=metrics), 0)[1]
@@ -142,7 +166,14 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
         writer.write(9, "train", {"loss": 2.0})
         writer.close()
     assert [c["id"] for c in calls if isinstance(c, dict)] == ["first", "first"]
-    options = {"project": "birds", "group": "sweep", "job_type": "train", "tags": ["a", "b"], "notes": "n", "resume": "allow"}
+    options = {
+        "project": "birds",
+        "group": "sweep",
+        "job_type": "train",
+        "tags": ["a", "b"],
+        "notes": "n",
+        "resume": "allow",
+    }
     assert options.items() <= calls[0].items() and not {"entity", "name"} & calls[0].keys(), (
         "what is empty is left to the service"
     )
@@ -155,7 +186,9 @@ def kept(tmp_path, **metrics):
     """The records that a service gets from a run that is killed after step 30, resumed from 20 and
     ended at 40."""
     for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
-        made = writers.make_writers(Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first)
+        made = writers.make_writers(
+            Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first
+        )
         for step in steps:
             for writer in made:
                 writer.write(step, "train", {"loss": float(step), "odd": math.nan})
@@ -176,40 +209,68 @@ def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
 
     run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
     names = ("set_experiment", "log_params", "log_metrics", "flush_async_logging", "end_run")
-    client = types.SimpleNamespace(start_run=said("start_run", run), **{name: said(name) for name in names})
+    client = types.SimpleNamespace(
+        start_run=said("start_run", run), **{name: said(name) for name in names}
+    )
     monkeypatch.setitem(sys.modules, "mlflow", client)
     (tmp_path / "run").mkdir()
     kept(tmp_path, mlflow_experiment="birds")
-    assert [c[1:] for c in calls if c[0] == "start_run"] == [({"run_name": "run"},), ({"run_id": "r1"},)]
+    assert [c[1:] for c in calls if c[0] == "start_run"] == [
+        ({"run_name": "run"},),
+        ({"run_id": "r1"},),
+    ]
     params = [c[1] for c in calls if c[0] == "log_params"]
-    assert params[0]["workdir"] == str(tmp_path / "run") and all(len(each) <= 100 for each in params)
-    assert sum(params[0] == each for each in params) == 1, "what a resumed run is set to was said before"
+    assert params[0]["workdir"] == str(tmp_path / "run") and all(
+        len(each) <= 100 for each in params
+    )
+    assert sum(params[0] == each for each in params) == 1, (
+        "what a resumed run is set to was said before"
+    )
     sent = [(c[2]["step"], c[1]) for c in calls if c[0] == "log_metrics"]
-    assert sent == [*((s, {"train/loss": float(s)}) for s in (10, 20, 30, 40)), (40, {"test/accuracy": 0.5})]
+    assert sent == [
+        *((s, {"train/loss": float(s)}) for s in (10, 20, 30, 40)),
+        (40, {"test/accuracy": 0.5}),
+    ]
     assert [c[0] for c in calls[-2:]] == ["flush_async_logging", "end_run"]
 
 
 def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
     calls, sent = [], []
     run = types.SimpleNamespace(
-        log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append(("finish", {}))
+        log=lambda values, step: sent.append((step, values)),
+        finish=lambda: sent.append(("finish", {})),
     )
     client = types.SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, "trackio", client)
     (tmp_path / "run").mkdir()
     kept(tmp_path, trackio_project="birds")
     first, second = calls
-    assert first == second and first["project"] == "birds" and first["resume"] == "allow" and first["name"].startswith("run-")
+    assert (
+        first == second
+        and first["project"] == "birds"
+        and first["resume"] == "allow"
+        and first["name"].startswith("run-")
+    )
     assert first["config"]["train.steps"] == "10000"
     found = [(step, values.get("train/loss", values.get("test/accuracy"))) for step, values in sent]
-    expected = [(10, 10.0), (20, 20.0), (30, 30.0), ("finish", None), (40, 40.0), (40, 0.5), ("finish", None)]
+    expected = [
+        (10, 10.0),
+        (20, 20.0),
+        (30, 30.0),
+        ("finish", None),
+        (40, 40.0),
+        (40, 0.5),
+        ("finish", None),
+    ]
     assert found == expected, "no step twice"
 
     def refuse(**options):
         raise OSError("no such server\nand more")
 
     monkeypatch.setattr(client, "init", refuse)
-    with pytest.raises(ConfigError, match="trackio_project.*cannot be used now: no such server; or unset it"):
+    with pytest.raises(
+        ConfigError, match="trackio_project.*cannot be used now: no such server; or unset it"
+    ):
         kept(tmp_path, trackio_project="birds")
 
 
@@ -218,19 +279,28 @@ def test_the_real_mlflow_and_trackio(tmp_path, monkeypatch):
     """Both keep the records of a killed and resumed run as one run, with each step once."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # set before the import, which reads it
+    # set before the import, which reads it
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     mlflow, trackio = pytest.importorskip("mlflow"), pytest.importorskip("trackio")
     (tmp_path / "run").mkdir()
     kept(tmp_path, mlflow_experiment="birds", trackio_project="birds")
     client = mlflow.MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name("birds").experiment_id])
     history = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
-    assert sorted(history) == [(s, float(s)) for s in (10, 20, 30, 40)] and run.info.status == "FINISHED"
+    assert (
+        sorted(history) == [(s, float(s)) for s in (10, 20, 30, 40)]
+        and run.info.status == "FINISHED"
+    )
     assert run.data.params["train.steps"] == "10000" and run.data.metrics["test/accuracy"] == 0.5
     [run] = trackio.Api().runs("birds")
-    assert run.name == (tmp_path / "run" / "trackio_name").read_text() and run.config["train.steps"] == "10000"
+    assert (
+        run.name == (tmp_path / "run" / "trackio_name").read_text()
+        and run.config["train.steps"] == "10000"
+    )
     logs = trackio.sqlite_storage.SQLiteStorage.get_logs("birds", run.name)
-    assert [(x["step"], x["train/loss"]) for x in logs if "train/loss" in x] == [(s, float(s)) for s in (10, 20, 30, 40)]
+    assert [(x["step"], x["train/loss"]) for x in logs if "train/loss" in x] == [
+        (s, float(s)) for s in (10, 20, 30, 40)
+    ]
 
 
 def test_writers_are_those_that_the_config_asks_for(tmp_path):
@@ -260,7 +330,10 @@ def test_pictures_have_one_pixel_for_each_value_with_low_bands_at_the_bottom(tmp
 def test_promise_12_records_wait_for_room(small_disk, caplog):
     pytest.importorskip("tensorboardX")
     disk = small_disk(256)
-    each, lines = [writers.JsonlWriter(str(disk), 0), writers.TensorboardWriter(str(disk), 0)], writers.Lines(str(disk))
+    each, lines = (
+        [writers.JsonlWriter(str(disk), 0), writers.TensorboardWriter(str(disk), 0)],
+        writers.Lines(str(disk)),
+    )
     lines.write("classes.jsonl", 0, [{"right": [1]}])
     room = os.statvfs(disk)
     (disk / "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize))
@@ -270,7 +343,13 @@ def test_promise_12_records_wait_for_room(small_disk, caplog):
         if step % 100 == 0:
             lines.write("classes.jsonl", step, [{"right": [step] * 3000}])
     for name in ("metrics.jsonl", "classes.jsonl", "events.out.tfevents"):
-        assert sum("cannot be written (No space left on device)" in m and name in m for m in caplog.messages) == 1
+        assert (
+            sum(
+                "cannot be written (No space left on device)" in m and name in m
+                for m in caplog.messages
+            )
+            == 1
+        )
     (disk / "ballast").unlink()
     for closing in (*each, lines):
         closing.close()
@@ -278,4 +357,10 @@ def test_promise_12_records_wait_for_room(small_disk, caplog):
     assert steps == list(range(1, 401))
     assert scalars(disk / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in steps}
     kept = [json.loads(line) for line in (disk / "classes.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in kept] == [0, 100, 200, 300, 400] and "never written" not in caplog.text
+    assert [line["step"] for line in kept] == [
+        0,
+        100,
+        200,
+        300,
+        400,
+    ] and "never written" not in caplog.text

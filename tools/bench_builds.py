@@ -53,7 +53,9 @@ def child(build: str, shards: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("builds", nargs="+", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recordings", type=int, default=100)
@@ -73,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for key, rate in json.loads(done.stdout).items():
                 rates[build].setdefault(key, []).append(rate)
     first, *others = rates
-    print("| form | codec | " + " | ".join(rates) + " | " + " | ".join(f"{name} / first" for name in others) + " |")
+    print(
+        "| form | codec | "
+        + " | ".join(rates)
+        + " | "
+        + " | ".join(f"{name} / first" for name in others)
+        + " |"
+    )
     print("|---" * (2 + len(rates) + len(others)) + "|")
     for key in rates[first]:
         form, shard = key.split(" ", 1)

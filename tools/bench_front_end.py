@@ -23,7 +23,17 @@ from jaxtrain.workloads.bird import model as bird
 from tools.our_step import Ours
 
 FORMS = ("spectrogram", "waveform")
-NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
+NO_KERNELS = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+}
 
 
 def cpu_steps(form: str, rows: int) -> Iterator[float]:
@@ -33,7 +43,11 @@ def cpu_steps(form: str, rows: int) -> Iterator[float]:
         "spectrogram": rng.standard_normal((rows, 512, 128), "f4"),
         "waveform": rng.integers(-9999, 9999, (rows, 160_000), "i2"),
     }
-    batch = {form: values[form], "label": np.zeros(rows, "i4"), "index": np.arange(rows, dtype="i4")}
+    batch = {
+        form: values[form],
+        "label": np.zeros(rows, "i4"),
+        "index": np.arange(rows, dtype="i4"),
+    }
     batch |= {"epoch": np.zeros(rows, "i4"), "weight": np.ones(rows, "f4")}
     model = bird.Config(preset="s", patch=(16, 16), dtype="float32", n_classes=409, form=form)
     step = Ours(bird.make_task, model, config_lib.Optim(), batch)
@@ -50,20 +64,31 @@ def on_cpu(rows: int, rounds: int) -> None:
     turns = [{form: next(steps[form]) for form in FORMS[:: 1 - 2 * (k % 2)]} for k in range(rounds)]
     share = statistics.median(turn["waveform"] / turn["spectrogram"] - 1 for turn in turns)
     middle = {form: statistics.median(turn[form] for turn in turns) for form in FORMS}
-    print(f"{rows} rows a step, CPU s: " + ", ".join(f"{form} {seconds:.3f}" for form, seconds in middle.items()))
     print(
-        f"the front end adds {share:.1%} (median of {rounds} pairs), {share * middle['spectrogram'] / rows * 1e3:.2f} ms a row"
+        f"{rows} rows a step, CPU s: "
+        + ", ".join(f"{form} {seconds:.3f}" for form, seconds in middle.items())
+    )
+    print(
+        f"the front end adds {share:.1%} (median of {rounds} pairs),"
+        f" {share * middle['spectrogram'] / rows * 1e3:.2f} ms a row"
     )
 
 
 def traffic(program: hlo.Program) -> float:
     """Bytes that the kernels of a step read and write."""
     sizes = {
-        (name, i.name): sum(math.prod(dims) * hlo.bits(dtype) / 8 for dtype, dims in i.shapes) for name, i in program.executed()
+        (name, i.name): sum(math.prod(dims) * hlo.bits(dtype) / 8 for dtype, dims in i.shapes)
+        for name, i in program.executed()
     }
-    kernels = ((name, i) for name, i in program.executed() if name not in program.fused and i.op not in NO_KERNELS)
+    kernels = (
+        (name, i)
+        for name, i in program.executed()
+        if name not in program.fused and i.op not in NO_KERNELS
+    )
     return sum(
-        program.times[name] * (sizes[name, i.name] + sum(sizes.get((name, x), 0) for x in i.operands)) for name, i in kernels
+        program.times[name]
+        * (sizes[name, i.name] + sum(sizes.get((name, x), 0) for x in i.operands))
+        for name, i in kernels
     )
 
 
@@ -73,13 +98,22 @@ def transforms(program: hlo.Program) -> float:
     for name, i in program.executed():
         if i.op == "fft":
             length = int(i.line.partition("fft_length={")[2].partition("}")[0])
-            total += program.times[name] * math.prod(i.shapes[0][1][:-1]) * 2.5 * length * math.log2(length)
+            total += (
+                program.times[name]
+                * math.prod(i.shapes[0][1][:-1])
+                * 2.5
+                * length
+                * math.log2(length)
+            )
     return total
 
 
 def on_target(target: str, rows: int) -> int:
     settings = {"train.batch": str(rows), "train.accumulate": "1"}
-    configs = [config_lib.load("configs/xcm.py:demo", {**settings, "data.form": form}.items()) for form in FORMS]
+    configs = [
+        config_lib.load("configs/xcm.py:demo", {**settings, "data.form": form}.items())
+        for form in FORMS
+    ]
     answers = worker.ask([worker.Job(config, target, worker.LAST) for config in configs])
     figures = []
     for form, answer in zip(FORMS, answers, strict=True):
@@ -87,15 +121,25 @@ def on_target(target: str, rows: int) -> int:
             print(f"{form}: {answer.error}", file=sys.stderr)
             return 2
         program = hlo.Program(answer.compiled.text)
-        figures.append((sum(answer.compiled.products.values()) + transforms(program), traffic(program)))
-        print(f"{target}, {rows} rows a step, {form}: {figures[-1][0] / 1e12:.3f} TFLOP, {figures[-1][1] / 1e9:.2f} GB")
+        figures.append(
+            (sum(answer.compiled.products.values()) + transforms(program), traffic(program))
+        )
+        print(
+            f"{target}, {rows} rows a step, {form}: {figures[-1][0] / 1e12:.3f} TFLOP,"
+            f" {figures[-1][1] / 1e9:.2f} GB"
+        )
     (flops, size), (more_flops, more_size) = figures
-    print(f"the front end adds {more_flops / flops - 1:.1%} of FLOPs and {more_size / size - 1:.1%} of bytes")
+    print(
+        f"the front end adds {more_flops / flops - 1:.1%} of FLOPs and {more_size / size - 1:.1%}"
+        " of bytes"
+    )
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", help="as in --plan=; default: this machine's CPU")
     parser.add_argument("--rows", type=int, help="of a step; default: 4, with a target 256")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of steps on the CPU")

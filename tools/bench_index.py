@@ -38,7 +38,9 @@ print(f"{index.n_rows} rows, {took:.2f} s of CPU, {walled:.2f} s, {(resident() -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--recordings", type=int, default=100_000)
     parser.add_argument("--files", type=int, default=2000)
@@ -59,9 +61,14 @@ def headers(folder: pathlib.Path, n: int) -> None:
     for what in ("first", "again"):
         begin = time.process_time()
         given, options = [str(folder / "recordings")], rows.Options()
-        about = indexing.make(given, folder / "index", reading=columns.Options(), options=options, errors=Errors())
+        about = indexing.make(
+            given, folder / "index", reading=columns.Options(), options=options, errors=Errors()
+        )
         seconds = time.process_time() - begin
-        print(f"jaxtrain index, {what}: {n / seconds:.0f} recordings a second of CPU, {about['n_read']} headers read")
+        print(
+            f"jaxtrain index, {what}: {n / seconds:.0f} recordings a second of CPU,"
+            f" {about['n_read']} headers read"
+        )
 
 
 def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
@@ -71,10 +78,14 @@ def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
     for first in range(0, n, store.SHARD_ROWS):
         k = np.arange(first, min(first + store.SHARD_ROWS, n))
         names = pa.array([f"site{r % 97:02d}/{r:08d}.flac" for r in range(n_recordings)])
-        path = pa.DictionaryArray.from_arrays(pa.array((k * n_recordings // n).astype(np.int32)), names).cast(pa.string())
+        path = pa.DictionaryArray.from_arrays(
+            pa.array((k * n_recordings // n).astype(np.int32)), names
+        ).cast(pa.string())
         start = (k % 1000) * 5.0
         columns = {
-            "audio": pa.StructArray.from_arrays([pa.nulls(len(k), pa.binary()), path], ["bytes", "path"]),
+            "audio": pa.StructArray.from_arrays(
+                [pa.nulls(len(k), pa.binary()), path], ["bytes", "path"]
+            ),
             "start": pa.array(start),
             "end": pa.array(start + 5.0),
             "channel": pa.array(np.full(len(k), -1, np.int32)),
@@ -83,12 +94,27 @@ def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
         arrays = [columns.get(field.name, pa.nulls(len(k), field.type)) for field in kind]
         paths.append(folder / f"train-{len(paths):05d}.parquet")
         dictionary = ["audio.path", *store.TEXTS]
-        pq.write_table(pa.Table.from_arrays(arrays, schema=kind), paths[-1], use_dictionary=dictionary, compression="zstd")
+        pq.write_table(
+            pa.Table.from_arrays(arrays, schema=kind),
+            paths[-1],
+            use_dictionary=dictionary,
+            compression="zstd",
+        )
     size = sum(os.path.getsize(path) for path in paths)
-    print(f"{n} rows of {n_recordings} recordings in {len(paths)} shards of {size / n:.1f} bytes a row")
-    for what, cache in (("no cache", ""), ("writing the cache", folder / "cache"), ("from the cache", folder / "cache")):
+    print(
+        f"{n} rows of {n_recordings} recordings in {len(paths)} shards of {size / n:.1f} bytes"
+        " a row"
+    )
+    for what, cache in (
+        ("no cache", ""),
+        ("writing the cache", folder / "cache"),
+        ("from the cache", folder / "cache"),
+    ):
         command = [sys.executable, "-c", OPEN, str(cache), *map(str, paths)]
-        print(f"{what}: {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}")
+        print(
+            f"{what}:"
+            f" {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
+        )
 
 
 if __name__ == "__main__":

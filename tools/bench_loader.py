@@ -65,7 +65,10 @@ from tools.loader_peers import BATCH, OURS, PEERS, SEED, missing
 
 # MP3 and WAV hold as many stereo recordings as mono ones, as archives of field recordings do.
 CODECS = {
-    "ogg": ("OGG 32k", demo_birds.Codec("ogg", "OGG", "VORBIS", 32000, 1, 30, 8.0, (("compression_level", 0.6),))),
+    "ogg": (
+        "OGG 32k",
+        demo_birds.Codec("ogg", "OGG", "VORBIS", 32000, 1, 30, 8.0, (("compression_level", 0.6),)),
+    ),
     "mp3": (
         "MP3 44.1k",
         demo_birds.Codec(
@@ -84,15 +87,21 @@ CODECS = {
 PREPARED = ("raw", "packed")
 
 
-def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
+def make_corpus(
+    codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None
+) -> pathlib.Path:
     """Return the shard with ``n`` recordings of ``seconds`` on average, made if it is not there."""
     if codec in PREPARED:
         source = make_corpus("wav32", n=n, seconds=seconds, folder=folder)
         out = source.with_name(f"{source.stem}-{codec}")
         prepared.prepare(str(source), out, prepared.Settings(packed=codec == "packed"))
         return out / "data-00000-of-00001.arrow"
-    recipe = zlib.crc32(pathlib.Path(demo_birds.__file__).read_bytes() + repr(CODECS[codec]).encode())
-    shard = (folder or machine.cache_folder()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
+    recipe = zlib.crc32(
+        pathlib.Path(demo_birds.__file__).read_bytes() + repr(CODECS[codec]).encode()
+    )
+    shard = (
+        folder or machine.cache_folder()
+    ) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
     if shard.is_file():
         return shard
     print(f"making {shard}, once", file=sys.stderr)
@@ -105,13 +114,18 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
         kind = CODECS[codec][1]
         kind = kind._replace(channels=1 + number % 2) if kind.channels == 2 else kind
         # The lengths come out exactly as asked for, whatever the demo would draw.
-        rec = demo_birds.Recording(number, number % len(demo_birds.SPECIES), kind, float(spread_n[number]))
+        rec = demo_birds.Recording(
+            number, number % len(demo_birds.SPECIES), kind, float(spread_n[number])
+        )
         return demo_birds.encode(rec, demo_birds.waveform(rec))
 
     # Under another name until it is whole.
     with tempfile.TemporaryDirectory(dir=shard.parent) as temporary:
         made = pathlib.Path(temporary) / shard.name
-        with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(machine.cores()) as pool:
+        with (
+            pa.ipc.new_stream(str(made), demo.schema()) as sink,
+            futures.ThreadPoolExecutor(machine.cores()) as pool,
+        ):
             for number, data in enumerate(pool.map(encoded, range(n))):
                 audio = {"bytes": data, "path": f"{number:05d}.{CODECS[codec][1].suffix}"}
                 columns = {"audio": [audio], "ebird_code": [number % len(demo_birds.SPECIES)]}
@@ -143,14 +157,20 @@ def child(name: str, pinned: str) -> None:
         path = pathlib.Path(request["shard"])
         if path != open_shard:
             open_shard = path
-            loader = peer.make(path, threads) if peer.one_process else loader_peers.Each(peer.make, path)
+            loader = (
+                peer.make(path, threads) if peer.one_process else loader_peers.Each(peer.make, path)
+            )
         crops = loader_peers.crops(path, request["epoch"])[first : request.get("n") : step]
         began, spent = time.perf_counter(), time.process_time()
         out = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
         seconds, cpu = time.perf_counter() - began, time.process_time() - spent
         if "to" in request:
             np.save(request["to"], np.concatenate(out)[: len(crops)])
-        print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answers, flush=True)
+        print(
+            json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}),
+            file=answers,
+            flush=True,
+        )
 
 
 class PeerError(RuntimeError):
@@ -162,14 +182,29 @@ class Running:
 
     def __init__(self, name: str, threads: Sequence[int]):
         self.name, self.of = name, dict[int, list[subprocess.Popen[str]]]()
-        single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")}
+        single = {
+            f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")
+        }
         env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"}
         peer = OURS if name == "ours" else PEERS[name]
 
         def start(pinned: Sequence[int]) -> subprocess.Popen[str]:
-            command = [sys.executable, "-m", "tools.bench_loader", "child", name, json.dumps(list(pinned))]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            return subprocess.Popen(command, env={**env, **peer.env}, cwd=pathlib.Path(__file__).parents[1], **pipes)
+            command = [
+                sys.executable,
+                "-m",
+                "tools.bench_loader",
+                "child",
+                name,
+                json.dumps(list(pinned)),
+            ]
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+            }
+            return subprocess.Popen(
+                command, env={**env, **peer.env}, cwd=pathlib.Path(__file__).parents[1], **pipes
+            )
 
         if peer.one_process:
             self.of = {n: [start(cores()[:n])] for n in threads}
@@ -177,12 +212,18 @@ class Running:
             each = [start([core]) for core in cores()[: max(threads)]]
             self.of = {n: each[:n] for n in threads}
 
-    def rate(self, threads: int, *, clock: str = "wall", of: int | None = None, **request: Any) -> float:
+    def rate(
+        self, threads: int, *, clock: str = "wall", of: int | None = None, **request: Any
+    ) -> float:
         """Examples/s, of all processes together, or of the first ``of``. Raises PeerError."""
         processes = self.of[threads][:of]
         for k, process in enumerate(processes):
             with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-                print(json.dumps(request | {"part": [k, len(processes)]}), file=process.stdin, flush=True)
+                print(
+                    json.dumps(request | {"part": [k, len(processes)]}),
+                    file=process.stdin,
+                    flush=True,
+                )
         lines = [cast(IO[str], process.stdout).readline() for process in processes]
         if not all(lines):
             raise PeerError(f"{self.name} ended early; its output is above")
@@ -209,23 +250,36 @@ def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: in
 
 
 def measure(
-    peers: Sequence[Running], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
+    peers: Sequence[Running],
+    shard: pathlib.Path,
+    *,
+    threads: Sequence[int],
+    rounds: int,
+    clock: str,
 ) -> dict[str, dict[str, list[float]]]:
     """Return number of threads -> peer -> examples/s of each round.
 
     All wait at the same time: who works has the machine alone.
     """
     turns = [(each, n) for n in threads for each in peers]
-    rates: dict[str, dict[str, list[float]]] = {str(n): {each.name: [] for each in peers} for n in threads}
+    rates: dict[str, dict[str, list[float]]] = {
+        str(n): {each.name: [] for each in peers} for n in threads
+    }
     for round_ in range(rounds):
         first = round_ % len(turns)
         for each, n in turns[first:] + turns[:first]:  # nobody is always last
-            rates[str(n)][each.name].append(each.rate(n, shard=str(shard), epoch=round_, clock=clock))
+            rates[str(n)][each.name].append(
+                each.rate(n, shard=str(shard), epoch=round_, clock=clock)
+            )
     return rates
 
 
 def cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def ratio(rates: Mapping[str, Sequence[float]], a: str, b: str) -> float:
@@ -244,21 +298,35 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) ->
     head = [CODECS[codec][0] for codec in codecs]
     for threads in results[codecs[0]]:
         of = {codec: results[codec][threads] for codec in codecs}
-        middle = {codec: {name: statistics.median(r) for name, r in rates.items()} for codec, rates in of.items()}
+        middle = {
+            codec: {name: statistics.median(r) for name, r in rates.items()}
+            for codec, rates in of.items()
+        }
         lines += [
             f"| examples/s, {threads} thread{'s' * (threads != '1')} | {' | '.join(head)} |",
             "|---|" + "---:|" * len(head),
         ]
         for name in of[codecs[0]]:
-            lines.append(f"| {label(name)} | {' | '.join(f'{middle[codec][name]:.0f}' for codec in codecs)} |")
+            lines.append(
+                f"| {label(name)} |"
+                f" {' | '.join(f'{middle[codec][name]:.0f}' for codec in codecs)} |"
+            )
         if len(of[codecs[0]]) > 1:
-            best = {codec: max((name for name in m if name != "ours"), key=m.__getitem__) for codec, m in middle.items()}
-            cells = [f"**{ratio(of[codec], 'ours', best[codec]):.2f}** × {best[codec]}" for codec in codecs]
+            best = {
+                codec: max((name for name in m if name != "ours"), key=m.__getitem__)
+                for codec, m in middle.items()
+            }
+            cells = [
+                f"**{ratio(of[codec], 'ours', best[codec]):.2f}** × {best[codec]}"
+                for codec in codecs
+            ]
             lines.append(f"| ours / best peer | {' | '.join(cells)} |")
         lines.append("")
     one, *others = results[codecs[0]]
     for more in others:
-        pairs = {codec: {n: rates["ours"] for n, rates in results[codec].items()} for codec in codecs}
+        pairs = {
+            codec: {n: rates["ours"] for n, rates in results[codec].items()} for codec in codecs
+        }
         cells = [f"{CODECS[codec][0]} {ratio(pairs[codec], more, one):.2f}" for codec in codecs]
         lines.append(f"Ours, {more} threads / {one}: {', '.join(cells)}.")
     return "\n".join(lines)
@@ -271,20 +339,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
-        prog="tools.bench_loader", description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools.bench_loader",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [codec for codec in CODECS if codec not in ("wav32", *PREPARED)]
-    parser.add_argument("--codecs", default=",".join(names), help=f"of {', '.join(CODECS)} (default: %(default)s)")
-    parser.add_argument("--peers", default="all", help=f"of {', '.join(PEERS)}; or all, or none (default: all)")
-    parser.add_argument("--threads", default="1,2", help="numbers of threads, one table each (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="passes of each peer (default: %(default)s)")
-    parser.add_argument("--recordings", type=int, default=100, help="in a corpus, which is a pass (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=38.0, help="of a recording, on average (default: %(default)s)")
-    parser.add_argument("--folder", type=pathlib.Path, help=f"of the corpora (default: {machine.cache_folder()})")
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall",
-        help="cpu: seconds that a core worked for the peer, for a machine that has other work too (default: %(default)s)",
-    )  # fmt: skip
+        "--codecs", default=",".join(names), help=f"of {', '.join(CODECS)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peers", default="all", help=f"of {', '.join(PEERS)}; or all, or none (default: all)"
+    )
+    parser.add_argument(
+        "--threads", default="1,2", help="numbers of threads, one table each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="passes of each peer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--recordings",
+        type=int,
+        default=100,
+        help="in a corpus, which is a pass (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=38.0,
+        help="of a recording, on average (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help=f"of the corpora (default: {machine.cache_folder()})"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help=(
+            "cpu: seconds that a core worked for the peer, for a machine that has other work too"
+            " (default: %(default)s)"
+        ),
+    )
     args = parser.parse_args(argv)
 
     codecs, threads = args.codecs.split(","), [int(n) for n in args.threads.split(",")]
@@ -293,18 +389,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := sorted(set(value) - set(allowed)):
             parser.error(f"{', '.join(unknown)}: unknown; expected some of: {', '.join(allowed)}")
     if min(threads) < 1 or max(threads) > len(cores()):
-        parser.error(f"--threads {args.threads}: this process may use {len(cores())} cores, and each thread is pinned to one")
+        parser.error(
+            f"--threads {args.threads}: this process may use {len(cores())} cores, and each thread"
+            " is pinned to one"
+        )
     if args.rounds < 1 or args.recordings < 2 * max(threads):
         parser.error("at least 1 round, and 2 recordings for each thread")
 
     skipped = {name: missing(name) for name in chosen if missing(name)}
     if args.clock == "cpu" and max(threads) > 1 and "torch" in chosen:
-        skipped["torch"] = ["the time of a DataLoader's workers is not its own; use --clock=wall, or --threads=1"]
+        skipped["torch"] = [
+            "the time of a DataLoader's workers is not its own; use --clock=wall, or --threads=1"
+        ]
     results: dict[str, dict[str, dict[str, list[float]]]] = {}
     differences: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         names = ["ours", *(name for name in chosen if name not in skipped)]
-        running = {name: stack.enter_context(contextlib.closing(Running(name, threads))) for name in names}
+        running = {
+            name: stack.enter_context(contextlib.closing(Running(name, threads))) for name in names
+        }
         for codec in codecs:
             shard = make_corpus(codec, n=args.recordings, seconds=args.seconds, folder=args.folder)
             loader_peers.unpack(shard)
@@ -314,11 +417,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 try:
                     rows = first_rows(running[name], shard, threads, n)
                     differences.setdefault(name, {})[codec] = float(np.abs(rows - expected).mean())
-                except PeerError as error:  # a library that is there and does not work, as torchcodec without FFmpeg
+                # a library that is there and does not work, as torchcodec without FFmpeg
+                except PeerError as error:
                     skipped[name] = [str(error)]
                     del running[name]
             print(f"{CODECS[codec][0]}: {args.rounds} rounds", file=sys.stderr)
-            results[codec] = measure(list(running.values()), shard, threads=threads, rounds=args.rounds, clock=args.clock)
+            results[codec] = measure(
+                list(running.values()), shard, threads=threads, rounds=args.rounds, clock=args.clock
+            )
     peers = [name for name in running if name != "ours"]
     for rates in (rates for of in results.values() for rates in of.values()):
         for name in skipped:  # one that failed on a later codec
@@ -326,14 +432,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(table(results))
     if peers:
-        print("\nMean |difference| to ours, in units of the normalised spectrogram, bands below 120:")
+        print(
+            "\nMean |difference| to ours, in units of the normalised spectrogram, bands below 120:"
+        )
         for name in peers:
-            print(f"  {name:12}" + "".join(f"  {codec} {value:.1e}" for codec, value in differences[name].items()))
+            print(
+                f"  {name:12}"
+                + "".join(f"  {codec} {value:.1e}" for codec, value in differences[name].items())
+            )
     for name, why in skipped.items():
         modules = [re.sub("[._]", "-", module) for module in why if " " not in module]
         remedy = f"pip install {' '.join(modules)}" if modules else why[0]
         print(f"\nskipped: {name}: {remedy}")
-    versions = loader_peers.versions(sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers))))
+    versions = loader_peers.versions(
+        sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers)))
+    )
     print(f"\nPython {platform.python_version()}, {', '.join(versions)}; {platform.platform()}")
     return 0
 

@@ -27,9 +27,19 @@ from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.verify import Verifier
 from tools.replay_proof import CONFIGS, patch
 
-SIZES = {"embed": "256", "depth": "4", "heads": "4", "kv_heads": "2", "head_dim": "64", "mlp": "1024"}
+SIZES = {
+    "embed": "256",
+    "depth": "4",
+    "heads": "4",
+    "kv_heads": "2",
+    "head_dim": "64",
+    "mlp": "1024",
+}
 OWN = {  # of a config that is not a demo by itself
-    "audio_language": {f"model.{name}": n for name, n in SIZES.items()} | {"train.batch": "8", "train.accumulate": "1"}
+    "audio_language": (
+        {f"model.{name}": n for name, n in SIZES.items()}
+        | {"train.batch": "8", "train.accumulate": "1"}
+    )
 }
 AT = 200  # of guard.verify_every
 
@@ -56,31 +66,56 @@ def measure(name: str, out: pathlib.Path, steps: int) -> str:
         self._digest = timed("digest", self._digest)
 
     demo, sizes = CONFIGS[name][0], OWN.get(name, {})
-    own = {"workdir": str(out / name), "train.steps": str(2 * steps + 2), "train.eval_every": "0", "train.patience": "0",
-           "checkpoint.best": "", "checkpoint.every": "1000", "metrics.every": "2", "metrics.digest": "true",
-           "guard.verify_every": "2", "mesh.data": "-1", "mesh.fsdp": "1"}  # fmt: skip
+    own = {
+        "workdir": str(out / name),
+        "train.steps": str(2 * steps + 2),
+        "train.eval_every": "0",
+        "train.patience": "0",
+        "checkpoint.best": "",
+        "checkpoint.every": "1000",
+        "metrics.every": "2",
+        "metrics.digest": "true",
+        "guard.verify_every": "2",
+        "mesh.data": "-1",
+        "mesh.fsdp": "1",
+    }
     every = config_lib.load(demo, list(sizes.items())).metrics.every
     with (
         patch(StepCompiler, "at", program),
-        patch(Verifier, "__call__", lambda self, *a: timed("verified", functools.partial(verify, self))(*a)),
+        patch(
+            Verifier,
+            "__call__",
+            lambda self, *a: timed("verified", functools.partial(verify, self))(*a),
+        ),
         patch(MetricsLogger, "__init__", begin),
     ):
         loop.run(config_lib.load(demo, list({**sizes, **own}.items())))
-    plain, verified, digest = (statistics.median(times[kind][1:]) for kind in ("plain", "verified", "digest"))
+    plain, verified, digest = (
+        statistics.median(times[kind][1:]) for kind in ("plain", "verified", "digest")
+    )
     return (
-        f"| {name} | {1e3 * plain:.1f} | {1e3 * digest:.2f} | {every} | {digest / plain / every:.2%} | {1e3 * verified:.1f} | "
-        f"{(verified - plain) / plain / AT:.2%} |"
+        f"| {name} | {1e3 * plain:.1f} | {1e3 * digest:.2f} | {every} |"
+        f" {digest / plain / every:.2%} | {1e3 * verified:.1f} |"
+        f" {(verified - plain) / plain / AT:.2%} |"
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--workload", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="plain and verified ones of each demo")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="plain and verified ones of each demo"
+    )
     args = parser.parse_args()
     cluster.use_compilation_cache()
-    print("| demo | step [ms] | digest [ms] | metrics.every | of a step | verified step [ms] | of a step at 200 |", flush=True)
+    print(
+        "| demo | step [ms] | digest [ms] | metrics.every | of a step | verified step [ms] | of a"
+        " step at 200 |",
+        flush=True,
+    )
     for name in args.workload:
         print(measure(name, args.out, args.steps), flush=True)
     return 0

@@ -33,16 +33,21 @@ KINDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--windows", type=int, default=20)
-    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the recordings; default: none")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="folder that keeps the recordings; default: none"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         print(
-            "CPU milliseconds of a window of 5 s      ours: first  at start  anywhere   whole decode  soundfile's seek  off by"
+            "CPU milliseconds of a window of 5 s      ours: first  at start  anywhere   whole"
+            " decode  soundfile's seek  off by"
         )
         for name in KINDS:
             measure(name, write(folder, name, args.hours), args.windows)
@@ -55,7 +60,9 @@ def write(folder: pathlib.Path, name: str, hours: float) -> pathlib.Path:
     if not path.exists():
         rng = np.random.default_rng(0)
         rate = 48_000 if name == "Opus" else RATE  # that it always decodes to
-        with soundfile.SoundFile(path, "w", rate, 1, subtype=subtype, format=kind, **options) as file:
+        with soundfile.SoundFile(
+            path, "w", rate, 1, subtype=subtype, format=kind, **options
+        ) as file:
             for _ in range(round(hours * 3600)):
                 file.write((rng.standard_normal(rate) * rng.uniform(0.003, 0.1)).astype(np.float32))
     return path
@@ -94,8 +101,14 @@ def measure(name: str, path: pathlib.Path, n: int) -> None:
                 file.read(length, dtype="float32")
 
     seek = cpu(theirs) / n
-    off = max(abs(_rust.decode(data, place, length)[0] - whole[place : place + length]).max() for place in places)
-    print(f"{name:38s} {first:13.1f} {start:9.1f} {anywhere:9.1f} {entire:15.0f} {seek:17.1f} {off:8.1e}")
+    off = max(
+        abs(_rust.decode(data, place, length)[0] - whole[place : place + length]).max()
+        for place in places
+    )
+    print(
+        f"{name:38s} {first:13.1f} {start:9.1f} {anywhere:9.1f} {entire:15.0f} {seek:17.1f}"
+        f" {off:8.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,20 @@ from jaxtrain.plan import worker
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ("small", "published", "whole")
-MESHES = ("data", "fsdp", "mixed")  # all devices along one axis; or 2 × 2 along fsdp and model, the rest along data
+# all devices along one axis; or 2 × 2 along fsdp and model, the rest along data
+MESHES = ("data", "fsdp", "mixed")
 BF16 = {"model.dtype": "bfloat16"}
 Key = tuple[str, str, str]  # workload, size, mesh
 _TINY = {
-    "model.embed": "256", "model.depth": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
-    "model.mlp": "512", "model.vocab": "1024", **BF16,
-}  # fmt: skip
+    "model.embed": "256",
+    "model.depth": "2",
+    "model.heads": "4",
+    "model.kv_heads": "2",
+    "model.head_dim": "64",
+    "model.mlp": "512",
+    "model.vocab": "1024",
+    **BF16,
+}
 
 
 class Workload(NamedTuple):
@@ -47,7 +54,8 @@ class Workload(NamedTuple):
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run")}
         # Higgs has 8 rows for each device: a batch that every mesh divides.
         texts = {
-            name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count)) for name, text in settings.items()
+            name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count))
+            for name, text in settings.items()
         }
         return config_lib.load(f"{ROOT}/{self.source}", texts.items())
 
@@ -57,8 +65,13 @@ WORKLOADS = {
         "configs/xcm.py:demo",
         {},
         {
-            "model.embed": "128", "model.depth": "2", "model.heads": "4", "model.patch": "(16, 16)", "train.batch": "64",
-            "train.accumulate": "1", **BF16,
+            "model.embed": "128",
+            "model.depth": "2",
+            "model.heads": "4",
+            "model.patch": "(16, 16)",
+            "train.batch": "64",
+            "train.accumulate": "1",
+            **BF16,
         },
     ),
     "language": Workload(
@@ -70,8 +83,13 @@ WORKLOADS = {
         "configs/trm_sudoku.py",
         {"data.sources": "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)"},
         {
-            "model.embed": "128", "model.heads": "4", "model.inner_multiple": "128", "model.puzzle_embed": "128",
-            "model.cycles_high": "2", "model.cycles_low": "2", "train.batch": "64",
+            "model.embed": "128",
+            "model.heads": "4",
+            "model.inner_multiple": "128",
+            "model.puzzle_embed": "128",
+            "model.cycles_high": "2",
+            "model.cycles_low": "2",
+            "train.batch": "64",
         },
     ),
     "higgs": Workload(
@@ -83,19 +101,28 @@ WORKLOADS = {
         "configs/giblet.py:blank",
         {},
         {
-            **{f"model.{name}_widths": "(64, 32)" for name in ("audio", "text", "decode_video", "decode_audio", "decode_text")},
-            "model.video_widths": "(64, 64, 32)", "model.trunk_widths": "(128, 128)", "model.bottleneck": "64",
-            "model.decoder_widths": "(128, 128, 64, 64)", "model.head_width": "128", "train.batch": "16",
+            **{
+                f"model.{name}_widths": "(64, 32)"
+                for name in ("audio", "text", "decode_video", "decode_audio", "decode_text")
+            },
+            "model.video_widths": "(64, 64, 32)",
+            "model.trunk_widths": "(128, 128)",
+            "model.bottleneck": "64",
+            "model.decoder_widths": "(128, 128, 64, 64)",
+            "model.head_width": "128",
+            "train.batch": "16",
         },
         {"model.video_widths": "(256, 2048, 1024)"},
         whole={},
     ),
-}  # fmt: skip
+}
 
 
 def axes(mesh: str, count: int) -> dict[str, str]:
     sizes = {"data": (count, 1, 1), "fsdp": (1, count, 1), "mixed": (count // 4, 2, 2)}[mesh]
-    return {f"mesh.{name}": str(n) for name, n in zip(("data", "fsdp", "model"), sizes, strict=True)}
+    return {
+        f"mesh.{name}": str(n) for name, n in zip(("data", "fsdp", "model"), sizes, strict=True)
+    }
 
 
 def write_data(folder: pathlib.Path) -> None:
@@ -104,7 +131,11 @@ def write_data(folder: pathlib.Path) -> None:
 
 
 def jobs(
-    target: str, names: Sequence[str], sizes: Sequence[str], meshes: Sequence[str], folder: pathlib.Path
+    target: str,
+    names: Sequence[str],
+    sizes: Sequence[str],
+    meshes: Sequence[str],
+    folder: pathlib.Path,
 ) -> dict[Key, worker.Job]:
     count, jobs_of = plan_lib.parse_target(target).count, {}
     for name in names:
@@ -125,8 +156,15 @@ def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
         for key, answer in found.items():
             if not answer.compiled:
                 print(f"{', '.join(key)}: {answer.error}", file=sys.stderr)
-        for title, cell in ((f"{target}, GB of each device", _bytes), ("exchanges that overlap", _overlap)):
-            yield from ("", f"| {title} | {' | '.join(args.meshes)} |", f"|---|{'---:|' * len(args.meshes)}")
+        for title, cell in (
+            (f"{target}, GB of each device", _bytes),
+            ("exchanges that overlap", _overlap),
+        ):
+            yield from (
+                "",
+                f"| {title} | {' | '.join(args.meshes)} |",
+                f"|---|{'---:|' * len(args.meshes)}",
+            )
             for name, size in dict.fromkeys((name, size) for name, size, _ in found):
                 cells = [cell(found[name, size, mesh]) for mesh in args.meshes]
                 yield f"| {name}, {size} | {' | '.join(cells)} |"
@@ -149,7 +187,9 @@ def _overlap(answer: worker.Answer) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("compile_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "compile_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", nargs="+", default=["gpu:h100x8"], help="as in --plan=")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["published"])

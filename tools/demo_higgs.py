@@ -56,7 +56,9 @@ class Recording(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.demo_higgs", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="tools.demo_higgs", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--data", default=os.environ.get("JAXTRAIN_ESC10", ""))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/higgs-demo"))
     args, rest = parser.parse_known_args(argv)
@@ -65,12 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     splits = {split: unpack(args.data or "demo", split, out) for split in ("train", "test")}
     names = sorted({r.name for r in splits["train"]})
     old, new = names[: round(0.6 * len(names))], names[round(0.6 * len(names)) :]
-    print(f"{len(splits['train'])} recordings to learn from, {len(splits['test'])} held out; the base's classes are "
-          f"{', '.join(old)}; new ones {', '.join(new)}")  # fmt: skip
+    print(
+        f"{len(splits['train'])} recordings to learn from, {len(splits['test'])} held out; the"
+        f" base's classes are {', '.join(old)}; new ones {', '.join(new)}"
+    )
     for kind, classes in (("base", old), ("adapters", new)):
         for split, found in splits.items():
             examples = [
-                s for r in found if r.name in classes for s in conversations(r, OFFSETS if split == "train" else (0.6,))
+                s
+                for r in found
+                if r.name in classes
+                for s in conversations(r, OFFSETS if split == "train" else (0.6,))
             ]
             (out / f"{kind}-{split}.json").write_text(json.dumps(examples))
     demo_chat.tokenizer(out / "tokenizer.json")
@@ -84,7 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def train(kind: str, *more: str) -> None:
         flags = [f"--config.data.{name}={value}" for name, value in data_flags(out, kind).items()]
-        run("train", f"--config=configs/higgs_demo.py:{kind}", f"--config.workdir={out / kind}", *flags, *more, *rest)
+        run(
+            "train",
+            f"--config=configs/higgs_demo.py:{kind}",
+            f"--config.workdir={out / kind}",
+            *flags,
+            *more,
+            *rest,
+        )
 
     sizes = ["--codebooks=4", "--size=128", "--rounds=10", "--frames=40000", "--components=64"]
     run("train-codec", out / "codec.npz", out / "sounds" / "train", *sizes)
@@ -99,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("text", "audio", "loss"):
         print(f"  {name:6} of new classes: {before[name]:.3f} before, {after[name]:.3f} after")
     good = after["loss"] < (1 - FALL) * before["loss"] and after["audio"] < before["audio"]
-    print(f"{time.perf_counter() - began:.0f} s; the loss {'fell' if good else 'did not fall enough'}; listen to {out}/played")
+    print(
+        f"{time.perf_counter() - began:.0f} s; the loss"
+        f" {'fell' if good else 'did not fall enough'}; listen to {out}/played"
+    )
     return 0 if good else 1
 
 
@@ -125,14 +142,28 @@ def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict[s
     """Asked for a class, it is played; played a recording, its class is named."""
     examples = []
     for offset in offsets:
-        audio = [{"type": "audio", "audio_url": recording.path, "offset": offset, "duration": SECONDS}]
+        audio = [
+            {"type": "audio", "audio_url": recording.path, "offset": offset, "duration": SECONDS}
+        ]
         for question, answer in ((recording.name, audio), (audio, recording.name)):
-            examples.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+            examples.append(
+                {
+                    "messages": [
+                        {"role": "user", "content": question},
+                        {"role": "assistant", "content": answer},
+                    ]
+                }
+            )
     return examples
 
 
 def data_flags(out: pathlib.Path, kind: str) -> dict[str, str | float]:
-    files = {"manifest": f"{kind}-train.json", "test": f"{kind}-test.json", "tokenizer": "tokenizer.json", "codec": "codec.npz"}
+    files = {
+        "manifest": f"{kind}-train.json",
+        "test": f"{kind}-test.json",
+        "tokenizer": "tokenizer.json",
+        "codec": "codec.npz",
+    }
     return {name: str(out / file) for name, file in files.items()} | {"bad_budget": 0.05}
 
 
@@ -144,7 +175,10 @@ def held_out(out: pathlib.Path, weights: str) -> Mapping[str, float]:
     task = audio_loss.make_task(config_lib.Config(model=speaker.model), layout.shard, 32)
     evaluate = jax.jit(lambda params, batch: task.evaluate(Variables(params), batch))
     loader = chat_audio.make_loader(data, split="test", rows=Rows(32, ((0, 32),)), seed=0)
-    sums = [evaluate(speaker.params, {name: batch[name][0] for name in task.axes}) for _, batch in loader]
+    sums = [
+        evaluate(speaker.params, {name: batch[name][0] for name in task.axes})
+        for _, batch in loader
+    ]
     return task.finish(metrics.mean(sums))
 
 

@@ -34,42 +34,59 @@ ALONE = "supervised_long"  # whose encoder is another
 VIEWS = 3
 
 
-def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
+def train(
+    path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]
+) -> float:
     """Train a run unless it is finished. Returns CPU seconds. Raises SystemExit: other fields."""
     workdir = out / f"{objective}_{fold}"
     noted = workdir / "finished.json"
     if not noted.exists():
-        command = [sys.executable, "-m", "jaxtrain.main", f"--config=configs/esc10_folds.py:{path},{objective},{fold}"]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxtrain.main",
+            f"--config=configs/esc10_folds.py:{path},{objective},{fold}",
+        ]
         seconds = trm_table.start([*command, f"--config.workdir={workdir}", *overrides])
-        noted.write_text(json.dumps({"path": path, "overrides": sorted(overrides), "cpu_seconds": seconds}))
+        noted.write_text(
+            json.dumps({"path": path, "overrides": sorted(overrides), "cpu_seconds": seconds})
+        )
     earlier = json.loads(noted.read_text())
     if (earlier["path"], earlier["overrides"]) != (path, sorted(overrides)):
         raise SystemExit(
-            f"tools.esc10_folds: {workdir} was trained on {earlier['path']} with {earlier['overrides'] or 'no overrides'}; "
-            "choose another --out"
+            f"tools.esc10_folds: {workdir} was trained on {earlier['path']} with"
+            f" {earlier['overrides'] or 'no overrides'}; choose another --out"
         )
     return float(earlier["cpu_seconds"])
 
 
-def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:
+def embedded(
+    path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool
+) -> probe.Features:
     model = encoder.load(str(source), ema=not random, random=fold if random else None)
     data = encoder.data_config(model, train=f"{path}/*/*.arrow", views=VIEWS)
     embed.embed(model, data, out, columns=("fold",), batch=40)
     return probe.read(out, group="fold")
 
 
-def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
+def margins(
+    found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int
+) -> dict[str, dict[str, float]]:
     """Accuracy beyond that of "random", by the same bootstrap. ``found``: which were right."""
     weight = measures.bootstrap(len(y), draws)
     rate = {name: weight @ right / weight.sum(1) for name, right in found.items()}
-    return {name: measures.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}
+    return {
+        name: measures.summary(x - rate["random"]) for name, x in rate.items() if name != "random"
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools.esc10_folds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="tools.esc10_folds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     parser.add_argument("path")
     parser.add_argument("--out", default="runs/esc10_folds")
     parser.add_argument("--objectives", default=",".join(OBJECTIVES))
@@ -89,26 +106,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for fold in folds:  # fold by fold, so that an early look compares all objectives
         for objective in objectives:
-            seconds.setdefault(objective, []).append(train(args.path, objective, fold, out, overrides))
+            seconds.setdefault(objective, []).append(
+                train(args.path, objective, fold, out, overrides)
+            )
     for name in ("random", *objectives):
         splits = []
         for fold in folds:
             source = out / f"{objectives[0] if name == 'random' else name}_{fold}"
-            features = embedded(args.path, source, fold, out / "embeddings" / f"{name}_{fold}", random=name == "random")
-            splits.append(next(p for p in probe.folds_of(features) if p[1].group is not None and p[1].group[0] == fold))
+            features = embedded(
+                args.path,
+                source,
+                fold,
+                out / "embeddings" / f"{name}_{fold}",
+                random=name == "random",
+            )
+            splits.append(
+                next(
+                    p
+                    for p in probe.folds_of(features)
+                    if p[1].group is not None and p[1].group[0] == fold
+                )
+            )
         results[name] = probe.evaluate(splits, draws=args.draws)
         linear = [probe.linear(a.x, a.y, b.x, multilabel=False) for a, b in splits]
-        right[name] = np.concatenate([b.y.argmax(1) == s.argmax(1) for s, (_, b) in zip(linear, splits, strict=True)])
+        right[name] = np.concatenate(
+            [b.y.argmax(1) == s.argmax(1) for s, (_, b) in zip(linear, splits, strict=True)]
+        )
         y = np.concatenate([b.y.argmax(1) for _, b in splits])
     text = probe.report(results, out)
     more = margins(right, y, args.draws)
-    lines = ["", "Linear probe by fold, and beyond the random encoder (paired bootstrap); CPU seconds of one training:", ""]
-    lines += ["| features | " + " | ".join(f"fold {fold}" for fold in folds) + " | mean | margin | CPU s |"]
+    lines = [
+        "",
+        (
+            "Linear probe by fold, and beyond the random encoder (paired bootstrap); CPU seconds of"
+            " one training:"
+        ),
+        "",
+    ]
+    lines += [
+        "| features | "
+        + " | ".join(f"fold {fold}" for fold in folds)
+        + " | mean | margin | CPU s |"
+    ]
     lines += ["|---|" + "---:|" * (len(folds) + 3)]
     for name, result in results.items():
         each = result["linear"]["accuracy"].get("folds", [result["linear"]["accuracy"]["value"]])
         m = more.get(name)
-        margin = f"{100 * m['value']:+.1f} [{100 * m['low']:+.1f}, {100 * m['high']:+.1f}]" if m else ""
+        margin = (
+            f"{100 * m['value']:+.1f} [{100 * m['low']:+.1f}, {100 * m['high']:+.1f}]" if m else ""
+        )
         cpu = f"{np.mean(seconds[name]):.0f}" if name in seconds else ""
         cells = [*(f"{100 * x:.1f}" for x in each), f"{100 * np.mean(each):.1f}", margin, cpu]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -49,13 +49,27 @@ if __name__ == "__main__":  # run as a file: its folder is on the path, and the 
 PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
 # [s] of a whole run, and of a part's process or a model's, at most; twice that on CPUs.
 LIMIT, QUICK_LIMIT = 460, 115
-BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 180, "model": 100, "feeding": 180, "state": 120}
+BOUNDS = {
+    "machine": 90,
+    "ceilings": 60,
+    "correctness": 180,
+    "model": 100,
+    "feeding": 180,
+    "state": 120,
+}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
-SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")  # the others are these at another size
+# the others are these at another size
+SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
 CONVENTIONS = {
-    "flops": "products of matrices of the model, forward and backward; nothing recomputed, no gather of embeddings",
+    "flops": (
+        "products of matrices of the model, forward and backward; nothing recomputed, no gather of"
+        " embeddings"
+    ),
     "full_flops": "the same with the places of attention that a causal mask leaves out",
-    "mfu": "of the datasheet's dense bfloat16 peak (jaxtrain/parallel/chips.py), and of the best measured product",
+    "mfu": (
+        "of the datasheet's dense bfloat16 peak (jaxtrain/parallel/chips.py), and of the best"
+        " measured product"
+    ),
 }
 
 
@@ -87,14 +101,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     models = ("bird", "language", "trm", "higgs", "giblet")
-    parser.add_argument("--only", type=_names(PARTS), default=PARTS, help=f"parts, of {','.join(PARTS)}")
-    parser.add_argument("--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}")
-    parser.add_argument("--quick", action="store_true", help="within 2 minutes")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"), help="all numbers, as JSON")
     parser.add_argument(
-        "--readme", type=pathlib.Path, help="write the section of docs/results/h100.md from such a file, and measure nothing"
+        "--only", type=_names(PARTS), default=PARTS, help=f"parts, of {','.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="within 2 minutes")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("gpu_check.json"),
+        help="all numbers, as JSON",
+    )
+    parser.add_argument(
+        "--readme",
+        type=pathlib.Path,
+        help="write the section of docs/results/h100.md from such a file, and measure nothing",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
@@ -109,7 +136,9 @@ def _names(allowed: Sequence[str]) -> Any:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; expected one of: {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(
+                f"{unknown[0]!r} is unknown; expected one of: {', '.join(allowed)}"
+            )
         return names
 
     return parse
@@ -130,14 +159,22 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
                 left_out.append(str(unit))
                 continue
             print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
-            result, why = run(unit, args, pathlib.Path(folder), min((1 + args.small) * BOUNDS[unit.kind], left))
+            result, why = run(
+                unit, args, pathlib.Path(folder), min((1 + args.small) * BOUNDS[unit.kind], left)
+            )
             if why:
                 failures.append({"unit": str(unit), "why": why})
-                print(f"         {unit} failed: {why.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
+                print(
+                    f"         {unit} failed: {why.strip().splitlines()[-1]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             elif unit.kind == "model":
                 found.setdefault("models", {})[unit.case] = result
                 if "profile_error" in result:
-                    failures.append({"unit": f"profile {unit.case}", "why": result["profile_error"]})
+                    failures.append(
+                        {"unit": f"profile {unit.case}", "why": result["profile_error"]}
+                    )
             else:
                 found[unit.kind] = result
     bad = [one for one in found.get("correctness", []) if not one["well"]]
@@ -167,26 +204,46 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
     if {"speed", "profile"} & set(args.only):
         from tools.chip.cases import CASES
 
-        wanted = SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
-        yield from (Unit("model", case.name) for case in CASES if case.name in wanted and case.model in args.models)
+        wanted = (
+            SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
+        )
+        yield from (
+            Unit("model", case.name)
+            for case in CASES
+            if case.name in wanted and case.model in args.models
+        )
     for kind in ("feeding", "state"):
         unasked = kind == "state" and args.quick and args.only == PARTS
         if kind in args.only and "bird" in args.models and not unasked:
             yield Unit(kind)
 
 
-def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float) -> tuple[Any, str]:
+def run(
+    unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float
+) -> tuple[Any, str]:
     """Return (the process's result, "") or (None, the reason)."""
     out, log = folder / "result.json", folder / "log"
     out.unlink(missing_ok=True)
     command = [
-        *(sys.executable, str(ROOT / "tools" / "gpu_check.py"), f"--child={unit}", f"--folder={folder}", f"--out={out}"),
-        *(f"--only={','.join(args.only)}", f"--models={','.join(args.models)}", *(["--quick"] if args.quick else [])),
+        *(
+            sys.executable,
+            str(ROOT / "tools" / "gpu_check.py"),
+            f"--child={unit}",
+            f"--folder={folder}",
+            f"--out={out}",
+        ),
+        *(
+            f"--only={','.join(args.only)}",
+            f"--models={','.join(args.models)}",
+            *(["--quick"] if args.quick else []),
+        ),
         *(["--small"] if args.small else []),
     ]
     with log.open("w+") as file:
         # A group of its own, so that what it started ends with it.
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment(unit, folder), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment(unit, folder), start_new_session=True
+        )
         try:
             code, why = process.wait(seconds), ""
         except subprocess.TimeoutExpired:
@@ -197,7 +254,9 @@ def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: flo
         text = file.read()
     if not why and code == 0 and out.exists():
         return json.loads(out.read_text()), ""
-    why = why or (f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
+    why = why or (
+        f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    )
     return None, "\n".join([*text.strip().splitlines()[-30:], why])
 
 
@@ -210,17 +269,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
     if wanted := platforms():
         env["JAX_PLATFORMS"] = wanted
     env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     # Of a model's own, and empty whatever ran on this machine before: cold is cold. What is fed is
     # a model that was measured.
-    env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case or 'vit-s' * (unit.kind == 'feeding')}".strip())
+    env["JAX_COMPILATION_CACHE_DIR"] = str(
+        folder / f"programs {unit.case or 'vit-s' * (unit.kind == 'feeding')}".strip()
+    )
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     flags = [os.environ.get("XLA_FLAGS", "")]
     if wanted == "cpu":
-        flags.append("--xla_backend_optimization_level=0")  # no speed is reported, so optimising is not worth the wait
+        # no speed is reported, so optimising is not worth the wait
+        flags.append("--xla_backend_optimization_level=0")
     elif unit.kind in ("correctness", "state"):
         flags.append("--xla_gpu_deterministic_ops=true")
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
@@ -235,13 +300,20 @@ def platforms() -> str:
     """
     if asked := os.environ.get("JAX_PLATFORMS", ""):
         return asked if "cpu" in asked.split(",") else f"{asked},cpu"
-    plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")} - {"libtpu", "tpu"}
+    plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")} - {
+        "libtpu",
+        "tpu",
+    }
     dev = pathlib.Path("/dev")
     if any(dev.glob("accel*")) or any(dev.glob("vfio/[0-9]*")):
         return ""
     if not plugins:
         return "cpu"
-    return "cuda,cpu" if importlib.util.find_spec("libtpu") and any("cuda" in name for name in plugins) else ""
+    return (
+        "cuda,cpu"
+        if importlib.util.find_spec("libtpu") and any("cuda" in name for name in plugins)
+        else ""
+    )
 
 
 def child(args: argparse.Namespace) -> int:

@@ -18,9 +18,23 @@ import tomllib
 # pip's settings that uv has too, and those that change nothing that is installed.
 SHARED = {"find-links": "--find-links"}
 WITHOUT_EFFECT = {
-    "cert", "default-timeout", "timeout", "retries", "no-cache-dir", "cache-dir", "no-compile", "no-input", "quiet",
-}  # fmt: skip
-WITHOUT_EFFECT |= {"disable-pip-version-check", "progress-bar", "no-color", "root-user-action", "break-system-packages"}
+    "cert",
+    "default-timeout",
+    "timeout",
+    "retries",
+    "no-cache-dir",
+    "cache-dir",
+    "no-compile",
+    "no-input",
+    "quiet",
+}
+WITHOUT_EFFECT |= {
+    "disable-pip-version-check",
+    "progress-bar",
+    "no-color",
+    "root-user-action",
+    "break-system-packages",
+}
 
 
 def main(folder: pathlib.Path, arguments: list[str]) -> int:
@@ -29,7 +43,15 @@ def main(folder: pathlib.Path, arguments: list[str]) -> int:
         if not uv.exists():
             fetch(folder)
         if (settings := shared(folder)) is not None:
-            command = [str(uv), "pip", "install", "--quiet", f"--python={sys.executable}", *settings, *arguments]
+            command = [
+                str(uv),
+                "pip",
+                "install",
+                "--quiet",
+                f"--python={sys.executable}",
+                *settings,
+                *arguments,
+            ]
             if not subprocess.run(command, env=environment()).returncode:
                 return 0
             print("uv could not install that; pip tries to", file=sys.stderr)
@@ -38,10 +60,14 @@ def main(folder: pathlib.Path, arguments: list[str]) -> int:
     if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
         if subprocess.run([sys.executable, "-m", "ensurepip"], capture_output=True).returncode:
             print(
-                "this Python has neither pip nor ensurepip; install them (on Debian, apt install python3-venv)", file=sys.stderr
+                "this Python has neither pip nor ensurepip; install them (on Debian, apt install"
+                " python3-venv)",
+                file=sys.stderr,
             )
             return 1
-    return subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments]).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *arguments]
+    ).returncode
 
 
 def fetch(folder: pathlib.Path) -> None:
@@ -52,7 +78,9 @@ def fetch(folder: pathlib.Path) -> None:
     made = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
-        subprocess.run([str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        subprocess.run(
+            [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted], check=True
+        )
         if not folder.exists():  # another make has been quicker
             made.rename(folder)
     finally:
@@ -62,10 +90,14 @@ def fetch(folder: pathlib.Path) -> None:
 def shared(folder: pathlib.Path) -> list[str] | None:
     """uv's arguments for pip's settings, or None if it has none for one of them."""
     listed = subprocess.run(
-        [str(folder / "bin" / "python"), "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
+        [str(folder / "bin" / "python"), "-m", "pip", "config", "list"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     found = []
-    for line in filter(str.strip, listed.stdout.splitlines()):  # section.name='value', of which :env: is a section
+    # section.name='value', of which :env: is a section
+    for line in filter(str.strip, listed.stdout.splitlines()):
         key, _, value = line.partition("=")
         name = key.rpartition(".")[2]
         if name in SHARED:

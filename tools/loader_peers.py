@@ -21,14 +21,20 @@ from loaders.io import atomic_write
 
 SEED = 7
 FRONT_END = front_end.FrontEnd()
-RATE, CLIP, N_FRAMES, N_MELS = FRONT_END.sample_rate, 5 * FRONT_END.sample_rate, 512, FRONT_END.n_mels
+RATE, CLIP, N_FRAMES, N_MELS = (
+    FRONT_END.sample_rate,
+    5 * FRONT_END.sample_rate,
+    512,
+    FRONT_END.n_mels,
+)
 MARGIN = 0.05  # [s] that a resampler is given on each side of a crop
 BATCH = 20
 BUFFER = 10_000  # rows
 
 
 class Peer(NamedTuple):
-    make: Callable[..., Any]  # shard -> an object that is called with a Crop, or that has run(crops)
+    # shard -> an object that is called with a Crop, or that has run(crops)
+    make: Callable[..., Any]
     needs: tuple[str, ...] = ()  # modules, whose distributions have the same names
     env: Mapping[str, str] = {}
     one_process: bool = False  # for any number of threads
@@ -47,7 +53,11 @@ class Crop(NamedTuple):
 
 def recordings(shard: pathlib.Path) -> list[memoryview]:
     batches = pa.ipc.open_stream(pa.memory_map(str(shard)))
-    return [memoryview(data.as_buffer()) for batch in batches for data in batch.column("audio").field("bytes")]
+    return [
+        memoryview(data.as_buffer())
+        for batch in batches
+        for data in batch.column("audio").field("bytes")
+    ]
 
 
 def crops(shard: pathlib.Path, epoch: int) -> list[Crop]:
@@ -58,7 +68,9 @@ def crops(shard: pathlib.Path, epoch: int) -> list[Crop]:
         _, rate, frames = _rust.decode(bytes(data[row]), 0, 1)
         surplus = frames - -(-CLIP * rate // RATE)
         start = order.crop_start(SEED, epoch, int(row), surplus + 1) if surplus >= 0 else 0
-        drawn.append(Crop(int(row), data[row], str(shard.with_suffix("") / f"{row:05d}"), start, rate))
+        drawn.append(
+            Crop(int(row), data[row], str(shard.with_suffix("") / f"{row:05d}"), start, rate)
+        )
     return drawn
 
 
@@ -92,7 +104,9 @@ def normalised(x_fm: np.ndarray) -> np.ndarray:
     return out_fm
 
 
-def read_crop(path: str, start: int, rate: int, resample: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+def read_crop(
+    path: str, start: int, rate: int, resample: Callable[[np.ndarray, int], np.ndarray]
+) -> np.ndarray:
     """float32 [160000]: soundfile seeks and reads, with a margin if the crop is resampled."""
     with soundfile.SoundFile(path) as file:
         if rate == RATE:
@@ -139,9 +153,14 @@ def torchaudio_fbank(wave_n: np.ndarray) -> np.ndarray:
 
     with torch.inference_mode():
         fbank_tf: np.ndarray = kaldi.fbank(
-            torch.from_numpy(np.ascontiguousarray(wave_n))[None], sample_frequency=RATE, num_mel_bins=N_MELS,
-            window_type="hanning", htk_compat=True, use_energy=False, dither=0.0,
-        ).numpy()  # fmt: skip
+            torch.from_numpy(np.ascontiguousarray(wave_n))[None],
+            sample_frequency=RATE,
+            num_mel_bins=N_MELS,
+            window_type="hanning",
+            htk_compat=True,
+            use_energy=False,
+            dither=0.0,
+        ).numpy()
         return fbank_tf
 
 
@@ -151,7 +170,9 @@ class Datasets:
         import torch
 
         torch.set_num_threads(1)
-        self.rows = datasets.Dataset.from_file(str(shard)).cast_column("audio", datasets.Audio(sampling_rate=RATE))
+        self.rows = datasets.Dataset.from_file(str(shard)).cast_column(
+            "audio", datasets.Audio(sampling_rate=RATE)
+        )
 
     def __call__(self, s: Crop) -> np.ndarray:
         wave_n = np.asarray(self.rows[s.row]["audio"]["array"], np.float32)
@@ -169,9 +190,16 @@ class Librosa:
     def __call__(self, s: Crop) -> np.ndarray:
         wave_n, _ = self.load(s.path, sr=RATE, offset=s.start / s.rate, duration=CLIP / RATE)
         mels_mf = self.melspectrogram(
-            y=clip(wave_n), sr=RATE, n_fft=1024, win_length=FRONT_END.window, hop_length=FRONT_END.hop, n_mels=N_MELS,
-            fmin=20, htk=True, norm=None,
-        )  # fmt: skip
+            y=clip(wave_n),
+            sr=RATE,
+            n_fft=1024,
+            win_length=FRONT_END.window,
+            hop_length=FRONT_END.hop,
+            n_mels=N_MELS,
+            fmin=20,
+            htk=True,
+            norm=None,
+        )
         frames = FRONT_END.n_clip_frames(CLIP)
         return normalised(np.log(np.maximum(mels_mf.T[:frames], np.finfo(np.float32).eps)))
 
@@ -195,7 +223,9 @@ class TorchCrops:
         if rate not in self.resamplers:
             self.resamplers[rate] = torchaudio.transforms.Resample(rate, RATE)
         with torch.inference_mode():
-            resampled_n: np.ndarray = self.resamplers[rate](torch.from_numpy(wave_n)[None])[0].numpy()
+            resampled_n: np.ndarray = self.resamplers[rate](torch.from_numpy(wave_n)[None])[
+                0
+            ].numpy()
             return resampled_n
 
 
@@ -209,9 +239,12 @@ class Torch:
         import torch
 
         torch.set_num_threads(1)
-        self.crops: list[Place] = []  # what a pass is to make: the sampler, filled again before each
+        # what a pass is to make: the sampler, filled again before each
+        self.crops: list[Place] = []
         workers = {"num_workers": threads, "persistent_workers": True} if threads > 1 else {}
-        self.loader = torch.utils.data.DataLoader(TorchCrops(), sampler=self.crops, batch_size=BATCH // threads, **workers)
+        self.loader = torch.utils.data.DataLoader(
+            TorchCrops(), sampler=self.crops, batch_size=BATCH // threads, **workers
+        )
 
     def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
         self.crops[:] = [(s.path, s.start, s.rate) for s in crops]
@@ -237,7 +270,9 @@ class Seek:
         return self.spectrogram(read_crop(s.path, s.start, s.rate, self.resample))
 
     def spectrogram(self, wave_n: np.ndarray) -> np.ndarray:
-        frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, FRONT_END.window)[:: FRONT_END.hop]
+        frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, FRONT_END.window)[
+            :: FRONT_END.hop
+        ]
         frames_fn = frames_fn - frames_fn.mean(1, keepdims=True)
         windowed_fn = self.padded_fn[: len(frames_fn), : FRONT_END.window]
         # The first sample's own rule does not matter: the window is 0 there.
@@ -257,8 +292,12 @@ class Spdl(Seek):
         # The demuxer finds the packets of the crop, and the filter trims it to the sample, as
         # SPDL's documentation has it.
         span = s.start / s.rate, s.start / s.rate + CLIP / RATE
-        trim = spdl_io.get_audio_filter_desc(sample_rate=RATE, num_channels=1, timestamp=span, num_frames=CLIP)
-        return self.spectrogram(clip(spdl_io.to_numpy(spdl_io.load_audio(bytes(s.data), span, filter_desc=trim))[0]))
+        trim = spdl_io.get_audio_filter_desc(
+            sample_rate=RATE, num_channels=1, timestamp=span, num_frames=CLIP
+        )
+        return self.spectrogram(
+            clip(spdl_io.to_numpy(spdl_io.load_audio(bytes(s.data), span, filter_desc=trim))[0])
+        )
 
 
 class TorchCodec(Seek):
@@ -273,12 +312,17 @@ class TorchCodec(Seek):
 
         super().__init__(shard)
         torch.set_num_threads(1)
-        self.decoder, self.tensor = AudioDecoder, functools.partial(torch.frombuffer, dtype=torch.uint8)
+        self.decoder, self.tensor = (
+            AudioDecoder,
+            functools.partial(torch.frombuffer, dtype=torch.uint8),
+        )
 
     def __call__(self, s: Crop) -> np.ndarray:
         decoder = self.decoder(self.tensor(s.data), sample_rate=RATE, num_channels=1)
         start = s.start / s.rate + (decoder.metadata.begin_stream_seconds_from_header or 0)
-        return self.spectrogram(clip(decoder.get_samples_played_in_range(start, start + CLIP / RATE).data[0].numpy()))
+        return self.spectrogram(
+            clip(decoder.get_samples_played_in_range(start, start + CLIP / RATE).data[0].numpy())
+        )
 
 
 class Lhotse:
@@ -289,16 +333,26 @@ class Lhotse:
         import torch
 
         torch.set_num_threads(1)
-        config = {"num_filters": N_MELS, "low_freq": 20.0, "high_freq": 0.0, "window_type": "hanning", "snip_edges": True}
+        config = {
+            "num_filters": N_MELS,
+            "low_freq": 20.0,
+            "high_freq": 0.0,
+            "window_type": "hanning",
+            "snip_edges": True,
+        }
         self.fbank = lhotse.Fbank(
-            lhotse.FbankConfig(sampling_rate=RATE, energy_floor=float(np.finfo(np.float32).eps), **config)
+            lhotse.FbankConfig(
+                sampling_rate=RATE, energy_floor=float(np.finfo(np.float32).eps), **config
+            )
         )
         self.recording = lhotse.Recording.from_file
 
     def __call__(self, s: Crop) -> np.ndarray:
         recording = self.recording(s.path)
         start = s.start / s.rate
-        cut = recording.to_cut().truncate(offset=start, duration=min(CLIP / RATE, recording.duration - start))
+        cut = recording.to_cut().truncate(
+            offset=start, duration=min(CLIP / RATE, recording.duration - start)
+        )
         cut = cut.to_mono(mono_downmix=True) if recording.num_channels > 1 else cut
         cut = cut.resample(RATE) if s.rate != RATE else cut
         wave_n = clip(cut.load_audio().reshape(-1))
@@ -321,7 +375,12 @@ class Buffer:
         return _rust.fbank(clip(wave_n[start : start + CLIP]), normalise=True)
 
     def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
-        buffer, numbers, batches, draw = list[tuple[int, np.ndarray]](), list[int](), list[np.ndarray](), random.Random(SEED)
+        buffer, numbers, batches, draw = (
+            list[tuple[int, np.ndarray]](),
+            list[int](),
+            list[np.ndarray](),
+            random.Random(SEED),
+        )
 
         def draw_batch() -> None:
             rows = []
@@ -358,7 +417,9 @@ class Grain:
 class Each:
     """A peer that makes one crop at a time, as a loader of batches."""
 
-    def __init__(self, make: Callable[[pathlib.Path], Callable[[Crop], np.ndarray]], shard: pathlib.Path):
+    def __init__(
+        self, make: Callable[[pathlib.Path], Callable[[Crop], np.ndarray]], shard: pathlib.Path
+    ):
         self.one = make(shard)
 
     def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
@@ -372,9 +433,16 @@ class Each:
 
 
 class Ours:
-    def __init__(self, shard: pathlib.Path, threads: int, form: Literal["spectrogram", "waveform"] = "spectrogram"):
+    def __init__(
+        self,
+        shard: pathlib.Path,
+        threads: int,
+        form: Literal["spectrogram", "waveform"] = "spectrogram",
+    ):
         self.form = form
-        config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin", form=form)
+        config = ours.Config(
+            train=str(shard), test_share=0.0, threads=threads, short="origin", form=form
+        )
         n = ours.dataset_info(config)["n_train"]
         self.batch = math.gcd(n, BATCH)  # so that an epoch is whole batches
         self.n_batches = n // self.batch
@@ -402,14 +470,20 @@ PEERS = {
     "grain": Peer(Grain, ("grain", "scipy", "soxr"), one_process=True),
     "seek": Peer(Seek, ("scipy", "soxr")),
     "seek-malloc": Peer(
-        Seek, ("scipy", "soxr"), {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+        Seek,
+        ("scipy", "soxr"),
+        {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)},
     ),
 }
 OURS = Peer(Ours, one_process=True)
 
 
 def missing(name: str) -> list[str]:
-    return [module for module in PEERS[name].needs if importlib.util.find_spec(module.partition(".")[0]) is None]
+    return [
+        module
+        for module in PEERS[name].needs
+        if importlib.util.find_spec(module.partition(".")[0]) is None
+    ]
 
 
 def versions(modules: Iterable[str]) -> list[str]:

@@ -32,7 +32,11 @@ ALONE = ("tokenizers",)
 # Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and writes the same here.
 SMALLER = ("pyarrow<22",)
 # Of Linux distributions since 2022: glibc 2.35 (Ubuntu 22.04) and before.
-PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)),
+    "manylinux2014_x86_64",
+    "linux_x86_64",
+)
 TAKEN = ("configs/*.py", "tools/gpu_check.py", "tools/chip/*.py")
 RUN = """#!/bin/sh
 # Installs the wheels into packages/, next to what this machine's Python has, and runs the check: ./run.sh [--quick] [--only …]
@@ -53,11 +57,19 @@ class PackError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder, which must not exist")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="the folder, which must not exist"
+    )
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
-    parser.add_argument("--has", default=",".join(HAS), help=f"packages that it has (default: {','.join(HAS)})")
-    parser.add_argument("--wheel", type=pathlib.Path, help="of this project; default: pip wheel makes it")
+    parser.add_argument(
+        "--has", default=",".join(HAS), help=f"packages that it has (default: {','.join(HAS)})"
+    )
+    parser.add_argument(
+        "--wheel", type=pathlib.Path, help="of this project; default: pip wheel makes it"
+    )
     parser.add_argument("--limit", type=float, default=64, help="[MiB] of the folder (default: 64)")
     args = parser.parse_args(argv)
     try:
@@ -77,7 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(wheels: pathlib.Path) -> str:
     """Build this project's wheel, without the lines of its sources, seven eighths of it."""
-    pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT), env={"CARGO_PROFILE_RELEASE_STRIP": "debuginfo"})
+    pip(
+        "wheel",
+        "--no-deps",
+        "--wheel-dir",
+        str(wheels),
+        str(ROOT),
+        env={"CARGO_PROFILE_RELEASE_STRIP": "debuginfo"},
+    )
     return str(next(wheels.glob("*.whl")))
 
 
@@ -91,9 +110,18 @@ def missing(own: pathlib.Path, has: Sequence[str], python: str) -> list[str]:
 
 def resolve(wanted: Iterable[str], python: str, *, deps: bool = True) -> list[tuple[str, str]]:
     """(name, version) of all that pip would install on the machine, were nothing there."""
-    how = ["--dry-run", "--ignore-installed", "--quiet", "--report=-", *([] if deps else ["--no-deps"])]
+    how = [
+        "--dry-run",
+        "--ignore-installed",
+        "--quiet",
+        "--report=-",
+        *([] if deps else ["--no-deps"]),
+    ]
     report = pip("install", *how, *target(python), *wanted)
-    return [(one["metadata"]["name"], one["metadata"]["version"]) for one in json.loads(report)["install"]]
+    return [
+        (one["metadata"]["name"], one["metadata"]["version"])
+        for one in json.loads(report)["install"]
+    ]
 
 
 def fetch(packages: Sequence[str], python: str, wheels: pathlib.Path) -> None:
@@ -105,7 +133,13 @@ def target(python: str) -> list[str]:
     """pip's words for the machine: Linux on x86-64."""
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
     abis = [f"--abi={abi}" for abi in (f"cp{python.replace('.', '')}", "abi3", "none")]
-    return ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *abis, *platforms]
+    return [
+        "--only-binary=:all:",
+        f"--python-version={python}",
+        "--implementation=cp",
+        *abis,
+        *platforms,
+    ]
 
 
 def assemble(folder: pathlib.Path, limit: float) -> int:
@@ -116,24 +150,34 @@ def assemble(folder: pathlib.Path, limit: float) -> int:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
     names = [wheel.name.split("-")[:2] for wheel in sorted((folder / "wheels").glob("*.whl"))]
-    (folder / "requirements.txt").write_text("".join(f"{name}=={version}\n" for name, version in names))
+    (folder / "requirements.txt").write_text(
+        "".join(f"{name}=={version}\n" for name, version in names)
+    )
     (folder / "run.sh").write_text(RUN)
     (folder / "run.sh").chmod(0o755)
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    sizes = {
+        str(file.relative_to(folder)): file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
     if sum(sizes.values()) > limit * 2**20:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
         raise PackError(
-            f"{folder} has {sum(sizes.values()) / 2**20:.1f} MiB, and --limit is {limit:g}; the largest files: "
-            + ", ".join(f"{name} {sizes[name] / 2**20:.1f}" for name in largest)
+            f"{folder} has {sum(sizes.values()) / 2**20:.1f} MiB, and --limit is {limit:g}; the"
+            " largest files: " + ", ".join(f"{name} {sizes[name] / 2**20:.1f}" for name in largest)
         )
     return sum(sizes.values())
 
 
 def pip(*arguments: str, env: Mapping[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **(env or {})}
+    )
     if done.returncode:
-        text = [line for line in done.stderr.splitlines() if re.search(r"error", line, re.I)] or done.stderr.splitlines()
+        text = [
+            line for line in done.stderr.splitlines() if re.search(r"error", line, re.I)
+        ] or done.stderr.splitlines()
         raise PackError(f"pip {arguments[0]} failed: {'; '.join(text[-3:])}")
     return done.stdout
 

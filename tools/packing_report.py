@@ -33,7 +33,9 @@ def lengths_of(path: str) -> np.ndarray:
     return token_files.lengths(file)
 
 
-def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> tuple[float, float, float]:
+def best_fit(
+    lengths: np.ndarray, context: int, window: int, seed: int = 0
+) -> tuple[float, float, float]:
     """Return padding, cut and mean context of an epoch, packed by best fit."""
     shuffled = lengths[order.permutation(seed, 0, len(lengths), np.arange(len(lengths)))]
     rows = cut = 0
@@ -57,16 +59,25 @@ def concat(lengths: np.ndarray, context: int) -> tuple[float, float, float]:
     fits = lengths <= context
     edges = np.unique(np.concatenate([starts, np.arange(0, ends[-1], context)]))
     pieces = np.diff(np.append(edges, ends[-1]))
-    return 0.0, float((fits & (first != last)).mean()), float((pieces * (pieces - 1) / 2).sum() / pieces.sum())
+    return (
+        0.0,
+        float((fits & (first != last)).mean()),
+        float((pieces * (pieces - 1) / 2).sum() / pieces.sum()),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path")
     parser.add_argument("--context", type=int, nargs="+", default=(512, 1024, 2048, 4096))
     args = parser.parse_args(argv)
     lengths = lengths_of(args.path)
-    print(f"{len(lengths):,} documents, {lengths.sum():,} tokens; half of them no longer than {int(np.median(lengths)):,}\n")
+    print(
+        f"{len(lengths):,} documents, {lengths.sum():,} tokens; half of them no longer than"
+        f" {int(np.median(lengths)):,}\n"
+    )
     print("context  packing     padding      cut  context  us/doc")
     for context in args.context:
         began = time.perf_counter()

@@ -25,14 +25,21 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "proofs.md"
 MINUTES = 80  # that a part may take
-BEGIN, END = "<!-- results of make proofs-…: written by tools/proofs.py -->\n", "<!-- end of the results -->\n"
-HEAD = "| part | what it proves | passed | failed | skipped | minutes | commit | day |\n|---|---|---:|---:|---:|---:|---|---|\n"
+BEGIN, END = (
+    "<!-- results of make proofs-…: written by tools/proofs.py -->\n",
+    "<!-- end of the results -->\n",
+)
+HEAD = (
+    "| part | what it proves | passed | failed | skipped | minutes | commit | day"
+    " |\n|---|---|---:|---:|---:|---:|---|---|\n"
+)
 
 
 class Part(NamedTuple):
     what: str
     names: str  # files below tests/, or FILE::FUNCTION, with spaces between
-    workers: int = 1  # processes that run the tests; those that share a service are in one xdist_group
+    # processes that run the tests; those that share a service are in one xdist_group
+    workers: int = 1
 
     @property
     def tests(self) -> list[str]:
@@ -46,17 +53,23 @@ PARTS = {
         workers=4,
     ),
     "faults": Part(
-        "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
-        "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py test_object_store.py "
-        "parallel/test_lease.py doctor/test_doctor.py commands/test_launch_slurm.py tools/test_soak.py",
+        "signals, stuck processes, hosts off the network, full disks, object stores, leases, the"
+        " doctor's hosts",
+        "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py"
+        " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
+        " commands/test_launch_slurm.py tools/test_soak.py",
         workers=2,
     ),
     "damage": Part(
-        "every file of a checkpoint damaged at many places; damaged shards, and all that Python reads; the targets of fuzzing",
-        "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py hostile/test_hostile_readers.py tools/test_fuzz.py",
+        "every file of a checkpoint damaged at many places; damaged shards, and all that Python"
+        " reads; the targets of fuzzing",
+        "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py"
+        " hostile/test_hostile_readers.py tools/test_fuzz.py",
         workers=2,
     ),
-    "hostile": Part("hostile files to every command", "hostile/test_hostile_commands.py", workers=3),
+    "hostile": Part(
+        "hostile files to every command", "hostile/test_hostile_commands.py", workers=3
+    ),
     "matrix": Part(
         "every workload on every mesh, in one process",
         "test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device optim/test_open.py",
@@ -67,11 +80,13 @@ PARTS = {
         "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",
         workers=2,
     ),
-    "plan": Part("lower bounds of steps against the compilers of chips", "plan/test_bound.py", workers=2),
+    "plan": Part(
+        "lower bounds of steps against the compilers of chips", "plan/test_bound.py", workers=2
+    ),
     "compiled": Part(
         "steps and kernels compiled for GPUs and TPUs",
-        "compiled/test_steps.py compiled/test_gpu_check_cases.py nn/test_attention.py nn/test_attention_compiled.py "
-        "test_compiler.py",
+        "compiled/test_steps.py compiled/test_gpu_check_cases.py nn/test_attention.py"
+        " nn/test_attention_compiled.py test_compiler.py",
         workers=2,
     ),
     "size": Part(
@@ -80,15 +95,18 @@ PARTS = {
         workers=2,
     ),
     "workloads": Part(
-        "language and audio language on more meshes and processes; a killed run of puzzles; exports and embeddings",
-        "workloads/test_language.py workloads/test_audio_language.py workloads/test_audio_language_run.py "
-        "workloads/bird/test_embed.py commands/test_export.py workloads/test_trm_run.py",
+        "language and audio language on more meshes and processes; a killed run of puzzles; exports"
+        " and embeddings",
+        "workloads/test_language.py workloads/test_audio_language.py"
+        " workloads/test_audio_language_run.py workloads/bird/test_embed.py commands/test_export.py"
+        " workloads/test_trm_run.py",
         workers=2,
     ),
     "data": Part(
-        "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a check of a chip; benchmarks",
-        "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py workloads/bird/test_fit.py "
-        "tools/test_gpu_check.py tools/test_benches.py",
+        "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a"
+        " check of a chip; benchmarks",
+        "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py"
+        " workloads/bird/test_fit.py tools/test_gpu_check.py tools/test_benches.py",
         workers=2,
     ),
     "docs": Part(
@@ -97,12 +115,17 @@ PARTS = {
         workers=2,
     ),
     "peers": Part(
-        "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers; skipped without)",
-        "workloads/test_hugging_face.py workloads/test_lora.py workloads/bird/test_onnx.py workloads/test_predict.py "
-        "workloads/bird/test_timm.py",
+        "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers;"
+        " skipped without)",
+        "workloads/test_hugging_face.py workloads/test_lora.py workloads/bird/test_onnx.py"
+        " workloads/test_predict.py workloads/bird/test_timm.py",
     ),
     "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),
-    "alone": Part("the trainer's tests without one of the workloads, and without any", "test_workload.py", workers=2),
+    "alone": Part(
+        "the trainer's tests without one of the workloads, and without any",
+        "test_workload.py",
+        workers=2,
+    ),
 }
 
 
@@ -116,10 +139,19 @@ class Result(NamedTuple):
 def run(name: str) -> Result:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         part = PARTS[name]
-        command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *part.tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "slow",
+            f"--junit-xml={report.name}",
+            *part.tests,
+        ]
         command += ["-n", str(part.workers), "--dist=loadgroup", "-v"] if part.workers > 1 else []
         began, late = time.monotonic(), False
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's job in the background inherits it
+        # as a shell's job in the background inherits it
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(command, cwd=ROOT)
         try:
@@ -143,15 +175,22 @@ def run(name: str) -> Result:
 
 def result_of(text: str, minutes: float) -> Result:
     suites = list(xml.etree.ElementTree.fromstring(text).iter("testsuite"))
-    count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")}
+    count = {
+        name: sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
+    }
     failed = count["failures"] + count["errors"]
-    return Result(max(count["tests"] - failed - count["skipped"], 0), failed, count["skipped"], minutes)
+    return Result(
+        max(count["tests"] - failed - count["skipped"], 0), failed, count["skipped"], minutes
+    )
 
 
 def commit() -> str:
     """Return the commit of the checkout, with "-dirty" if it has other changes than results."""
     git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     status = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]
     differs = subprocess.run(status, capture_output=True, text=True).stdout
     return f"{name or 'unknown'}{'-dirty' if differs else ''}"
@@ -159,14 +198,21 @@ def commit() -> str:
 
 def table(rows: dict[str, str]) -> str:
     """Return the table of the page, of a row for each part, or a place for it."""
-    lines = [rows.get(name, f"| {name} | {part.what} | | | | | not run yet | |") for name, part in PARTS.items()]
+    lines = [
+        rows.get(name, f"| {name} | {part.what} | | | | | not run yet | |")
+        for name, part in PARTS.items()
+    ]
     return HEAD + "".join(f"{line}\n" for line in lines)
 
 
 def rows_of(page: str) -> dict[str, str]:
     kept = page[page.index(BEGIN) : page.index(END)]
-    found = {line.split("|")[1].strip(): line for line in kept.splitlines() if line.startswith("| ")}
-    return {name: line for name, line in found.items() if name in PARTS and "not run yet" not in line}
+    found = {
+        line.split("|")[1].strip(): line for line in kept.splitlines() if line.startswith("| ")
+    }
+    return {
+        name: line for name, line in found.items() if name in PARTS and "not run yet" not in line
+    }
 
 
 def keep(page: str, name: str, result: Result, where: str, day: str) -> str:
@@ -177,7 +223,9 @@ def keep(page: str, name: str, result: Result, where: str, day: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     args = parser.parse_args(argv)

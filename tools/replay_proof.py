@@ -60,14 +60,28 @@ from jaxtrain.telemetry.report import step_differences as steps_lib
 from jaxtrain.telemetry.report.run import open_run
 from jaxtrain.verify import Outcome, Verifier
 
-WIDTHS = {"video_widths": 3, "trunk_widths": 2, "decoder_widths": 4, "decode_video_widths": 2, "decode_audio_widths": 2,
-          "decode_text_widths": 2, "audio_widths": 2, "text_widths": 2}  # fmt: skip
+WIDTHS = {
+    "video_widths": 3,
+    "trunk_widths": 2,
+    "decoder_widths": 4,
+    "decode_video_widths": 2,
+    "decode_audio_widths": 2,
+    "decode_text_widths": 2,
+    "audio_widths": 2,
+    "text_widths": 2,
+}
 SMALL = {"model.embed": "16", "model.depth": "1", "model.heads": "2", "train.batch": "4"}
 CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
     "bird": ("configs/xcm.py", SMALL),
     "language": (
         "configs/sums.py",
-        SMALL | {"model.mlp": "32", "model.generation.prompts": "()", "model.targets": "()", "data.context": "16"},
+        SMALL
+        | {
+            "model.mlp": "32",
+            "model.generation.prompts": "()",
+            "model.targets": "()",
+            "data.context": "16",
+        },
     ),
     "trm": (
         "configs/trm_sudoku.py:4x4",
@@ -80,10 +94,20 @@ CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "audio_language": (
         "configs/higgs.py:blank",
-        SMALL | {"model.vocab": "512", "model.kv_heads": "2", "model.head_dim": "8", "model.mlp": "16", "train.accumulate": "1",
-                 "train.batch": "2", "lora.rank": "0", "warm_start.source": "", "data.buckets": "2"},
+        SMALL
+        | {
+            "model.vocab": "512",
+            "model.kv_heads": "2",
+            "model.head_dim": "8",
+            "model.mlp": "16",
+            "train.accumulate": "1",
+            "train.batch": "2",
+            "lora.rank": "0",
+            "warm_start.source": "",
+            "data.buckets": "2",
+        },
     ),
-}  # fmt: skip
+}
 patch = unittest.mock.patch.object
 DEVICES, EVERY = 2, 50  # of the mesh; steps between checkpoints
 KINDS = ("params", "opt_state", "ema", "gradients", "batch")
@@ -91,14 +115,28 @@ KINDS = ("params", "opt_state", "ema", "gradients", "batch")
 
 def fields(name: str, workdir: pathlib.Path, steps: int, more: Mapping[str, str]) -> dict[str, str]:
     return {
-        **CONFIGS[name][1], "workdir": str(workdir), "train.steps": str(steps), "train.eval_every": "0", "train.patience": "0",
-        "train.ema": "0.9", "optim.clip": "0", "checkpoint.every": str(EVERY), "checkpoint.keep": "1000",
-        "checkpoint.best": "", "metrics.every": "1", "metrics.digest": "true", "mesh.data": "-1", "mesh.fsdp": "1", **more,
-    }  # fmt: skip
+        **CONFIGS[name][1],
+        "workdir": str(workdir),
+        "train.steps": str(steps),
+        "train.eval_every": "0",
+        "train.patience": "0",
+        "train.ema": "0.9",
+        "optim.clip": "0",
+        "checkpoint.every": str(EVERY),
+        "checkpoint.keep": "1000",
+        "checkpoint.best": "",
+        "metrics.every": "1",
+        "metrics.digest": "true",
+        "mesh.data": "-1",
+        "mesh.fsdp": "1",
+        **more,
+    }
 
 
 def train(name: str, workdir: pathlib.Path, steps: int, **more: str) -> None:
-    own = fields(name, workdir, steps, {key.replace("__", "."): value for key, value in more.items()})
+    own = fields(
+        name, workdir, steps, {key.replace("__", "."): value for key, value in more.items()}
+    )
     loop.run(config_lib.load(CONFIGS[name][0], list(own.items())))
 
 
@@ -107,7 +145,19 @@ def replay(run: pathlib.Path, first: int, last: int) -> tuple[int, str, pathlib.
     out, text = run.with_name(f"{run.name}-replay-{first}-{last}"), io.StringIO()
     shutil.rmtree(out, ignore_errors=True)
     with contextlib.redirect_stdout(text):
-        cli.main(["replay", str(run), "--step", str(first), "--until", str(last), "--no-page", "--out", str(out)])
+        cli.main(
+            [
+                "replay",
+                str(run),
+                "--step",
+                str(first),
+                "--until",
+                str(last),
+                "--no-page",
+                "--out",
+                str(out),
+            ]
+        )
     return same(text.getvalue()), text.getvalue(), out
 
 
@@ -123,14 +173,20 @@ def replay_part(name: str, out: pathlib.Path, trials: int) -> str:
     train(name, run, trials)
     firsts = [rng.randint(1, trials - length + 1) for _ in range(2)]
     counts = [replay(run, first, first + length - 1)[0] for first in firsts]
-    return f"{sum(counts)} steps made again, asked from {firsts[0]} and {firsts[1]} on, have the same digest"
+    return (
+        f"{sum(counts)} steps made again, asked from {firsts[0]} and {firsts[1]} on, have the same"
+        " digest"
+    )
 
 
 def processes_part(name: str, out: pathlib.Path, trials: int) -> str:
     rng, run, broken = random.Random(1), out / name, out / f"{name}-killed"
     if not (run / "metrics.jsonl").exists():
         train(name, run, trials)
-    own = [f"--config.{key}={value}" for key, value in fields(name, broken, trials, {"checkpoint.every": "10"}).items()]
+    own = [
+        f"--config.{key}={value}"
+        for key, value in fields(name, broken, trials, {"checkpoint.every": "10"}).items()
+    ]
     two = _two(subprocess.DEVNULL, "train", f"--config={CONFIGS[name][0]}", *own)
     after = rng.randint(20, trials // 2)
     while all(p.poll() is None for p in two) and _step(broken) < after:
@@ -138,18 +194,32 @@ def processes_part(name: str, out: pathlib.Path, trials: int) -> str:
     for process in two:
         process.kill()
     if any(process.wait() != -signal.SIGKILL for process in two):
-        raise RuntimeError(f"{broken}: a process ended before its kill, with {[p.returncode for p in two]}")
+        raise RuntimeError(
+            f"{broken}: a process ended before its kill, with {[p.returncode for p in two]}"
+        )
     killed = _step(broken)
     train(name, broken, trials, checkpoint__every="10")
     compared = steps_lib.Compared(*(steps_lib.read(open_run(str(path))) for path in (run, broken)))
     again = replay(broken, 1, trials)[0]
     both = out / f"{name}-two"
     shutil.rmtree(both, ignore_errors=True)
-    made = _two(subprocess.PIPE, "replay", str(run), "--step", "1", "--until", str(trials), "--no-page", "--out", str(both))
+    made = _two(
+        subprocess.PIPE,
+        "replay",
+        str(run),
+        "--step",
+        "1",
+        "--until",
+        str(trials),
+        "--no-page",
+        "--out",
+        str(both),
+    )
     text = [process.communicate()[0] for process in made][0]
     return (
-        f"killed after step {killed} of two processes, ended by one: {compared.summary()}; made again by one process: {again} "
-        f"steps the same; the undisturbed run made again by two processes: {same(text)} steps the same"
+        f"killed after step {killed} of two processes, ended by one: {compared.summary()}; made"
+        f" again by one process: {again} steps the same; the undisturbed run made again by two"
+        f" processes: {same(text)} steps the same"
     )
 
 
@@ -157,13 +227,21 @@ def _two(output: int, *arguments: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {"JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JAXTRAIN_PROCESSES": "2",
-           "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # fmt: skip
+    own = {
+        "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
+        "JAXTRAIN_PROCESSES": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
     return [
-        subprocess.Popen([sys.executable, "-m", "jaxtrain", *arguments], env=os.environ | own | {"JAXTRAIN_PROCESS": str(i)},
-                         stdout=output, stderr=subprocess.DEVNULL, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxtrain", *arguments],
+            env=os.environ | own | {"JAXTRAIN_PROCESS": str(i)},
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         for i in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def _step(run: pathlib.Path) -> int:
@@ -178,7 +256,10 @@ def flip(x: Any, rng: random.Random, *, everywhere: bool) -> Any:
     words = parts[chosen].reshape(-1).view(np.uint8)
     words[rng.randrange(len(words))] ^= 1 << (0 if x.dtype == bool else rng.randrange(8))
     if everywhere:
-        parts = [parts[chosen] if s.index == shards[chosen].index else p for p, s in zip(parts, shards, strict=True)]
+        parts = [
+            parts[chosen] if s.index == shards[chosen].index else p
+            for p, s in zip(parts, shards, strict=True)
+        ]
     placed = [jax.device_put(p, s.device) for p, s in zip(parts, shards, strict=True)]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
 
@@ -203,8 +284,12 @@ def flip_gradient(grads: Any, bit: Any) -> Any:
     for i, x in enumerate(leaves):
         words = jax.lax.bitcast_convert_type(x, jnp.uint32)  # float32, as all of these small models
         place = bit - start
-        mask = jnp.where(jnp.arange(x.size) == place // 32, jnp.uint32(1) << (place % 32).astype(jnp.uint32), 0)
-        leaves[i] = jax.lax.bitcast_convert_type(words ^ mask.astype(jnp.uint32).reshape(x.shape), x.dtype)
+        mask = jnp.where(
+            jnp.arange(x.size) == place // 32, jnp.uint32(1) << (place % 32).astype(jnp.uint32), 0
+        )
+        leaves[i] = jax.lax.bitcast_convert_type(
+            words ^ mask.astype(jnp.uint32).reshape(x.shape), x.dtype
+        )
         start += 32 * x.size
     return jax.tree.unflatten(tree, leaves)
 
@@ -214,7 +299,9 @@ def flippable_gradients() -> Iterator[None]:
     """Compile steps that flip the bit -stop - 1 of their gradients, if ``stop`` is negative."""
     step, asked = step_lib.train_step, list[Any]()
 
-    def train_step(task: Any, tx: Any, layout: Any, state: Any, batch: Any, stop: Any, **more: Any) -> Any:
+    def train_step(
+        task: Any, tx: Any, layout: Any, state: Any, batch: Any, stop: Any, **more: Any
+    ) -> Any:
         asked.append(stop.sum())
         return step(task, tx, layout, state, batch, stop, **more)
 
@@ -250,7 +337,9 @@ class Flipper:
         """Step -> kind of its flip, without the harmless."""
         return {step: kind for step, kind in self.kinds.items() if step not in self.harmless}
 
-    def program(self, inner: Callable[..., Any], number: int, *, restore: bool) -> Callable[..., Any]:
+    def program(
+        self, inner: Callable[..., Any], number: int, *, restore: bool
+    ) -> Callable[..., Any]:
         """Return the program of a step with its flip, which ``restore`` takes back afterwards."""
 
         def step(state: Any, batch: Any, stop: Any) -> Any:
@@ -262,10 +351,14 @@ class Flipper:
             if kind == "gradients":
                 stop = self._bit(state, stop, number)
             state, out = inner(state, batch, stop)
-            if kind == "gradients" and all(map(_equal, jax.tree.leaves(state), jax.tree.leaves(right))):
+            if kind == "gradients" and all(
+                map(_equal, jax.tree.leaves(state), jax.tree.leaves(right))
+            ):
                 self.harmless.add(number)
             if kind in ("params", "opt_state", "ema"):
-                state, self.found[number] = flip_state(state, kind, self._rng, everywhere=self._everywhere)
+                state, self.found[number] = flip_state(
+                    state, kind, self._rng, everywhere=self._everywhere
+                )
             self._right = right if restore else None
             return state, out
 
@@ -278,7 +371,9 @@ class Flipper:
             return item
         name = self._rng.choice(sorted(item.arrays.keys() - {"index"}))  # ids, which no step reads
         self.found[item.step], self._batch = f"{digest.BATCH}/{name}", item.arrays
-        return dataclasses.replace(item, arrays={**item.arrays, name: flip(item.arrays[name], self._rng, everywhere=True)})
+        return dataclasses.replace(
+            item, arrays={**item.arrays, name: flip(item.arrays[name], self._rng, everywhere=True)}
+        )
 
     def _bit(self, state: Any, stop: Any, number: int) -> Any:
         params = state.variables.params
@@ -298,13 +393,17 @@ def _equal(x: Any, y: Any) -> bool:
 def belongs(kind: str, path: str, differ: list[str]) -> bool:
     """Whether only the flipped array differs, or for a gradient the arrays that it moves."""
     if kind == "gradients":  # the norms are the guard's average of the gradient norm
-        return bool(differ) and all(name.endswith(f"/{path}") or name.startswith("norms/") for name in differ)
+        return bool(differ) and all(
+            name.endswith(f"/{path}") or name.startswith("norms/") for name in differ
+        )
     if kind == "batch":
         return [name for name in differ if name.startswith(f"{digest.BATCH}/")] == [path]
     return differ == [path]
 
 
-def counts(flips: Mapping[int, str], arrays: Mapping[int, str], differ: Mapping[int, list[str]]) -> str:
+def counts(
+    flips: Mapping[int, str], arrays: Mapping[int, str], differ: Mapping[int, list[str]]
+) -> str:
     """Count the flips that were found, and those whose step and array were, by kind.
 
     Print the others. ``arrays``: step -> flipped array; ``differ``: step -> arrays found to differ.
@@ -316,7 +415,9 @@ def counts(flips: Mapping[int, str], arrays: Mapping[int, str], differ: Mapping[
 
     def of(good: set[int]) -> str:
         kinds = list(flips.values())
-        each = (f"{k} {sum(flips[s] == k for s in good)}/{kinds.count(k)}" for k in KINDS if k in kinds)
+        each = (
+            f"{k} {sum(flips[s] == k for s in good)}/{kinds.count(k)}" for k in KINDS if k in kinds
+        )
         return f"{len(good)} ({', '.join(each)})"
 
     return f"{len(flips)} flips; {of(seen)} found; {of(located)} located to step and array"
@@ -327,7 +428,11 @@ def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
     at, following = StepCompiler.at, Data.next
     with flippable_gradients():
         with (
-            patch(StepCompiler, "at", lambda self, item: flipper.program(at(self, item), item.step, restore=True)),
+            patch(
+                StepCompiler,
+                "at",
+                lambda self, item: flipper.program(at(self, item), item.step, restore=True),
+            ),
             patch(Data, "next", lambda self, **more: flipper.next(following(self, **more))),
         ):
             train(name, run, 2 * trials, checkpoint__every=str(2 * trials), guard__patience="1000")
@@ -337,36 +442,55 @@ def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
     differ = {step: found for step in compared.steps if (found := compared.arrays(step))}
     flips = {step: kind for step, kind in flipper.harmful().items() if step in compared.steps}
     others = len(differ.keys() - flips.keys())
-    return f"{counts(flips, flipper.found, differ)}; {others} of {len(compared.steps) - len(flips)} other steps differ"
+    return (
+        f"{counts(flips, flipper.found, differ)}; {others} of {len(compared.steps) - len(flips)}"
+        " other steps differ"
+    )
 
 
 def verify_part(name: str, out: pathlib.Path, trials: int) -> str:
-    flipper, reported = Flipper(seed=3, everywhere=False, kinds=KINDS[:4]), dict[int, tuple[list[str], list[str]]]()
+    flipper, reported = (
+        Flipper(seed=3, everywhere=False, kinds=KINDS[:4]),
+        dict[int, tuple[list[str], list[str]]](),
+    )
     at, report = StepCompiler.at, Verifier._report
 
     def program(self: Any, item: Any) -> Any:
         inner = at(self, item)
-        each = itertools.chain([flipper.program(inner, item.step, restore=False)], itertools.repeat(inner))
+        each = itertools.chain(
+            [flipper.program(inner, item.step, restore=False)], itertools.repeat(inner)
+        )
         return lambda *arguments: next(each)(*arguments)  # a third computation is right
 
-    def noted(self: Any, step: int, first: Outcome, two: Outcome, third: Outcome, *, repeats: bool) -> None:
+    def noted(
+        self: Any, step: int, first: Outcome, two: Outcome, third: Outcome, *, repeats: bool
+    ) -> None:
         names = specs.paths(saved_parts(self._assembly.abstract.state))
         differ = (first.parts != two.parts).any((0, 2))
         reported[step] = ([n for n, d in zip(names, differ, strict=True) if d], first.devices(two))
         report(self, step, first, two, third, repeats=repeats)
 
     more = {"guard__verify_every": "1", "guard__on_mismatch": "continue", "guard__patience": "1000"}
-    with flippable_gradients(), patch(StepCompiler, "at", program), patch(Verifier, "_report", noted):
+    with (
+        flippable_gradients(),
+        patch(StepCompiler, "at", program),
+        patch(Verifier, "_report", noted),
+    ):
         train(name, out / f"{name}-verify", 2 * trials, checkpoint__every=str(2 * trials), **more)
     with flippable_gradients():
         train(name, out / f"{name}-plain", 2 * trials, checkpoint__every=str(2 * trials))
     a, b = (steps_lib.read(open_run(str(out / f"{name}-{run}"))) for run in ("verify", "plain"))
     flips, differ = flipper.harmful(), {step: names for step, (names, _) in reported.items()}
-    single = sum(len(reported[step][1]) == 1 for step in flips.keys() & reported.keys() if flips[step] != "gradients")
+    single = sum(
+        len(reported[step][1]) == 1
+        for step in flips.keys() & reported.keys()
+        if flips[step] != "gradients"
+    )
     alarms = len(reported.keys() - flips.keys())
     return (
-        f"{counts(flips, flipper.found, differ)}, {single} of those in a state to one device; {alarms} of "
-        f"{2 * trials - len(flips)} other steps alarmed; the digests are those of an undisturbed run: {a.digests == b.digests}"
+        f"{counts(flips, flipper.found, differ)}, {single} of those in a state to one device;"
+        f" {alarms} of {2 * trials - len(flips)} other steps alarmed; the digests are those of an"
+        f" undisturbed run: {a.digests == b.digests}"
     )
 
 
@@ -379,7 +503,11 @@ def disk_part(name: str, out: pathlib.Path, trials: int) -> str:
     saved = sorted((run / "checkpoints").iterdir())
     for _ in range(trials):
         step = rng.choice(saved)
-        files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.name not in checksums.UNLISTED]
+        files = [
+            path
+            for path in sorted(step.rglob("*"))
+            if path.is_file() and path.name not in checksums.UNLISTED
+        ]
         path = rng.choices(files, [path.stat().st_size for path in files])[0]
         before = path.read_bytes()
         changed = bytearray(before)
@@ -390,8 +518,9 @@ def disk_part(name: str, out: pathlib.Path, trials: int) -> str:
         arrays += bool(_damaged(step, recorded[int(step.name)]))
         path.write_bytes(before)
     return (
-        f"{trials} flips in {len(saved)} checkpoints; {named} found by the checksums, which name step and file; {arrays} of "
-        "them change what is read of an array, and reading or its digest names it"
+        f"{trials} flips in {len(saved)} checkpoints; {named} found by the checksums, which name"
+        f" step and file; {arrays} of them change what is read of an array, and reading or its"
+        " digest names it"
     )
 
 
@@ -414,29 +543,47 @@ def _damaged(step: pathlib.Path, recorded: Mapping[str, str]) -> list[str]:
 
 def alarms_part(name: str, out: pathlib.Path, trials: int) -> str:
     workdir = out / f"{name}-alarms"
-    train(name, workdir, trials, guard__verify_every="1", metrics__digest="false", metrics__every="1000",
-          checkpoint__every=str(trials))  # fmt: skip
+    train(
+        name,
+        workdir,
+        trials,
+        guard__verify_every="1",
+        metrics__digest="false",
+        metrics__every="1000",
+        checkpoint__every=str(trials),
+    )
     text = (workdir / "metrics.jsonl").read_text()
     wrong = text.count('"miscomputed": 1')
     return f"{text.count('miscomputed')} verified steps, {wrong} alarms"
 
 
 PARTS: dict[str, Callable[[str, pathlib.Path, int], str]] = {
-    "replay": replay_part, "processes": processes_part, "flips": flips_part, "verify": verify_part, "disk": disk_part,
+    "replay": replay_part,
+    "processes": processes_part,
+    "flips": flips_part,
+    "verify": verify_part,
+    "disk": disk_part,
     "alarms": alarms_part,
-}  # fmt: skip
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--workload", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="of each part and workload")
+    parser.add_argument(
+        "--trials", type=int, default=20, metavar="N", help="of each part and workload"
+    )
     args = parser.parse_args()
     cluster.use_threads_for_host_devices()
     if jax.device_count() != DEVICES:
-        parser.error(f"there are {jax.device_count()} devices; set XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}")
+        parser.error(
+            f"there are {jax.device_count()} devices; set"
+            f" XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
+        )
     cluster.use_compilation_cache()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.workload:

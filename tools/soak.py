@@ -63,21 +63,40 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROCESSES, HOSTS = 4, 2
 LATE = b"stopped sending heartbeats"  # what JAX's service says of a process
 STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
-DISK = "disk"  # below a soak's folder: workdirs; a file system of its own where this user may mount one
+# below a soak's folder: workdirs; a file system of its own where this user may mount one
+DISK = "disk"
 SIZE = "1g"  # of that
 KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
 ADDRESS = "10.78.0.{}"
-SLOW = ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms")  # of the cable: a step sends 4 MB over it
+# of the cable: a step sends 4 MB over it
+SLOW = ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms")
 # What is trained, where no --config is given; {folder} is the soak's.
-SMALL = ("--config.train.batch=16", "--config.train.eval_every=0", "--config.mesh.data=4", "--config.data.threads=1")
+SMALL = (
+    "--config.train.batch=16",
+    "--config.train.eval_every=0",
+    "--config.mesh.data=4",
+    "--config.data.threads=1",
+)
 MODELS = {
-    "bird": ("--config=configs/xcm.py", "--config.train.steps=40", "--config.checkpoint.every=4", *SMALL),
-    "language": (
-        "--config=configs/shakespeare_char.py:{folder}/text.txt", "--config.train.steps=120", "--config.checkpoint.every=8",
-        "--config.model.generation.prompts=()", *SMALL,
+    "bird": (
+        "--config=configs/xcm.py",
+        "--config.train.steps=40",
+        "--config.checkpoint.every=4",
+        *SMALL,
     ),
-}  # fmt: skip
-BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")
+    "language": (
+        "--config=configs/shakespeare_char.py:{folder}/text.txt",
+        "--config.train.steps=120",
+        "--config.checkpoint.every=8",
+        "--config.model.generation.prompts=()",
+        *SMALL,
+    ),
+}
+BOUNDS = (
+    "--config.distributed.step_timeout=20",
+    "--config.distributed.heartbeat_timeout=10",
+    "--config.metrics.every=1",
+)
 
 # Wraps the config's loader: each process notes a digest of every row that it trains on.
 LOADER = """
@@ -133,9 +152,26 @@ class Hosts:
     def _make(self) -> bool:
         a, b = self.names
         commands = [["netns", "add", a], ["netns", "add", b]]
-        commands += [["link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b]]
+        commands += [
+            [
+                "link",
+                "add",
+                "cable",
+                "netns",
+                a,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                b,
+            ]
+        ]
         for i, name in enumerate(self.names):
-            commands.append(["-n", name, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "cable"])
+            commands.append(
+                ["-n", name, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "cable"]
+            )
             commands += [["-n", name, "link", "set", device, "up"] for device in ("lo", "cable")]
         for command in commands:
             if subprocess.run(["ip", *command], capture_output=True).returncode:
@@ -144,7 +180,9 @@ class Hosts:
         for i, name in enumerate(self.names):  # collectives publish what a host's own name leads to
             folder = pathlib.Path("/etc/netns", name)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS.format(i + 1)} {socket.gethostname()}\n")
+            (folder / "hosts").write_text(
+                f"127.0.0.1 localhost\n{ADDRESS.format(i + 1)} {socket.gethostname()}\n"
+            )
         return True
 
     def inside(self, host: int) -> list[str]:
@@ -170,9 +208,19 @@ class Hosts:
 class Job:
     """One start of the run: its processes, on both hosts or on the first alone."""
 
-    def __init__(self, hosts: Hosts, config: Sequence[str], folder: pathlib.Path, lap: int, *, alone: bool, loader: str):
+    def __init__(
+        self,
+        hosts: Hosts,
+        config: Sequence[str],
+        folder: pathlib.Path,
+        lap: int,
+        *,
+        alone: bool,
+        loader: str,
+    ):
         self.began, self.workdir = time.monotonic(), folder / DISK / f"lap{lap}"
-        self.logs: list[tuple[pathlib.Path, int]] = []  # of each process, and where this start's lines begin
+        # of each process, and where this start's lines begin
+        self.logs: list[tuple[pathlib.Path, int]] = []
         n = PROCESSES // HOSTS if alone else PROCESSES
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -181,15 +229,36 @@ class Job:
         self.processes = []
         for i in range(n):
             env = {k: v for k, v in os.environ.items() if not k.startswith(("JAXTRAIN_", "XLA_"))}
-            env |= {"PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true", "SOAK_LOADER": loader}
+            env |= {
+                "PYTHONPATH": f"{ROOT}:{folder}",
+                "JAX_PLATFORMS": "cpu",
+                "NO_GCE_CHECK": "true",
+                "SOAK_LOADER": loader,
+            }
             env |= {"SOAK_ROWS": str(folder / f"rows{lap}-{i}.jsonl"), "JAXTRAIN_SECRET": "5e" * 16}
             env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-            env |= {"JAXTRAIN_COORDINATOR": hosts.coordinator(port), "JAXTRAIN_PROCESSES": str(n), "JAXTRAIN_PROCESS": str(i)}
-            command = [*hosts.inside(i * HOSTS // n if not alone else 0), sys.executable, "-m", "jaxtrain.main"]
-            command += [*BOUNDS, *config, "--config.loader=soak_loader", f"--config.workdir={self.workdir}"]
+            env |= {
+                "JAXTRAIN_COORDINATOR": hosts.coordinator(port),
+                "JAXTRAIN_PROCESSES": str(n),
+                "JAXTRAIN_PROCESS": str(i),
+            }
+            command = [
+                *hosts.inside(i * HOSTS // n if not alone else 0),
+                sys.executable,
+                "-m",
+                "jaxtrain.main",
+            ]
+            command += [
+                *BOUNDS,
+                *config,
+                "--config.loader=soak_loader",
+                f"--config.workdir={self.workdir}",
+            ]
             log = (folder / f"log{lap}-{i}.txt").open("ab")
             self.logs.append((pathlib.Path(log.name), log.tell()))
-            self.processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+            self.processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+            )
             log.close()
 
     def steps(self) -> int:
@@ -220,10 +289,25 @@ class Job:
 
 
 class Soak:
-    def __init__(self, folder: pathlib.Path, config: Sequence[str], kinds: Sequence[str], hosts: Hosts, seed: int, loader: str):
-        self.folder, self.config, self.kinds, self.hosts, self.loader = folder, config, kinds, hosts, loader
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        config: Sequence[str],
+        kinds: Sequence[str],
+        hosts: Hosts,
+        seed: int,
+        loader: str,
+    ):
+        self.folder, self.config, self.kinds, self.hosts, self.loader = (
+            folder,
+            config,
+            kinds,
+            hosts,
+            loader,
+        )
         self.draw, self.faults, self.wrong = random.Random(seed), list[Fault](), list[str]()
-        self.seconds: collections.Counter[str] = collections.Counter()  # of all laps, by what they went into
+        # of all laps, by what they went into
+        self.seconds: collections.Counter[str] = collections.Counter()
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
         """Return a run to its end, with faults before ``until``; and whether a host was gone."""
@@ -235,14 +319,19 @@ class Soak:
                 if pending and not self._goes_on(job, pending, before):
                     return was_alone
                 while True:  # until a fault ends the job
-                    fault = self._fault(job, until) if number and not (most and len(self.faults) >= most) else None
+                    fault = (
+                        self._fault(job, until)
+                        if number and not (most and len(self.faults) >= most)
+                        else None
+                    )
                     if fault is None:  # it is to end by itself
                         if self._ends(job):
                             return was_alone
                         late = late + 1 if job.steps() == before else 0
                         if not job.was_late() or late > 2:
                             self.wrong.append(
-                                f"lap {number} stood still, or ended with {job.codes()}:\n{self._log(number)[-3000:]}"
+                                f"lap {number} stood still, or ended with"
+                                f" {job.codes()}:\n{self._log(number)[-3000:]}"
                             )
                             return was_alone
                         fault = Fault("load", job.steps())
@@ -257,12 +346,15 @@ class Soak:
 
     def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
         """Whether a step beyond ``before``, or the end, came: it did not stand still."""
-        if self._reaches(job, before + 1) or self._ends(job):  # the fault may have come behind the last step
+        # the fault may have come behind the last step
+        if self._reaches(job, before + 1) or self._ends(job):
             fault.resumed = time.monotonic() - job.began
         elif any(code is None for code in job.codes()):
             fault.by_hand = True
             return False
-        found = re.findall(r"resuming from step (\d+)", self._log(int(job.workdir.name.removeprefix("lap"))))
+        found = re.findall(
+            r"resuming from step (\d+)", self._log(int(job.workdir.name.removeprefix("lap")))
+        )
         fault.lost = max(fault.step - int(found[-1]), 0) if found else fault.step
         print(f"  {fault}", flush=True)
         return True
@@ -278,7 +370,10 @@ class Soak:
 
     def _fault(self, job: Job, until: float) -> Fault | None:
         """Do one some steps from now, until the job ended. None: it ended itself, or too late."""
-        if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
+        if (
+            not self._reaches(job, job.steps() + self.draw.randint(2, 12))
+            or time.monotonic() > until
+        ):
             return None
         time.sleep(self.draw.random())
         fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
@@ -340,7 +435,9 @@ class Soak:
         *others, newest = _checkpoints(workdir) or [workdir]
         if not others:
             return False
-        path = self.draw.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
+        path = self.draw.choice(
+            sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size)
+        )
         data = bytearray(path.read_bytes())
         data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
         path.write_bytes(data)
@@ -367,14 +464,25 @@ class Soak:
         expected, found = self._rows(0), self._rows(number)
         if odd := sorted(key for key in expected if found.get(key) != expected[key]):
             at, row = odd[0]
-            self.wrong.append(f"lap {number}: row {row} of batch {at} is {found.get(odd[0])}, not {expected[odd[0]]}")
+            self.wrong.append(
+                f"lap {number}: row {row} of batch {at} is {found.get(odd[0])}, not"
+                f" {expected[odd[0]]}"
+            )
         pairs = itertools.zip_longest(self._losses(0), self._losses(number), fillvalue=(0, 0.0))
-        if odd_pair := next((pair for pair in pairs if pair[0] != pair[1] and (bits or pair[0][0] != pair[1][0])), None):
+        if odd_pair := next(
+            (pair for pair in pairs if pair[0] != pair[1] and (bits or pair[0][0] != pair[1][0])),
+            None,
+        ):
             (step, loss), (other_step, other) = odd_pair
-            what = f"record {other_step} has the loss {other}, where the first lap's record {step} has {loss}"
+            what = (
+                f"record {other_step} has the loss {other}, where the first lap's record {step} has"
+                f" {loss}"
+            )
             self.wrong.append(f"lap {number}: {what}; process 0 said:\n{self._log(number)}")
         if bits and (arrays := self._arrays(number) ^ self._arrays(0)):
-            self.wrong.append(f"lap {number}: {len(arrays) // 2} arrays differ, for example {min(arrays)[0]}")
+            self.wrong.append(
+                f"lap {number}: {len(arrays) // 2} arrays differ, for example {min(arrays)[0]}"
+            )
 
     def _rows(self, number: int) -> dict[tuple[int, int], str]:
         found: dict[tuple[int, int], str] = {}
@@ -383,18 +491,27 @@ class Soak:
                 with contextlib.suppress(ValueError):  # a kill may have cut the last one
                     position, row, digest = json.loads(line)
                     if found.setdefault((position, row), digest) != digest:
-                        self.wrong.append(f"lap {number}: row {row} of batch {position} was read with two contents")
+                        self.wrong.append(
+                            f"lap {number}: row {row} of batch {position} was read with two"
+                            " contents"
+                        )
         return found
 
     def _losses(self, number: int) -> list[tuple[int, float]]:
-        lines = map(json.loads, (self.folder / DISK / f"lap{number}" / "metrics.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads,
+            (self.folder / DISK / f"lap{number}" / "metrics.jsonl").read_text().splitlines(),
+        )
         return [(line["step"], line["loss"]) for line in lines if line["split"] == "train"]
 
     def _arrays(self, number: int) -> set[tuple[str, str]]:
         from jaxtrain.arrays import stored
 
         state = stored.open_step(stored.find_step(self.folder / DISK / f"lap{number}"))
-        return {(name, hashlib.sha256(array.read(()).tobytes()).hexdigest()) for name, array in state.items()}
+        return {
+            (name, hashlib.sha256(array.read(()).tobytes()).hexdigest())
+            for name, array in state.items()
+        }
 
     def forget(self, number: int) -> None:
         workdir = self.folder / DISK / f"lap{number}"
@@ -406,7 +523,10 @@ class Soak:
 
 
 def _checkpoints(workdir: pathlib.Path) -> list[pathlib.Path]:
-    return sorted((p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return sorted(
+        (p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()),
+        key=lambda p: int(p.name),
+    )
 
 
 def pages() -> str:
@@ -417,11 +537,18 @@ def table(faults: Sequence[Fault]) -> Iterator[str]:
     by_kind = collections.defaultdict(list)
     for fault in faults:
         by_kind[fault.kind].append(fault)
-    yield "| fault | n | noticed [s]: median, most | going on [s]: median, most | steps again: median, most | by hand |"
+    yield (
+        "| fault | n | noticed [s]: median, most | going on [s]: median, most | steps again:"
+        " median, most | by hand |"
+    )
     yield "|---|---:|---:|---:|---:|---:|"
     for kind, some in [*sorted(by_kind.items()), ("all", list(faults))]:
         cells = []
-        for values in ([f.noticed for f in some if f.noticed], [f.resumed for f in some if f.resumed], [f.lost for f in some]):
+        for values in (
+            [f.noticed for f in some if f.noticed],
+            [f.resumed for f in some if f.resumed],
+            [f.lost for f in some],
+        ):
             cells.append(f"{statistics.median(values):.1f}, {max(values):.1f}" if values else "")
         yield f"| {kind} | {len(some)} | {' | '.join(cells)} | {sum(f.by_hand for f in some)} |"
 
@@ -443,16 +570,34 @@ def place() -> Iterator[tuple[pathlib.Path, bool]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     hours, model = os.environ.get("SOAK_HOURS", "3"), os.environ.get("SOAK_MODEL", "bird")
-    parser.add_argument("--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3")
-    parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too; default: 0, any number")
+    parser.add_argument(
+        "--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3"
+    )
+    parser.add_argument(
+        "--faults",
+        type=int,
+        default=0,
+        help="end after so many of them, too; default: 0, any number",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
-    parser.add_argument("--kinds", default="", help="of faults, between commas; default: all that this machine can do")
-    parser.add_argument("--model", default=model, help=f"{' or '.join(MODELS)}; default: SOAK_MODEL, or bird")
-    text = "what is trained, in place of the model; --config.section.field=value changes a field of either"
+    parser.add_argument(
+        "--kinds",
+        default="",
+        help="of faults, between commas; default: all that this machine can do",
+    )
+    parser.add_argument(
+        "--model", default=model, help=f"{' or '.join(MODELS)}; default: SOAK_MODEL, or bird"
+    )
+    text = (
+        "what is trained, in place of the model; --config.section.field=value changes a field of"
+        " either"
+    )
     parser.add_argument("--config", metavar="FILE", help=text)
     return parser
 
@@ -474,17 +619,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                 hosts.queue("del")
                 kinds.append("slow")
             if unknown := set(filter(None, args.kinds.split(","))) - set(kinds):
-                parser.error(f"--kinds names {', '.join(sorted(unknown))}; this machine can do {', '.join(kinds)}")
+                parser.error(
+                    f"--kinds names {', '.join(sorted(unknown))}; this machine can do"
+                    f" {', '.join(kinds)}"
+                )
             kinds = [kind for kind in kinds if not args.kinds or kind in args.kinds.split(",")]
             (folder / "soak_loader.py").write_text(LOADER)
             (folder / "text.txt").write_text(pages())
-            given = [f"--config={args.config}"] if args.config else [x.format(folder=folder) for x in MODELS[args.model]]
+            given = (
+                [f"--config={args.config}"]
+                if args.config
+                else [x.format(folder=folder) for x in MODELS[args.model]]
+            )
             config = [*given, *fields]
             arguments = config_lib.parse_args(config)
             loader = config_lib.load(arguments.source, arguments.overrides).loader
-            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {', '.join(kinds)}", flush=True)
+            print(
+                f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults:"
+                f" {', '.join(kinds)}",
+                flush=True,
+            )
             print(f"each lap: {' '.join(config)}", flush=True)
-            return report(Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults)
+            return report(
+                Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults
+            )
     finally:
         hosts.close()
 
@@ -496,13 +654,19 @@ def report(soak: Soak, hours: float, most: int) -> int:
         soak.lap(0, until=0)
         print(f"lap 0, without faults: {time.monotonic() - began:.0f} s", flush=True)
         until = began + 3600 * hours
-        while not soak.wrong and time.monotonic() < until and not (most and len(soak.faults) >= most):
+        while (
+            not soak.wrong and time.monotonic() < until and not (most and len(soak.faults) >= most)
+        ):
             number += 1
             was_alone = soak.lap(number, until=until, most=most)
             if not soak.wrong:
                 soak.compare(number, bits=not was_alone)
             text = "recordings and records" if was_alone else "recordings, records and bits"
-            print(f"lap {number}: {len(soak.faults)} faults so far; {text} compared, {len(soak.wrong)} wrong", flush=True)
+            print(
+                f"lap {number}: {len(soak.faults)} faults so far; {text} compared,"
+                f" {len(soak.wrong)} wrong",
+                flush=True,
+            )
             if not soak.wrong:
                 soak.forget(number)
     except KeyboardInterrupt:
@@ -510,7 +674,10 @@ def report(soak: Soak, hours: float, most: int) -> int:
     print("\n".join(table(soak.faults)))
     by_hand = sum(fault.by_hand for fault in soak.faults)
     took = (time.monotonic() - began) / 3600
-    print(f"{len(soak.faults)} faults in {took:.2f} h, {number} laps: {len(soak.wrong)} wrong, {by_hand} by hand")
+    print(
+        f"{len(soak.faults)} faults in {took:.2f} h, {number} laps: {len(soak.wrong)} wrong,"
+        f" {by_hand} by hand"
+    )
     print(f"laps with faults, added over processes: {goodput.summary(soak.seconds)}")
     for text in [f"wrong: {text}" for text in soak.wrong] + [ended] * bool(ended):
         print(text)
@@ -518,6 +685,7 @@ def report(soak: Soak, hours: float, most: int) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell's job in the background ignores the first
+    # also where a shell's job in the background ignores the first
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -43,18 +43,35 @@ class Result(NamedTuple):
     cpu: float  # [seconds] of training
 
 
-CURVE = {"noise": float, "rollouts": int, "boards": int, "by_q": float, "by_check": float, "seconds": float}
+CURVE = {
+    "noise": float,
+    "rollouts": int,
+    "boards": int,
+    "by_q": float,
+    "by_check": float,
+    "seconds": float,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.trm_table", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "python -m tools.trm_table", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--contracts", nargs="+", default=["deep", "last"])
-    parser.add_argument("--grades", type=grade, nargs="+", default=["easy:16:24", "easy:28:36"], metavar="GRADE:FEWEST:MOST")
+    parser.add_argument(
+        "--grades",
+        type=grade,
+        nargs="+",
+        default=["easy:16:24", "easy:28:36"],
+        metavar="GRADE:FEWEST:MOST",
+    )
     parser.add_argument("--boards", type=int, default=256, help="of each grade; default: 256")
     parser.add_argument("--rollouts", type=int, default=16)
-    parser.add_argument("--noise", type=float, nargs="*", default=[], help="also rollouts with noise; default: none")
+    parser.add_argument(
+        "--noise", type=float, nargs="*", default=[], help="also rollouts with noise; default: none"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/trm-table"))
     args, overrides = parser.parse_known_args(argv)
     if unknown := [o for o in overrides if not o.startswith("--config.")]:
@@ -62,8 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     for each in args.grades:
         boards(args, each)
-    jobs = [functools.partial(job, args, contract, seed, overrides) for seed in args.seeds for contract in args.contracts]
-    page = table(sorted(side_by_side(jobs), key=lambda r: (args.contracts.index(r.contract), args.grades.index(r.grade))))
+    jobs = [
+        functools.partial(job, args, contract, seed, overrides)
+        for seed in args.seeds
+        for contract in args.contracts
+    ]
+    page = table(
+        sorted(
+            side_by_side(jobs),
+            key=lambda r: (args.contracts.index(r.contract), args.grades.index(r.grade)),
+        )
+    )
     (args.out / "table.md").write_text(page)
     print(page)
     return 0
@@ -73,7 +99,9 @@ def grade(text: str) -> str:
     """Return the type of a grade of the command line: name, fewest and most blanks."""
     name, *blanks = text.split(":")
     if len(blanks) != 2 or not all(b.isdigit() for b in blanks):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a grade and its fewest and most blanks, for example easy:16:24")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected a grade and its fewest and most blanks, for example easy:16:24"
+        )
     return text
 
 
@@ -90,16 +118,23 @@ def side_by_side(jobs: Sequence[Callable[[], list[Result]]]) -> list[Result]:
     return [result for i in range(len(jobs)) for result in lanes[i % len(cores)][i // len(cores)]]
 
 
-def job(args: argparse.Namespace, contract: str, seed: int, overrides: Sequence[str]) -> list[Result]:
+def job(
+    args: argparse.Namespace, contract: str, seed: int, overrides: Sequence[str]
+) -> list[Result]:
     """Train a run, and solve the boards of each grade with it."""
     run = args.out / f"{contract}-{seed}"
     cpu = train(contract, run, [*overrides, f"--config.seed={seed}"])
-    searches = [("symmetry", ["--symmetry"])] + ([("noise", ["--noise", *map(str, args.noise)])] if args.noise else [])
+    searches = [("symmetry", ["--symmetry"])] + (
+        [("noise", ["--noise", *map(str, args.noise)])] if args.noise else []
+    )
     found = []
     for each in args.grades:
         for name, options in searches[: len(searches) if args.rollouts > 1 else 1]:
             rows = curve(run, args, each, name, options if args.rollouts > 1 else [])
-            found += [Result(contract, seed, each, **row, cpu=cpu) for row in rows[0 if name == "symmetry" else 1 :]]
+            found += [
+                Result(contract, seed, each, **row, cpu=cpu)
+                for row in rows[0 if name == "symmetry" else 1 :]
+            ]
     return found
 
 
@@ -134,21 +169,37 @@ def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
     return folder / "test.csv"
 
 
-def curve(run: pathlib.Path, args: argparse.Namespace, grade: str, search: str, options: Sequence[str]) -> list[dict[str, Any]]:
+def curve(
+    run: pathlib.Path, args: argparse.Namespace, grade: str, search: str, options: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return the rows of a run's curve, as of `CURVE`."""
     table_of = boards(args, grade)
     out = run / f"{search}-{args.rollouts}-{table_of.parent.name}.csv"
     if not out.exists():
         several = [f"--rollouts={args.rollouts}", *options] if options else []
-        solve = [sys.executable, "-m", "jaxtrain", "solve", str(run), str(table_of), "--ema", "--batch=32"]
+        solve = [
+            sys.executable,
+            "-m",
+            "jaxtrain",
+            "solve",
+            str(run),
+            str(table_of),
+            "--ema",
+            "--batch=32",
+        ]
         start([*solve, "--curve", str(out), *several])
     with out.open(newline="") as file:
-        return [{name: kind(row[name]) for name, kind in CURVE.items()} for row in csv.DictReader(file)]
+        return [
+            {name: kind(row[name]) for name, kind in CURVE.items()} for row in csv.DictReader(file)
+        ]
 
 
 def table(results: Sequence[Result]) -> str:
     lines = [
-        "| contract | CPU s | grade | rollouts | by | solved, by the head | by the rules | 95 % | seeds | ms a board |",
+        (
+            "| contract | CPU s | grade | rollouts | by | solved, by the head | by the rules | 95 %"
+            " | seeds | ms a board |"
+        ),
         "|---|---:|---|---:|---|---:|---:|---|---|---:|",
     ]
     groups: dict[tuple[str, str, float, int], list[Result]] = {}
@@ -158,13 +209,15 @@ def table(results: Sequence[Result]) -> str:
         n = sum(row.boards for row in rows)
         low, high = class_scores.interval(round(sum(row.by_check * row.boards for row in rows)), n)
         q, check, cpu, seconds = (
-            statistics.mean(getattr(row, name) for row in rows) for name in ("by_q", "by_check", "cpu", "seconds")
+            statistics.mean(getattr(row, name) for row in rows)
+            for name in ("by_q", "by_check", "cpu", "seconds")
         )
         seeds = sorted(100 * row.by_check for row in rows)
         by = f"noise {noise:g}" if noise else "symmetry" if rollouts > 1 else ""
         lines.append(
-            f"| {contract} | {cpu:.0f} | {grade} | {rollouts} | {by} | {100 * q:.1f} % | {100 * check:.1f} % "
-            f"| {100 * low:.1f} to {100 * high:.1f} % | {seeds[0]:.1f} to {seeds[-1]:.1f} % | {1000 * seconds:.1f} |"
+            f"| {contract} | {cpu:.0f} | {grade} | {rollouts} | {by} | {100 * q:.1f} % |"
+            f" {100 * check:.1f} % | {100 * low:.1f} to {100 * high:.1f} % | {seeds[0]:.1f} to"
+            f" {seeds[-1]:.1f} % | {1000 * seconds:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

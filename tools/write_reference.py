@@ -42,7 +42,10 @@ name or a number. `jaxtrain explain` prints those of one config, and the card of
 def page() -> str:
     parts = [HEAD, "## Every run", *table(Config, "", leave_out=("model", "data"))]
     for name in workload.shipped():
-        parts += [f"## `model` of workload `{name}`", *table(workload.of(name).get("config"), "model.")]
+        parts += [
+            f"## `model` of workload `{name}`",
+            *table(workload.of(name).get("config"), "model."),
+        ]
     modules = pkgutil.walk_packages(loaders.__path__, "loaders.")
     for name in sorted(m.name for m in modules if m.name != "loaders._rust"):
         module = importlib.import_module(name)
@@ -50,14 +53,20 @@ def page() -> str:
             parts += [f"## `data` of loader `{name}`", *table(module.Config, "data.")]
     parts += ["## Metrics", METRICS, 'Of each step, split "train":', glossary_table(glossary.STEP)]
     for name in workload.shipped():
-        parts += [f'Of `{name}`, splits "train" and "test":', glossary_table(glossary.of_workload(name))]
+        parts += [
+            f'Of `{name}`, splits "train" and "test":',
+            glossary_table(glossary.of_workload(name)),
+        ]
     parts += ['Of the order of the examples, split "data":', glossary_table(glossary.DATA)]
     parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
     return "\n\n".join(parts) + "\n"
 
 
 def glossary_table(entries: Sequence[glossary.Entry]) -> str:
-    rows = [f"| {', '.join(f'`{name}`' for name in e.names.split(', '))} | {e.meaning} |" for e in entries]
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in e.names.split(', '))} | {e.meaning} |"
+        for e in entries
+    ]
     return "\n".join(["| name | meaning |", "|---|---|", *rows])
 
 
@@ -75,14 +84,22 @@ def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[
             continue
         unit, meaning = glosses[f.name]
         default = "required" if value is dataclasses.MISSING else f"`{value!r}`"
-        rows.append("| " + " | ".join(x.replace("|", "\\|") for x in (f"`{path}{f.name}`", default, unit, meaning)) + " |")
+        rows.append(
+            "| "
+            + " | ".join(
+                x.replace("|", "\\|") for x in (f"`{path}{f.name}`", default, unit, meaning)
+            )
+            + " |"
+        )
     if rows:
         yield "\n".join(["| field | default | unit | meaning |", "|---|---|---|---|", *rows])
     yield from inner
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, and compare")
     if not parser.parse_args().check:
         PAGE.write_text(page())

@@ -1,4 +1,4 @@
-# my_model.py: a classifier of bird sound. One layer on slices of a spectrogram, a mean over time, a score for each class
+# my_model.py: a classifier of bird sound. One layer on slices of a spectrogram, a mean over time
 from dataclasses import dataclass
 
 import jax
@@ -37,6 +37,8 @@ def make_task(config, shard, batch):
 
 
 def get_config(path="demo"):
-    data, optim = dict(train=path, short="origin"), dict(lr=1e-2, warmup=0.1)
-    train = dict(steps=400, batch=32, eval_every=100)
-    return ConfigDict(dict(workload="my_model", loader="loaders.audio.spectrogram", data=data, optim=optim, train=train))
+    config = ConfigDict(dict(workload="my_model", loader="loaders.audio.spectrogram"))
+    config.data = dict(train=path, short="origin")
+    config.optim = dict(lr=1e-2, warmup=0.1)
+    config.train = dict(steps=400, batch=32, eval_every=100)
+    return config

@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Notebook: a bird model from a folder of recordings
 #
-# After this page you can go from a folder of recordings to a Raven table of detections, in four commands.
+# After this page you can go from a folder of recordings to a Raven table of detections, in four
+# commands.
 # It takes two minutes on two cores.
-# [The notebook](birds.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with `python`.
+# [The notebook](birds.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with
+# `python`.
 
 # %%
 import csv
@@ -18,7 +20,9 @@ import soundfile
 
 def run(command, last=8):
     """Run a command and print the last lines of its output."""
-    done = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     print(f"$ {command}", *done.stdout.splitlines()[-last:], sep="\n")
     done.check_returncode()
 
@@ -31,7 +35,11 @@ def run(command, last=8):
 
 # %%
 RATE = 32_000
-SPECIES = {"riser": (2_000, 5_000, 0.4), "faller": (6_000, 3_000, 0.3), "whistler": (4_000, 4_000, 0.8)}
+SPECIES = {
+    "riser": (2_000, 5_000, 0.4),
+    "faller": (6_000, 3_000, 0.3),
+    "whistler": (4_000, 4_000, 0.8),
+}
 rng = np.random.default_rng(0)
 
 
@@ -67,14 +75,20 @@ for species in [*SPECIES, "silence"]:
 
 # %%
 run("jaxtrain index recordings --out index --split recording=0.2")
-run("jaxtrain train --config=folder:index --config.train.steps=400 --config.train.eval_every=100 2>&1 | grep -E 'test|goodput'")
+run(
+    "jaxtrain train --config=folder:index --config.train.steps=400 --config.train.eval_every=100"
+    " 2>&1 | grep -E 'test|goodput'"
+)
 
 # %% [markdown]
-# Each evaluation counts, for each class, the answers that were right and the pairs that were confused.
+# Each evaluation counts, for each class, the answers that were right and the pairs that were
+# confused.
 
 # %%
 last = json.loads(pathlib.Path("runs/folder-index/classes.jsonl").read_text().splitlines()[-1])
-names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["model"]["class_names"]
+names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["model"][
+    "class_names"
+]
 table = np.diag(last["right"])
 for true, answer, rows in last["confused"]:
     table[true, answer] = rows
@@ -83,7 +97,12 @@ axis.imshow(table, cmap="Greys")
 for (row, column), n in np.ndenumerate(table):
     axis.text(column, row, n, ha="center", va="center", color="C1")
 axis.set(
-    xticks=range(len(names)), xticklabels=names, yticks=range(len(names)), yticklabels=names, xlabel="answer", ylabel="class"
+    xticks=range(len(names)),
+    xticklabels=names,
+    yticks=range(len(names)),
+    yticklabels=names,
+    xlabel="answer",
+    ylabel="class",
 )
 figure.tight_layout()
 
@@ -97,7 +116,10 @@ truth = [(float(5 + 7 * i), list(SPECIES)[i % 3]) for i in range(8)]
 pathlib.Path("field").mkdir(exist_ok=True)
 soundfile.write("field/morning.wav", recording(60, truth), RATE)
 pathlib.Path("classes.txt").write_text("\n".join(SPECIES))
-run("jaxtrain detect runs/folder-index field --out found --overlap 2 --threshold 0.7 --classes classes.txt")
+run(
+    "jaxtrain detect runs/folder-index field --out found --overlap 2 --threshold 0.7 --classes"
+    " classes.txt"
+)
 print(pathlib.Path("found/raven/morning.wav.selections.txt").read_text())
 
 # %% [markdown]
@@ -108,12 +130,15 @@ print(pathlib.Path("found/raven/morning.wav.selections.txt").read_text())
 rows = list(csv.DictReader(open("found/detections.csv")))
 sound, _ = soundfile.read("field/morning.wav")
 figure, axis = plt.subplots(figsize=(9, 3.5))
-axis.specgram(sound, NFFT=1024, Fs=RATE, noverlap=512, cmap="Greys", vmin=-74, vmax=-55)  # noise is white
+# noise is white
+axis.specgram(sound, NFFT=1024, Fs=RATE, noverlap=512, cmap="Greys", vmin=-74, vmax=-55)
 for number, species in enumerate(SPECIES):
     color, height = f"C{number}", 9_000 + 1_200 * number
     for row in rows:
         if species in row.values():
-            axis.hlines(height, float(row["Start (s)"]), float(row["End (s)"]), color=color, linewidth=5)
+            axis.hlines(
+                height, float(row["Start (s)"]), float(row["End (s)"]), color=color, linewidth=5
+            )
     times = [start for start, name in truth if name == species]
     axis.plot(times, [height] * len(times), "x", color="black")
     axis.text(60.5, height, species, color=color, va="center")
@@ -124,5 +149,7 @@ figure.tight_layout()
 # ## Next
 #
 # - [Recordings](../recordings.md): tables of annotations, synonyms of classes, hours-long files.
-# - [Detect, fit, search, review](../workloads/bird-inference.md): new classes from a few examples, a page to judge detections.
-# - `jaxtrain report runs/folder-index --out report.html`: curves, confusions, and the time by activity.
+# - [Detect, fit, search, review](../workloads/bird-inference.md): new classes from a few examples,
+# a page to judge detections.
+# - `jaxtrain report runs/folder-index --out report.html`: curves, confusions, and the time by
+# activity.

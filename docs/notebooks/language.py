@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Notebook: a language model from text files to transformers
 #
-# After this page you can train a language model on text files, continue prompts, and export it for transformers.
+# After this page you can train a language model on text files, continue prompts, and export it for
+# transformers.
 # It takes two minutes on two cores.
-# [The notebook](language.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with `python`.
+# [The notebook](language.py) is plain Python with cells: open it in Jupyter or VS Code, or run it
+# with `python`.
 
 # %%
 import pathlib
@@ -19,7 +21,9 @@ import jaxtrain
 
 def run(command, last=8):
     """Run a command and print the last lines of its output."""
-    done = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     print(f"$ {command}", *done.stdout.splitlines()[-last:], sep="\n")
     done.check_returncode()
 
@@ -37,7 +41,10 @@ BIRDS = {"wren": "hedge", "owl": "barn", "heron": "river", "lark": "field"}
 
 def sentence():
     bird = random.choice(list(BIRDS))
-    verb, when = random.choice(["sings", "sleeps", "waits"]), random.choice(["at dawn", "at night", "in the rain"])
+    verb, when = (
+        random.choice(["sings", "sleeps", "waits"]),
+        random.choice(["at dawn", "at night", "in the rain"]),
+    )
     return f"the {bird} {verb} {when} near the {BIRDS[bird]} ."
 
 
@@ -60,7 +67,10 @@ tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
 trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["[unk]", "<|endoftext|>"])
 tokenizer.train([str(path) for path in texts.iterdir()], trainer)
 tokenizer.save("tokenizer.json")
-run("jaxtrain tokens corpus/train texts --tokenizer=tokenizer.json --eos='<|endoftext|>' --documents=line")
+run(
+    "jaxtrain tokens corpus/train texts --tokenizer=tokenizer.json --eos='<|endoftext|>'"
+    " --documents=line"
+)
 
 # %% [markdown]
 # ## Train
@@ -70,29 +80,47 @@ run("jaxtrain tokens corpus/train texts --tokenizer=tokenizer.json --eos='<|endo
 
 # %%
 small = {
-    "model.embed": 64, "model.depth": 2, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 16, "model.mlp": 128,
-    "model.vocab": None, "model.context": 128, "model.dtype": "float32", "data.context": 128,
+    "model.embed": 64,
+    "model.depth": 2,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.head_dim": 16,
+    "model.mlp": 128,
+    "model.vocab": None,
+    "model.context": 128,
+    "model.dtype": "float32",
+    "data.context": 128,
     "data.sources": ({"path": "corpus"},),
-    "train.steps": 200, "train.batch": 16, "train.accumulate": 1, "train.eval_every": 100,
-    "optim.lr": 3e-3, "optim.warmup": 0.1, "workdir": "runs/words",
-}  # fmt: skip
+    "train.steps": 200,
+    "train.batch": 16,
+    "train.accumulate": 1,
+    "train.eval_every": 100,
+    "optim.lr": 3e-3,
+    "optim.warmup": 0.1,
+    "workdir": "runs/words",
+}
 done = jaxtrain.train("lm:qwen3-0.6b", small)
 print(done.step, {name: round(value, 3) for name, value in done.evaluation.items()})
 
 # %% [markdown]
 # ## Plan the published size
 #
-# The plan needs no such GPU. It counts what the real step holds, with and without recomputed activations.
-# The loops' arrays are a lower bound, which a compiler's figure replaces after `jaxtrain plan --setup gpu`.
+# The plan needs no such GPU. It counts what the real step holds, with and without recomputed
+# activations.
+# The loops' arrays are a lower bound, which a compiler's figure replaces after `jaxtrain plan
+# --setup gpu`.
 
 # %%
 PARTS = ("parameters", "optimizer", "arrays that its loops keep")
 figure, axis = plt.subplots(figsize=(7, 1.8))
 for row, remat in enumerate(("none", "full")):
     command = (
-        f"jaxtrain plan --config=lm:qwen3-0.6b \"--config.data.sources=({{'path': 'corpus'}},)\" --config.model.remat={remat}"
+        "jaxtrain plan --config=lm:qwen3-0.6b \"--config.data.sources=({'path': 'corpus'},)\""
+        f" --config.model.remat={remat}"
     )
-    text = subprocess.run(f"{command} gpu:h100x1", shell=True, text=True, capture_output=True).stdout
+    text = subprocess.run(
+        f"{command} gpu:h100x1", shell=True, text=True, capture_output=True
+    ).stdout
     left = 0.0
     for number, part in enumerate(PARTS):
         size = float(re.search(rf"^  {part} +([\d.]+) GB", text, re.M)[1])
@@ -111,8 +139,8 @@ figure.tight_layout()
 
 # %%
 run(
-    "jaxtrain generate runs/words 'the owl sings at dawn near the ' 'the lark sleeps at night near the ' "
-    "--tokens 2 --temperature 0"
+    "jaxtrain generate runs/words 'the owl sings at dawn near the ' 'the lark sleeps at night near"
+    " the ' --tokens 2 --temperature 0"
 )
 
 # %% [markdown]
@@ -128,7 +156,8 @@ try:
     import transformers
 except ImportError:
     print(
-        "pip install transformers torch, to load the folder", sorted(path.name for path in pathlib.Path("exported").iterdir())
+        "pip install transformers torch, to load the folder",
+        sorted(path.name for path in pathlib.Path("exported").iterdir()),
     )
 else:
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")

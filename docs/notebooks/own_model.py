@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Notebook: your own model and loader
 #
-# After this page you have trained a model of your own on data of your own, killed it, and resumed it without a difference.
+# After this page you have trained a model of your own on data of your own, killed it, and resumed
+# it without a difference.
 # It takes two minutes on two cores.
-# [The notebook](own_model.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with `python`.
+# [The notebook](own_model.py) is plain Python with cells: open it in Jupyter or VS Code, or run it
+# with `python`.
 
 # %%
 import json
@@ -25,7 +27,7 @@ import jaxtrain
 # These rows are noisy values of a curve.
 
 # %%
-pathlib.Path("curve_loader.py").write_text('''
+pathlib.Path("curve_loader.py").write_text("""
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +66,7 @@ class Curve(Loader):
 
 def make_loader(config, *, split, rows, seed):
     return Curve(config, split=split, rows=rows, seed=seed)
-''')  # fmt: skip
+""")
 
 # %% [markdown]
 # ## A model
@@ -126,7 +128,13 @@ sys.path.insert(0, ".")
 
 # %%
 done = jaxtrain.train("curve_model.py", {"workdir": "runs/undisturbed"})
-print("test loss", round(done.evaluation["loss"], 4), "after", done.step, "steps; the noise alone is 0.0025")
+print(
+    "test loss",
+    round(done.evaluation["loss"], 4),
+    "after",
+    done.step,
+    "steps; the noise alone is 0.0025",
+)
 model = jaxtrain.load("runs/undisturbed", workload="curve_model")
 x = np.linspace(-3, 3, 200, dtype="f4")[:, None]
 figure, axis = plt.subplots(figsize=(7, 2.6))
@@ -142,7 +150,13 @@ figure.tight_layout()
 # The same command resumes it.
 
 # %%
-command = [sys.executable, "-m", "jaxtrain.main", "--config=curve_model.py", "--config.workdir=runs/killed"]
+command = [
+    sys.executable,
+    "-m",
+    "jaxtrain.main",
+    "--config=curve_model.py",
+    "--config.workdir=runs/killed",
+]
 log = pathlib.Path("runs/killed/metrics.jsonl")
 process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 while not log.exists() or '"step": 900' not in log.read_text():
@@ -154,14 +168,18 @@ subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
 
 
 def losses(workdir):
-    records = [json.loads(line) for line in pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()
+    ]
     return {record["step"]: record["loss"] for record in records if record["split"] == "train"}
 
 
 undisturbed, killed = losses("runs/undisturbed"), losses("runs/killed")
 print("the same losses, to the last bit:", undisturbed == killed)
 figure, axis = plt.subplots(figsize=(7, 2.6))
-axis.semilogy(undisturbed.keys(), undisturbed.values(), color="0.7", linewidth=5, label="undisturbed")
+axis.semilogy(
+    undisturbed.keys(), undisturbed.values(), color="0.7", linewidth=5, label="undisturbed"
+)
 axis.semilogy(killed.keys(), killed.values(), linewidth=1, label="killed at step 900, resumed")
 axis.axvline(900, color="C3", linestyle=":")
 axis.set(xlabel="step", ylabel="loss")

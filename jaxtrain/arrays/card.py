@@ -58,7 +58,9 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     if step is None or not (run / "metrics.jsonl").exists():
         return records
     try:
-        lines = files_lib.lines(files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MAX_METRICS))
+        lines = files_lib.lines(
+            files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MAX_METRICS)
+        )
     except (files_lib.FileError, StoredError) as error:
         print(f"{error}: the card has no metrics")
         return records
@@ -81,9 +83,17 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     what = "the average of the parameters" if model.group == "ema" else "the parameters"
     # An evaluation is of the average, if the run keeps one, and so are the card's numbers.
     averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
-    others = [split for split in SPLITS if split in metrics and (model.group == "ema") != (averaged and split == "test")]
+    others = [
+        split
+        for split in SPLITS
+        if split in metrics and (model.group == "ema") != (averaged and split == "test")
+    ]
     whole = () if model.left_out.is_part else SPLITS
-    chosen = {split: _chosen(model.hub, metrics[split]) for split in whole if split in metrics and split not in others}
+    chosen = {
+        split: _chosen(model.hub, metrics[split])
+        for split in whole
+        if split in metrics and split not in others
+    }
     name = str(config.get("workload", ""))
     rows = [
         f"| {split} | {each} | {value} | {glossary.meaning(each, workload=name, split=split)} |"
@@ -98,24 +108,40 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             f"# {model.name}",
             "",
-            f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what} of a run of {name or 'a model'} "
-            f"at step {step}.",
-            *([f"Only parameters whose path matches `{only}`: {n_left_out} arrays are left out."] if n_left_out else []),
+            (
+                f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what}"
+                f" of a run of {name or 'a model'} at step {step}."
+            ),
+            *(
+                [f"Only parameters whose path matches `{only}`: {n_left_out} arrays are left out."]
+                if n_left_out
+                else []
+            ),
             f"Trained with {versions or 'versions that were not recorded'}.",
             "",
             *_example(model.hub.example),
             "## Last metrics",
             "",
             *(
-                [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
+                [
+                    f"The newest of each split: {at}.",
+                    "",
+                    "| split | metric | value | meaning |",
+                    "|---|---|---|---|",
+                    *rows,
+                ]
                 if rows
-                else ["Those of the run are of the whole model, and are not shown."]
-                if model.left_out.is_part
-                else ["None of these weights were found next to the checkpoint."]
+                else (
+                    ["Those of the run are of the whole model, and are not shown."]
+                    if model.left_out.is_part
+                    else ["None of these weights were found next to the checkpoint."]
+                )
             ),
             *(
-                f"\nThose of {split} are of {'the average' if split == 'test' else 'the parameters before averaging'}, which "
-                f"{'`jaxtrain export --ema`' if split == 'test' else '`jaxtrain export`'} writes, and are not shown."
+                f"\nThose of {split} are of"
+                f" {'the average' if split == 'test' else 'the parameters before averaging'}, which"
+                f" {'`jaxtrain export --ema`' if split == 'test' else '`jaxtrain export`'} writes,"
+                " and are not shown."
                 for split in ([] if model.left_out.is_part else others)
             ),
             "",
@@ -126,9 +152,14 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that the card shows: the loss and the workload's choice, or a few."""
-    values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
+    values = {
+        k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)
+    }
     names = [name for name in hub.metrics if name in values] or sorted(values)[:MAX_ROWS]
-    return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}
+    return {
+        name: values[name]
+        for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))
+    }
 
 
 def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
@@ -139,13 +170,18 @@ def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
         lines.append(f"license: {card.license}")
     if model.hub.task:
         lines.append(f"pipeline_tag: {model.hub.task}")
-    lines.append(f"tags: [{', '.join(dict.fromkeys(('jax', 'jaxtrain', *([model.hub.task] if model.hub.task else []))))}]")
+    lines.append(
+        "tags:"
+        f" [{', '.join(dict.fromkeys(('jax', 'jaxtrain', *([model.hub.task] if model.hub.task else []))))}]"
+    )
     if card.datasets:
         lines += ["datasets:", *(f"- {quoted(name)}" for name in card.datasets)]
     values = {name: value for name, value in test.items() if math.isfinite(value)}
     if values:
         data = card.datasets[0] if card.datasets else "held-out data"
-        names = {metric: metric if metric in KNOWN else metric.replace("_", " ") for metric in values}
+        names = {
+            metric: metric if metric in KNOWN else metric.replace("_", " ") for metric in values
+        }
         lines += [
             "model-index:",
             f"- name: {quoted(model.name)}",
@@ -153,7 +189,10 @@ def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
             f"  - task: {{type: {quoted(model.hub.task or 'other')}}}",
             f"    dataset: {{type: {quoted(data)}, name: {quoted(data)}, split: test}}",
             "    metrics:",
-            *(f"    - {{type: {quoted(n)}, name: {quoted(names[n])}, value: {quoted(v)}}}" for n, v in values.items()),
+            *(
+                f"    - {{type: {quoted(n)}, name: {quoted(names[n])}, value: {quoted(v)}}}"
+                for n, v in values.items()
+            ),
         ]
     return ["---", *lines, "---"]
 
@@ -161,5 +200,16 @@ def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
 def _example(example: str) -> list[str]:
     if not example:
         return []
-    where, kind = ("", "bash") if example.startswith("$ ") else (", with the library above", "python")
-    return ["## Use", "", f"In this folder{where}:", "", f"```{kind}", example.removeprefix("$ "), "```", ""]
+    where, kind = (
+        ("", "bash") if example.startswith("$ ") else (", with the library above", "python")
+    )
+    return [
+        "## Use",
+        "",
+        f"In this folder{where}:",
+        "",
+        f"```{kind}",
+        example.removeprefix("$ "),
+        "```",
+        "",
+    ]

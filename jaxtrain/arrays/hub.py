@@ -24,7 +24,9 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
     source = source_lib.find(folder)
     place = pathlib.Path(source.path)
     if not source.is_export or not (place / SUMS).is_file():
-        raise StoredError(f"{folder} is no export with its {SUMS}; make one with --out, then push it")
+        raise StoredError(
+            f"{folder} is no export with its {SUMS}; make one with --out, then push it"
+        )
     if damaged := source.damage():
         raise StoredError(f"{folder} is damaged: {'; '.join(damaged)}; export it again")
     if api is None:
@@ -32,7 +34,10 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
     # The exported files alone. The client sends large ones first, and none that the Hub has.
-    names = [line.partition("  ")[2] for line in files.lines(files.read_text(place / SUMS, most=files.MAX_JSON))]
+    names = [
+        line.partition("  ")[2]
+        for line in files.lines(files.read_text(place / SUMS, most=files.MAX_JSON))
+    ]
     try:
         made = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
         whole = getattr(made, "repo_id", None) or name
@@ -43,5 +48,7 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
             commit_message="Add an export",
         )
     except Exception as error:  # noqa: BLE001  of whatever kind the Hub's client raises
-        raise StoredError(f"{name} could not be uploaded: {first_line(error)}; rerun the same command to resume") from error
+        raise StoredError(
+            f"{name} could not be uploaded: {first_line(error)}; rerun the same command to resume"
+        ) from error
     return f"{whole}: {len(names) + 1} files are there"

@@ -27,14 +27,19 @@ log = logging.getLogger("jaxtrain")
 
 def keep_quiet() -> None:
     """Log such reports as details from here on. Others of what is unraisable are shown."""
-    if not isinstance(sys.unraisablehook, functools.partial) or sys.unraisablehook.func is not _show:
+    if (
+        not isinstance(sys.unraisablehook, functools.partial)
+        or sys.unraisablehook.func is not _show
+    ):
         sys.unraisablehook = functools.partial(_show, sys.unraisablehook)
 
 
 PATH = type(epath.Path("."))
 
 
-def _find(folder: Any, pattern: str, *, find: Callable[[Any, str], Iterator[Any]] = PATH.glob) -> Iterator[Any]:
+def _find(
+    folder: Any, pattern: str, *, find: Callable[[Any, str], Iterator[Any]] = PATH.glob
+) -> Iterator[Any]:
     text = os.fspath(folder)
     if "://" in text or glob.escape(text) == text:
         return find(folder, pattern)
@@ -45,7 +50,9 @@ PATH.glob = _find
 
 
 def _show(before: Callable[[Any], Any], unraisable: Any) -> None:
-    late = unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+    late = (
+        unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+    )
     if late and unraisable.object is None and _in_asyncio_alone(unraisable.exc_traceback):
         log.debug("a write of a save that failed has ended")
     else:

@@ -26,7 +26,10 @@ def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
     """
     name = config.get("workload")
     if named and name != named:
-        raise StoredError(f"--workload is {named}, and the run's workload is {name!r}; name that one, if you trust its code")
+        raise StoredError(
+            f"--workload is {named}, and the run's workload is {name!r}; name that one, if you"
+            " trust its code"
+        )
     if name not in (*workload.shipped(), *([named] if named else [])):
         return None
     try:
@@ -37,7 +40,10 @@ def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
 
 def unknown(config: Mapping[str, Any]) -> str:
     name = config.get("workload")
-    return f"the run's workload is {name!r}, which is imported only if you trust its code and name it with --workload"
+    return (
+        f"the run's workload is {name!r}, which is imported only if you trust its code and name it"
+        " with --workload"
+    )
 
 
 def export_of(config: Mapping[str, Any], named: str = "") -> Export:
@@ -72,10 +78,15 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
         return {**config, "warm_start": {**section, "source": named}}
     if not record:
         if named or section.get("source"):
-            print(f"{source.path} does not record the digest of what it froze: {named or section['source']} is taken for it")
+            print(
+                f"{source.path} does not record the digest of what it froze:"
+                f" {named or section['source']} is taken for it"
+            )
         return {**config, "warm_start": {**section, **({"source": named} if named else {})}}
     rules = section_of(config, "warm_start", config_lib.WarmStart)
-    recorded = base_weights.places(record, base_weights.workdirs(source.path, config.get("workdir")))
+    recorded = base_weights.places(
+        record, base_weights.workdirs(source.path, config.get("workdir"))
+    )
     place = base_weights.find(record, rules, [named] if named else recorded)
     return {**config, "warm_start": {**section, "source": place, "step": None}}
 
@@ -97,9 +108,13 @@ def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     depth = model.get("depth", 1) if isinstance(model, Mapping) else None
     if not isinstance(depth, int) or not 0 <= depth <= MAX_LAYERS:
         raise StoredError(
-            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MAX_LAYERS}"
+            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at"
+            f" most {MAX_LAYERS}"
         )
     for name, value in model.items():  # sizes are 32-bit numbers in a compiled program
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
-            raise StoredError(f"the run's config.model.{name} is {str(value)[:40]}; expected a number of at most 31 bits")
+            raise StoredError(
+                f"the run's config.model.{name} is {str(value)[:40]}; expected a number of at most"
+                " 31 bits"
+            )
     return model

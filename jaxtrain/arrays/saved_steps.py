@@ -42,20 +42,38 @@ def inspect(source: Source) -> int:
     for path, one in arrays.items():
         groups.setdefault(path.split("/")[0], []).append(one)
     totals = {
-        name: {"arrays": len(g), "numbers": sum(math.prod(s.shape) for s in g), "bytes": sum(s.n_bytes for s in g)}
+        name: {
+            "arrays": len(g),
+            "numbers": sum(math.prod(s.shape) for s in g),
+            "bytes": sum(s.n_bytes for s in g),
+        }
         for name, g in groups.items()
     }
     print(source.path)
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")
-    print(f"versions {_in_a_line(', '.join(f'{k} {v}' for k, v in (meta.get('versions') or {}).items())) or 'not recorded'}")
+    print(
+        "versions"
+        f" {_in_a_line(', '.join(f'{k} {v}' for k, v in (meta.get('versions') or {}).items())) or 'not recorded'}"
+    )
     print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
     print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
-    rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
-    print(*console.columns([("array", "shape", "dtype", "size", "sharding as saved"), *rows]), sep="\n")
+    rows = [
+        (path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding)
+        for path, s in arrays.items()
+    ]
+    print(
+        *console.columns([("array", "shape", "dtype", "size", "sharding as saved"), *rows]),
+        sep="\n",
+    )
     print()
-    all_of_it = {key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")}
-    sums = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
+    all_of_it = {
+        key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")
+    }
+    sums = [
+        (n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"]))
+        for n, t in {**totals, "all": all_of_it}.items()
+    ]
     print(*console.columns([("group", "arrays", "numbers", "size"), *sums]), sep="\n")
     return 0
 
@@ -89,17 +107,26 @@ def verify(source: Source) -> int:
                 piece = one.read(index)
                 numbers += piece.size
                 own += digest.of_piece(path, piece, index)
-                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
+                # bfloat16 and its kin are V to numpy
+                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":
                     n = int(np.isnan(piece).sum())
-                    nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
+                    nans, infinities = (
+                        nans + n,
+                        infinities + piece.size - n - int(np.isfinite(piece).sum()),
+                    )
         except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
             problems.append(f"{path}: cannot be read: {first_line(error)}")
         else:
             if digest_text(own) != recorded.get(path, digest_text(own)):
-                problems.append(f"{path}: its digest is {digest_text(own)}, and the run recorded {recorded[path]}")
+                problems.append(
+                    f"{path}: its digest is {digest_text(own)}, and the run recorded"
+                    f" {recorded[path]}"
+                )
         digested += own
         if nans or infinities:
-            problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
+            problems.append(
+                f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers"
+            )
     for read in (source.data, source.meta):
         try:
             read()
@@ -108,21 +135,30 @@ def verify(source: Source) -> int:
     for problem in problems:
         print(problem)
     print(f"digest {digest_text(digested)}, as in the records of a run with config.metrics.digest")
-    print(f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
+    print(
+        f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'}"
+        f" problem{'s' * (len(problems) != 1)}"
+    )
     return 1 if problems else 0
 
 
 def _recorded(source: Source) -> dict[str, str]:
     """Return the digests of the arrays that the run recorded at this step, if it did."""
     try:
-        return step_differences.arrays(open_run(str(source.path.parent.parent))).get(int(source.path.name), {})
+        return step_differences.arrays(open_run(str(source.path.parent.parent))).get(
+            int(source.path.name), {}
+        )
     except (RunError, FileError, ValueError, OSError):
         return {}
 
 
 def digest_of(arrays: Mapping[str, Stored]) -> str:
     """Return the digest of a step's arrays, as in the run's records (`jaxtrain.step.digest`)."""
-    pieces = (digest.of_piece(path, one.read(index), index) for path, one in arrays.items() for index in one.pieces())
+    pieces = (
+        digest.of_piece(path, one.read(index), index)
+        for path, one in arrays.items()
+        for index in one.pieces()
+    )
     return digest_text(sum(pieces, np.zeros(2, np.uint32)))
 
 
@@ -147,7 +183,14 @@ def diff(a: Source, b: Source) -> int:
                 continue
             kind = "changed" if x.dtype == y.dtype else f"{x.dtype.name} → {y.dtype.name}"
             nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
-            rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
+            rows.append(
+                (
+                    path,
+                    kind,
+                    *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)),
+                    nans,
+                )
+            )
     if rows:
         head = ("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN")
         print(*console.columns([head, *rows]), sep="\n")
@@ -190,19 +233,29 @@ def export(source: Source, out: str, *, base: str = "") -> int:
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
         raise stored.StoredError(
-            f"{source.path} holds no 'step': another program wrote it, and which arrays are weights is unknown"
+            f"{source.path} holds no 'step': another program wrote it, and which arrays are weights"
+            " is unknown"
         )
     if any(lora.is_adapter(path) for path in arrays):
-        run_workload.with_base(source, source.config(), base)  # the adapters are of no use without it
+        # the adapters are of no use without it
+        run_workload.with_base(source, source.config(), base)
     step = source.step(arrays)
     assert step is not None  # there is one
     path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
-    print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
+    print(
+        f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights"
+        " only, to warm-start from"
+    )
     return 0
 
 
 def save_weights(
-    out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
+    out: str,
+    step: int,
+    arrays: Mapping[str, Stored],
+    *,
+    data: Mapping[str, Any],
+    meta: Mapping[str, Any],
 ) -> pathlib.Path:
     """Write ``arrays`` as out/checkpoints/<step>, weights only, with its manifest. Return it.
 
@@ -217,14 +270,20 @@ def save_weights(
         raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as closing:
-        scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
-        tree = stored.nest([(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())])
+        scratch = pathlib.Path(
+            closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder))
+        )
+        tree = stored.nest(
+            [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
+        )
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         # Orbax encodes as many arrays at once as fit into this: else all of them.
         limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
         json_items = {name: ocp.JsonCheckpointHandler() for name in ("data", "meta")}
         handlers = {"state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit), **json_items}
-        manager = closing.enter_context(ocp.CheckpointManager(folder, options=options, item_handlers=handlers))
+        manager = closing.enter_context(
+            ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        )
         manager.save(
             step,
             args=ocp.args.Composite(

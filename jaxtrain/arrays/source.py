@@ -60,13 +60,23 @@ class Source(NamedTuple):
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
         """Return parameters or their average: ``encoder/w_patch``. Raises StoredError without."""
         if ema and self.is_export:
-            raise StoredError(f"--ema is given, and {self.path} is an export, which holds one set of parameters; omit --ema")
+            raise StoredError(
+                f"--ema is given, and {self.path} is an export, which holds one set of parameters;"
+                " omit --ema"
+            )
         train = self.meta().get("config", {}).get("train") if not (ema or self.is_export) else None
         if isinstance(train, dict) and train.get("ema"):
-            line = f"{self.path}: the run's evaluations are of the average of the parameters, which --ema reads"
+            line = (
+                f"{self.path}: the run's evaluations are of the average of the parameters, which"
+                " --ema reads"
+            )
             print(f"warning: {line}", file=sys.stderr)
         group = "ema/" if ema else "params/"
-        found = {path.removeprefix(group): one for path, one in self.arrays().items() if path.startswith(group)}
+        found = {
+            path.removeprefix(group): one
+            for path, one in self.arrays().items()
+            if path.startswith(group)
+        }
         if not found:
             why = ": the run kept no average (config.train.ema was 0); omit --ema" if ema else ""
             raise StoredError(f"{self.path} holds no {group[:-1]!r}{why}")
@@ -78,7 +88,9 @@ class Source(NamedTuple):
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
             if not (config := origin.get("config")):
-                foreign = None if origin else workload.foreign_to(stored.open_safetensors(self.path))
+                foreign = (
+                    None if origin else workload.foreign_to(stored.open_safetensors(self.path))
+                )
                 config = foreign.config(self.path) if foreign else self._json("config.json")
             meta = {**meta, "config": config} if isinstance(meta, dict) else meta
             if origin:
@@ -89,7 +101,9 @@ class Source(NamedTuple):
         for name in ("config", "versions"):
             if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
                 found = str(meta.get(name) if isinstance(meta, dict) else meta)[:80]
-                raise StoredError(f"{self.path}: its metadata have {name} {found!r}; expected an object")
+                raise StoredError(
+                    f"{self.path}: its metadata have {name} {found!r}; expected an object"
+                )
         return {**meta, "weights_only": True} if self.is_export else meta
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
@@ -97,7 +111,10 @@ class Source(NamedTuple):
             return None
         found = arrays["step"].read(()) if arrays["step"].shape == () else None
         if found is None or found.dtype.kind not in "iu":
-            raise StoredError(f"{self.path}: its array 'step' is {list(arrays['step'].shape)}; expected one whole number")
+            raise StoredError(
+                f"{self.path}: its array 'step' is {list(arrays['step'].shape)}; expected one whole"
+                " number"
+            )
         return _step_number(int(found), self.path)
 
     def data(self) -> dict[str, Any]:
@@ -109,10 +126,14 @@ class Source(NamedTuple):
         config = self.meta().get("config") or {}
         for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):
-                raise StoredError(f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a section")
+                raise StoredError(
+                    f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a"
+                    " section"
+                )
         if not isinstance(config.get("workload") or "", str):
             raise StoredError(
-                f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected the name of a module"
+                f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected"
+                " the name of a module"
             )
         if expected and not workload.is_kind(found := config.get("workload"), expected):
             kind = f"a run of {found}" if found else "not a run of this program"
@@ -129,7 +150,9 @@ class Source(NamedTuple):
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
         bad = []
         try:
-            lines = files.lines(files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON))
+            lines = files.lines(
+                files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON)
+            )
         except (files.FileError, StoredError) as error:
             return [str(error)]
         for line in lines:
@@ -150,14 +173,16 @@ def refuse_address(path: Any, field: str, flag: str) -> None:
     """Raise StoredError if a run's config names an address, which only ``flag`` may name."""
     if isinstance(path, str) and stored.is_address(path):
         raise StoredError(
-            f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if you trust it and name it "
-            f"with {flag}"
+            f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if"
+            f" you trust it and name it with {flag}"
         )
 
 
 def _step_number(value: Any, source: epath.Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise StoredError(f"{source}: its step is {str(value)[:80]!r}; expected a whole number from 0 to 2^31 - 1")
+        raise StoredError(
+            f"{source}: its step is {str(value)[:80]!r}; expected a whole number from 0 to 2^31 - 1"
+        )
     return value
 
 
@@ -170,8 +195,13 @@ def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> S
     path = stored.place_of(run)
     if stored.is_safetensors(path) and path.exists():
         if export:
-            raise StoredError(f"{path} is an export, and {export}; expected a run's workdir or a step directory of it")
+            raise StoredError(
+                f"{path} is an export, and {export}; expected a run's workdir or a step directory"
+                " of it"
+            )
         if step is not None:
-            raise StoredError(f"--step is {step}, and {path} is an export, which holds one step; omit --step")
+            raise StoredError(
+                f"--step is {step}, and {path} is an export, which holds one step; omit --step"
+            )
         return Source(path, is_export=True)
     return Source(stored.find_step(run, step), is_export=False)

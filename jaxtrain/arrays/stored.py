@@ -38,7 +38,9 @@ from loaders.io import files, machine
 from loaders.io.checks import UserError
 
 EXPORT = EXPORT_FILE
-FORMAT = 2  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
+# of a step and of an export, in their metadata. It is raised if a reader of the old one would go
+# wrong
+FORMAT = 2
 MODEL_STATE = "model_state/"  # prefix of the paths of model state, in a step and in an export
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 log = logging.getLogger("jaxtrain")
@@ -51,12 +53,26 @@ MAX_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
 # The types of safetensors that numpy with ml_dtypes has.
-DTYPES = {code: np.dtype(kind) for code, kind in {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
-}.items()}  # fmt: skip
+DTYPES = {
+    code: np.dtype(kind)
+    for code, kind in {
+        "F64": "<f8",
+        "F32": "<f4",
+        "F16": "<f2",
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "I64": "<i8",
+        "I32": "<i4",
+        "I16": "<i2",
+        "I8": "i1",
+        "U64": "<u8",
+        "U32": "<u4",
+        "U16": "<u2",
+        "U8": "u1",
+        "BOOL": "?",
+    }.items()
+}
 
 
 class StoredError(UserError, ValueError):
@@ -83,7 +99,10 @@ class Stored(NamedTuple):
         rows = max(1, limit * self.shape[0] // self.n_bytes)
         rows = -(-rows // self.chunk[0]) * self.chunk[0]
         for start in range(0, self.shape[0], rows):
-            yield (slice(start, min(start + rows, self.shape[0])), *(slice(0, n) for n in self.shape[1:]))
+            yield (
+                slice(start, min(start + rows, self.shape[0])),
+                *(slice(0, n) for n in self.shape[1:]),
+            )
 
 
 def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
@@ -96,17 +115,24 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
         if step is None or run.name == str(step):
             return run
         raise StoredError(
-            f"step {step} is given for {run}, which is a step directory itself; omit the step, or name the workdir"
+            f"step {step} is given for {run}, which is a step directory itself; omit the step, or"
+            " name the workdir"
         )
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    steps = (
+        sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+        if folder.is_dir()
+        else []
+    )
     if not steps:
         raise StoredError(
-            f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's workdir, a step directory of it, "
-            "or a folder of `jaxtrain export`"
+            f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's"
+            " workdir, a step directory of it, or a folder of `jaxtrain export`"
         )
     if step is not None and step not in steps:
-        raise StoredError(f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}")
+        raise StoredError(
+            f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}"
+        )
     return folder / str(steps[-1] if step is None else step)
 
 
@@ -116,7 +142,8 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     if folder is None:
         raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
     check_files(folder)
-    quiet_orbax.keep_quiet()  # of the arrays that a damaged tree names, all but the first error come after that one is raised
+    # of the arrays that a damaged tree names, all but the first error come after that one is raised
+    quiet_orbax.keep_quiet()
     try:
         # The handler: an Orbax Checkpointer requires files that only a complete step has.
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
@@ -124,18 +151,26 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
         raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
     context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
     indexed = (folder / "manifest.ocdbt").exists()
-    arrays = [(keys, leaf) for keys, leaf in _leaves(metadata.tree) if hasattr(leaf, "shape")]  # empty subtrees have none
+    # empty subtrees have none
+    arrays = [(keys, leaf) for keys, leaf in _leaves(metadata.tree) if hasattr(leaf, "shape")]
     for keys, leaf in arrays:
         inside(folder, leaf.name)
         _check_name("/".join(map(str, keys)), folder)
     found = {}
     for keys, leaf in arrays:
         shape, dtype, path = tuple(leaf.shape), np.dtype(leaf.dtype), "/".join(map(str, keys))
-        chunk = tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else shape
+        chunk = (
+            tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else shape
+        )
         n_chunks = math.prod(-(-n // max(c, 1)) for n, c in zip(shape, chunk, strict=False))
         if n_chunks > MAX_CHUNKS:
-            raise StoredError(f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MAX_CHUNKS:,} are read")
-        array = _array(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context)
+            raise StoredError(
+                f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MAX_CHUNKS:,}"
+                " are read"
+            )
+        array = _array(
+            folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context
+        )
         read = functools.partial(_read_array, array, f"{folder}: {path}", shape, dtype)
         found[path] = Stored(shape, dtype, read, keys, chunk, _describe(leaf.sharding))
     return found
@@ -144,14 +179,19 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
     """Read ``data`` or ``meta`` of a step, or return None without it. Raises StoredError."""
     folder = epath.Path(step_dir)
-    return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
+    return (
+        read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
+    )
 
 
 def check_format(meta: Mapping[str, Any], place: Any) -> None:
     """Raise StoredError if metadata at ``place`` are of another format than this version reads."""
     if meta.get("config") and (found := meta.get("format")) != FORMAT:
         older = "from before formats had numbers" if found is None else f"of format {found!r:.20}"
-        raise StoredError(f"{place} is {older}, and this version reads format {FORMAT}; read it with the version that wrote it")
+        raise StoredError(
+            f"{place} is {older}, and this version reads format {FORMAT}; read it with the version"
+            " that wrote it"
+        )
 
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
@@ -164,7 +204,9 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
     """Return the path of a file that another one names in a folder. Raises StoredError outside."""
     if "://" in os.fspath(folder):  # an object store has no links
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
-            raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
+            raise StoredError(
+                f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it"
+            )
         return folder / name
     with _as_stored():
         return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
@@ -195,8 +237,15 @@ def check_files(folder: epath.Path) -> None:
                 raise StoredError(f"{path} cannot be read: {error.strerror}") from error
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 raise StoredError(f"{path} is a pipe or a device; expected files and folders alone")
-            if found.st_size > LARGE and stat.S_ISREG(found.st_mode) and found.st_size > (most := _most_bytes(path, folder)):
-                raise StoredError(f"{path} has {found.st_size:,} bytes, and its contents take at most {int(most):,}")
+            if (
+                found.st_size > LARGE
+                and stat.S_ISREG(found.st_mode)
+                and found.st_size > (most := _most_bytes(path, folder))
+            ):
+                raise StoredError(
+                    f"{path} has {found.st_size:,} bytes, and its contents take at most"
+                    f" {int(most):,}"
+                )
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
@@ -204,7 +253,10 @@ def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
 
     OCDBT's data files, of which it reads a part, and files of other programs are not bounded.
     """
-    if path.name.startswith(("manifest.", "_", ".z", "zarr.json")) or path.parent.name == "array_metadatas":
+    if (
+        path.name.startswith(("manifest.", "_", ".z", "zarr.json"))
+        or path.parent.name == "array_metadatas"
+    ):
         return LARGE  # they describe arrays, in kilobytes
     for place in path.parents:
         if (place / ".zarray").exists():
@@ -216,7 +268,8 @@ def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
             grid = read_object(place, "zarr.json").get("chunk_grid")
             grid = grid.get("configuration") if isinstance(grid, dict) else None
             n = _elements(grid.get("chunk_shape") if isinstance(grid, dict) else None)
-            return 80 * n + LARGE  # a file of chunks and their places, which may have an element each
+            # a file of chunks and their places, which may have an element each
+            return 80 * n + LARGE
         if place == folder:
             break
     return math.inf
@@ -249,13 +302,20 @@ def open_safetensors(path: epath.PathLike) -> dict[str, Stored]:
         if expected is not None and (wrong := sorted(there ^ arrays.keys())):
             where = "lacks" if wrong[0] in there else "holds, too"
             raise StoredError(
-                f"{folder / INDEX} does not fit {name}, which {where}: {wrong[0][:200]}; one of the two is of another model"
+                f"{folder / INDEX} does not fit {name}, which {where}: {wrong[0][:200]}; one of the"
+                " two is of another model"
             )
         if twice := sorted(found.keys() & arrays.keys()):
-            raise StoredError(f"{folder}: {twice[0]} is in {origin[twice[0]]} and in {name}; remove the file that is not meant")
+            raise StoredError(
+                f"{folder}: {twice[0]} is in {origin[twice[0]]} and in {name}; remove the file that"
+                " is not meant"
+            )
         found |= arrays
         origin |= dict.fromkeys(arrays, name)
-    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stack(found).items()}
+    return {
+        path: fold(array, tuple(shapes[path])) if path in shapes else array
+        for path, array in stack(found).items()
+    }
 
 
 def _files(folder: epath.Path) -> dict[str, list[str] | None]:
@@ -274,7 +334,9 @@ def _files(folder: epath.Path) -> dict[str, list[str] | None]:
         if missing := [str(folder / name) for name in found if not inside(folder, name).exists()]:
             raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
         if WHOLE in there and WHOLE not in found:
-            raise StoredError(f"{folder} holds {WHOLE}, and {INDEX} names other files; remove what is not meant")
+            raise StoredError(
+                f"{folder} holds {WHOLE}, and {INDEX} names other files; remove what is not meant"
+            )
     else:
         found = dict.fromkeys([WHOLE] if WHOLE in there else there)
     if not found:
@@ -296,20 +358,22 @@ def _refuse_codes(folder: epath.Path) -> None:
         if kind := about.get(name):
             method = kind.get("quant_method") if isinstance(kind, dict) else kind
             raise StoredError(
-                f"{folder / 'config.json'}: {name} is set ({str(method)[:40]}), so that the arrays are codes, not numbers; "
-                "take the weights that were not quantised"
+                f"{folder / 'config.json'}: {name} is set ({str(method)[:40]}), so that the arrays"
+                " are codes, not numbers; take the weights that were not quantised"
             )
     if (folder / "adapter_config.json").exists():
         raise StoredError(
-            f"{folder} holds adapter_config.json, an adapter of peft, which is added to the weights elsewhere; merge it with "
-            "its base model there, and take that folder"
+            f"{folder} holds adapter_config.json, an adapter of peft, which is added to the weights"
+            " elsewhere; merge it with its base model there, and take that folder"
         )
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is, or holds, a safetensors file. Raises StoredError: unreadable."""
     place = place_of(path)
-    return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
+    return place.name.endswith(".safetensors") or (
+        place.is_dir() and any(place.glob("*.safetensors"))
+    )
 
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -326,12 +390,15 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         kinds = {(s.shape, s.dtype) for s in entries.values()}
         if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in whole:
             raise StoredError(
-                f"{path}[…] cannot be stacked: entries {str(sorted(entries))[:200]} of {str(sorted(map(str, kinds)))[:200]}"
+                f"{path}[…] cannot be stacked: entries {str(sorted(entries))[:200]} of"
+                f" {str(sorted(map(str, kinds)))[:200]}"
                 f"{', next to an array of that name' if path in whole else ''}"
             )
         ((shape, dtype),) = kinds
         read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
-        whole[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
+        whole[path] = Stored(
+            (len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape)
+        )
     return whole
 
 
@@ -341,7 +408,9 @@ def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
     If a dimension is split, only the needed rows are read. If several are joined, all is.
     """
     if math.prod(array.shape) != math.prod(shape):
-        raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
+        raise StoredError(
+            f"{list(array.shape)} and {list(shape)} do not have equally many elements"
+        )
     groups = list(_equal_groups(array.shape, shape))
 
     def read(index: Index) -> np.ndarray:
@@ -350,7 +419,9 @@ def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
         inner: list[slice] = []  # of the read part
         seen: list[int] = []  # its shape, in the target's dimensions
         for (a, b), (c, d) in groups:
-            first, *rest = [slice(*i.indices(n)[:2]) for i, n in zip(index[c:d], shape[c:d], strict=True)] or [slice(0, 1)]
+            first, *rest = [
+                slice(*i.indices(n)[:2]) for i, n in zip(index[c:d], shape[c:d], strict=True)
+            ] or [slice(0, 1)]
             if b - a == 1 and d > c:
                 step = math.prod(shape[c + 1 : d])
                 outer.append(slice(first.start * step, first.stop * step))
@@ -362,11 +433,17 @@ def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
                 seen += shape[c:d]
         return array.read(tuple(outer)).reshape(seen)[tuple(inner)]
 
-    chunk = (array.chunk[0] if array.chunk and shape and shape[0] == array.shape[0] else 1, *shape[1:]) if shape else ()
+    chunk = (
+        (array.chunk[0] if array.chunk and shape and shape[0] == array.shape[0] else 1, *shape[1:])
+        if shape
+        else ()
+    )
     return array._replace(shape=tuple(shape), read=read, chunk=chunk)
 
 
-def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _equal_groups(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yield the shortest ranges of dimensions of two shapes that have equally many elements."""
     i = j = 0
     while i < len(a) or j < len(b):
@@ -376,7 +453,11 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
                 m, i = m * a[i], i + 1
             elif j < len(b):
                 n, j = n * b[j], j + 1
-            if m == n and (i, j) != start and (i > start[0] and j > start[1] or (i, j) == (len(a), len(b))):
+            if (
+                m == n
+                and (i, j) != start
+                and (i > start[0] and j > start[1] or (i, j) == (len(a), len(b)))
+            ):
                 break
         yield (start[0], i), (start[1], j)
 
@@ -417,7 +498,9 @@ def _ask(url: str) -> None:
         ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
     except (OSError, ValueError, TimeoutError) as error:
         reason = str(error) or f"no answer within {PATIENCE:g} s"
-        raise StoredError(f"{url} cannot be read: {reason}; check the address, the network and your access to it") from error
+        raise StoredError(
+            f"{url} cannot be read: {reason}; check the address, the network and your access to it"
+        ) from error
 
 
 def is_address(path: str) -> bool:
@@ -433,7 +516,10 @@ def _absolute(path: epath.PathLike) -> epath.Path:
 
 def _item(folder: epath.Path) -> epath.Path | None:
     """Find the arrays of a step: in ``state``, as here, or in ``default``, as elsewhere."""
-    return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
+    return next(
+        (p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()),
+        None,
+    )
 
 
 def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -447,7 +533,9 @@ def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str |
         yield keys, tree
 
 
-def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
+def _array(
+    folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context
+) -> Callable[[], ts.TensorStore]:
     """Open an array of an Orbax item, once, in one OCDBT store if ``indexed``, else a folder."""
     path = f"{os.fspath(folder)}/" if indexed else f"{os.fspath(folder)}/{name}/"
     # The folder alone decides: an array's name is its maker's.
@@ -458,14 +546,23 @@ def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context
 
 
 def _read_array(
-    array: Callable[[], ts.TensorStore], name: str, shape: tuple[int, ...], dtype: np.dtype, index: Index
+    array: Callable[[], ts.TensorStore],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    index: Index,
 ) -> np.ndarray:
     """Read slices of an array. Raises StoredError: it differs from its tree, or is too large."""
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
-        raise StoredError(f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype} {list(shape)}")
+        raise StoredError(
+            f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype}"
+            f" {list(shape)}"
+        )
     part = opened[index] if index else opened
-    needed = (part.size + math.prod(n or 1 for n in opened.chunk_layout.read_chunk.shape or shape)) * dtype.itemsize
+    needed = (
+        part.size + math.prod(n or 1 for n in opened.chunk_layout.read_chunk.shape or shape)
+    ) * dtype.itemsize
     _check_memory(f"{name} {list(shape)}", needed)
     return np.asarray(part.read().result())
 
@@ -473,7 +570,9 @@ def _read_array(
 def _check_memory(what: str, needed: int) -> None:
     """Raise StoredError if a read does not fit in memory: zeros take no space in a file."""
     if needed > (memory := machine.most_memory()):
-        raise StoredError(f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
+        raise StoredError(
+            f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}"
+        )
 
 
 def _describe(sharding: Any) -> str:
@@ -481,8 +580,12 @@ def _describe(sharding: Any) -> str:
     spec = getattr(sharding, "partition_spec", None)
     if spec is None:
         return "" if sharding is None else type(sharding).__name__.removesuffix("Metadata")
-    parts = ["·" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec]
-    mesh = " × ".join(f"{name} {size}" for name, size in zip(sharding.axis_names, sharding.shape, strict=True))
+    parts = [
+        "·" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec
+    ]
+    mesh = " × ".join(
+        f"{name} {size}" for name, size in zip(sharding.axis_names, sharding.shape, strict=True)
+    )
     return f"({', '.join(parts)}) on {mesh}" if parts else f"whole on {mesh}"
 
 
@@ -492,45 +595,68 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
             size = path.stat().length
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
+                raise StoredError(
+                    f"{path}: a header of {length} bytes does not fit in a file of {size}"
+                )
             header = files.parse(file.read(length).decode(), f"{path}: the header")
     except (files.FileError, UnicodeDecodeError) as error:
-        raise StoredError(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)) from error
+        raise StoredError(
+            f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)
+        ) from error
     arrays: dict[str, Stored] = {}
-    left = size - 8 - length  # [bytes] not yet used by an array: else a small file could claim any number of arrays
+    # [bytes] not yet used by an array: else a small file could claim any number of arrays
+    left = size - 8 - length
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         entry = entry if isinstance(entry, dict) else {}
         kind, sizes, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(kind, str) or kind not in DTYPES:
-            raise StoredError(f"{path}: {name} is {str(kind)[:40]}; expected one of: {', '.join(DTYPES)}")
+            raise StoredError(
+                f"{path}: {name} is {str(kind)[:40]}; expected one of: {', '.join(DTYPES)}"
+            )
         if not (_is_shape(sizes) and _is_shape(place) and len(place) == 2):
             found = f"the shape {str(sizes)[:80]} at bytes {str(place)[:80]}"
             raise StoredError(f"{path}: {name} has {found}; expected lists of sizes")
         shape, dtype, (start, stop) = tuple(sizes), DTYPES[kind], place
-        if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
-            raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
+        if (
+            stop - start != math.prod(shape) * dtype.itemsize
+            or not 0 <= start <= stop <= size - 8 - length
+        ):
+            raise StoredError(
+                f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file"
+            )
         left -= stop - start
         if left < 0:
-            raise StoredError(f"{path}: its arrays have more bytes than the file, so that some lie in each other's place")
+            raise StoredError(
+                f"{path}: its arrays have more bytes than the file, so that some lie in each"
+                " other's place"
+            )
         where = paths.get(name) or name.replace(".", "/")
         _check_name(where, path)
         if where in arrays:
-            raise StoredError(f"{path}: {name[:200]} has the path {where[:200]}, which another array has, too")
+            raise StoredError(
+                f"{path}: {name[:200]} has the path {where[:200]}, which another array has, too"
+            )
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
-        arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
+        arrays[where] = Stored(
+            shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ()
+        )
     return arrays
 
 
 def _check_name(name: str, source: epath.Path) -> None:
     """Raise StoredError for an array's name that could pass for other lines of a report."""
     if not name.isprintable():
-        raise StoredError(f"{source} has an array with the name {name[:80]!r}; expected printable characters")
+        raise StoredError(
+            f"{source} has an array with the name {name[:80]!r}; expected printable characters"
+        )
 
 
-def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
+def _read_file(
+    path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index
+) -> np.ndarray:
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
     _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)

@@ -19,7 +19,14 @@ def one_device() -> layout_lib.Layout:
     return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
 
 
-def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, model_state: bool = False) -> PyTree:
+def read(
+    source: Source,
+    table: Any,
+    layout: layout_lib.Layout,
+    *,
+    ema: bool = False,
+    model_state: bool = False,
+) -> PyTree:
     """Arrays of a table of `Spec` on the devices of ``layout``.
 
     With ``model_state`` the table is of the model state.
@@ -29,16 +36,23 @@ def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = F
     """
     if model_state:
         arrays = source.arrays().items()
-        weights = {path.removeprefix(stored.MODEL_STATE): one for path, one in arrays if path.startswith(stored.MODEL_STATE)}
+        weights = {
+            path.removeprefix(stored.MODEL_STATE): one
+            for path, one in arrays
+            if path.startswith(stored.MODEL_STATE)
+        }
     else:
         weights = source.parameters(ema=ema)
     if any(lora.is_adapter(path) for path in weights):
         raise StoredError(
-            f"{source.path} holds adapters without the weights that they change; merge them with `jaxtrain export`"
+            f"{source.path} holds adapters without the weights that they change; merge them with"
+            " `jaxtrain export`"
         )
     sizes = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     if unknown := [path for path, spec in sizes if None in spec.shape]:
-        raise StoredError(f"{source.path}: its config does not say the size of {unknown[0]}: it is damaged")
+        raise StoredError(
+            f"{source.path}: its config does not say the size of {unknown[0]}: it is damaged"
+        )
     abstract = specs.abstract(table, layout)
     paths = specs.paths(abstract)
     shapes = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}

@@ -49,8 +49,13 @@ def recorded(data: Mapping[str, Any]) -> Base | None:
     found = data.get("base")
     if found is None:
         return None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in Base._fields):
-        raise StoredError(f"the record of the frozen weights is {str(found)[:80]!r}; expected {', '.join(Base._fields)}")
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(name), str) for name in Base._fields
+    ):
+        raise StoredError(
+            f"the record of the frozen weights is {str(found)[:80]!r}; expected"
+            f" {', '.join(Base._fields)}"
+        )
     return Base(*(found[name] for name in Base._fields))
 
 
@@ -78,13 +83,20 @@ def digest(rules: WarmStart) -> str:
 
 def workdirs(step: epath.Path, workdir: Any) -> list[epath.PathLike]:
     """Return a step's workdirs: above its checkpoints, or by config.checkpoint.folder."""
-    return [step.parent.parent, *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else [])]
+    return [
+        step.parent.parent,
+        *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else []),
+    ]
 
 
 def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
     """Return the places where a run's base may lie: its copies in workdirs, and its origin."""
     name = f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
-    kept = [os.fspath(place) for workdir in workdirs if (place := epath.Path(workdir) / FOLDER / name).exists()]
+    kept = [
+        os.fspath(place)
+        for workdir in workdirs
+        if (place := epath.Path(workdir) / FOLDER / name).exists()
+    ]
     return list(dict.fromkeys([*kept, base.source]))
 
 
@@ -101,8 +113,8 @@ def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
             return place
         tried.append(f"{place} holds other weights: their digest is {found}")
     raise StoredError(
-        f"the weights that the run froze are those of {base.source}, digest {base.digest}, and they are gone or differ: "
-        f"{'; '.join(tried)}"
+        f"the weights that the run froze are those of {base.source}, digest {base.digest}, and they"
+        f" are gone or differ: {'; '.join(tried)}"
     )
 
 
@@ -136,7 +148,8 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 def _copy(source: epath.Path, target: pathlib.Path) -> None:
     with atomic_write.file(target) as out, source.open("rb") as file:
         # Never a hard link: who writes into the source would write into the copy.
-        with contextlib.suppress(OSError):  # another disk or a store, or a file system that cannot share blocks
+        # another disk or a store, or a file system that cannot share blocks
+        with contextlib.suppress(OSError):
             fcntl.ioctl(out.fileno(), FICLONE, file.fileno())
             return
         shutil.copyfileobj(file, out)

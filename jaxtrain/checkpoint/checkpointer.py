@@ -46,16 +46,19 @@ from jaxtrain.types import Task
 from loaders.io import files
 from loaders.io.checks import FREE, first_line
 
-if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
+# a state is rebuilt from the abstract one, so that reading a step imports no trainer
+if TYPE_CHECKING:
     from jaxtrain.step.state import Abstract, TrainState
 
-TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
+# [s] that a save may take: all processes write, then one reads it all for the checksums
+TIMEOUT = 3600
 
 IN_FLIGHT = 16 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
 
 log = logging.getLogger("jaxtrain")
 
-EVALUATED = re.compile(r"^train\.(eval_batches|ema)$|^data\.(\w+\[\d+\]\.)?test")  # fields that an evaluation depends on
+# fields that an evaluation depends on
+EVALUATED = re.compile(r"^train\.(eval_batches|ema)$|^data\.(\w+\[\d+\]\.)?test")
 
 
 class Restored(NamedTuple):
@@ -88,7 +91,9 @@ class Checkpointer:
         self._path = _folder(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
-        self._scores = Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
+        self._scores = Scores(
+            self._path.parent / "best.json", config.checkpoint, config.train.min_delta
+        )
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
@@ -97,14 +102,20 @@ class Checkpointer:
         self._given_up: list[str] = []  # steps whose saves failed
         self._barrier = joint_failure.SaveBarrier() if jax.process_count() > 1 else None
         saves = ocp.options.AsyncOptions(
-            timeout_secs=TIMEOUT, barrier_sync_fn=self._barrier, post_finalization_callback=self._seal
+            timeout_secs=TIMEOUT,
+            barrier_sync_fn=self._barrier,
+            post_finalization_callback=self._seal,
         )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep), create=True, async_options=saves
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            create=True,
+            async_options=saves,
         )
         self._manager = _manager(self._path, options)
 
-    def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
+    def save(
+        self, step: int, state: "TrainState", data: Mapping[str, Any], history: History
+    ) -> Saved:
         """Start to save ``state``, unless ``step`` is saved. First wait for the previous save.
 
         Raises CheckpointError when that one failed, or this one fails at once, unless
@@ -112,7 +123,9 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._settle()
-        weights_only = step == self._config.train.steps and self._config.checkpoint.final == "weights"
+        weights_only = (
+            step == self._config.train.steps and self._config.checkpoint.final == "weights"
+        )
         if step not in self._manager.all_steps():
             content = saved_parts(state)
             if weights_only:
@@ -126,7 +139,9 @@ class Checkpointer:
                     args=ocp.args.Composite(
                         state=ocp.args.StandardSave(content, save_args=stored.in_chunks(content)),
                         data=ocp.args.JsonSave({**data, **history._asdict()}),
-                        meta=ocp.args.JsonSave(self._meta | ({"weights_only": True} if weights_only else {})),
+                        meta=ocp.args.JsonSave(
+                            self._meta | ({"weights_only": True} if weights_only else {})
+                        ),
                     ),
                     force=True,
                 )
@@ -140,15 +155,25 @@ class Checkpointer:
     def stalled(self, step: int) -> bool:
         """Whether config.train.patience evaluations in a row up to ``step`` made no progress."""
         train, since = self._config.train, self._scores.progress
-        return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
+        return (
+            bool(train.patience)
+            and since is not None
+            and (step - since) // train.eval_every >= train.patience
+        )
 
     def listed(self, other: str = "") -> int:
         """Return the newest step in this workdir, else in ``other``, by folders' names, or 0."""
         folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
-        steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
+        steps = [
+            [int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()]
+            for f in folders
+            if f.is_dir()
+        ]
         return max(next(filter(None, steps), [0]))
 
-    def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
+    def restore(
+        self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = ""
+    ) -> Restored | None:
         """Read the newest readable checkpoint of this run or of another ``workdir``, or None.
 
         ``abstract`` is the target of every array: the mesh that saved it need not exist any more.
@@ -157,7 +182,9 @@ class Checkpointer:
         the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
         if not workdir:
-            if not (restored := self._newest(self._manager.all_steps(), self._path, abstract, data)):
+            if not (
+                restored := self._newest(self._manager.all_steps(), self._path, abstract, data)
+            ):
                 self._scores.forget("no checkpoint of the run that wrote it is left")
             return restored
         path = _folder(workdir) / "checkpoints"
@@ -173,7 +200,11 @@ class Checkpointer:
         Only regular saves are considered: it is the same one after any number of interruptions.
         """
         self._settle()
-        steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
+        steps = [
+            s
+            for s in sorted(self._manager.all_steps(), reverse=True)
+            if s <= before and is_save_due(self._config, s)
+        ]
         for step in cluster.agree_on(steps):
             if not cluster.agree(bool(self._damage(self._path / str(step)))):
                 path = self._path / str(step)
@@ -183,7 +214,8 @@ class Checkpointer:
     def is_finished(self) -> bool:
         """Whether the run has ended with a step of weights only, from which nothing can resume."""
         meta: Mapping[str, Any] = {}
-        with contextlib.suppress(OSError, stored.StoredError):  # damage is reported when the step itself is read
+        # damage is reported when the step itself is read
+        with contextlib.suppress(OSError, stored.StoredError):
             meta = stored.read_json(self._path / str(self._config.train.steps), "meta") or {}
         return bool(cluster.agree(bool(meta.get("weights_only"))))
 
@@ -204,7 +236,10 @@ class Checkpointer:
         """Write the checksums of a save, in process 0, once all have written, before the commit."""
         step = self._saving
         assert step
-        parts = sorted(self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"), key=lambda part: part.stat().mtime)
+        parts = sorted(
+            self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"),
+            key=lambda part: part.stat().mtime,
+        )
         checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
 
     def _settle(self) -> None:
@@ -227,10 +262,12 @@ class Checkpointer:
         message = f"checkpoint {step} could not be written: {first_line(error)}; {newest}"
         if self._config.checkpoint.on_error == "stop":
             raise CheckpointError(
-                f"{message}. Make room, or fix the disk, and rerun the same command; to train on without this checkpoint, set "
-                "config.checkpoint.on_error='continue'"
+                f"{message}. Make room, or fix the disk, and rerun the same command; to train on"
+                " without this checkpoint, set config.checkpoint.on_error='continue'"
             ) from error
-        log.error("%s; training continues (config.checkpoint.on_error), and so do later saves", message)
+        log.error(
+            "%s; training continues (config.checkpoint.on_error), and so do later saves", message
+        )
 
     def _drain(self) -> None:
         """Collect the other errors that Orbax holds for a save that failed.
@@ -241,7 +278,8 @@ class Checkpointer:
         while True:
             try:
                 self._manager.wait_until_finished()
-                self._manager._checkpointer.wait_until_finished()  # no public name; its thread may outlive the manager
+                # no public name; its thread may outlive the manager
+                self._manager._checkpointer.wait_until_finished()
                 return
             except Exception as error:  # noqa: BLE001  a disk raises many kinds
                 log.debug("another error of the same save: %s", error)
@@ -250,7 +288,8 @@ class Checkpointer:
         """Free the space of failed saves, if no other process may still write to them."""
         if jax.process_count() > 1:
             return
-        with contextlib.suppress(OSError):  # threads that nobody waits for may still write there: the next call tries again
+        # threads that nobody waits for may still write there: the next call tries again
+        with contextlib.suppress(OSError):
             for step in self._given_up:
                 for part in self._path.glob(f"{step}.orbax-checkpoint-tmp*"):
                     part.rmtree()
@@ -263,12 +302,17 @@ class Checkpointer:
             stored.check_files(path)
             return "" if not self._config.checkpoint.verify else "; ".join(checksums.verify(path))
         except checksums.NoManifest:
-            log.warning("checkpoint %s has no checksums, which no run leaves out: it is read unverified", path)
+            log.warning(
+                "checkpoint %s has no checksums, which no run leaves out: it is read unverified",
+                path,
+            )
             return ""
         except (OSError, ValueError) as error:
             return first_line(error)
 
-    def _newest(self, steps: Sequence[int], path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]) -> Restored | None:
+    def _newest(
+        self, steps: Sequence[int], path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]
+    ) -> Restored | None:
         steps = sorted(steps, reverse=True)
         for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
@@ -288,19 +332,25 @@ class Checkpointer:
             # If one process cannot read its part, none takes this step.
             if blind := [i for i, failed in enumerate(cluster.gather(int(bool(why)))) if failed]:
                 where = why or f"process {blind[0]} says why in its log"
-                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), where)
+                log.warning(
+                    "checkpoint %s cannot be read and is skipped: %s", path / str(step), where
+                )
                 continue
             offset = self._check_data(path / str(step), step, saved, data, changes)
             if evaluated := [str(change) for change in changes if EVALUATED.search(change.path)]:
                 self._scores.forget(f"its evaluations were others ({'; '.join(evaluated)})")
-            if others := [str(change) for change in changes if not change.path.startswith(("workdir", "resume.", "data."))]:
+            if others := [
+                str(change)
+                for change in changes
+                if not change.path.startswith(("workdir", "resume.", "data."))
+            ]:
                 log.info("the config differs from the checkpoint's: %s", "; ".join(others))
             history = History(offset, saved.get("rewinds", 0), saved.get("base"))
             return Restored(state, step, history, path / str(step))
         if steps:
             raise CheckpointError(
-                f"none of the checkpoints {steps} in {path} can be read; move that folder away to start from the "
-                "beginning, or choose another config.workdir"
+                f"none of the checkpoints {steps} in {path} can be read; move that folder away to"
+                " start from the beginning, or choose another config.workdir"
             )
         return None
 
@@ -315,8 +365,9 @@ class Checkpointer:
             raise CheckpointError(f"{error}, or choose another config.workdir") from error
         if meta.get("weights_only"):
             raise CheckpointError(
-                f"checkpoint {path} holds weights only, without the optimizer: nothing can resume from it. Start another "
-                f"run from it with another config.workdir and config.warm_start.source={str(path)!r}"
+                f"checkpoint {path} holds weights only, without the optimizer: nothing can resume"
+                " from it. Start another run from it with another config.workdir and"
+                f" config.warm_start.source={str(path)!r}"
             )
         changes = config_lib.compare(meta["config"], self._config, meta.get("files") or {})
         fixed = [change for change in changes if change.kind != FREE]
@@ -324,13 +375,17 @@ class Checkpointer:
         if others or meta["parameters"] != self._meta["parameters"]:
             fields = "; ".join(map(str, fixed)) or others or "their axes or dtypes changed"
             raise CheckpointError(
-                f"checkpoint {path} holds other arrays than this run has: {fields}. Set it back, or choose another workdir"
+                f"checkpoint {path} holds other arrays than this run has: {fields}. Set it back, or"
+                " choose another workdir"
             )
-        if refused := [change for change in fixed if not change.is_allowed(self._config.resume.allow)]:
+        if refused := [
+            change for change in fixed if not change.is_allowed(self._config.resume.allow)
+        ]:
             fields = ",".join(dict.fromkeys(change.path.partition("[")[0] for change in refused))
             raise CheckpointError(
-                f"checkpoint {path} was trained with another config: {'; '.join(map(str, refused))}. Set it back, choose "
-                f"another config.workdir, or train on with the change by --config.resume.allow={fields}"
+                f"checkpoint {path} was trained with another config:"
+                f" {'; '.join(map(str, refused))}. Set it back, choose another config.workdir, or"
+                f" train on with the change by --config.resume.allow={fields}"
             )
         return changes
 
@@ -344,20 +399,27 @@ class Checkpointer:
     ) -> int:
         """Compare the fingerprints. Return the offset that positions are counted from."""
         own = {"position", *History._fields}
-        changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
+        changed = _differences(
+            {k: v for k, v in saved.items() if k not in own},
+            {k: v for k, v in now.items() if k not in own},
+        )
         if not changed:
             offset: int = saved["offset"]
             return offset
-        if fields := [str(change) for change in changes if change.path.startswith(("data.", "train.batch"))]:
+        if fields := [
+            str(change) for change in changes if change.path.startswith(("data.", "train.batch"))
+        ]:
             changed = f"{'; '.join(fields)}; {changed}"
         if self._config.resume.data == "restart":
-            log.warning("the data or their order changed (%s): they are read from their beginning", changed)
+            log.warning(
+                "the data or their order changed (%s): they are read from their beginning", changed
+            )
             self._scores.forget("it is of other data")
             return step
         raise CheckpointError(
-            f"checkpoint {path} was trained on other data or in another order ({changed}), so that resuming would repeat and "
-            "miss examples; set it back, choose another config.workdir, or read the data from their beginning with "
-            "config.resume.data='restart'"
+            f"checkpoint {path} was trained on other data or in another order ({changed}), so that"
+            " resuming would repeat and miss examples; set it back, choose another config.workdir,"
+            " or read the data from their beginning with config.resume.data='restart'"
         )
 
 
@@ -371,8 +433,8 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the file _CHECKPOINT_METADATA of a step is damaged ({first_line(error)}); delete it: it holds the time "
-            "of the save, and the step is read as well without it"
+            f"{path}: the file _CHECKPOINT_METADATA of a step is damaged ({first_line(error)});"
+            " delete it: it holds the time of the save, and the step is read as well without it"
         ) from error
 
 
@@ -397,13 +459,16 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         (folder / token).unlink()
     if blind:
         raise CheckpointError(
-            f"{folder} is not the same folder for all processes: {', '.join(map(str, blind))} of {jax.process_count()} do not "
-            "see what process 0 writes there. It must be on a file system that all hosts share, or in an object store: set "
-            "config.workdir, or config.checkpoint.folder"
+            f"{folder} is not the same folder for all processes: {', '.join(map(str, blind))} of"
+            f" {jax.process_count()} do not see what process 0 writes there. It must be on a file"
+            " system that all hosts share, or in an object store: set config.workdir, or"
+            " config.checkpoint.folder"
         )
 
 
-def _read_state(step: epath.Path, arrays: Mapping[str, stored.Stored], abstract: "Abstract") -> "TrainState":
+def _read_state(
+    step: epath.Path, arrays: Mapping[str, stored.Stored], abstract: "Abstract"
+) -> "TrainState":
     """Read the state of a step. An array takes up to three times its size meanwhile."""
     target = saved_parts(abstract.state)
     targets = dict(zip(specs.paths(target), jax.tree.leaves(target), strict=True))
@@ -413,26 +478,41 @@ def _read_state(step: epath.Path, arrays: Mapping[str, stored.Stored], abstract:
         saved = handler.restore(step / "state", args=ocp.args.StandardRestore(target))
     finally:
         handler.close()
-    variables = abstract.state.variables._replace(params=saved["params"], model_state=saved["model_state"])
+    variables = abstract.state.variables._replace(
+        params=saved["params"], model_state=saved["model_state"]
+    )
     norms = abstract.state.norms._replace(**saved["norms"])
     return abstract.state.replace(
-        step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
+        step=saved["step"],
+        variables=variables,
+        opt_state=saved["opt_state"],
+        ema=saved["ema"],
+        norms=norms,
     )
 
 
 def _part_bytes(saved: stored.Stored, target: jax.ShapeDtypeStruct) -> int:
     """Return the most bytes of an array that Orbax reads for one device: whole chunks."""
-    part: tuple[int, ...] = target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
-    sizes = (min(-(-n // c), -(-p // c) + 1) * c for n, c, p in zip(saved.shape, saved.chunk, part, strict=True))
+    part: tuple[int, ...] = (
+        target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
+    )
+    sizes = (
+        min(-(-n // c), -(-p // c) + 1) * c
+        for n, c, p in zip(saved.shape, saved.chunk, part, strict=True)
+    )
     return saved.dtype.itemsize * math.prod(sizes)
 
 
 def saved_parts(state: "TrainState") -> dict[str, Any]:
     """Select the parts of a state that are saved. The keys are part of the format."""
     return {
-        "step": state.step, "params": state.variables.params, "model_state": state.variables.model_state,
-        "opt_state": state.opt_state, "ema": state.ema, "norms": state.norms._asdict(),
-    }  # fmt: skip
+        "step": state.step,
+        "params": state.variables.params,
+        "model_state": state.variables.model_state,
+        "opt_state": state.opt_state,
+        "ema": state.ema,
+        "norms": state.norms._asdict(),
+    }
 
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
@@ -441,12 +521,17 @@ def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> s
     now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
     before = {path: tuple(one.shape) for path, one in saved.items()}
     differ = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    shown = (f"{path} {before.get(path, 'missing')} saved, {now.get(path, 'missing')} now" for path in differ[:3])
+    shown = (
+        f"{path} {before.get(path, 'missing')} saved, {now.get(path, 'missing')} now"
+        for path in differ[:3]
+    )
     return "; ".join(shown) + ("; …" if len(differ) > 3 else "")
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     # As text, since tuples are lists once saved.
-    saved, now = ({k: json.dumps(v, sort_keys=True) for k, v in tree.items()} for tree in (old, new))
+    saved, now = (
+        {k: json.dumps(v, sort_keys=True) for k, v in tree.items()} for tree in (old, new)
+    )
     changed = [k for k in sorted({*old, *new}) if saved.get(k, "null") != now.get(k, "null")]
     return ", ".join(f"{k}: {old.get(k)} saved, {new.get(k)} now" for k in changed)

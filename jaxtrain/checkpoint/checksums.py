@@ -34,7 +34,8 @@ from jaxtrain.arrays import stored
 from loaders.io import files
 
 NAME = "manifest.json"
-UNLISTED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # files of the step's own folder that are not listed
+# files of the step's own folder that are not listed
+UNLISTED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 ALGORITHM = "sha256"
 PIECE = 4 << 20  # [bytes] held per file at a time. Other threads run while one is hashed
 THREADS = 8
@@ -49,13 +50,16 @@ def write(step_dir: epath.PathLike) -> None:
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        measured = dict(zip(names, pool.map(_measure, [folder / name for name in names]), strict=True))
+        measured = dict(
+            zip(names, pool.map(_measure, [folder / name for name in names]), strict=True)
+        )
     # A dot in front: a kill before the rename leaves a file that `_files` does not list.
     temporary = folder / f".{NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
         file.write(_encode(measured))
         file.flush()
-        with contextlib.suppress(AttributeError, OSError):  # an object store has neither descriptors nor torn files
+        # an object store has neither descriptors nor torn files
+        with contextlib.suppress(AttributeError, OSError):
             os.fsync(file.fileno())
     temporary.rename(folder / NAME)
 
@@ -68,11 +72,18 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     try:
         raw = files.read(stored.inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
-        kinds = [(name.isprintable(), type(entry["bytes"]), type(entry["hash"])) for name, entry in listed.items()]
+        kinds = [
+            (name.isprintable(), type(entry["bytes"]), type(entry["hash"]))
+            for name, entry in listed.items()
+        ]
         intact = _encode(listed) == raw and {*kinds} <= {(True, int, str)}
         why = "" if intact else "it does not match its own hash"
     except Exception as error:  # noqa: BLE001  a damaged text may fail in any way
-        why = str(error) if isinstance(error, (files.FileError, stored.StoredError)) else "it does not match its own hash"
+        why = (
+            str(error)
+            if isinstance(error, (files.FileError, stored.StoredError))
+            else "it does not match its own hash"
+        )
     if why:
         return [f"{NAME}: is damaged ({why}), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:

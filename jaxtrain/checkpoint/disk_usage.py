@@ -13,7 +13,9 @@ def held(folder: str, most: int, each: int) -> int:
     """Return the bytes of the newest ``most`` checkpoints of a folder, each ``each`` at most."""
     try:
         with os.scandir(os.path.expanduser(folder)) as entries:
-            steps = sorted((int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir())
+            steps = sorted(
+                (int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir()
+            )
     except OSError:
         return 0
     return sum(min(_size(path), each) for _, path in steps[max(len(steps) - most, 0) :])

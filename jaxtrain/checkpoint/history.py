@@ -29,9 +29,11 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class History(NamedTuple):
-    offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
+    # batches read of earlier data, before the data were exchanged: position = step - offset
+    offset: int = 0
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
-    base: dict[str, str] | None = None  # the source of the frozen weights (`base_weights.Base`); None = none is recorded
+    # the source of the frozen weights (`base_weights.Base`); None = none is recorded
+    base: dict[str, str] | None = None
 
 
 class Scores:
@@ -43,7 +45,11 @@ class Scores:
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
         self._min_delta = min_delta
-        self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
+        self._path, self._name, self._sign = (
+            path,
+            config.best.lstrip("-"),
+            -1 if config.best.startswith("-") else 1,
+        )
         self._metric = config.best
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
         if (before := self._best.get("metric", config.best)) != config.best:
@@ -63,14 +69,21 @@ class Scores:
         if not self._name:
             return
         if self._name not in record:
-            raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
+            raise CheckpointError(
+                f"config.checkpoint.best names {self._name!r}; an evaluation has"
+                f" {', '.join(sorted(record))}"
+            )
         value = float(record[self._name])
         new = {"step": step, "value": value}
         if not math.isfinite(value):
-            log.warning("%s of step %d is %s: it is not the best, and no progress", self._name, step, value)
+            log.warning(
+                "%s of step %d is %s: it is not the best, and no progress", self._name, step, value
+            )
 
         def beats(old: Mapping[str, Any], by: float = 0.0) -> bool:
-            return math.isfinite(value) and (old["value"] is None or self._sign * (value - old["value"]) > by)
+            return math.isfinite(value) and (
+                old["value"] is None or self._sign * (value - old["value"]) > by
+            )
 
         best = {name: self._best.get(name) for name in new}
         progress = self._best.get("progress", {"step": step, "value": None})
@@ -102,14 +115,19 @@ def _read(path: epath.Path) -> dict[str, Any]:
         for i, entry in enumerate(entries):
             if not isinstance(entry, dict) or not _is_entry(entry, may_have_no_step=i == 0):
                 raise files.FileError(f"{path} has no step with its value")
-            if isinstance(entry["value"], float) and not math.isfinite(entry["value"]):  # as older versions wrote it
+            # as older versions wrote it
+            if isinstance(entry["value"], float) and not math.isfinite(entry["value"]):
                 entry["value"] = None
     except files.FileError as error:
-        raise CheckpointError(f"{error}; remove it, and the next evaluation counts as the best one so far") from error
+        raise CheckpointError(
+            f"{error}; remove it, and the next evaluation counts as the best one so far"
+        ) from error
     return found
 
 
 def _is_entry(entry: Mapping[str, Any], *, may_have_no_step: bool) -> bool:
     step, value = entry.get("step"), entry.get("value", "")
     is_step = type(step) is int or step is None and value is None and may_have_no_step
-    return is_step and (value is None or type(value) is float or type(value) is int and abs(value) < 1e300)
+    return is_step and (
+        value is None or type(value) is float or type(value) is int and abs(value) < 1e300
+    )

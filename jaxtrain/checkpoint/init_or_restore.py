@@ -60,7 +60,9 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
     history = history._replace(base=base if frozen else None)
     overlay, given = _warm_start(assembly, _kept(config, rules, base))
     key = jax.random.key(config.seed)
-    init = state_lib.make_init(assembly.task, assembly.tx, abstract, start=overlay).lower(key, given)
+    init = state_lib.make_init(assembly.task, assembly.tx, abstract, start=overlay).lower(
+        key, given
+    )
     program = program_cache.earlier(init, {}) or program_cache.keep(init, {}, init.compile)
     return Start(program(key, given), 0, history)
 
@@ -79,15 +81,25 @@ def _report_schedule(config: Config, restored: Restored) -> None:
     if not changed or restored.step >= n:
         return
     try:
-        old, new = (learning_rates(o, s, np.linspace(restored.step, n, 101)) for o, s in ((before, steps), (now, n)))
+        old, new = (
+            learning_rates(o, s, np.linspace(restored.step, n, 101))
+            for o, s in ((before, steps), (now, n))
+        )
     except ValueError:
         return  # the checkpoint's run had a schedule of its own, which is not here
-    if old is None or new is None or np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr)):
+    if (
+        old is None
+        or new is None
+        or np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr))
+    ):
         return
     log.warning(
         "the schedule of the learning rate changes (%s): at step %d it is %.3g, and was to be %.3g",
-        changed, restored.step, new[0], old[0],
-    )  # fmt: skip
+        changed,
+        restored.step,
+        new[0],
+        old[0],
+    )
 
 
 def _saved_config(restored: Restored) -> Any:
@@ -104,7 +116,9 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
     if not frozen:
         return Start(state, restored.step, history)
     rules, base = _base_of(assembly.config, restored)
-    overlay, given = _warm_start(assembly, _kept(assembly.config, rules, base), verified=base == history.base)
+    overlay, given = _warm_start(
+        assembly, _kept(assembly.config, rules, base), verified=base == history.base
+    )
     given = {path: x for path, x in given.items() if path in frozen}
     key = jax.random.key(assembly.config.seed)
     made = state_lib.init_frozen(assembly.task, assembly.abstract, key, start=overlay, given=given)
@@ -116,20 +130,38 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
     """Return the rules for a restored run's frozen weights, at their place, and their record."""
     rules = config.warm_start
     base = base_weights.recorded(restored.history._asdict())
-    named = base.named if base else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
+    named = (
+        base.named
+        if base
+        else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
+    )
     change = f"config.warm_start.source: {named!r} saved, {rules.source!r} now"
     if named and not rules.source:
         raise CheckpointError(
-            f"the frozen weights of {restored.source} are those of {base.source if base else named}, and without a source "
-            f"they would be random ({change}); set --config.warm_start.source={named}"
+            f"the frozen weights of {restored.source} are those of"
+            f" {base.source if base else named}, and without a source they would be random"
+            f" ({change}); set --config.warm_start.source={named}"
         )
     same = base.is_named(rules.source) if base else rules.source == named
-    if base and same and rules.step is not None and pathlib.PurePath(base.source).name != str(rules.step):
-        same, change = False, f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
-    allowed = any(name in config.resume.allow for name in ("warm_start", "warm_start.source", "warm_start.step"))
+    if (
+        base
+        and same
+        and rules.step is not None
+        and pathlib.PurePath(base.source).name != str(rules.step)
+    ):
+        same, change = (
+            False,
+            f"config.warm_start.step: the run froze {base.source}, {rules.step} now",
+        )
+    allowed = any(
+        name in config.resume.allow
+        for name in ("warm_start", "warm_start.source", "warm_start.step")
+    )
     if base and base.source and not allowed:
         theirs = base_weights.workdirs(restored.source, _saved_config(restored).get("workdir"))
-        where = base_weights.places(base, [config.workdir, *theirs]) if same else [_exact(rules).source]
+        where = (
+            base_weights.places(base, [config.workdir, *theirs]) if same else [_exact(rules).source]
+        )
         try:
             i = where.index(base_weights.find(base, rules, where)) if cluster.is_main() else 0
             problem = ""
@@ -139,17 +171,23 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
             return base_weights.at(rules, where[i]), base._asdict()
         problem = problem or "process 0 says why"
         raise CheckpointError(
-            f"{restored.source}: {'' if same else f'{change}; '}{problem}. Put them back, or train on with the weights that "
-            "config.warm_start.source names now by --config.resume.allow=warm_start.source"
+            f"{restored.source}: {'' if same else f'{change}; '}{problem}. Put them back, or train"
+            " on with the weights that config.warm_start.source names now by"
+            " --config.resume.allow=warm_start.source"
         )
     if not same and not allowed:
         raise CheckpointError(
-            f"the frozen weights of {restored.source} are others ({change}); set it back, choose another config.workdir, or "
-            "train on with these by --config.resume.allow=warm_start.source"
+            f"the frozen weights of {restored.source} are others ({change}); set it back, choose"
+            " another config.workdir, or train on with these by"
+            " --config.resume.allow=warm_start.source"
         )
     rules = _exact(rules)
     if not base and rules.source:
-        log.warning("%s does not record which step it froze: the run continues with %s", restored.source, rules.source)
+        log.warning(
+            "%s does not record which step it froze: the run continues with %s",
+            restored.source,
+            rules.source,
+        )
     return rules, _record(rules, config.warm_start.source)
 
 
@@ -159,7 +197,11 @@ def _exact(rules: WarmStart) -> WarmStart:
         pinned = base_weights.pin(rules)
         name = pathlib.PurePath(pinned.source).name
         step = cluster.agree(int(name) if pinned is not rules and name.isdecimal() else -1)
-        return pinned if step < 0 or name == str(step) else base_weights.pin(dataclasses.replace(rules, step=step))
+        return (
+            pinned
+            if step < 0 or name == str(step)
+            else base_weights.pin(dataclasses.replace(rules, step=step))
+        )
     except stored.StoredError as error:
         raise warm_start.WarmStartError(rules.source, [str(error)]) from error
 
@@ -167,7 +209,11 @@ def _exact(rules: WarmStart) -> WarmStart:
 def _record(rules: WarmStart, named: str) -> dict[str, str]:
     """Return the record of frozen weights for the checkpoints, which process 0 writes."""
     digest = base_weights.digest(rules) if rules.source and cluster.is_main() else ""
-    source = os.path.abspath(files.expanded(rules.source)) if rules.source and "://" not in rules.source else rules.source
+    source = (
+        os.path.abspath(files.expanded(rules.source))
+        if rules.source and "://" not in rules.source
+        else rules.source
+    )
     return base_weights.Base(source, named, digest)._asdict()
 
 
@@ -192,20 +238,30 @@ def _warm_start(
     problems = warm_start.damage(config) if cluster.is_main() and not verified else []
     if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
-    if not config.other_front_end and (unfit := list(assembly.config.model.validate_warm_start(warm_start.config_of(config)))):
+    if not config.other_front_end and (
+        unfit := list(assembly.config.model.validate_warm_start(warm_start.config_of(config)))
+    ):
         raise warm_start.WarmStartError(config.source, unfit)
     is_run = not (config.ema or stored.is_safetensors(config.source))
     if is_run and (warm_start.config_of(config).get("train") or {}).get("ema"):
-        text = "evaluations of that run are of the average of its parameters, which config.warm_start.ema=true takes"
+        text = (
+            "evaluations of that run are of the average of its parameters, which"
+            " config.warm_start.ema=true takes"
+        )
         log.warning("warm start from %s: %s", config.source, text)
     variables = assembly.abstract.state.variables
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
     source = warm_start.open_source(config)
     if any(map(lora.is_adapter, source)):
-        text = "it holds adapters without the weights that they change; `jaxtrain export` merges them, to start from the result"
+        text = (
+            "it holds adapters without the weights that they change; `jaxtrain export` merges them,"
+            " to start from the result"
+        )
         raise warm_start.WarmStartError(config.source, [text])
-    matches = warm_start.match({path: (x.shape, x.dtype) for path, x in table.items()}, source, config)
+    matches = warm_start.match(
+        {path: (x.shape, x.dtype) for path, x in table.items()}, source, config
+    )
     log.info("warm start from %s: %s", config.source, matches.report())
     return functools.partial(warm_start.overlay, matches), warm_start.load(matches, table)
 

@@ -15,7 +15,8 @@ import orbax.checkpoint as ocp
 
 from loaders.io.checks import first_line
 
-PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}  # parts of Orbax's names for them
+# parts of Orbax's names for them
+PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}
 
 
 class OtherFailedError(RuntimeError):

@@ -42,7 +42,8 @@ class CheckpointManager:
         except CheckpointError as late:
             if kind is None:
                 raise
-            log.error("%s", late)  # and the error that ends the run is the one that its command reports
+            # and the error that ends the run is the one that its command reports
+            log.error("%s", late)
         finally:
             self._clock.switch(goodput.ENDING)
 
@@ -116,18 +117,25 @@ class CheckpointManager:
                 older = self._checkpointer.rewind(self._abstract, skipped.last_good)
         if not older:
             raise FloatingPointError(
-                f"{guard.patience} steps in a row after {skipped.last_good} were skipped: their gradients were not finite, or "
-                f"spikes. Lower config.optim.lr, look at those examples, or raise config.guard.rewinds (it is "
-                f"{guard.rewinds}, and the run has rewound {self.history.rewinds} times). The last checkpoint in "
-                f"{self._config.workdir} is from before"
+                f"{guard.patience} steps in a row after {skipped.last_good} were skipped: their"
+                " gradients were not finite, or spikes. Lower config.optim.lr, look at those"
+                f" examples, or raise config.guard.rewinds (it is {guard.rewinds}, and the run has"
+                f" rewound {self.history.rewinds} times). The last checkpoint in"
+                f" {self._config.workdir} is from before"
             )
         restored, at = older
         self.history = self.history._replace(rewinds=self.history.rewinds + 1)
         log.warning(
-            "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
-            "skipped (rewind %d of %d)",
-            guard.patience, skipped.last_good, at, at + 1, step, self.history.rewinds, guard.rewinds,
-        )  # fmt: skip
+            "%d steps in a row after %d were skipped: the state is again that of step %d, and"
+            " batches %d to %d count as skipped (rewind %d of %d)",
+            guard.patience,
+            skipped.last_good,
+            at,
+            at + 1,
+            step,
+            self.history.rewinds,
+            guard.rewinds,
+        )
         skipped.restart(step)
         # No checkpoint holds frozen weights: they are those of the state that is given up.
         variables = restored.variables._replace(frozen=state.variables.frozen)

@@ -60,7 +60,14 @@ class WarmStartError(UserError, ValueError):
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.problems = tuple(problems)
-        super().__init__("\n".join([f"config.warm_start: {source} does not fit:", *(f"  {text}" for text in self.problems)]))
+        super().__init__(
+            "\n".join(
+                [
+                    f"config.warm_start: {source} does not fit:",
+                    *(f"  {text}" for text in self.problems),
+                ]
+            )
+        )
 
 
 class Match(NamedTuple):
@@ -102,14 +109,26 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
                 return own
             # Only our own exports may have model state next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
-            return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.MODEL_STATE))}
+            return {
+                path: array
+                for path, array in arrays.items()
+                if not (ours and path.startswith(stored.MODEL_STATE))
+            }
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
-        arrays = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
+        arrays = {
+            p.removeprefix(group): s
+            for p, s in stored.open_step(step_dir).items()
+            if p.startswith(group)
+        }
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
     if not arrays:
-        why = ": the run kept no average (its config.train.ema was 0); omit config.warm_start.ema" if config.ema else ""
+        why = (
+            ": the run kept no average (its config.train.ema was 0); omit config.warm_start.ema"
+            if config.ema
+            else ""
+        )
         raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}{why}"])
     return arrays
 
@@ -122,7 +141,11 @@ def config_of(config: WarmStart) -> dict[str, Any]:
             stored.check_format(meta, config.source)
         else:
             folder = epath.Path(config.source).expanduser()
-            meta = stored.read_object(folder, stored.EXPORT) if (folder / stored.EXPORT).exists() else {}
+            meta = (
+                stored.read_object(folder, stored.EXPORT)
+                if (folder / stored.EXPORT).exists()
+                else {}
+            )
             stored.check_format(meta, config.source)
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
@@ -141,7 +164,11 @@ def damage(config: WarmStart) -> list[str]:
         return []
 
 
-def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
+def match(
+    table: Mapping[str, tuple[tuple[int, ...], Any]],
+    source: Mapping[str, Stored],
+    config: WarmStart,
+) -> Matches:
     """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``.
 
     Raises WarmStartError with each parameter and array that no rule covers, each shape and dtype
@@ -167,8 +194,16 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
             missing.append(f"{path} {list(shape)}{hint}")
             continue
         array = source[path]
-        how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
-        if array.shape == tuple(shape) and not how.startswith("grid"):  # whose sizes may be as many patches
+        how = next(
+            (
+                how
+                for pattern, how in config.reshape.items()
+                if tried.any("reshape", [pattern], path)
+            ),
+            "",
+        )
+        # whose sizes may be as many patches
+        if array.shape == tuple(shape) and not how.startswith("grid"):
             how = ""
         elif not how:
             shapes = array.shape, tuple(shape)
@@ -180,22 +215,39 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
         else:
             notes.append(f"{path} {list(array.shape)} → {list(shape)}: {how}")
         if array.dtype != (wanted := jnp.dtype(dtype)):
-            if not (jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
-                problems.append(f"{path}: is {array.dtype.name} in the source and {wanted.name} here")
+            if not (
+                jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
+            ):
+                problems.append(
+                    f"{path}: is {array.dtype.name} in the source and {wanted.name} here"
+                )
                 continue
             notes.append(f"{path}: {array.dtype.name} → {wanted.name}")
         loaded[path] = Match(array, how)
     unused = [path for path in source if path not in table]
-    surplus = [f"{path} {list(source[path].shape)}" for path in unused if not tried.any("unused", config.unused, path)]
+    surplus = [
+        f"{path} {list(source[path].shape)}"
+        for path in unused
+        if not tried.any("unused", config.unused, path)
+    ]
     problems += _grouped(
-        missing, "not in the source: rename them (config.warm_start.renames), or declare them in config.warm_start.skip"
+        missing,
+        "not in the source: rename them (config.warm_start.renames), or declare them in"
+        " config.warm_start.skip",
     )
     for ways, by_shape in misfits.items():
-        lines = [f"{', '.join(names)}: {list(a)} in the source, {list(b)} here" for (a, b), names in by_shape.items()]
+        lines = [
+            f"{', '.join(names)}: {list(a)} in the source, {list(b)} here"
+            for (a, b), names in by_shape.items()
+        ]
         n = sum(map(len, by_shape.values()))
-        problems += _grouped(lines, f"of another shape: {_how_to_reshape(ways)} them in config.warm_start.skip", n=n)
+        problems += _grouped(
+            lines, f"of another shape: {_how_to_reshape(ways)} them in config.warm_start.skip", n=n
+        )
     problems += _grouped(
-        surplus, "of the source and not in this model: rename them, or declare them in config.warm_start.unused"
+        surplus,
+        "of the source and not in this model: rename them, or declare them in"
+        " config.warm_start.unused",
     )
     problems += tried.without_effect(config)
     if problems:
@@ -231,20 +283,30 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
     """Return a source's array in its new shape. Raises StoredError unless folding does it."""
-    return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
+    return (
+        match.stored
+        if match.stored.shape == tuple(shape)
+        else stored.fold(match.stored, tuple(shape))
+    )
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
     if not lines:
         return []
     n = n or len(lines)
-    return ["\n".join([f"{n} parameter{'s' * (n > 1)} {remedy}", *(f"    {line}" for line in lines)])]
+    return [
+        "\n".join([f"{n} parameter{'s' * (n > 1)} {remedy}", *(f"    {line}" for line in lines)])
+    ]
 
 
 def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
     """Return the ways from ``source`` to ``target``. No shape tells the grids of positions."""
     ways = [way for way in WAYS if not _misfit(source, target, way)]
-    is_grid = re.search(r"(^|/)pos[^/]*$", path) and len(source) == len(target) == 2 and source[1] == target[1]
+    is_grid = (
+        re.search(r"(^|/)pos[^/]*$", path)
+        and len(source) == len(target) == 2
+        and source[1] == target[1]
+    )
     return (*ways, "grid") if is_grid else tuple(ways)
 
 
@@ -271,7 +333,12 @@ class _Patterns:
 
     def without_effect(self, config: WarmStart) -> list[str]:
         renames = [pattern for pattern, _ in config.renames]
-        declared = {"renames": renames, "skip": config.skip, "unused": config.unused, "reshape": config.reshape}
+        declared = {
+            "renames": renames,
+            "skip": config.skip,
+            "unused": config.unused,
+            "reshape": config.reshape,
+        }
         return [
             f"config.warm_start.{field}: {pattern!r} matches nothing"
             for field, patterns in declared.items()
@@ -281,7 +348,10 @@ class _Patterns:
 
 
 def _renamed(
-    source: Mapping[str, Stored], renames: Iterable[tuple[str, str]], tried: _Patterns, problems: list[str]
+    source: Mapping[str, Stored],
+    renames: Iterable[tuple[str, str]],
+    tried: _Patterns,
+    problems: list[str],
 ) -> dict[str, Stored]:
     by_path: dict[str, Stored] = {}
     origin: dict[str, str] = {}
@@ -291,7 +361,9 @@ def _renamed(
             if tried.any("renames", [pattern], name):
                 name = re.sub(pattern, replacement, name)
             if len(name) > MAX_NAME:
-                problems.append(f"{path[:200]} of the source is renamed to more than {MAX_NAME} characters")
+                problems.append(
+                    f"{path[:200]} of the source is renamed to more than {MAX_NAME} characters"
+                )
                 return {}
         if name in by_path:
             problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
@@ -320,11 +392,19 @@ def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
         fits = math.prod(source) == math.prod(target)
     else:
         pairs = zip(source, target, strict=False)
-        fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in pairs)
-    return "" if fits else f"is {list(source)} in the source and {list(target)} here, which {how!r} does not fit"
+        fits = len(source) == len(target) and all(
+            s >= t if how == "crop" else s <= t for s, t in pairs
+        )
+    return (
+        ""
+        if fits
+        else f"is {list(source)} in the source and {list(target)} here, which {how!r} does not fit"
+    )
 
 
-def _reader(one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Any], np.ndarray]:
+def _reader(
+    one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[Any], np.ndarray]:
     """Make a reader of slices of the target, cached for replicas."""
     if how == "fold":
         one = stored.fold(one, shape)
@@ -334,7 +414,9 @@ def _reader(one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype) -> C
         a, b, c, d = _grid(how)
         grid = one.read(()).astype(np.float32).reshape(a, b, -1)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return np.asarray(jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")).reshape(shape)
+            return np.asarray(jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")).reshape(
+                shape
+            )
 
     @functools.cache
     def read(bounds: tuple[tuple[int | None, int | None], ...]) -> np.ndarray:
@@ -344,7 +426,9 @@ def _reader(one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype) -> C
         if how != "pad":
             return one.read(index).astype(dtype)
         part = np.zeros([s.stop - s.start for s in index], dtype)
-        inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, one.shape, strict=True))
+        inside = tuple(
+            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, one.shape, strict=True)
+        )
         if all(s.stop > s.start for s in inside):
             part[tuple(slice(0, s.stop - s.start) for s in inside)] = one.read(inside)
         return part

@@ -29,7 +29,8 @@ from loaders.io import checks
 
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of those for which Python has no class
+# of those for which Python has no class
+NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 USER_ERROR = 2
@@ -49,11 +50,13 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
-    def parse_args(  # type: ignore[override]  # typeshed's also returns a namespace of the caller's own type
+    # typeshed's also returns a namespace of the caller's own type
+    def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         args = sys.argv[1:] if args is None else args
-        subparsers: dict[str, argparse.ArgumentParser] = {}  # of its actions (`jaxtrain checkpoint verify`)
+        # of its actions (`jaxtrain checkpoint verify`)
+        subparsers: dict[str, argparse.ArgumentParser] = {}
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 subparsers |= action.choices
@@ -73,20 +76,28 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse's, whose sentence names no nearest spelling."""
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"{value!r} is unknown; {checks.expected(value, action.choices)}")
+            raise argparse.ArgumentError(
+                action, f"{value!r} is unknown; {checks.expected(value, action.choices)}"
+            )
 
     def error(self, message: str) -> NoReturn:
         report(f"{message}; see {self.prog} --help")
         sys.exit(USER_ERROR)
 
 
-def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None) -> None:
+def add_run(
+    parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None
+) -> None:
     """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
     text = "a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
     parser.add_argument("run", metavar="RUN", nargs=nargs, help=text)
     parser.add_argument("--step", type=int, help="step of a workdir; default: the newest")
     if ema:
-        parser.add_argument("--ema", action="store_true", help="the average of the parameters, which evaluation uses")
+        parser.add_argument(
+            "--ema",
+            action="store_true",
+            help="the average of the parameters, which evaluation uses",
+        )
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +124,9 @@ def out_file(text: str, *, folder: bool = False) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from error
     except (OSError, ValueError) as error:
         name, why = getattr(error, "filename", text), getattr(error, "strerror", error)
-        raise argparse.ArgumentTypeError(f"{name}: {why}; name another path, or change its permissions") from error
+        raise argparse.ArgumentTypeError(
+            f"{name}: {why}; name another path, or change its permissions"
+        ) from error
     return pathlib.Path(text)
 
 
@@ -139,7 +152,9 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def missing(package: str, remedy: str) -> str:
     """Return the error for a missing package, with ``remedy``, or "". Nothing is imported."""
-    return "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
+    return (
+        "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
+    )
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -193,10 +208,17 @@ def run(action: Callable[[], int], *, errors: tuple[type[Exception], ...] = ()) 
         path = getattr(error, "filename", None)
         if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_expected):
             why = os.strerror(errno.ENOSPC)
-            report(f"{path or 'a file'} could not be written: {why}; free some space, then rerun the command")
+            report(
+                f"{path or 'a file'} could not be written: {why}; free some space, then rerun the"
+                " command"
+            )
         elif is_expected:
             report(error)
-        elif isinstance(error, OSError) and path is not None and (isinstance(error, PATHS) or error.errno in NUMBERS):
+        elif (
+            isinstance(error, OSError)
+            and path is not None
+            and (isinstance(error, PATHS) or error.errno in NUMBERS)
+        ):
             report(f"{path}: {error.strerror}; name another path, or change its permissions")
         else:
             raise

@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.add_run(action, nargs=2 if name == "diff" else 1)
         if name == "export":
             text = "a workdir to make; DIR/checkpoints/<step> must not exist"
-            action.add_argument("--out", type=arguments.out_folder, metavar="DIR", required=True, help=text)
+            action.add_argument(
+                "--out", type=arguments.out_folder, metavar="DIR", required=True, help=text
+            )
             arguments.add_base(action)
     args = parser.parse_args(argv)
 

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.telemetry.report import step_differences
 
     first, second = map(run_lib.open_run, args.runs)
-    compared = step_differences.Compared(step_differences.read(first), step_differences.read(second))
+    compared = step_differences.Compared(
+        step_differences.read(first), step_differences.read(second)
+    )
     print(*_settings(first, second), compared.summary(), sep="\n")
     if compared.differs is None:
         return 0 if compared.steps else 1
@@ -42,7 +44,11 @@ def _settings(a: "Run", b: "Run") -> list[str]:
     from jaxtrain.arrays import saved_steps
 
     facts_a, facts_b = (run.starts[-1].facts if run.starts else {} for run in (a, b))
-    changes = [("config", *change) for change in saved_steps.changes(a.config, b.config) if change[0] != "workdir"]
+    changes = [
+        ("config", *change)
+        for change in saved_steps.changes(a.config, b.config)
+        if change[0] != "workdir"
+    ]
     changes += [
         ("start", *change)
         for change in saved_steps.changes(facts_a, facts_b)
@@ -71,11 +77,24 @@ def _arrays(a: "Run", b: "Run") -> list[str]:
             found = saved_steps.Difference(x, y)
             if not found.equal:
                 share = found.unequal / max(math.prod(x.shape), 1)
-                lines.append(f"  {path}: {share:.2%} of its values differ, by {found.largest:.3g} at most")
+                lines.append(
+                    f"  {path}: {share:.2%} of its values differ, by {found.largest:.3g} at most"
+                )
         if lines or one.keys() != other.keys():
             more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
             for run, own, others in ((a, one, other), (b, other, one)):
                 alone = [path for path in own if path not in others]
-                more += [f"  only {run.name} has {', '.join(alone[:5])}{' …' * (len(alone) > 5)}"] if alone else []
-            return [f"checkpoints of step {step}: {len(lines)} of {len(shared)} arrays differ", *lines[:10], *more]
-    return [f"no checkpoint of one step differs; steps that both runs have kept: {', '.join(map(str, both)) or 'none'}"]
+                more += (
+                    [f"  only {run.name} has {', '.join(alone[:5])}{' …' * (len(alone) > 5)}"]
+                    if alone
+                    else []
+                )
+            return [
+                f"checkpoints of step {step}: {len(lines)} of {len(shared)} arrays differ",
+                *lines[:10],
+                *more,
+            ]
+    return [
+        "no checkpoint of one step differs; steps that both runs have kept:"
+        f" {', '.join(map(str, both)) or 'none'}"
+    ]

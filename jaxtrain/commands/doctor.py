@@ -27,10 +27,19 @@ from jaxtrain.commands import arguments
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    usage = "jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]"
+    usage = (
+        "jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json]"
+        " [--wait S]"
+    )
     parser = arguments.Parser("jaxtrain doctor", __doc__, usage=usage)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--wait", type=arguments.positive, default=60, metavar="S", help="for the other processes; default: 60")
+    parser.add_argument(
+        "--wait",
+        type=arguments.positive,
+        default=60,
+        metavar="S",
+        help="for the other processes; default: 60",
+    )
     args = parser.parse_args(rest)
     # A config that is missing here, and not on other hosts, is a finding: this process meets the
     # others to report it.

@@ -16,14 +16,17 @@ from jaxtrain.commands import arguments
 from jaxtrain.telemetry import glossary
 
 OTHERS = (
-    "above are the defaults of every run; this config's own values, its model and its data come with --config=FILE:ARGUMENT"
+    "above are the defaults of every run; this config's own values, its model and its data come"
+    " with --config=FILE:ARGUMENT"
 )
 
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    arguments.Parser("jaxtrain explain", __doc__, usage=arguments.CONFIG_USAGE.format("explain")).parse_args(rest)
+    arguments.Parser(
+        "jaxtrain explain", __doc__, usage=arguments.CONFIG_USAGE.format("explain")
+    ).parse_args(rest)
     return show(config.parse_args(config_arguments))
 
 
@@ -36,7 +39,10 @@ def show(given: config.Arguments) -> int:
     try:
         found, problems = config.read(given.source, given.overrides, make_data=False)
     except config.ArgumentError as error:
-        found, problems = config.Config(workload="", loader=""), [(path, f"{text}; {OTHERS}") for path, text in error.problems]
+        found, problems = (
+            config.Config(workload="", loader=""),
+            [(path, f"{text}; {OTHERS}") for path, text in error.problems],
+        )
     print(f"{config.explain(found)}\n\n{glossary.explained(found.workload)}", flush=True)
     if not problems:
         return 0

@@ -48,18 +48,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     formats = (workload.of(name).formats_help for name in workload.shipped())
     parser = arguments.Parser("jaxtrain export", "\n".join([__doc__ or "", *filter(None, formats)]))
     arguments.add_run(parser, ema=True, nargs="?")
-    parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
+    parser.add_argument(
+        "--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead"
+    )
     parser.add_argument("--out", type=arguments.out_folder, help="the folder to make")
-    parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
-    parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
-    parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
+    parser.add_argument(
+        "--only",
+        type=_regex,
+        default="",
+        metavar="REGEX",
+        help="parameters whose path matches: ^encoder/",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are"
+    )
+    parser.add_argument(
+        "--shard-size", type=_size, default="5GB", help="largest file; default: 5GB"
+    )
     arguments.add_base(parser)
     text = "a format of the run's workload; may be given twice"
     parser.add_argument("--format", action="append", default=[], metavar="NAME", help=text)
-    parser.add_argument("--license", default="", metavar="ID", help="of the weights, for the card: apache-2.0, cc-by-4.0, …")
+    parser.add_argument(
+        "--license",
+        default="",
+        metavar="ID",
+        help="of the weights, for the card: apache-2.0, cc-by-4.0, …",
+    )
     text = "upload it to the Hugging Face Hub; without --out RUN is DIR itself"
     parser.add_argument("--push", metavar="OWNER/NAME", help=text)
-    parser.add_argument("--private", action="store_true", help="with --push: a model that is new is seen by its owner alone")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="with --push: a model that is new is seen by its owner alone",
+    )
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if (args.run is None) == (args.reverse is None):
@@ -74,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--private belongs to --push")
     for name in args.format:
         for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
-            if package and (wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")):
+            if package and (
+                wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")
+            ):
                 arguments.report(f"--format {name}: {wrong}")
                 return arguments.USER_ERROR
     if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
@@ -95,11 +118,22 @@ def _export(args: argparse.Namespace) -> int:
     else:
         dtype = safetensors.SHORT[args.dtype] if args.dtype else None
         line = safetensors.export(
-            args.run, args.out, step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size,
-            named=args.workload, base=args.base, formats=args.format, license=args.license,
-        )  # fmt: skip
+            args.run,
+            args.out,
+            step=args.step,
+            ema=args.ema,
+            only=args.only,
+            dtype=dtype,
+            shard_size=args.shard_size,
+            named=args.workload,
+            base=args.base,
+            formats=args.format,
+            license=args.license,
+        )
     peak = machine.peak_memory()
-    print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
+    print(
+        f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory"
+    )
     if args.push:
         print(hub.push(args.out, args.push, private=args.private))
     return 0
@@ -109,13 +143,21 @@ def _regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a regular expression: {error}"
+        ) from error
     return text
 
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
-    size = int(float(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
+    size = (
+        int(float(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
+        if match
+        else 0
+    )
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected for example 5GB or 500MB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; expected for example 5GB or 500MB"
+        )
     return size

@@ -22,7 +22,8 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     """
     try:
         requirements = importlib.metadata.requires("jaxtrain") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH has no list of requirements
+    # a checkout on PYTHONPATH has no list of requirements
+    except importlib.metadata.PackageNotFoundError:
         requirements = []
     if wrong := packages(requirements):
         return wrong
@@ -32,8 +33,8 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     profile = importlib.import_module("loaders._rust").build_profile()
     if profile != "release" and not allows_debug(argv):
         return (
-            f"the extension loaders._rust is a {profile} build, which is many times slower; {remedy}, "
-            f"or train with it nevertheless: {ALLOW_DEBUG}=True"
+            f"the extension loaders._rust is a {profile} build, which is many times slower;"
+            f" {remedy}, or train with it nevertheless: {ALLOW_DEBUG}=True"
         )
     return unwritable_cache() if caches else ""
 
@@ -41,7 +42,9 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
 def allows_debug(argv: Sequence[str]) -> bool:
     """Whether a command line sets the field of a config that allows a debug build."""
     words = [word for argument in argv for word in argument.split("=", 1)]
-    return any(word == ALLOW_DEBUG and value.lower() == "true" for word, value in itertools.pairwise(words))
+    return any(
+        word == ALLOW_DEBUG and value.lower() == "true" for word, value in itertools.pairwise(words)
+    )
 
 
 def packages(requirements: Iterable[str]) -> str:
@@ -73,10 +76,14 @@ def unwritable_cache() -> str:
         why = "no permission"
     except OSError as error:
         why = error.strerror or str(error)
-    return f"the cache folder {folder} cannot be written ({why}); set JAXTRAIN_CACHE to a folder that can be"
+    return (
+        f"the cache folder {folder} cannot be written ({why}); set JAXTRAIN_CACHE to a folder that"
+        " can be"
+    )
 
 
-_version = functools.cache(importlib.metadata.version)  # it parses a file; many commands may run in one process
+# it parses a file; many commands may run in one process
+_version = functools.cache(importlib.metadata.version)
 
 
 def _numbers(version: str) -> list[int]:

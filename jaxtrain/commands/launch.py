@@ -47,12 +47,27 @@ if TYPE_CHECKING:
     import submitit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "SIGNALING", "RESV_DEL_HOLD")
+ACTIVE = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    "REQUEUED",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "RESV_DEL_HOLD",
+)
 
 ASKED = ("scontrol", "sacct")  # commands of SLURM that know a job's state
 
 # Options of sbatch on which more of the script depends: options of this command replace them.
-OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time", "cpus_per_task": "--cpus"}
+OWN = {
+    "nodes": "--nodes",
+    "ntasks_per_node": "--tasks-per-node",
+    "time": "--time",
+    "cpus_per_task": "--cpus",
+}
 SHARED = ("partition", "account", "qos", "constraint")  # options of this command that are sbatch's
 
 
@@ -65,7 +80,8 @@ class Run:
     def __call__(self) -> None:
         for name in self._preemption.signals:
             signal.signal(getattr(signal, name), lambda *_: os._exit(self._preemption.exit_code))
-        from jaxtrain.commands import train  # its imports take seconds, in which there is nothing to save yet
+        # its imports take seconds, in which there is nothing to save yet
+        from jaxtrain.commands import train
 
         sys.exit(train.main(self._argv))
 
@@ -82,7 +98,9 @@ class LaunchError(UserError, ValueError):
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    parser = arguments.Parser("jaxtrain launch", __doc__, usage=arguments.CONFIG_USAGE.format("launch") + " [OPTION …]")
+    parser = arguments.Parser(
+        "jaxtrain launch", __doc__, usage=arguments.CONFIG_USAGE.format("launch") + " [OPTION …]"
+    )
     add = parser.add_argument
     add("--nodes", type=arguments.positive, default=1, help="default: 1")
     add("--gpus-per-node", type=int, default=0, help="default: 0")
@@ -91,21 +109,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--mem-gb", type=arguments.positive, default=64, help="of a node; default: 64")
     text = "cores of a process, which its loader uses; default: config.data.threads, or 8"
     add("--cpus", metavar="N", type=arguments.positive, help=text)
-    add("--time", type=arguments.positive, default=24 * 60, help="minutes after which the job is requeued; default: 1440")
-    add("--notice", type=int, default=120, help="seconds before the time limit at which the tasks are signalled; default: 120")
+    add(
+        "--time",
+        type=arguments.positive,
+        default=24 * 60,
+        help="minutes after which the job is requeued; default: 1440",
+    )
+    add(
+        "--notice",
+        type=int,
+        default=120,
+        help="seconds before the time limit at which the tasks are signalled; default: 120",
+    )
     add("--max-restarts", type=int, default=100, help="default: 100")
     add("--name", help="of the job; default: that of the workdir")
     for name in SHARED:
         add(f"--{name}", help="as sbatch has it")
-    add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other option of sbatch")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other option of sbatch",
+    )
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the tasks")
-    add("--setup", action="append", default=[], metavar="LINE", help="of shell, before the tasks: module load cuda")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="of shell, before the tasks: module load cuda",
+    )
     runs_in = parser.add_mutually_exclusive_group()
-    runs_in.add_argument("--venv", help="a virtual environment on the nodes; default: the Python that runs this")
-    runs_in.add_argument("--container", help="an image with Python, this project's needs and submitit")
-    add("--container-runtime", choices=("apptainer", "singularity", "pyxis"), default="apptainer", help="default: apptainer")
-    add("--sweep", action="store_true", help="one job of an array for each point of the config's sweeps()")
-    add("--parallel", type=int, default=256, help="jobs of the array that may run at once; default: 256")
+    runs_in.add_argument(
+        "--venv", help="a virtual environment on the nodes; default: the Python that runs this"
+    )
+    runs_in.add_argument(
+        "--container", help="an image with Python, this project's needs and submitit"
+    )
+    add(
+        "--container-runtime",
+        choices=("apptainer", "singularity", "pyxis"),
+        default="apptainer",
+        help="default: apptainer",
+    )
+    add(
+        "--sweep",
+        action="store_true",
+        help="one job of an array for each point of the config's sweeps()",
+    )
+    add(
+        "--parallel",
+        type=int,
+        default=256,
+        help="jobs of the array that may run at once; default: 256",
+    )
     add("--dry-run", action="store_true", help="print the script, submit nothing")
     add("--status", metavar="WORKDIR", help="the jobs of this workdir: state, restarts, step")
     add("--tail", metavar="WORKDIR", help="follow process 0 of this workdir's newest job")
@@ -123,7 +181,9 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     base = config_lib.load(source, overrides)
     points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
     folder = pathlib.Path(base.workdir).absolute() / "slurm"
-    secret = folder / f"secret-{secrets.token_hex(4)}" if args.nodes * args.tasks_per_node > 1 else None
+    secret = (
+        folder / f"secret-{secrets.token_hex(4)}" if args.nodes * args.tasks_per_node > 1 else None
+    )
     executor = make_executor(args, base, folder, secret)
     if args.dry_run:
         executor.parameters |= {"map_count": len(points)} if len(points) > 1 else {}
@@ -147,13 +207,21 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     with (folder / "jobs.jsonl").open("a") as file:
         for job, (config, texts) in zip(jobs, points, strict=True):
             workdir = os.path.abspath(config.workdir)
-            file.write(json.dumps({"job": job.job_id, "workdir": workdir, "overrides": dict(texts)}) + "\n")
-            print(f"submitted job {job.job_id}: {workdir}; its log: {folder / f'{job.job_id}_0_log.out'}")
+            file.write(
+                json.dumps({"job": job.job_id, "workdir": workdir, "overrides": dict(texts)}) + "\n"
+            )
+            print(
+                f"submitted job {job.job_id}: {workdir}; its log:"
+                f" {folder / f'{job.job_id}_0_log.out'}"
+            )
     return 0
 
 
 def make_executor(
-    args: argparse.Namespace, config: config_lib.Config, folder: pathlib.Path, secret: pathlib.Path | None
+    args: argparse.Namespace,
+    config: config_lib.Config,
+    folder: pathlib.Path,
+    secret: pathlib.Path | None,
 ) -> "submitit.SlurmExecutor":
     """Make the executor that submits to SLURM, with the script's resources, environment and ending.
 
@@ -166,10 +234,16 @@ def make_executor(
     _check_line("--name" if args.name else "config.workdir", job_name)
     _check_line("config.workdir", str(folder))
     if "%" in str(folder):
-        raise LaunchError(f"config.workdir is {str(folder.parent)!r}: SLURM replaces what follows a %; choose another folder")
+        raise LaunchError(
+            f"config.workdir is {str(folder.parent)!r}: SLURM replaces what follows a %; choose"
+            " another folder"
+        )
     places = [*dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent)))]
     if args.container and (wrong := [place for place in places if set(",:") & set(place)]):
-        raise LaunchError(f"--container mounts {wrong[0]!r}, and a comma or colon would split it; choose another folder")
+        raise LaunchError(
+            f"--container mounts {wrong[0]!r}, and a comma or colon would split it; choose another"
+            " folder"
+        )
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -178,8 +252,13 @@ def make_executor(
             return 2
 
     # SIGTERM comes by itself. The notice before the time limit may be any other handled signal.
-    notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
-    python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
+    notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix(
+        "SIG"
+    )
+    python, srun = (
+        shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable),
+        ["--kill-on-bad-exit=1"],
+    )
     if args.container and args.container_runtime == "pyxis":
         python = "python3"
         srun += [
@@ -189,54 +268,86 @@ def make_executor(
         ]
     elif args.container:
         gpus = ["--nv"] if args.gpus_per_node else []
-        python = shlex.join([args.container_runtime, "exec", *gpus, "--bind", ",".join(places), args.container, "python3"])
+        python = shlex.join(
+            [
+                args.container_runtime,
+                "exec",
+                *gpus,
+                "--bind",
+                ",".join(places),
+                args.container,
+                "python3",
+            ]
+        )
     environment = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
     if secret:
-        environment += [f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2", "export JAXTRAIN_SECRET"]
+        environment += [
+            f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2",
+            "export JAXTRAIN_SECRET",
+        ]
     for pair in args.env:
         name, equals, value = pair.partition("=")
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not equals:
             raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
         environment.append(f"export {name}={shlex.quote(value)}")
-    environment.append(f"export JAXTRAIN_SUBMITTED={int(time.time())}")  # by which a run knows how long it was queued
+    # by which a run knows how long it was queued
+    environment.append(f"export JAXTRAIN_SUBMITTED={int(time.time())}")
     extra: dict[str, str | int | bool] = {"requeue": True, "signal": f"{notice}@{args.notice}"}
     given: dict[str, str] = {}
     for pair in args.sbatch:
         key, equals, value = pair.removeprefix("--").partition("=")
         if not re.fullmatch("[a-z][a-z0-9_-]*", key):
-            raise LaunchError(f"--sbatch is {pair!r}; expected KEY=VALUE or KEY, with a long option of sbatch as KEY")
+            raise LaunchError(
+                f"--sbatch is {pair!r}; expected KEY=VALUE or KEY, with a long option of sbatch"
+                " as KEY"
+            )
         _check_line("--sbatch", value)
         key = key.replace("-", "_")  # as submitit spells them, which else writes a second line
         if own := OWN.get(key):
-            raise LaunchError(f"--sbatch is {pair}; give it as {own}, by which the rest of the script goes, too")
+            raise LaunchError(
+                f"--sbatch is {pair}; give it as {own}, by which the rest of the script goes, too"
+            )
         if key in given and extra[key] != (value if equals else True):
-            raise LaunchError(f"--sbatch is given as {given[key]} and as {pair}; give one of the two")
+            raise LaunchError(
+                f"--sbatch is given as {given[key]} and as {pair}; give one of the two"
+            )
         given[key], extra[key] = pair, value if equals else True
     cpus = args.cpus or config.data.threads or 8
     executor = Executor(folder, python=python)
     executor.update_parameters(
-        job_name=job_name, nodes=args.nodes, ntasks_per_node=args.tasks_per_node, cpus_per_task=cpus,
-        mem=f"{args.mem_gb}GB", time=args.time, stderr_to_stdout=True, array_parallelism=args.parallel,
-        additional_parameters=extra, srun_args=srun,
+        job_name=job_name,
+        nodes=args.nodes,
+        ntasks_per_node=args.tasks_per_node,
+        cpus_per_task=cpus,
+        mem=f"{args.mem_gb}GB",
+        time=args.time,
+        stderr_to_stdout=True,
+        array_parallelism=args.parallel,
+        additional_parameters=extra,
+        srun_args=srun,
         # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not
         # know sbatch's CPUs per task.
         setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
         teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
         **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
         **{name: getattr(args, name) for name in SHARED if getattr(args, name)},
-    )  # fmt: skip
+    )
     return executor
 
 
 def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
     if missing := [command for command in commands if not shutil.which(command)]:
-        raise LaunchError(f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}")
+        raise LaunchError(
+            f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}"
+        )
 
 
 def _check_line(option: str, text: str) -> None:
     """Raise LaunchError for text that would end an #SBATCH comment, so its rest ran as shell."""
     if not text.isprintable():
-        raise LaunchError(f"{option} is {text!r}, which has a line break or another control character; omit it")
+        raise LaunchError(
+            f"{option} is {text!r}, which has a line break or another control character; omit it"
+        )
 
 
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
@@ -252,7 +363,10 @@ def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) ->
         f"case $code in {'|'.join(str(int(code)) for code in dict.fromkeys(codes))})",
         f'    if [ "$state" != JobState=RUNNING ] && [ "$SECONDS" -lt {limit - 5} ]; then',
         '        echo "ended with code $code; not requeued by itself: $state"',
-        f'    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_restarts} ]; then echo "not requeued: {max_restarts} restarts"',
+        (
+            f'    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_restarts} ]; then echo "not'
+            f' requeued: {max_restarts} restarts"'
+        ),
         '    else echo "ended with code $code; requeued"; scontrol requeue "$SLURM_JOB_ID"; fi ;;',
         "esac",
         "exit $code",
@@ -262,28 +376,41 @@ def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) ->
 def _arguments(source: str, texts: Sequence[tuple[str, str]]) -> list[str]:
     path, colon, argument = source.partition(":")
     path = os.path.abspath(path) if os.path.isfile(path) else path  # a name: of a shipped config
-    return [f"--config={path}{colon}{argument}", *(f"--config.{where}={text}" for where, text in texts)]
+    return [
+        f"--config={path}{colon}{argument}",
+        *(f"--config.{where}={text}" for where, text in texts),
+    ]
 
 
 def _jobs(workdir: str) -> list[dict[str, Any]]:
     path = pathlib.Path(workdir) / "slurm" / "jobs.jsonl"
     if not path.exists():
-        raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
+        raise LaunchError(
+            f"{path} does not exist: nothing was submitted with this workdir; name another"
+        )
     try:
-        lines = files.lines(files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MAX_TEXT))
+        lines = files.lines(
+            files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MAX_TEXT)
+        )
         jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
     except files.FileError as error:
         raise LaunchError(str(error)) from error
     for job in jobs:
         texts = [job.get("job"), job.get("workdir")]
-        if not all(isinstance(text, str) and text.isprintable() for text in texts) or not re.fullmatch(r"\d+(_\d+)?", texts[0]):
-            raise LaunchError(f"{path} has a line that describes no job: {str(job)[:80]}; remove it")
+        if not all(
+            isinstance(text, str) and text.isprintable() for text in texts
+        ) or not re.fullmatch(r"\d+(_\d+)?", texts[0]):
+            raise LaunchError(
+                f"{path} has a line that describes no job: {str(job)[:80]}; remove it"
+            )
     return jobs
 
 
 def state_of(job: str) -> dict[str, str]:
     """Ask SLURM for JobState, Restarts, NodeList, Reason. It may forget ended jobs."""
-    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True
+    )
     if shown.returncode == 0:
         return dict(pair.partition("=")[::2] for pair in shown.stdout.split())
     kept = subprocess.run(["sacct", "-XnPo", "State", "-j", job], capture_output=True, text=True)
@@ -298,7 +425,8 @@ def _status(workdir: str) -> int:
         state, run = state_of(job["job"]), run_lib.Run(pathlib.Path(job["workdir"]), job["job"])
         restarts, nodes = state.get("Restarts", "?"), state.get("NodeList") or "-"
         print(
-            f"{run.name}  {state['JobState']}  {restarts} restarts  on {nodes}  step {run.step}/{run.steps or '?'}  {run.path}"
+            f"{run.name}  {state['JobState']}  {restarts} restarts  on {nodes}  step"
+            f" {run.step}/{run.steps or '?'}  {run.path}"
         )
     return 0
 

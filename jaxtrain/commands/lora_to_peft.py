@@ -26,12 +26,18 @@ from jaxtrain.commands import arguments
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("--out", required=True, type=arguments.out_folder, help="the folder to make")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_folder, help="the folder to make"
+    )
     arguments.add_base(parser)
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
 
     from jaxtrain.arrays import peft
 
-    print(peft.export(args.run, args.out, step=args.step, ema=args.ema, named=args.workload, base=args.base))
+    print(
+        peft.export(
+            args.run, args.out, step=args.step, ema=args.ema, named=args.workload, base=args.base
+        )
+    )
     return 0

@@ -19,7 +19,13 @@ from loaders.io import atomic_write
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain metrics", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
-    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the Parquet file to write")
+    parser.add_argument(
+        "--out",
+        type=arguments.out_file,
+        metavar="FILE",
+        required=True,
+        help="the Parquet file to write",
+    )
     args = parser.parse_args(argv)
 
     import numpy as np
@@ -35,11 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         odd += found.odd
         for split, columns in found.splits.items():
             n = len(columns["step"])
-            named = {"run": pa.array([path] * n), "split": pa.array([split] * n), "step": columns["step"].astype(np.int64)}
-            taken = {f"metric_{name}" if name in named else name: x for name, x in columns.items() if name != "step"}
-            tables.append(pa.table(named | {name: pa.array(x, mask=np.isnan(x)) for name, x in taken.items()}))
+            named = {
+                "run": pa.array([path] * n),
+                "split": pa.array([split] * n),
+                "step": columns["step"].astype(np.int64),
+            }
+            taken = {
+                f"metric_{name}" if name in named else name: x
+                for name, x in columns.items()
+                if name != "step"
+            }
+            tables.append(
+                pa.table(named | {name: pa.array(x, mask=np.isnan(x)) for name, x in taken.items()})
+            )
     if not tables:
-        raise run_lib.RunError(f"{', '.join(args.runs)}: no record in metrics.jsonl; name a run that has taken a step")
+        raise run_lib.RunError(
+            f"{', '.join(args.runs)}: no record in metrics.jsonl; name a run that has taken a step"
+        )
     table = pa.concat_tables(tables, promote_options="default")
     with atomic_write.file(args.out) as file:
         pq.write_table(table, file)

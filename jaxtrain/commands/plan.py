@@ -26,8 +26,16 @@ from jaxtrain.config.command_line import COMPILERS
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
-    parser.add_argument("target", metavar="TARGET", nargs="?", default="", help="devices; default: those of this machine")
+    parser = arguments.Parser(
+        "jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]"
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        default="",
+        help="devices; default: those of this machine",
+    )
     text = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
     args = parser.parse_args(rest)

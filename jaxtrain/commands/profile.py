@@ -20,7 +20,8 @@ from jaxtrain.commands import arguments
 from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import atomic_write
 
-REQUEST, MAX_STEPS = "profile.json", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
+# as jaxtrain.telemetry.traces has them, which imports jax
+REQUEST, MAX_STEPS = "profile.json", 1000
 TIMEOUT = 600  # [s] to wait for the trace
 
 
@@ -28,7 +29,9 @@ TIMEOUT = 600  # [s] to wait for the trace
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain profile", __doc__)
     parser.add_argument("run", metavar="RUN", help="the workdir of a run that trains")
-    parser.add_argument("--steps", type=arguments.positive, default=3, metavar="N", help="how many; default: 3")
+    parser.add_argument(
+        "--steps", type=arguments.positive, default=3, metavar="N", help="how many; default: 3"
+    )
     parser.add_argument("--all", action="store_true", help="every process; default: process 0")
     args = parser.parse_args(argv)
     if args.steps > MAX_STEPS:
@@ -36,18 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.run
     run = run_lib.open_run(path)
     if not run.is_alive:
-        raise run_lib.RunError(f"{path} does not train now ({run.state}); start it, or trace it with --config.metrics.profile")
+        raise run_lib.RunError(
+            f"{path} does not train now ({run.state}); start it, or trace it with"
+            " --config.metrics.profile"
+        )
     processes = run.starts[-1].processes if args.all and run.starts else 1
     before = {found.name: found.stat().st_mtime_ns for found in run.traces}
     request = run.path / REQUEST
-    atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": args.steps, "all": args.all}))
+    atomic_write.write(
+        request, json.dumps({"id": uuid.uuid4().hex, "steps": args.steps, "all": args.all})
+    )
     try:
         deadline = time.monotonic() + TIMEOUT
-        while len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns]) < processes:
+        while (
+            len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns])
+            < processes
+        ):
             if time.monotonic() > deadline:
                 starts = run_lib.open_run(path).starts
                 phase = starts[-1].phase if starts else "unknown"
-                raise run_lib.RunError(f"{path} made no trace within {TIMEOUT} s; does it take steps? It is at: {phase}")
+                raise run_lib.RunError(
+                    f"{path} made no trace within {TIMEOUT} s; does it take steps? It is at:"
+                    f" {phase}"
+                )
             if not run_lib.open_run(path).is_alive:
                 raise run_lib.RunError(f"{path} ended before it made the trace")
             time.sleep(0.3)

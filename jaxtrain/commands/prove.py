@@ -35,11 +35,24 @@ FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    usage = "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out DIR]"
+    usage = (
+        "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out"
+        " DIR]"
+    )
     parser = arguments.Parser("jaxtrain prove", __doc__, usage=usage)
-    parser.add_argument("--minutes", type=_minutes, default=10, metavar="M", help="after which no run begins; default: 10")
-    parser.add_argument("--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60")
-    parser.add_argument("--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3")
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=10,
+        metavar="M",
+        help="after which no run begins; default: 10",
+    )
+    parser.add_argument(
+        "--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60"
+    )
+    parser.add_argument(
+        "--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3"
+    )
     text = "the runs, which are kept; default: a temporary folder"
     parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help=text)
     args = parser.parse_args(rest)
@@ -63,7 +76,10 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
     from jaxtrain.telemetry.report.run import RunError
 
     given = given or [f"--config={DEMO}"]
-    fields = FIELDS | {"train.steps": str(args.steps), "checkpoint.every": str(max(args.steps // 12, 1))}
+    fields = FIELDS | {
+        "train.steps": str(args.steps),
+        "checkpoint.every": str(max(args.steps // 12, 1)),
+    }
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
     command = [sys.executable, "-m", "jaxtrain", "train", *given, *overrides]
     whole = folder / "undisturbed"
@@ -83,13 +99,26 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
             shutil.rmtree(again)
             seconds /= 2
         reached = sorted(rng.choices(range(args.steps), k=args.kills - 1))
-        tried = [first, *(_killed(command, again, rng.uniform(0, seconds / args.steps), after=step) for step in reached)]
+        tried = [
+            first,
+            *(
+                _killed(command, again, rng.uniform(0, seconds / args.steps), after=step)
+                for step in reached
+            ),
+        ]
         after = [step for step in tried if step is not None]
         _train(command, again)
         same, line = _compared(whole, again)
         well, kills = well and same, kills + len(after)
-        print(f"{number:>4} {len(after):>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6}  {line}", flush=True)
-    print(f"{kills} kills in {number} runs: {'each ended with the same bits' if well else 'not all ended with the same bits'}")
+        print(
+            f"{number:>4} {len(after):>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6} "
+            f" {line}",
+            flush=True,
+        )
+    print(
+        f"{kills} kills in {number} runs:"
+        f" {'each ended with the same bits' if well else 'not all ended with the same bits'}"
+    )
     return 0 if well else 1
 
 
@@ -99,15 +128,24 @@ def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
 
     done = subprocess.run([*command, f"--config.workdir={workdir}"], capture_output=True, text=True)
     if done.returncode:
-        raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
+        raise RunError(
+            "a run ended with code"
+            f" {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}"
+        )
 
 
-def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float, *, after: int = 0) -> int | None:
+def _killed(
+    command: Sequence[str], workdir: pathlib.Path, seconds: float, *, after: int = 0
+) -> int | None:
     """Start a run, and kill it ``seconds`` after it has recorded step ``after``.
 
     Return its last recorded step, None if it ended before.
     """
-    process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, f"--config.workdir={workdir}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         while process.poll() is None and _step(workdir) < after:
             time.sleep(0.05)
@@ -138,4 +176,7 @@ def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
         return False, compared.summary()
     one, other = (saved_steps.digest_of(source.find(str(path)).arrays()) for path in (whole, again))
     verdict = "equal" if one == other else "not equal"
-    return one == other, f"{len(compared.steps)} steps and the last checkpoint ({one}) are {verdict}"
+    return (
+        one == other,
+        f"{len(compared.steps)} steps and the last checkpoint ({one}) are {verdict}",
+    )

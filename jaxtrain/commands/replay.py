@@ -46,21 +46,41 @@ SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in th
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run's workdir")
-    parser.add_argument("--step", type=arguments.positive, required=True, metavar="N", help="the first step to make again")
-    parser.add_argument("--until", type=arguments.positive, metavar="M", help="the last one; default: N")
-    parser.add_argument("--without", nargs="+", default=[], metavar="ID", help="also try step N without these examples")
-    parser.add_argument("--lr", type=_rate, metavar="X", help="also try step N with this learning rate")
+    parser.add_argument(
+        "--step",
+        type=arguments.positive,
+        required=True,
+        metavar="N",
+        help="the first step to make again",
+    )
+    parser.add_argument(
+        "--until", type=arguments.positive, metavar="M", help="the last one; default: N"
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="also try step N without these examples",
+    )
+    parser.add_argument(
+        "--lr", type=_rate, metavar="X", help="also try step N with this learning rate"
+    )
     text = "devices along data, fsdp and model; default: the run's mesh"
     parser.add_argument("--mesh", type=_mesh, metavar="D,F,M", help=text)
     text = "the workdir of the replay; default: RUN-replay-N"
     parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help=text)
-    parser.add_argument("--no-page", action="store_true", help="compare the steps, and write no page about step N")
+    parser.add_argument(
+        "--no-page", action="store_true", help="compare the steps, and write no page about step N"
+    )
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if args.until and args.until < args.step:
         parser.error(f"argument --until: {args.until} is before --step={args.step}")
     if args.no_page and (args.without or args.lr):
-        parser.error("argument --no-page: --without and --lr are parts of the page; omit one of them")
+        parser.error(
+            "argument --no-page: --without and --lr are parts of the page; omit one of them"
+        )
 
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
@@ -76,14 +96,20 @@ def _rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1.2e-38 < value < 3.4e38:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number above 0, from 1.2e-38 to 3.4e38 as float32 holds it")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected a number above 0, from 1.2e-38 to 3.4e38 as float32 holds it"
+        )
     return value
 
 
 def _mesh(text: str) -> tuple[int, int, int]:
     sizes = text.split(",")
-    if len(sizes) != 3 or not all(size == "-1" or size.isdecimal() and int(size) > 0 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected three numbers of devices: --mesh=2,4,1, or --mesh=-1,1,1 for all")
+    if len(sizes) != 3 or not all(
+        size == "-1" or size.isdecimal() and int(size) > 0 for size in sizes
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected three numbers of devices: --mesh=2,4,1, or --mesh=-1,1,1 for all"
+        )
     data, fsdp, model = map(int, sizes)
     return data, fsdp, model
 
@@ -111,7 +137,9 @@ def _replay(args: argparse.Namespace) -> int:
     if membership.processes > 1:  # the others wait for process 0, and write nothing before
         cluster.await_peers(membership, config, refusal=problem)
     # The data at the run's beginning, for a replay without a checkpoint, which has its own digest.
-    data = next((s.facts["data"] for s in reversed(run.starts) if not s.first and "data" in s.facts), "")
+    data = next(
+        (s.facts["data"] for s in reversed(run.starts) if not s.first and "data" in s.facts), ""
+    )
     _make(args, config, until, data)
     if membership.process:
         return 0  # process 0 compares
@@ -130,9 +158,15 @@ def _refuse(args: argparse.Namespace, run: "Run", recorded: "Steps", until: int)
 
     first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
     if until < first:
-        raise RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
+        raise RunError(
+            f"{args.run} has recorded its steps from {first} on; choose --step or --until from"
+            " there"
+        )
     if until > last:
-        raise RunError(f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them")
+        raise RunError(
+            f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose"
+            " one of them"
+        )
     if not any(args.step <= step <= until for step in recorded.values["loss"]):
         every = f"{args.run} has a record every {run.setting('metrics.every', 1)} steps"
         raise RunError(f"{every}, and none from step {args.step} to {until}; add --until STEP")
@@ -148,21 +182,31 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
     if out.exists():
         raise RunError(f"{out} exists; remove it, or choose another --out")
     if out.resolve().is_relative_to(run.path.resolve()):
-        raise RunError(f"{out} is inside the run, which is only read; choose an --out outside of {run.path}")
+        raise RunError(
+            f"{out} is inside the run, which is only read; choose an --out outside of {run.path}"
+        )
     saved = _kept(run)
     for begin in sorted((step for step in saved if step < args.step), reverse=True):
         if _link(saved[begin], out):
             return
     if run.setting("resume.path"):
         raise RunError(
-            f"{args.run} began with a checkpoint of {run.setting('resume.path')} (config.resume.path), which is no longer "
-            f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=until)}"
+            f"{args.run} began with a checkpoint of {run.setting('resume.path')}"
+            " (config.resume.path), which is no longer there, and no checkpoint before step"
+            f" {args.step} is kept; choose a step after {min(saved, default=until)}"
         )
     out.mkdir(parents=True)
     pace = run.latest.get("steps_per_second")
-    cost = f", about {until / pace:,.0f} s at the run's pace" if isinstance(pace, float) and pace > 0 else ""
+    cost = (
+        f", about {until / pace:,.0f} s at the run's pace"
+        if isinstance(pace, float) and pace > 0
+        else ""
+    )
     nearest = f"; steps from {min(saved) + 1} on begin at a kept checkpoint" if saved else ""
-    start = f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes {until} steps"
+    start = (
+        f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes"
+        f" {until} steps"
+    )
     print(f"{start}{cost}{nearest}")
 
 
@@ -190,8 +234,9 @@ def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset:
 
     if expected and not list(pathlib.Path(out).glob("checkpoints/*")) and data.digest() != expected:
         raise DataError(
-            f"{args.run} began with other data or in another order (digest {expected} then, {data.digest()} now), and no "
-            f"checkpoint before step {args.step} is kept; put its data back"
+            f"{args.run} began with other data or in another order (digest {expected} then,"
+            f" {data.digest()} now), and no checkpoint before step {args.step} is kept; put its"
+            " data back"
         )
     if args.without and jax.process_count() == 1:
         rows = data.read(args.step - 1 - offset)
@@ -230,9 +275,17 @@ def _otherwise(run: "Run", made: "Run", step: int) -> list[str]:
     if not start or not made.starts:
         return []
     again = made.starts[-1]
-    names = [n for n in ("versions", "devices", "cores", "threads") if n in start.facts and n in again.facts]
+    names = [
+        n
+        for n in ("versions", "devices", "cores", "threads")
+        if n in start.facts and n in again.facts
+    ]
     one, two = (
-        {**{name: s.facts[name] for name in names}, "mesh": r.config.get("mesh"), "processes": s.processes}
+        {
+            **{name: s.facts[name] for name in names},
+            "mesh": r.config.get("mesh"),
+            "processes": s.processes,
+        }
         for r, s in ((run, start), (made, again))
     )
     changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
@@ -252,15 +305,22 @@ def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[s
     before.mkdir()
     try:
         if args.step > 1:
-            shutil.copytree(out / "checkpoints" / str(args.step - 1), before / "checkpoints" / str(args.step - 1),
-                            copy_function=_link_file)  # fmt: skip
+            shutil.copytree(
+                out / "checkpoints" / str(args.step - 1),
+                before / "checkpoints" / str(args.step - 1),
+                copy_function=_link_file,
+            )
         own = dataclasses.replace(config, workdir=str(before))
         found = dissect.dissect(own, args.step, without=args.without, lr=args.lr)
     finally:
         shutil.rmtree(before)
     for variant in found.variants[1:]:
         was = found.variants[0].numbers
-        shown = (f"{name} {x:.6g} (as it was: {was[name]:.6g})" for name, x in variant.numbers.items() if name in SHOWN)
+        shown = (
+            f"{name} {x:.6g} (as it was: {was[name]:.6g})"
+            for name, x in variant.numbers.items()
+            if name in SHOWN
+        )
         print(f"{variant.name}: {', '.join(shown)}")
     path = out / f"step-{args.step}.html"
     path.write_text(step_page.html(run, args.step, found, lines), encoding="utf-8")
@@ -313,18 +373,23 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
         raise RunError(f"{run.path}/config.json {why}")
     if not run_workload.of_run(run.config, args.workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
-    named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}  # modules that are imported
+    # modules that are imported
+    named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}
     own = [
         f"config.{name} is {text!r}"
         for name, text in named.items()
         if ":" in text or (name == "loader" and not text.startswith("loaders."))
     ]
     if own and not args.workload:
-        why = "which is imported only if you trust its code: name the run's workload with --workload"
+        why = (
+            "which is imported only if you trust its code: name the run's workload with --workload"
+        )
         raise RunError(f"{run.path}: {own[0]}, {why}")
-    own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}  # the linked checkpoint, the run's data
+    # the linked checkpoint, the run's data
+    own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}
     found = config_lib.from_dict({**run.config, "resume": own_start})
-    every = found.checkpoint.every if found.guard.rewinds else found.train.steps  # rewinds go back to regular saves
+    # rewinds go back to regular saves
+    every = found.checkpoint.every if found.guard.rewinds else found.train.steps
     stays = 0 if args.no_page else args.step - 1  # on disk, until the page is made
     data, fsdp, model = args.mesh or (found.mesh.data, found.mesh.fsdp, found.mesh.model)
     return dataclasses.replace(
@@ -333,7 +398,9 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
         compiler=_compiler(run, args.step) | found.compiler,
         train=dataclasses.replace(found.train, eval_every=0, patience=0),
         mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
-        checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, keep_every=stays, best=""),
+        checkpoint=dataclasses.replace(
+            found.checkpoint, folder="", every=every, keep_every=stays, best=""
+        ),
         guard=dataclasses.replace(found.guard, verify_every=0),
         metrics=config_lib.Metrics(every=1, digest=True),
     )

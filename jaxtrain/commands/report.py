@@ -20,8 +20,19 @@ from loaders.io import atomic_write
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain report", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
-    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the HTML file to write")
-    parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
+    parser.add_argument(
+        "--out",
+        type=arguments.out_file,
+        metavar="FILE",
+        required=True,
+        help="the HTML file to write",
+    )
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="by which runs are ranked, for example accuracy or -loss",
+    )
     args = parser.parse_args(argv)
 
     from jaxtrain.telemetry import glossary
@@ -32,8 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     plotly = page.library()  # before a million records are read
     text = page.Page(runs, args.metric).html(plotly=plotly)
     atomic_write.write(args.out, text)
-    print(f"{args.out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
+    print(
+        f"{args.out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open"
+        " it in a browser"
+    )
     for name in sorted({str(run.setting("workload", "")) for run in runs} - {""}):
         if not glossary.is_known(name):
-            print(f"the metrics of {name} have no meanings here: with --workload {name} they have, if you trust its code")
+            print(
+                f"the metrics of {name} have no meanings here: with --workload {name} they have, if"
+                " you trust its code"
+            )
     return 0

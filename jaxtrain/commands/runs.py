@@ -33,8 +33,19 @@ PATIENCE = 10  # [s] for an answer of SLURM
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain runs", __doc__)
-    parser.add_argument("folder", metavar="DIR", nargs="?", default="runs", help="a folder with runs in it; default: runs")
-    parser.add_argument("--metric", default="", metavar="NAME", help="of the evaluations, for example accuracy or -loss")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        default="runs",
+        help="a folder with runs in it; default: runs",
+    )
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="of the evaluations, for example accuracy or -loss",
+    )
     parser.add_argument("--json", action="store_true", help="for programs: a line for each run")
     args = parser.parse_args(argv)
     return _show(args.folder, args.metric, args.json)
@@ -52,7 +63,9 @@ def _show(folder: str, metric: str, as_json: bool) -> int:
         if workdir not in rows:  # it has not begun, and may have no folder yet
             path = pathlib.Path(workdir)
             below = path.is_relative_to(top.resolve())
-            rows[workdir] = _row(run_lib.named(path, top.resolve()) if below else run_lib.Run(path, workdir), metric)
+            rows[workdir] = _row(
+                run_lib.named(path, top.resolve()) if below else run_lib.Run(path, workdir), metric
+            )
         if rows[workdir]["state"] not in ("training", "starting", "ended"):
             rows[workdir]["state"] = "queued"
     return _print(folder, [rows[path] for path in sorted(rows, key=pathlib.Path)], as_json)
@@ -66,8 +79,22 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
     if not rows:
         print(f"no run in {folder}, nor below it")
         return 0
-    head = ("run", "state", "step", "left", "score", "last", "best", "at step", "restarts", "goodput", "disk")
-    print(*console.columns([head, *map(_cells, rows)], right=[2, 3, *range(5, len(head))]), sep="\n")
+    head = (
+        "run",
+        "state",
+        "step",
+        "left",
+        "score",
+        "last",
+        "best",
+        "at step",
+        "restarts",
+        "goodput",
+        "disk",
+    )
+    print(
+        *console.columns([head, *map(_cells, rows)], right=[2, 3, *range(5, len(head))]), sep="\n"
+    )
     return 0
 
 
@@ -76,11 +103,20 @@ def _row(run: "Run", metric: str) -> dict[str, Any]:
 
     score, share = run.score(metric), goodput.goodput(run.seconds)
     return {
-        "run": run.name, "workdir": str(run.path), "state": run.state, "step": run.step, "steps": run.steps,
-        "eta_seconds": None if math.isnan(run.eta) else run.eta, "metric": score and score.name,
-        "last": score and score.last, "best": score and score.best, "best_step": score and score.step,
-        "restarts": goodput.restarts(run.starts), "goodput": None if math.isnan(share) else round(share, 4), "disk": run.disk,
-    }  # fmt: skip
+        "run": run.name,
+        "workdir": str(run.path),
+        "state": run.state,
+        "step": run.step,
+        "steps": run.steps,
+        "eta_seconds": None if math.isnan(run.eta) else run.eta,
+        "metric": score and score.name,
+        "last": score and score.last,
+        "best": score and score.best,
+        "best_step": score and score.step,
+        "restarts": goodput.restarts(run.starts),
+        "goodput": None if math.isnan(share) else round(share, 4),
+        "disk": run.disk,
+    }
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -88,11 +124,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         return "-" if row[name] is None else f"{row[name]:.4g}"
 
     return (
-        " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}",
+        " ".join(row["run"].split("\n")),
+        row["state"],
+        f"{row['step']}/{row['steps'] or '?'}",
         "-" if row["eta_seconds"] is None else console.duration(row["eta_seconds"]),
-        row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),
-        str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", console.in_bytes(row["disk"], ".1f"),
-    )  # fmt: skip
+        row["metric"] or "-",
+        number("last"),
+        number("best"),
+        "-" if row["best_step"] is None else str(row["best_step"]),
+        str(row["restarts"]),
+        "-" if row["goodput"] is None else f"{row['goodput']:.0%}",
+        console.in_bytes(row["disk"], ".1f"),
+    )
 
 
 def _waiting(launched: list[pathlib.Path]) -> set[str]:
@@ -103,13 +146,18 @@ def _waiting(launched: list[pathlib.Path]) -> set[str]:
 
     jobs: dict[str, str] = {}  # workdir -> its newest job
     for folder in launched:
-        with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` reports the error
-            jobs |= {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))}
+        # `jaxtrain launch --status` reports the error
+        with contextlib.suppress(launch.LaunchError):
+            jobs |= {
+                os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))
+            }
     if not jobs:
         return set()
     command = ["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]
     try:
-        pending = set(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split())
+        pending = set(
+            subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split()
+        )
     except (OSError, subprocess.TimeoutExpired):
         return set()  # it does not answer: the states of the runs' own files are shown
     return {workdir for workdir, job in jobs.items() if job in pending}

@@ -26,10 +26,23 @@ from loaders.io.checks import UserError, first_line
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = arguments.Parser("jaxtrain train", __doc__, usage=arguments.CONFIG_USAGE.format("train"))
-    parser.add_argument("--explain", action="store_true", help="print every field of the config, and train nothing")
-    parser.add_argument("--plan", metavar="TARGET", nargs="?", help="plan the run for these devices, and train nothing")
-    parser.add_argument("--plan-setup", metavar="KIND", help="fetch the compiler for plans of gpu or tpu, and train nothing")
+    parser = arguments.Parser(
+        "jaxtrain train", __doc__, usage=arguments.CONFIG_USAGE.format("train")
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print every field of the config, and train nothing"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="TARGET",
+        nargs="?",
+        help="plan the run for these devices, and train nothing",
+    )
+    parser.add_argument(
+        "--plan-setup",
+        metavar="KIND",
+        help="fetch the compiler for plans of gpu or tpu, and train nothing",
+    )
     if arguments.asks_for_help(argv):
         parser.print_help()
         return 0
@@ -60,19 +73,34 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
         commands.append((again, "to train for longer"))
     commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
     if run.lora.rank:
-        commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
+        commands.append(
+            (f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone")
+        )
     for command, why in workload.of(run.workload).next_steps:
-        commands.append((" ".join(shlex.quote(word.format(run=folder)) for word in command.split()), why))
-    commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint"))
+        commands.append(
+            (" ".join(shlex.quote(word.format(run=folder)) for word in command.split()), why)
+        )
+    commands.append(
+        (f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint")
+    )
     if run.workload not in workload.shipped():
         place = pathlib.Path(given.source.partition(":")[0]).parent.absolute()  # of the config
         file = pathlib.Path(str(sys.modules[run.workload].__file__))
         is_near = place != pathlib.Path.cwd() and file.is_relative_to(place)
         path = f"PYTHONPATH={shlex.quote(str(place))}:$PYTHONPATH " if is_near else ""
         own = f"{path}jaxtrain --workload {run.workload}"
-        commands = [(x if x is again else x.replace("jaxtrain", own, 1), why) for x, why in commands]
+        commands = [
+            (x if x is again else x.replace("jaxtrain", own, 1), why) for x, why in commands
+        ]
     files = [f"  {about}: {path}" for path, about in writers.left_behind(run)]
-    return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
+    return "\n".join(
+        [
+            "the run has ended; it left",
+            *files,
+            "next",
+            *(f"  {why}: {text}" for text, why in commands),
+        ]
+    )
 
 
 def _quoted(word: str) -> str:

@@ -19,19 +19,36 @@ from jaxtrain.commands import arguments
 from jaxtrain.telemetry import loopback
 from loaders.io.checks import UserError
 
-REST = 9  # times as long as a page took, until it is made again: that of a million records takes seconds
+# times as long as a page took, until it is made again: that of a million records takes seconds
+REST = 9
 
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain watch", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
-    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; default: one that is free")
-    parser.add_argument("--every", type=arguments.positive, default=10, metavar="SECONDS", help="between looks; default: 10")
-    parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
+    parser.add_argument(
+        "--port", type=int, default=0, help="of 127.0.0.1; default: one that is free"
+    )
+    parser.add_argument(
+        "--every",
+        type=arguments.positive,
+        default=10,
+        metavar="SECONDS",
+        help="between looks; default: 10",
+    )
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="by which runs are ranked, for example accuracy or -loss",
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
-        parser.error(f"argument --port: {args.port}; expected a number below 65536, or 0 for one that is free")
+        parser.error(
+            f"argument --port: {args.port}; expected a number below 65536, or 0 for one that is"
+            " free"
+        )
     pages = Pages(args.runs, args.metric, args.every)
     pages.current()  # runs that cannot be shown are reported now
     try:
@@ -70,17 +87,29 @@ class Pages:
             if (began := time.monotonic()) < self._until:
                 return self._text, self._version
             runs = run_lib.open_runs(self._paths)
-            seen = (*(_changed(run.path / name) for run in runs for name in WATCHED), *(run.state for run in runs))
+            seen = (
+                *(_changed(run.path / name) for run in runs for name in WATCHED),
+                *(run.state for run in runs),
+            )
             if seen != self._seen:
                 self._version += 1
-                made = page.Page(runs, self._metric).html(plotly=self._plotly, every=self._every, version=self._version)
+                made = page.Page(runs, self._metric).html(
+                    plotly=self._plotly, every=self._every, version=self._version
+                )
                 self._text, self._seen = made.encode(), seen
             now = time.monotonic()
             self._until = now + max(self._every, REST * (now - began))
             return self._text, self._version
 
 
-WATCHED = ("metrics.jsonl", "generations.jsonl", "classes.jsonl", "pictures", "config.json", "goodput")
+WATCHED = (
+    "metrics.jsonl",
+    "generations.jsonl",
+    "classes.jsonl",
+    "pictures",
+    "config.json",
+    "goodput",
+)
 
 
 def _changed(path: os.PathLike[str]) -> tuple[int, int]:

@@ -41,7 +41,10 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
             structure = jax.tree.structure(lowered.args_info)
             with contextlib.suppress(OSError):  # another user's
                 os.utime(path)
-            program, size = serialize_executable.deserialize_and_load(content, structure, lowered.out_tree), len(content)
+            program, size = (
+                serialize_executable.deserialize_and_load(content, structure, lowered.out_tree),
+                len(content),
+            )
     except Exception as error:  # noqa: BLE001  there is none, or it is of another version: it is compiled
         log.debug("a program is not read: %s", error)
     if not all(cluster.gather(int(program is not None))):
@@ -50,12 +53,17 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
     return program
 
 
-def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]) -> Callable[..., Any]:
+def keep(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]
+) -> Callable[..., Any]:
     """``compile()``, kept for the next start."""
     began = time.perf_counter()
     program: jax.stages.Compiled = compile()
     config: Any = jax.config  # jax adds its options as it is imported
-    if not _are_kept() or time.perf_counter() - began < config.jax_persistent_cache_min_compile_time_secs:
+    if (
+        not _are_kept()
+        or time.perf_counter() - began < config.jax_persistent_cache_min_compile_time_secs
+    ):
         return program
     try:
         path = _path(lowered, options)
@@ -71,20 +79,37 @@ def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Calla
 
 def _are_kept() -> bool:
     # Not jax.config's value: for several processes on CPUs `cluster.initialize` has set it.
-    off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "f", "no", "n", "off")
+    off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in (
+        "0",
+        "false",
+        "f",
+        "no",
+        "n",
+        "off",
+    )
     return jax.process_count() > 1 and jax.default_backend() == "cpu" and not off
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
     """Return a program's file. The text lacks unused arguments, and the facts number the used."""
-    inner: Any = lowered._lowering  # these facts have no public name. Without them nothing is cached
+    # these facts have no public name. Without them nothing is cached
+    inner: Any = lowered._lowering
     settings: Any = jax.config
     facts = [
-        str(lowered.args_info), str(lowered.out_tree), sorted(inner.compile_args["kept_var_idx"]), dict(options),
-        jax.process_index(), jax.process_count(), [d.id for d in inner._device_list],
-        [d.id for d in jax.local_devices()], cluster.versions(), sorted((k, str(v)) for k, v in settings.values.items()),
-        os.environ.get("XLA_FLAGS", ""), platform.machine(), _cpu(),
-    ]  # fmt: skip
+        str(lowered.args_info),
+        str(lowered.out_tree),
+        sorted(inner.compile_args["kept_var_idx"]),
+        dict(options),
+        jax.process_index(),
+        jax.process_count(),
+        [d.id for d in inner._device_list],
+        [d.id for d in jax.local_devices()],
+        cluster.versions(),
+        sorted((k, str(v)) for k, v in settings.values.items()),
+        os.environ.get("XLA_FLAGS", ""),
+        platform.machine(),
+        _cpu(),
+    ]
     name = hashlib.sha256(json.dumps(facts).encode() + lowered.as_text().encode()).hexdigest()
     return machine.cache_folder("xla-processes", name)
 
@@ -94,4 +119,6 @@ def _cpu() -> list[str]:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return [platform.processor()]
-    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
+    return sorted(
+        {line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}
+    )

@@ -32,7 +32,9 @@ class CompileAhead:
     ``late``: steps that waited for their program, without the first.
     """
 
-    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]):
+    def __init__(
+        self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]
+    ):
         """``compiled(key)`` compiles one."""
         self._key_of, self._compiled = key_of, compiled
         self.starts: dict[Hashable, int] = {}
@@ -52,7 +54,9 @@ class CompileAhead:
     def expects(self, step: int) -> bool:
         return self._key_of(step) in self._programs
 
-    def start(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
+    def start(
+        self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()
+    ) -> None:
         """Compile for steps ``start`` to ``stop``, and ``others`` right after the first step's."""
         self._first = start
         for step in range(start, stop):
@@ -111,7 +115,9 @@ class StepCompiler:
         @functools.cache
         def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
             stage, bucket = key
-            program: jax.stages.Lowered = assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+            program: jax.stages.Lowered = (
+                assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+            )
             return program
 
         self._lowered = lowered
@@ -123,7 +129,9 @@ class StepCompiler:
 
     def compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
         own = self._assembly.config.compiler
-        return program_cache.keep(lowered, self._options, lambda: xla_options.compile(lowered, self._options, own))
+        return program_cache.keep(
+            lowered, self._options, lambda: xla_options.compile(lowered, self._options, own)
+        )
 
     def _key_of(self, index: int) -> tuple[Hashable, int]:
         return self._assembly.task.stage(index), self._data.bucket_of(index)
@@ -135,24 +143,43 @@ class StepCompiler:
         number; ConfigError: config.checkpoint.best names a metric that no evaluation has.
         """
         assembly, data = self._assembly, self._data
-        task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
+        task, variables, steps = (
+            assembly.task,
+            assembly.abstract.state.variables,
+            assembly.config.train.steps,
+        )
         # 1. Lower, and compare: different programs would wait for each other for ever.
-        evaluations = [step_lib.make_eval_step(task, assembly.layout).lower(variables, batch) for batch in data.test_buckets]
-        texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
+        evaluations = [
+            step_lib.make_eval_step(task, assembly.layout).lower(variables, batch)
+            for batch in data.test_buckets
+        ]
+        texts = {
+            "data": json.dumps(data.fingerprints()),
+            "evaluation": "".join(x.as_text() for x in evaluations),
+        }
         if first < steps:
             texts["step"] = self._lowered(self._key_of(first)).as_text()
         cluster.compare(texts)
         if first < steps and not self._steps.expects(first):
-            self._steps.expect(first, program_cache.earlier(self._lowered(self._key_of(first)), self._options))
+            self._steps.expect(
+                first, program_cache.earlier(self._lowered(self._key_of(first)), self._options)
+            )
         # 2. The metrics of an evaluation are known now, not hours of training later.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
         log.info("compiling; slow programs are cached for the next start")
         # 3. Compile in a thread: the first step, awaited here, then the rest while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
-        others = [functools.partial(lambda x, f: f or self.compile(x), *each) for each in zip(evaluations, found, strict=True)]
+        others = [
+            functools.partial(lambda x, f: f or self.compile(x), *each)
+            for each in zip(evaluations, found, strict=True)
+        ]
         self._steps.start(first, steps, others=others)
         if len(starts := self._steps.starts) > 1:
-            log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
+            log.info(
+                "%d programs, by (stage, bucket), are compiled ahead; their first steps: %s",
+                len(starts),
+                starts,
+            )
         if starts:
             self._steps.at(first)
         log.info("compiled")
@@ -182,9 +209,20 @@ def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
     if not best:
         return
     if evaluated is None:
-        text = f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and train.patience too"
+        text = (
+            f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and"
+            " train.patience too"
+        )
         raise ConfigError([("checkpoint.best", text)])
     with np.errstate(all="ignore"):
-        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items() if name not in COUNTS})
+        known = task.finish(
+            {
+                name: np.ones(mean.total.shape)[()]
+                for name, mean in evaluated.items()
+                if name not in COUNTS
+            }
+        )
     if best not in known and not task.generative:  # its metrics are known once it has run
-        raise ConfigError([("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")])
+        raise ConfigError(
+            [("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")]
+        )

@@ -57,20 +57,31 @@ TABLE = (
     # them. A step of a model with norms of 85 M numbers, takes 1.3 times as long. And on several
     # cores its products of matrices, since XLA's own gain less by a second core (measured on two);
     # on one they are slower (docs/results/cpu-steps.md).
-    Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
     Option(
-        "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT", ("cpu",),
-        alone=True, cores=2,
+        "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True
     ),
-)  # fmt: skip
+    Option(
+        "xla_cpu_experimental_ynn_fusion_type",
+        "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT",
+        ("cpu",),
+        alone=True,
+        cores=2,
+    ),
+)
 
 
 def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
     """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
-    return {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores}
+    return {
+        o.name: o.value
+        for o in TABLE
+        if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores
+    }
 
 
-def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
+def options(
+    own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None
+) -> dict[str, Any]:
     """Return options for ``count`` devices (``device_kind``): the table's, with ``own`` over them.
 
     Options of another platform in ``own`` are left out, and the log says so: one config may have
@@ -87,7 +98,13 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
         return table | wanted
     refused = _refused(table | wanted, device)
     if problems := [
-        (f"compiler.{name}", f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or omit it")
+        (
+            f"compiler.{name}",
+            (
+                f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or"
+                " omit it"
+            ),
+        )
         for name, why in refused.items()
         if name in wanted
     ]:
@@ -97,7 +114,9 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
     return {name: value for name, value in (table | wanted).items() if name not in refused}
 
 
-def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
+def compile(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]
+) -> jax.stages.Compiled:
     """Compile with ``options``, of which ``own`` are the config's and the others this module's.
 
     An option that suits a program of no size can break a compiler on a larger one. If the compiler
@@ -124,7 +143,10 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
 
 
 def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
-    text = f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that causes it"
+    text = (
+        f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that"
+        " causes it"
+    )
     return ConfigError([("compiler", text)])
 
 
@@ -157,4 +179,8 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
 
 def _value(value: Any) -> Any:
     """Convert a value of a command line or a file. XLA takes switches as booleans alone."""
-    return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value
+    return (
+        {"true": True, "false": False}.get(value.lower(), str(value))
+        if isinstance(value, str)
+        else value
+    )

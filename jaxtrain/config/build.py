@@ -96,11 +96,16 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     return _without(problems, _checked(tree, problems, make_data=True))
 
 
-def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
+def _checked(
+    tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool
+) -> Config:
     """Build a config, add all its errors to ``problems``, and take the dataset info."""
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
-    for section, field, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
+    for section, field, class_of in (
+        ("model", "workload", _model_class),
+        ("data", "loader", _data_class),
+    ):
         module_name = tree.get(field, getattr(Config, field))
         if not isinstance(module_name, str):
             continue  # building `Config` reports it
@@ -113,12 +118,20 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
             classes[section] = class_of(module_name)
         except (ImportError, SyntaxError) as error:
             problems.append(
-                (field, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}{_nearest(module_name)}")
+                (
+                    field,
+                    (
+                        f"is {module_name!r}, and importing it failed:"
+                        f" {_where_and_why(error)}{_nearest(module_name)}"
+                    ),
+                )
             )
         except TypeError as error:
             problems.append((field, str(error)))
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
-    sections: dict[str, Any] = {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
+    sections: dict[str, Any] = {
+        name: _build(cls, parts[name], name, problems) for name, cls in classes.items()
+    }
     config: Config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
     try:
         if config.workdir.startswith("~"):
@@ -154,13 +167,17 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
         return parts
     for name in getattr(classes["model"], "shared", ()):
         has = {section: name in parts[section] for section in parts}
-        fields = {section: name in getattr(cls, "__dataclass_fields__", {}) for section, cls in classes.items()}
+        fields = {
+            section: name in getattr(cls, "__dataclass_fields__", {})
+            for section, cls in classes.items()
+        }
         if all(has.values()):  # the command line wins over the other side's value in the file
             has = {section: isinstance(parts[section][name], _Text) for section in parts}
         if all(fields.values()) and has["model"] != has["data"]:
             given, other = ("model", "data") if has["model"] else ("data", "model")
             parts[other] = {key: value for key, value in parts[other].items() if key != name}
-            if _is_of_kind(classes[given], name, parts[given][name]):  # if not, it is an error of one side
+            # if not, it is an error of one side
+            if _is_of_kind(classes[given], name, parts[given][name]):
                 parts[other][name] = parts[given][name]
     return parts
 
@@ -204,43 +221,64 @@ def _without(problems: list[tuple[str, str]], built: Built) -> Built:
 def _model_class(module_name: str) -> type[Section]:
     """Return the ``model`` section's dataclass. Raises ImportError, SyntaxError, TypeError."""
     found = workload.of(module_name)
-    return _checked_class(module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")})
+    return _checked_class(
+        module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")}
+    )
 
 
 def _data_class(module_name: str) -> type[Section]:
     """Return the dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
     module = base.module(module_name)
-    functions = {name: getattr(module, name, None) for name in ("element_spec", "dataset_info", "make_loader")}
+    functions = {
+        name: getattr(module, name, None)
+        for name in ("element_spec", "dataset_info", "make_loader")
+    }
     return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
 
 
-def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
+def _checked_class(
+    module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]
+) -> type[Section]:
     """``cls``, if it is a section of its kind with callable ``functions``. Raises TypeError."""
-    missing = [f"the function {name!r}" for name, function in functions.items() if not callable(function)]
+    missing = [
+        f"the function {name!r}" for name, function in functions.items() if not callable(function)
+    ]
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         missing.insert(0, "a dataclass named Config")
     elif not issubclass(cls, base):
         parent = f"{base.__module__}.{base.__name__}"
-        raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
+        raise TypeError(
+            f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}"
+        )
     if missing:
-        raise TypeError(f"is {module_name!r}, a module without {', '.join(missing)}; docs/your-model.md has an example")
+        raise TypeError(
+            f"is {module_name!r}, a module without {', '.join(missing)}; docs/your-model.md has an"
+            " example"
+        )
     found: type[Section] = cls
     return found
 
 
-def _take_dataset_info(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
+def _take_dataset_info(
+    config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool
+) -> Config:
     """Fill the model's None fields with the dataset info, if the data section has no error."""
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = base.module(config.loader)
     if (problems or not make_data) and not config.data.exists():
-        return config  # the data would have to be made first, and the config is refused anyway, or only looked at
+        # the data would have to be made first, and the config is refused anyway, or only looked at
+        return config
     try:
         info = loader.dataset_info(config.data)
     except ValueError as error:
         problems.append(("data", str(error)))
         return config
-    names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in info]
+    names = [
+        f.name
+        for f in dataclasses.fields(config.model)
+        if getattr(config.model, f.name) is None and f.name in info
+    ]
     model = dataclasses.replace(config.model, **{name: info[name] for name in names})
     problems += without_defaults(checks.under("model", model.validate_data(info)), unread)
     if not problems and not config.warm_start.source:
@@ -251,7 +289,8 @@ def _take_dataset_info(config: Config, problems: list[tuple[str, str]], unread: 
 
 def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     """Return the stem of a config file's name, and the dictionary of its ``get_config``."""
-    from ml_collections import ConfigDict  # here: an exported encoder imports this package, and needs no config file
+    # here: an exported encoder imports this package, and needs no config file
+    from ml_collections import ConfigDict
 
     file, module, argument = import_file(source)
     get_config = function_of(module, file, "get_config", "get_config(argument='')")
@@ -267,7 +306,15 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
         found = f"{str(config)[:80]!r} ({type(config).__name__})"
         raise ConfigError(
-            [("", f"file {file}: get_config returns {found}; expected a ConfigDict, or a dictionary of sections")]
+            [
+                (
+                    "",
+                    (
+                        f"file {file}: get_config returns {found}; expected a ConfigDict, or a"
+                        " dictionary of sections"
+                    ),
+                )
+            ]
         )
     return file.stem, dict(tree)
 
@@ -278,7 +325,9 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     file = locate(path)
     # Modules that a user's config names lie next to it, or in the current folder: as with `python
     # -m`, also if another program started this process.
-    for folder in (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ():
+    for folder in (
+        (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ()
+    ):
         if folder not in sys.path:
             sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
@@ -287,14 +336,20 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError([("", f"file {file} cannot be imported: {_where_and_why(error)}")]) from error
+        raise ConfigError(
+            [("", f"file {file} cannot be imported: {_where_and_why(error)}")]
+        ) from error
     return file, module, argument
 
 
 def _nearest(module_name: str) -> str:
     """Return the shipped workload, or the module next to the config, that a name may stand for."""
     near = {name.rpartition(".")[2]: name for name in workload.shipped()}
-    near |= {path.stem: path.stem for folder in {*sys.path[:3], "."} for path in pathlib.Path(folder or ".").glob("*.py")}
+    near |= {
+        path.stem: path.stem
+        for folder in {*sys.path[:3], "."}
+        for path in pathlib.Path(folder or ".").glob("*.py")
+    }
     found = difflib.get_close_matches(module_name.rpartition(".")[2], near, n=1, cutoff=0.75)
     return f"; did you mean {near[found[0]]!r}?" if found and near[found[0]] != module_name else ""
 
@@ -303,7 +358,11 @@ def _where_and_why(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in IMPORTERS]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in IMPORTERS
+    ]
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {reason}" if frames else reason
 
 
@@ -315,16 +374,38 @@ def locate(path: str) -> pathlib.Path:
     if path in configs.names():
         return configs.FOLDER / f"{path}.py"
     if file.suffix == ".py" and file.stem in configs.names():
-        raise ConfigError([("", f"file {path} does not exist; the config that jaxtrain ships is --config={file.stem}")])
+        raise ConfigError(
+            [
+                (
+                    "",
+                    (
+                        f"file {path} does not exist; the config that jaxtrain ships is"
+                        f" --config={file.stem}"
+                    ),
+                )
+            ]
+        )
     if file.is_file():
         raise ConfigError([("", f"file {path} is no config; its name must end in .py")])
     there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
     wanted = file.stem if file.suffix == ".py" and not there else path
     remedy = checks.expected(wanted, [*configs.names(), *there])
-    raise ConfigError([("", f"file {path} does not exist, nor does jaxtrain ship a config of this name; {remedy}")])
+    raise ConfigError(
+        [
+            (
+                "",
+                (
+                    f"file {path} does not exist, nor does jaxtrain ship a config of this name;"
+                    f" {remedy}"
+                ),
+            )
+        ]
+    )
 
 
-def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
+def function_of(
+    module: types.ModuleType, file: pathlib.Path, name: str, what: str
+) -> Callable[..., Any]:
     """Return a function, called ``what``, that a config file must define. Raises ConfigError."""
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -351,10 +432,14 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
     try:
         return cls(**values)
     except TypeError as error:
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _has_no_default(f)]
+        missing = [
+            f.name for f in dataclasses.fields(cls) if f.name not in values and _has_no_default(f)
+        ]
         if not missing:
             raise
-        problems += [(f"{path}.{name}".strip("."), "has no default and must be set") for name in missing]
+        problems += [
+            (f"{path}.{name}".strip("."), "has no default and must be set") for name in missing
+        ]
         raise ConfigError(problems) from error
 
 
@@ -369,8 +454,16 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         return _build(kind, _literal(value), path, problems)
     if kind is Any:
         # An argument of a factory of the user's is as a field is: false is no text.
-        known = {"true": True, "false": False} if path.startswith(("optim.arguments.", "optim.schedule_arguments.")) else {}
-        return known[value.lower()] if isinstance(value, _Text) and value.lower() in known else _literal(value)
+        known = (
+            {"true": True, "false": False}
+            if path.startswith(("optim.arguments.", "optim.schedule_arguments."))
+            else {}
+        )
+        return (
+            known[value.lower()]
+            if isinstance(value, _Text) and value.lower() in known
+            else _literal(value)
+        )
     if kind is str:
         if isinstance(value, str):
             return str(value)
@@ -379,20 +472,32 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         return value.lower() == "true"
     text, value = value, _literal(value)
     if origin is tuple:
-        if isinstance(text, _Text) and isinstance(value, str) and options[0] is str and not set(value) & set("()[]{}'\""):
-            value = tuple(filter(None, (name.strip() for name in value.split(","))))  # names, as typed in a shell
+        if (
+            isinstance(text, _Text)
+            and isinstance(value, str)
+            and options[0] is str
+            and not set(value) & set("()[]{}'\"")
+        ):
+            # names, as typed in a shell
+            value = tuple(filter(None, (name.strip() for name in value.split(","))))
         if not isinstance(value, list | tuple):
             example = ("a", "b") if options[0] is str else (1, 2)
             raise TypeError(f"is {value!r}; expected a tuple, for example {example}")
         kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
         if len(kinds) != len(value):
             raise TypeError(f"is {value!r}; expected {len(kinds)} values")
-        return tuple(_convert(k, v, f"{path}[{i}]", problems) for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+        return tuple(
+            _convert(k, v, f"{path}[{i}]", problems)
+            for i, (k, v) in enumerate(zip(kinds, value, strict=True))
+        )
     if origin is dict:
         if not isinstance(value, Mapping):
             raise TypeError(f"is {value!r}; expected a dictionary")
         return {
-            _convert(options[0], k, path, problems): _convert(options[1], v, f"{path}.{k}", problems) for k, v in value.items()
+            _convert(options[0], k, path, problems): _convert(
+                options[1], v, f"{path}.{k}", problems
+            )
+            for k, v in value.items()
         }
     if kind in (int, float) and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise TypeError(f"is {str(value)[:40]}…; expected a number of at most 63 bits")
@@ -430,4 +535,6 @@ def _has_no_default(f: dataclasses.Field[Any]) -> bool:
 
 
 def _described(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, kind.__name__)
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(
+        kind, kind.__name__
+    )

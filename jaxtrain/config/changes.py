@@ -27,13 +27,18 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        old, new = (text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in map(repr, (self.old, self.new)))
+        old, new = (
+            text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+            for text in map(repr, (self.old, self.new))
+        )
         same = " with other content" if self.old == self.new else ""
         return f"config.{self.path}: {old} saved, {new} now{same}"
 
     def is_allowed(self, allow: Iterable[str]) -> bool:
         """Whether a name of ``allow`` is this field or a section around it."""
-        return any(self.path == name or self.path.startswith((f"{name}.", f"{name}[")) for name in allow)
+        return any(
+            self.path == name or self.path.startswith((f"{name}.", f"{name}[")) for name in allow
+        )
 
 
 def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]) -> list[Change]:
@@ -47,11 +52,15 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
     found = [
         change
         for change in _changes(saved, config, "", FUNCTION)
-        if adapted or not change.path.startswith(("lora.", "warm_start."))  # else nothing is frozen, and there is no adapter
-        if not digests.get(change.path) or digests[change.path] != now.get(change.path)  # else the same file elsewhere
+        # else nothing is frozen, and there is no adapter
+        if adapted or not change.path.startswith(("lora.", "warm_start."))
+        # else the same file elsewhere
+        if not digests.get(change.path) or digests[change.path] != now.get(change.path)
     ]
     paths = {change.path for change in found}
-    edited = [path for path in now if path not in paths and digests.get(path) not in (None, now[path])]
+    edited = [
+        path for path in now if path not in paths and digests.get(path) not in (None, now[path])
+    ]
     values = {path: operator.attrgetter(path)(config) for path in edited}
     return found + [Change(path, FUNCTION, value, value) for path, value in values.items()]
 
@@ -63,13 +72,22 @@ def digests_of(config: Config) -> dict[str, str]:
         for f in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
             declared = checks.declared(type(section), f.name)
             path = getattr(section, f.name)
-            if declared and f.name in declared.files and path and (file := files.expanded(path)).is_file():
+            if (
+                declared
+                and f.name in declared.files
+                and path
+                and (file := files.expanded(path)).is_file()
+            ):
                 with file.open("rb") as opened:
-                    found[f"{name}.{f.name}"] = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+                    found[f"{name}.{f.name}"] = hashlib.file_digest(opened, "sha256").hexdigest()[
+                        :16
+                    ]
     return found
 
 
-def kinds(section: Any, path: str = "", around: str | None = None) -> Iterator[tuple[str, str | None]]:
+def kinds(
+    section: Any, path: str = "", around: str | None = None
+) -> Iterator[tuple[str, str | None]]:
     """Yield (path, kind) of each field of a section, nested too. None: nothing declares it."""
     for f in dataclasses.fields(section):
         value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
@@ -90,7 +108,8 @@ def _changes(old: Mapping[str, Any], section: Any, path: str, around: str) -> It
         kind = declared.kind(f.name) if declared else around
         if f.name in old:
             yield from _of_value(old[f.name], value, where, kind)
-        elif (default := _default(f)) is not None:  # None: the data decide it, which the older version did not know
+        # None: the data decide it, which the older version did not know
+        elif (default := _default(f)) is not None:
             yield from _of_value(_plain(default), value, where, kind)
 
 

@@ -17,7 +17,8 @@ class Arguments(NamedTuple):
     overrides: list[tuple[str, str]]  # (section.field, text)
     explain: bool
     plan: str | None  # the target, "" for this machine; None = no plan
-    plan_setup: str = ""  # the compiler to fetch for plans, one of COMPILERS; nothing else happens then
+    # the compiler to fetch for plans, one of COMPILERS; nothing else happens then
+    plan_setup: str = ""
 
 
 def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
@@ -36,15 +37,20 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
             plan = value
         elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
             known = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
-            problems.append(("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}"))
-        elif (text := value if equals else next(rest, None)) is None:  # "" is a value: --config.resume.path ""
+            problems.append(
+                ("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}")
+            )
+        # "" is a value: --config.resume.path ""
+        elif (text := value if equals else next(rest, None)) is None:
             problems.append(("", f"{flag} is given without a value"))
         elif flag == "--config":
             source = text
         elif flag == "--plan-setup":
             setup = text
             if setup not in COMPILERS:
-                problems.append(("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}"))
+                problems.append(
+                    ("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}")
+                )
         else:
             overrides.append((flag.removeprefix("--config."), text))
     if not source and not problems and not setup:

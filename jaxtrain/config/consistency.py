@@ -25,7 +25,9 @@ class ConfigError(checks.UserError, ValueError):
         self.problems = tuple(problems)
         if len(problems) == 1:
             ((path, text),) = problems
-            super().__init__(f"config.{path} {text}" if path else f"the config has an error: {text}")
+            super().__init__(
+                f"config.{path} {text}" if path else f"the config has an error: {text}"
+            )
         else:
             lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
             super().__init__("\n".join([f"the config has {len(problems)} errors:", *lines]))
@@ -42,9 +44,15 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
     """
     for path, text in problems:
         for field in filter(None, unread):
-            name = re.split(r"[.\[]", field)[-1] if field.split(".")[0] == path.split(".")[0] else field
+            name = (
+                re.split(r"[.\[]", field)[-1]
+                if field.split(".")[0] == path.split(".")[0]
+                else field
+            )
             inside = path == field or path.startswith((f"{field}.", f"{field}["))
-            if inside or re.search(rf"(?<![\w.])({re.escape(name)}|{re.escape(field)})(?!\w)", text):
+            if inside or re.search(
+                rf"(?<![\w.])({re.escape(name)}|{re.escape(field)})(?!\w)", text
+            ):
                 break
         else:
             yield path, text
@@ -58,12 +66,17 @@ def beyond_the_run(config: Config) -> Iterator[str]:
     if long := {name: every for name, every in periods.items() if every > steps > 1}:
         values = ", ".join(f"{name}={every}" for name, every in long.items())
         shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in long)
-        yield (f"{values}: longer than train.steps={steps}, so that only the last step counts; "
-               f"{shorter} would do, or 0.1 of any run")  # fmt: skip
+        yield (
+            f"{values}: longer than train.steps={steps}, so that only the last step counts; "
+            f"{shorter} would do, or 0.1 of any run"
+        )
     rounds = -(-steps // train.eval_every) if train.eval_every else 1
     if train.patience >= rounds > 1:
-        yield (f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never ends early; "
-               f"--config.train.eval_every={max(1, steps // (4 * train.patience))} would do")  # fmt: skip
+        yield (
+            f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never"
+            f" ends early; --config.train.eval_every={max(1, steps // (4 * train.patience))}"
+            " would do"
+        )
 
 
 def between_sections(config: Config) -> Problems:
@@ -76,14 +89,26 @@ def between_sections(config: Config) -> Problems:
     parts = max(train.accumulate, 1)
     if train.batch > 0 and not train.batch % parts and train.batch % (devices * parts):
         low = train.batch // (devices * parts) * devices * parts
-        text = f"mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not divide; the nearest that do are"
-        yield "train.batch", f"is {train.batch}, which {text} {low or devices * parts} and {low + devices * parts}"
+        text = (
+            f"mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not divide; the"
+            " nearest that do are"
+        )
+        yield (
+            "train.batch",
+            f"is {train.batch}, which {text} {low or devices * parts} and {low + devices * parts}",
+        )
     for name in ("metrics.digest", "guard.verify_every"):
         if optim.offload and (value := operator.attrgetter(name)(config)):
-            text = "optim.offload keeps a part of the state where no digest is computed; unset one of them"
+            text = (
+                "optim.offload keeps a part of the state where no digest is computed; unset one of"
+                " them"
+            )
             yield name, f"is {value}, and {text}"
     if train.patience and not config.checkpoint.best:
-        yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
+        yield (
+            "train.patience",
+            f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'",
+        )
     yield from _allowed_problems(config)
     yield from _schedule_problems(train, optim)
     yield from checks.under("optim", _factory_problems(optim, train.steps))
@@ -94,19 +119,35 @@ def _allowed_problems(config: Config) -> Problems:
     fields = {path for path, _ in changes.kinds(config)}  # a dictionary's key follows its field
     sections = {path[: m.start()] for path in fields for m in re.finditer(r"[.\[]", path)}
     for name in config.resume.allow:
-        if name not in sections and not any(name == path or name.startswith(f"{path}.") for path in fields):
-            yield "resume.allow", f"names {name!r}, which is no field{checks.nearest(name, sorted(fields | sections))}"
+        if name not in sections and not any(
+            name == path or name.startswith(f"{path}.") for path in fields
+        ):
+            yield (
+                "resume.allow",
+                (
+                    f"names {name!r}, which is no"
+                    f" field{checks.nearest(name, sorted(fields | sections))}"
+                ),
+            )
 
 
 def _factory_problems(optim: Optim, steps: int) -> Problems:
     if factories.is_factory(optim.schedule):
         yield from factories.problems(
-            optim.schedule, optim.schedule_arguments, field="schedule", check=factories.of_schedule,
-            steps=steps, learning_rate=optim.lr,
-        )  # fmt: skip
+            optim.schedule,
+            optim.schedule_arguments,
+            field="schedule",
+            check=factories.of_schedule,
+            steps=steps,
+            learning_rate=optim.lr,
+        )
     if factories.is_factory(optim.name):
         yield from factories.problems(
-            optim.name, optim.arguments, field="name", check=factories.of_optimizer, learning_rate=lambda count: optim.lr
+            optim.name,
+            optim.arguments,
+            field="name",
+            check=factories.of_optimizer,
+            learning_rate=lambda count: optim.lr,
         )
 
 
@@ -128,13 +169,22 @@ def _unread(optim: Optim) -> Problems:
     for name, by in unread.items():
         value, default = getattr(optim, name), getattr(Optim(), name)
         if value != default:
-            yield name, f"is {value!r}, which {by}={getattr(optim, by)!r} does not read; leave it at {default!r}"
+            yield (
+                name,
+                (
+                    f"is {value!r}, which {by}={getattr(optim, by)!r} does not read; leave it at"
+                    f" {default!r}"
+                ),
+            )
     of_lr = "name" if factories.is_factory(optim.name) else "schedule"
     for i, group in enumerate(optim.groups):
         for name, by in (("lr", of_lr), ("weight_decay", "name"), ("name", "name")):
             value, decides = getattr(group, name), getattr(optim, by)
             if value is not None and factories.is_factory(decides):
-                yield f"groups[{i}].{name}", f"is {value!r}, which {by}={decides!r} does not read; leave it out"
+                yield (
+                    f"groups[{i}].{name}",
+                    f"is {value!r}, which {by}={decides!r} does not read; leave it out",
+                )
 
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:
@@ -143,7 +193,10 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
         return
     for name, value, share in (("warmup", warmup, 0.05), ("decay", decay, 0.2)):
         if value > steps:
-            fitting = f"set config.optim.{name}={max(1, round(share * steps))}, or config.optim.{name}={share} of any run"
+            fitting = (
+                f"set config.optim.{name}={max(1, round(share * steps))}, or"
+                f" config.optim.{name}={share} of any run"
+            )
             yield f"optim.{name}", f"is {value}, longer than train.steps={steps}; {fitting}"
     if max(warmup, decay) <= steps:
         text = f"is {decay}: together with optim.warmup={warmup} longer than train.steps={steps}"
@@ -156,21 +209,36 @@ def on_this_machine(config: Config) -> Problems:
     path, source = config.resume.path, config.warm_start.source
     if (folder := config.checkpoint.folder) and "://" not in folder and (why := unusable(folder)):
         yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
-    for name, place in (("checkpoint.folder", folder), ("resume.path", path), ("warm_start.source", source)):
+    for name, place in (
+        ("checkpoint.folder", folder),
+        ("resume.path", path),
+        ("warm_start.source", source),
+    ):
         if why := unreachable(place):
             yield name, f"is {place!r}, which {why}"
     if path and "://" not in path and not (files.expanded(path) / "checkpoints").is_dir():
-        yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
-    kept = [files.expanded(folder) / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
+        yield (
+            "resume.path",
+            f"is {path!r}, which has no folder checkpoints; name the workdir of a run",
+        )
+    # by warm_start.keep
+    kept = [files.expanded(folder) / "base" for folder in (config.workdir, path) if folder]
     there = [*kept, files.expanded(source)]
     if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
-    packages = {"tensorboard": "tensorboardX", "wandb_project": "wandb",
-                "mlflow_experiment": "mlflow", "trackio_project": "trackio"}  # fmt: skip
+    packages = {
+        "tensorboard": "tensorboardX",
+        "wandb_project": "wandb",
+        "mlflow_experiment": "mlflow",
+        "trackio_project": "trackio",
+    }
     for name, package in packages.items():
         if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
             extra = package.removesuffix("X")
-            yield f"metrics.{name}", f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"
+            yield (
+                f"metrics.{name}",
+                f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'",
+            )
 
 
 def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -181,12 +249,19 @@ def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tup
     own = "" if workload.startswith("jaxtrain.") else inspect.getsource(module)
     for axis in axis_rules:
         if axis not in AXIS_RULES and not re.search(rf"""["']{re.escape(axis)}["']""", own):
-            text = f"is a rule for an axis that no array of {workload} has; {checks.expected(axis, AXIS_RULES)}"
+            text = (
+                f"is a rule for an axis that no array of {workload} has;"
+                f" {checks.expected(axis, AXIS_RULES)}"
+            )
             yield f"mesh.axis_rules.{axis}", text
 
 
 def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
-    if why := "is an address; only checkpoint.folder may be one" if "://" in workdir else unusable(workdir):
+    if why := (
+        "is an address; only checkpoint.folder may be one"
+        if "://" in workdir
+        else unusable(workdir)
+    ):
         yield "workdir", f"is {workdir!r}, which {why}; choose another folder"
         return
     path = pathlib.Path(workdir).absolute()
@@ -198,7 +273,13 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        yield "workdir", f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose another folder"
+        yield (
+            "workdir",
+            (
+                f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose"
+                " another folder"
+            ),
+        )
 
 
 def unusable(folder: str) -> str:
@@ -219,7 +300,10 @@ def unreachable(path: str) -> str:
     """Why checkpoints cannot lie at a URL: its scheme or a missing package; else ""."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme != "gs":
-        return f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a file system"
+        return (
+            f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a"
+            " file system"
+        )
     if separator and not importlib.util.find_spec("gcsfs"):
         return "needs gcsfs; pip install 'jaxtrain[gcs]'"
     return ""

@@ -18,7 +18,8 @@ def explain(config: Config) -> str:
     lines = []
 
     def walk(section: Any, path: str) -> None:
-        glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: a class of which nothing is known may not hash
+        # mypy: a class of which nothing is known may not hash
+        glosses = gloss(type(section))  # type: ignore[arg-type]
         for f in dataclasses.fields(section):
             value, where = getattr(section, f.name), f"{path}{f.name}"
             if where in ("model", "data") and value is None:
@@ -31,7 +32,10 @@ def explain(config: Config) -> str:
 
     walk(config, "")
     widths = [min(max(len(line[i]) for line in lines), 40) for i in range(3)]
-    return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in lines)
+    return "\n".join(
+        "  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]))
+        for line in lines
+    )
 
 
 def _short(value: Any) -> str:
@@ -43,13 +47,15 @@ def _short(value: Any) -> str:
 
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
-    """Field -> (unit, meaning), from the end of ``name: type = default # [unit] meaning``."""
+    """Field -> (unit, meaning), from ``# [unit] meaning`` at its end, or above it."""
     glosses: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             glosses |= _own_gloss(base)
     # Sections that a workload adds, which no line of a source file declares.
-    return glosses | {f.name: ("section", "") for f in dataclasses.fields(cls) if f.name not in glosses}
+    return glosses | {
+        f.name: ("section", "") for f in dataclasses.fields(cls) if f.name not in glosses
+    }
 
 
 def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
@@ -63,7 +69,26 @@ def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
     assert isinstance(definition, ast.ClassDef)
     glosses = {}
     for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
-            unit, _, meaning = comments.get(node.end_lineno, "[]").removeprefix("[").partition("]")
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.end_lineno
+        ):
+            text = comments.get(node.end_lineno, "")
+            if not text.startswith("["):
+                text = _comment_above(node.lineno, comments)
+            unit, _, meaning = text.removeprefix("[").partition("]")
             glosses[node.target.id] = (unit, meaning.strip())
     return glosses
+
+
+def _comment_above(line: int, comments: dict[int, str]) -> str:
+    """Return the comment that begins with ``[`` and ends above ``line``, or an empty one."""
+    text = ""
+    for above in range(line - 1, 0, -1):
+        if above not in comments:
+            return ""
+        text = f"{comments[above]} {text}"
+        if text.startswith("["):
+            return text
+    return ""

@@ -38,12 +38,16 @@ def find(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module may raise anything while it is executed
-        raise FactoryError(f"is {name!r}, and importing {module_name!r} failed: {first_line(error)}") from error
+        raise FactoryError(
+            f"is {name!r}, and importing {module_name!r} failed: {first_line(error)}"
+        ) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
         near = checks.nearest(function_name, names)
-        raise FactoryError(f"is {name!r}, and {module_name} has no function {function_name!r}{near}")
+        raise FactoryError(
+            f"is {name!r}, and {module_name} has no function {function_name!r}{near}"
+        )
     return function
 
 
@@ -58,7 +62,14 @@ def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
     return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
 
 
-def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Callable[[Any], str], **given: Any) -> Problems:
+def problems(
+    name: str,
+    arguments: Mapping[str, Any],
+    *,
+    field: str,
+    check: Callable[[Any], str],
+    **given: Any,
+) -> Problems:
     """Yield the errors of a factory and of its arguments.
 
     Args:
@@ -70,15 +81,28 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     try:
         parameters = inspect.signature(find(name)).parameters
     except ValueError as error:  # FactoryError, or a function of C without a signature
-        yield field, str(error) if isinstance(error, FactoryError) else f"is {name!r}, whose parameters are not known"
+        yield (
+            field,
+            (
+                str(error)
+                if isinstance(error, FactoryError)
+                else f"is {name!r}, whose parameters are not known"
+            ),
+        )
         return
     kinds = {parameter.kind for parameter in parameters.values()}
-    allowed = [p for p, kind in parameters.items() if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)]
+    allowed = [
+        p
+        for p, kind in parameters.items()
+        if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
+    ]
     wrong = False
     for key, value in arguments.items():
         default = parameters[key].default if key in allowed else None
         any_key = inspect.Parameter.VAR_KEYWORD in kinds
-        if text := _argument_problem(name, key, value, allowed, given, any_key=any_key) or _type_problem(name, value, default):
+        if text := _argument_problem(
+            name, key, value, allowed, given, any_key=any_key
+        ) or _type_problem(name, value, default):
             wrong = True
             yield f"{where}.{key}", text
     needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty]
@@ -90,9 +114,18 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     try:
         text = _abstractly(lambda: check(call(name, arguments, **given)))
     except Exception as error:
-        faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, check, without=key)]
-        path, value = (f"{where}.{faulty[0]}", arguments[faulty[0]]) if len(faulty) == 1 else (where, dict(arguments))
-        if len(faulty) == 1 or not isinstance(error, _CallError):  # else the run's own parameters are tried later
+        faulty = [
+            key
+            for key in arguments
+            if key not in needs and _works(name, arguments, given, check, without=key)
+        ]
+        path, value = (
+            (f"{where}.{faulty[0]}", arguments[faulty[0]])
+            if len(faulty) == 1
+            else (where, dict(arguments))
+        )
+        # else the run's own parameters are tried later
+        if len(faulty) == 1 or not isinstance(error, _CallError):
             yield path, f"is {value!r}, and {name} failed: {first_line(error.__cause__ or error)}"
     else:
         if text:
@@ -100,11 +133,24 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
 
 
 def _works(
-    name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], check: Callable[[Any], str], *, without: str
+    name: str,
+    arguments: Mapping[str, Any],
+    given: Mapping[str, Any],
+    check: Callable[[Any], str],
+    *,
+    without: str,
 ) -> bool:
     """Whether a factory's result passes if one argument is left out."""
     try:
-        _abstractly(lambda: check(call(name, {key: value for key, value in arguments.items() if key != without}, **given)))
+        _abstractly(
+            lambda: check(
+                call(
+                    name,
+                    {key: value for key, value in arguments.items() if key != without},
+                    **given,
+                )
+            )
+        )
     except Exception:
         return False
     return True
@@ -124,7 +170,10 @@ def of_optimizer(found: Any) -> str:
         found.update(params, found.init(params), params)
     except Exception as error:
         if _NEEDS_LOSS.search(str(error)):
-            return "needs the loss at each update, which a step does not give; name one that needs gradients and parameters"
+            return (
+                "needs the loss at each update, which a step does not give; name one that needs"
+                " gradients and parameters"
+            )
         raise _CallError from error
     return ""
 
@@ -134,7 +183,10 @@ def of_schedule(found: Any) -> str:
     import jax  # here: most configs name no factory
 
     if not callable(found):
-        return f"returned a {type(found).__name__}; expected a function from the step to the learning rate"
+        return (
+            f"returned a {type(found).__name__}; expected a function from the step to the learning"
+            " rate"
+        )
     rate = jax.eval_shape(found, jax.ShapeDtypeStruct((), "int32"))
     shape = getattr(rate, "shape", None)
     return "" if shape == () else f"gives {rate} at a step; expected a number, the learning rate"
@@ -145,13 +197,21 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _argument_problem(name: str, key: str, value: Any, allowed: list[str], given: Mapping[str, Any], *, any_key: bool) -> str:
+def _argument_problem(
+    name: str, key: str, value: Any, allowed: list[str], given: Mapping[str, Any], *, any_key: bool
+) -> str:
     if key in given:
         return f"is {value!r}, which the other fields of optim decide; leave it out"
     if key not in allowed and not any_key:
-        return f"is no parameter of {name}; {checks.expected(key, [p for p in allowed if p not in given])}"
+        return (
+            f"is no parameter of {name};"
+            f" {checks.expected(key, [p for p in allowed if p not in given])}"
+        )
     if not _is_plain(value):
-        return f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or dictionaries of them"
+        return (
+            f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or"
+            " dictionaries of them"
+        )
     return ""
 
 
@@ -175,7 +235,10 @@ def _is_plain(value: Any) -> bool:
 def _frozen(value: Any) -> Any:
     """Make tuples of lists, and integers of such keys: config.json has lists, and text for keys."""
     if isinstance(value, dict):
-        return {int(k) if isinstance(k, str) and k.lstrip("-").isdecimal() else k: _frozen(x) for k, x in value.items()}
+        return {
+            int(k) if isinstance(k, str) and k.lstrip("-").isdecimal() else k: _frozen(x)
+            for k, x in value.items()
+        }
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -2,7 +2,8 @@
 
 Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the
 loader's ``Config`` (section ``data``), and nowhere else. A config file states the differences.
-Every field ends in a gloss, ``# [unit] meaning``, which `jaxtrain.config.explain` prints.
+Every field has a gloss at its end or above it,
+``# [unit] meaning``, which `jaxtrain.config.explain` prints.
 ``validate()`` names the errors that show in a section's own values; `jaxtrain.config.consistency`
 has the errors that show between sections or on this machine.
 """
@@ -22,10 +23,18 @@ from loaders.io.checks import FREE, FUNCTION, STATE, DataSection, OnResume, Prob
 MAX_STEPS = 2**31 - 1  # a step is an int32
 SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 # Fields in steps that may be given as a share of train.steps in 0 to 1. A Config has steps.
-SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
+SHARES = (
+    "optim.warmup",
+    "optim.decay",
+    "train.eval_every",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+    "metrics.every",
+)
 MAX_PATTERN = 10_000  # [characters] of a regular expression
 MAX_REPLACEMENT = 200  # [characters] of a replacement
-RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # the ways of jaxtrain.checkpoint.warm_start
+# the ways of jaxtrain.checkpoint.warm_start
+RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")
 
 
 class ModelSection(Section):
@@ -63,11 +72,16 @@ class Train(Section):
     steps: int = 10_000  # [steps] optimizer steps of the whole run
     batch: int = 64  # [rows] global batch, for any number of devices
     accumulate: int = 1  # [microbatches] of a step, whose gradients are reduced once
-    ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
-    eval_every: int = 1_000  # [steps] between evaluations, or a share of the run: 0.1; 0 = only after the last step
-    eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all, as after the last step
-    patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
-    min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
+    # [1] decay of the average of the parameters that evaluation uses; 0 = no average
+    ema: float = 0.0
+    # [steps] between evaluations, or a share of the run: 0.1; 0 = only after the last step
+    eval_every: int = 1_000
+    # [batches] in an evaluation during the run; 0 = all, as after the last step
+    eval_batches: int = 0
+    # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
+    patience: int = 0
+    # [1] improvement of checkpoint.best that must be exceeded to count as progress
+    min_delta: float = 0.0
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
@@ -78,7 +92,13 @@ class Train(Section):
         yield from checks.within(self, "[0, 1)", "ema")
         yield from checks.not_negative(self, "eval_batches", "eval_every", "patience", "min_delta")
         if self.patience and not self.eval_every:
-            yield "patience", f"is {self.patience}, and eval_every=0 evaluates the last step only; set eval_every"
+            yield (
+                "patience",
+                (
+                    f"is {self.patience}, and eval_every=0 evaluates the last step only; set"
+                    " eval_every"
+                ),
+            )
 
 
 class UpdateRule(NamedTuple):
@@ -87,7 +107,8 @@ class UpdateRule(NamedTuple):
     factory: str  # module:function, which takes fields of `Optim` by their names
     moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
     matrices: bool = False  # it updates hidden matrices only, and optim.rest all others
-    sparse: bool = False  # it keeps no state, and leaves rows of a table alone if the step has not read them
+    # it keeps no state, and leaves rows of a table alone if the step has not read them
+    sparse: bool = False
     repeatable: bool = True  # computing an update again costs less than keeping it
 
 
@@ -103,7 +124,9 @@ UPDATE_RULES = {
     "adam_atan2": UpdateRule("jaxtrain.optim.update_rules:scale_by_adam_atan2", ("mu", "nu")),
     "adafactor": UpdateRule("jaxtrain.optim.update_rules:scale_by_adafactor"),
     "lion": UpdateRule("optax:scale_by_lion", ("mu",)),
-    "muon": UpdateRule("jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False),
+    "muon": UpdateRule(
+        "jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False
+    ),
     "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
 }
 # Fields of `Optim` that built-in rules take by name, and those that only they read.
@@ -118,7 +141,16 @@ CHOICES = {  # values of fields of `Optim`
 }
 # Fields that decide the learning rate. A schedule that is named as module:factory takes the place
 # of the fourth and later ones.
-OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
+OF_SCHEDULE = (
+    "lr",
+    "schedule",
+    "schedule_arguments",
+    "warmup",
+    "decay",
+    "decay_shape",
+    "lr_init",
+    "lr_floor",
+)
 
 
 @dataclass(frozen=True)
@@ -127,16 +159,22 @@ class Group(Section):
 
     on_resume = OnResume(FREE, state=("match", "name", "freeze"))
 
-    match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
+    # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches
+    # wins
+    match: str = ""
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
     weight_decay: float | None = None  # [1] None = optim.weight_decay
-    clip: float | None = None  # [norm] largest norm of the group's own gradients, left out of the global one; None = optim.clip
+    # [norm] largest norm of the group's own gradients, left out of the global one; None =
+    # optim.clip
+    clip: float | None = None
     name: str | None = None  # [name] built-in update rule; None = optim.name
     freeze: bool = False  # [bool] leave these parameters as they were initialised
 
     def validate(self) -> Problems:
         yield from _regexes({"match": self.match})
-        yield from checks.not_negative(self, *(n for n in ("lr", "weight_decay", "clip") if getattr(self, n) is not None))
+        yield from checks.not_negative(
+            self, *(n for n in ("lr", "weight_decay", "clip") if getattr(self, n) is not None)
+        )
         if self.name is not None:
             yield from checks.choice(self, UPDATE_RULES, "name")
 
@@ -157,56 +195,99 @@ class Optim(Section):
 
     on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "rest", "groups"))
 
-    name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
-    arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the optimizer's module:factory
+    # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
+    name: str = "adamw"
+    # [parameter: value] of the optimizer's module:factory
+    arguments: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-4  # [1/step] peak learning rate
-    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or module:factory
-    schedule_arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the schedule's module:factory
+    # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or
+    # module:factory
+    schedule: str = "cosine"
+    # [parameter: value] of the schedule's module:factory
+    schedule_arguments: dict[str, Any] = field(default_factory=dict)
     warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
-    decay: int = 0  # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its last 20 %
+    # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its
+    # last 20 %
+    decay: int = 0
     decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
     lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
     lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
     weight_decay: float = 0.05  # [1] built-in rules: decoupled, times the learning rate
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
-    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] all others: each parameter must match one of the two
+    # [regex] all others: each parameter must match one of the two
+    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"
     b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
     b2: float = 0.999  # [1] decay of the second moment (adamw, adam_atan2) or of the first (lion)
     eps: float = 1e-8  # [1] adamw: added to the root of the second moment
     atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
     atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
-    atan2_correction: str = "outside"  # [name] adam_atan2: correct the first moment's bias outside or inside atan2
+    # [name] adam_atan2: correct the first moment's bias outside or inside atan2
+    atan2_correction: str = "outside"
     momentum: float = 0.95  # [1] muon: decay of the sum of gradients
-    muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
-    rest: str = "adamw"  # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
-    moments: str = "float32"  # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
-    masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a value
-    offload: bool = False  # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
-    layer_decay: float = 1.0  # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none
-    layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
+    # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
+    muon_scale: str = "rms"
+    # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
+    rest: str = "adamw"
+    # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
+    moments: str = "float32"
+    # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a
+    # value
+    masters: bool = False
+    # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
+    offload: bool = False
+    # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none
+    layer_decay: float = 1.0
+    # [regex] layer_decay: parameters below the first layer
+    layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def validate(self) -> Problems:
-        yield from _regexes({name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")})
+        yield from _regexes(
+            {name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")}
+        )
         for i, group in enumerate(self.groups):
             yield from checks.under(f"groups[{i}]", group.validate())
         for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
             value = getattr(self, name)
             if "." in value and not factories.is_factory(value):
                 named = ", ".join((*built_in, "module:factory"))
-                yield name, f"is {value!r}; expected one of: {named}; did you mean {':'.join(value.rsplit('.', 1))!r}?"
+                yield (
+                    name,
+                    (
+                        f"is {value!r}; expected one of: {named}; did you mean"
+                        f" {':'.join(value.rsplit('.', 1))!r}?"
+                    ),
+                )
             elif not factories.is_factory(value):
                 yield from checks.choice(self, (*built_in, "module:factory"), name)
         for name, allowed in CHOICES.items():
             yield from checks.choice(self, allowed, name)
         rules = {name: UPDATE_RULES[name] for name in self.rules() if name in UPDATE_RULES}
         if self.moments != "float32" and rules and not any(rule.moments for rule in rules.values()):
-            yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(rules))} keep no such moments; leave it unset"
-        yield from checks.not_negative(self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor")
+            yield (
+                "moments",
+                (
+                    f"is {self.moments!r}, and {' and '.join(sorted(rules))} keep no such moments;"
+                    " leave it unset"
+                ),
+            )
+        yield from checks.not_negative(
+            self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"
+        )
         yield from checks.positive(self, "lr", "atan2_a", "atan2_b")
-        if self.decay and self.schedule in SCHEDULES and self.schedule not in ("wsd", "three_phase"):
-            yield "decay", f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is {self.schedule!r}"
+        if (
+            self.decay
+            and self.schedule in SCHEDULES
+            and self.schedule not in ("wsd", "three_phase")
+        ):
+            yield (
+                "decay",
+                (
+                    f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is"
+                    f" {self.schedule!r}"
+                ),
+            )
         yield from checks.within(self, "(0, 1]", "layer_decay")
         yield from checks.within(self, "[0, 1)", "b1", "b2", "momentum")
 
@@ -243,9 +324,11 @@ class Mesh(Section):
     on_resume = OnResume(FREE)
 
     data: int = -1  # [devices] replicas, each with its share of the batch
-    fsdp: int = 1  # [devices] shards of parameters and optimizer state, each with its share of the batch
+    # [devices] shards of parameters and optimizer state, each with its share of the batch
+    fsdp: int = 1
     model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
-    axis_rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides AXIS_RULES; "fsdp,model?"
+    # [axis: mesh axes] overrides AXIS_RULES; "fsdp,model?"
+    axis_rules: dict[str, str] = field(default_factory=dict)
 
     def validate(self) -> Problems:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
@@ -264,37 +347,61 @@ class Mesh(Section):
 class WarmStart(Section):
     """Parameters to start from if there is no checkpoint, by `jaxtrain.checkpoint.warm_start`."""
 
-    on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))  # the source by its digest
+    # the source by its digest
+    on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))
 
-    source: str = ""  # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
+    # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
+    source: str = ""
     step: int | None = None  # [step] of a run; None = its newest
     ema: bool = False  # [bool] take the run's average of the parameters
-    renames: tuple[tuple[str, str], ...] = ()  # [(regex, replacement)] applied in order to the source's paths
+    # [(regex, replacement)] applied in order to the source's paths
+    renames: tuple[tuple[str, str], ...] = ()
     skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
-    unused: tuple[str, ...] = ()  # [regex] arrays of the source, by their new paths, that this model has no use for
-    reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
-    keep: bool = False  # [bool] copy the source into workdir/base, so that nothing else removes or changes it
-    other_front_end: bool = False  # [bool] the source may have read inputs of another front end: other rates, windows or scales
+    # [regex] arrays of the source, by their new paths, that this model has no use for
+    unused: tuple[str, ...] = ()
+    # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
+    reshape: dict[str, str] = field(default_factory=dict)
+    # [bool] copy the source into workdir/base, so that nothing else removes or changes it
+    keep: bool = False
+    # [bool] the source may have read inputs of another front end: other rates, windows or scales
+    other_front_end: bool = False
 
     def validate(self) -> Problems:
         patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}
-        patterns |= {f"{name}[{i}]": p for name in ("skip", "unused") for i, p in enumerate(getattr(self, name))}
+        patterns |= {
+            f"{name}[{i}]": p
+            for name in ("skip", "unused")
+            for i, p in enumerate(getattr(self, name))
+        }
         patterns |= {f"reshape.{pattern}": pattern for pattern in self.reshape}
         wrong = dict(_regexes(patterns))
         yield from wrong.items()
         for i, (pattern, replacement) in enumerate(self.renames):
             try:
                 if len(replacement) > MAX_REPLACEMENT:
-                    raise IndexError(f"has {len(replacement):,} characters; expected at most {MAX_REPLACEMENT}")
+                    raise IndexError(
+                        f"has {len(replacement):,} characters; expected at most {MAX_REPLACEMENT}"
+                    )
                 if f"renames[{i}]" not in wrong:
                     re.sub(pattern, replacement, "")
             except (re.error, IndexError) as error:
                 yield f"renames[{i}]", f"cannot be replaced by {replacement[:200]!r}: {error}"
         for pattern, how in self.reshape.items():
             if not RESHAPE.fullmatch(how):
-                yield f"reshape.{pattern}", f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8 to 16x8'"
-        if not self.source and (patterns or self.ema or self.keep or self.step is not None or self.other_front_end):
-            yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
+                yield (
+                    f"reshape.{pattern}",
+                    (
+                        f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8"
+                        " to 16x8'"
+                    ),
+                )
+        if not self.source and (
+            patterns or self.ema or self.keep or self.step is not None or self.other_front_end
+        ):
+            yield (
+                "source",
+                "is empty, but there are rules for it; name a run or a folder of safetensors",
+            )
 
 
 @dataclass(frozen=True)
@@ -310,8 +417,10 @@ class Lora(Section):
     alpha: float = 16.0  # [1] times B A over the rank
     adapt: str = r"(^|/)blocks/w_"  # [regex] matrices that get adapters
     train: str = ""  # [regex] parameters that are trained without an adapter; empty = none
-    freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"  # [regex] parameters that stay as they are
-    dtype: str = "float32"  # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
+    # [regex] parameters that stay as they are
+    freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"
+    # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
+    dtype: str = "float32"
 
     def validate(self) -> Problems:
         if self.rank < 0:
@@ -326,14 +435,21 @@ class Checkpoint(Section):
 
     on_resume = OnResume(FREE)
 
-    folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
+    # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty =
+    # workdir/checkpoints
+    folder: str = ""
 
-    every: int = 500  # [steps] between saves, or a share: 0.05. The last step, and with best each evaluation, is saved as well
+    # [steps] between saves, or a share: 0.05. The last step, and with best each evaluation, is
+    # saved as well
+    every: int = 500
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
-    verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it
-    best: str = ""  # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
-    final: str = "resumable"  # [name] content of the last step: resumable, or weights (which nothing can resume from)
+    # [bool] compare every byte of a checkpoint with its checksums before resuming from it
+    verify: bool = True
+    # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
+    best: str = ""
+    # [name] content of the last step: resumable, or weights (which nothing can resume from)
+    final: str = "resumable"
     on_error: str = "stop"  # [name] when a save fails: stop the run, or continue without that save
 
     def validate(self) -> Problems:
@@ -349,9 +465,13 @@ class Resume(Section):
 
     on_resume = OnResume(FREE)
 
-    path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
-    data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
-    allow: tuple[str, ...] = ()  # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
+    # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
+    path: str = ""
+    # [name] "exact": the data must be those of the checkpoint; "restart": others, from their
+    # beginning
+    data: str = "exact"
+    # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
+    allow: tuple[str, ...] = ()
 
     def validate(self) -> Problems:
         yield from checks.choice(self, ("exact", "restart"), "data")
@@ -364,9 +484,11 @@ class Metrics(Section):
     on_resume = OnResume(FREE)
 
     every: int = 10  # [steps] between records
-    digest: bool = False  # [bool] each record has a digest of the whole state, for jaxtrain diff and jaxtrain replay
+    # [bool] each record has a digest of the whole state, for jaxtrain diff and jaxtrain replay
+    digest: bool = False
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
-    profile: tuple[int, ...] = ()  # [steps] first and last that process 0 traces into workdir/traces; empty = none
+    # [steps] first and last that process 0 traces into workdir/traces; empty = none
+    profile: tuple[int, ...] = ()
     wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
     wandb_entity: str = ""  # [name] user or team of the project; empty = the default of the account
     wandb_group: str = ""  # [name] under which runs are grouped, for example a sweep's
@@ -374,16 +496,29 @@ class Metrics(Section):
     wandb_name: str = ""  # [name] shown for the run; empty = the service's choice
     wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
     wandb_notes: str = ""  # [text] about the run
-    mlflow_experiment: str = ""  # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
+    # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
+    mlflow_experiment: str = ""
     trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every")
-        if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000):
-            yield "profile", f"is {self.profile}; expected the first and last step of at most 1000, for example (100, 103)"
+        if self.profile and (
+            len(self.profile) != 2
+            or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000
+        ):
+            yield (
+                "profile",
+                (
+                    f"is {self.profile}; expected the first and last step of at most 1000, for"
+                    " example (100, 103)"
+                ),
+            )
         for name in ("entity", "group", "job_type", "name", "tags", "notes"):
             if (value := getattr(self, f"wandb_{name}")) and not self.wandb_project:
-                yield f"wandb_{name}", f"is {value!r}, and wandb_project is empty; name a project, or omit it"
+                yield (
+                    f"wandb_{name}",
+                    f"is {value!r}, and wandb_project is empty; name a project, or omit it",
+                )
 
 
 @dataclass(frozen=True)
@@ -392,15 +527,26 @@ class Card(Section):
 
     on_resume = OnResume(FREE)
 
-    license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
+    # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty =
+    # unsaid
+    license: str = ""
     datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example allenai/c4
 
     def validate(self) -> Problems:
         if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):
-            yield "license", f"is {self.license[:80]!r}; expected an id such as apache-2.0, mit, cc-by-nc-4.0 or other"
+            yield (
+                "license",
+                (
+                    f"is {self.license[:80]!r}; expected an id such as apache-2.0, mit,"
+                    " cc-by-nc-4.0 or other"
+                ),
+            )
         for i, name in enumerate(self.datasets):
             if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name):
-                yield f"datasets[{i}]", f"is {name[:80]!r}; expected the id of a dataset, OWNER/NAME"
+                yield (
+                    f"datasets[{i}]",
+                    f"is {name[:80]!r}; expected the id of a dataset, OWNER/NAME",
+                )
 
 
 @dataclass(frozen=True)
@@ -409,17 +555,26 @@ class Guard(Section):
 
     on_resume = OnResume(FREE)
 
-    spike: float = 0.0  # [ratio] of gradient norm to its running average above which a step is skipped; 0 = non-finite only
+    # [ratio] of gradient norm to its running average above which a step is skipped; 0 = non-finite
+    # only
+    spike: float = 0.0
     decay: float = 0.99  # [1] of that average
     settle: int = 100  # [steps] at the start, during which no spike is looked for
     patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
-    rewinds: int = 0  # [times] to return to the last checkpoint instead of stopping; all batches since count as skipped
-    verify_every: int = 0  # [steps] between steps that are computed twice, to find a device that computes wrong; 0 = none
-    on_mismatch: str = "stop"  # [name] when the two differ: stop the run, or continue with the result that a third confirms
+    # [times] to return to the last checkpoint instead of stopping; all batches since count as
+    # skipped
+    rewinds: int = 0
+    # [steps] between steps that are computed twice, to find a device that computes wrong; 0 = none
+    verify_every: int = 0
+    # [name] when the two differ: stop the run, or continue with the result that a third confirms
+    on_mismatch: str = "stop"
 
     def validate(self) -> Problems:
         if self.spike and self.spike <= 1:
-            yield "spike", f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit"
+            yield (
+                "spike",
+                f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit",
+            )
         yield from checks.within(self, "[0, 1)", "decay")
         yield from checks.not_negative(self, "settle", "rewinds", "verify_every")
         yield from checks.choice(self, ("stop", "continue"), "on_mismatch")
@@ -438,7 +593,10 @@ class Preemption(Section):
     def validate(self) -> Problems:
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGINT"):
-                yield "signals", f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2"
+                yield (
+                    "signals",
+                    f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2",
+                )
         yield from checks.within(self, "[1, 255]", "exit_code")
 
 
@@ -449,9 +607,12 @@ class Distributed(Section):
     on_resume = OnResume(FREE)
 
     init_timeout: int = 300  # [s] within which all processes must have met
-    start_timeout: int = 3600  # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
+    # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
+    start_timeout: int = 3600
     heartbeat_timeout: int = 120  # [s] without a heartbeat after which a process counts as dead
-    step_timeout: int = 1800  # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 = never
+    # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 =
+    # never
+    step_timeout: int = 1800
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "init_timeout", "heartbeat_timeout")
@@ -486,7 +647,8 @@ class Config(Section, Generic[Model, Data]):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
-    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain.compile.xla_options
+    # [option: value] of XLA, over those of jaxtrain.compile.xla_options
+    compiler: dict[str, Any] = field(default_factory=dict)
 
     def validate(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:
@@ -494,9 +656,15 @@ class Config(Section, Generic[Model, Data]):
         for name, value in self.compiler.items():
             if not name.startswith("xla_"):
                 near = f"; say {name.lstrip('-')}" if name.startswith("--xla_") else ""
-                yield f"compiler.{name}", f"is not an option of XLA: their names begin with xla_{near}"
+                yield (
+                    f"compiler.{name}",
+                    f"is not an option of XLA: their names begin with xla_{near}",
+                )
             elif not isinstance(value, bool | int | float | str):
-                text = f"is {value!r} ({type(value).__name__}); expected true or false, a number or a string"
+                text = (
+                    f"is {value!r} ({type(value).__name__}); expected true or false, a number or a"
+                    " string"
+                )
                 yield f"compiler.{name}", text
 
 
@@ -508,5 +676,6 @@ def _regexes(patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             continue
         try:
             re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:  # a count too large, parentheses too deep
+        # a count too large, parentheses too deep
+        except (re.error, OverflowError, RecursionError) as error:
             yield name, f"is {pattern[:200]!r}, which is not a regular expression: {error}"

@@ -8,7 +8,9 @@ from jaxtrain.config.consistency import ConfigError
 from jaxtrain.config.schema import Config
 
 
-def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple[Config, list[tuple[str, str]]]]:
+def sweeps(
+    source: str, overrides: Iterable[tuple[str, str]] = ()
+) -> list[tuple[Config, list[tuple[str, str]]]]:
     """Check every point of a config's sweep, and return them: (config, its overrides).
 
     The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a
@@ -18,16 +20,34 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
     """
     overrides = list(overrides)
     file, module, _ = import_file(source)
-    points_of = function_of(module, file, "sweeps", "sweeps(), which yields dictionaries of overrides")
+    points_of = function_of(
+        module, file, "sweeps", "sweeps(), which yields dictionaries of overrides"
+    )
     base = os.path.abspath(load(source, overrides).workdir)
     points, problems = [], []
     for i, point in enumerate(points_of()):
         if not isinstance(point, Mapping):
-            problems.append(("", f"sweep {i} is {point!r}; expected a dictionary, for example {{'optim.lr': 1e-3}}"))
+            problems.append(
+                (
+                    "",
+                    (
+                        f"sweep {i} is {point!r}; expected a dictionary, for example {{'optim.lr':"
+                        " 1e-3}"
+                    ),
+                )
+            )
             continue
-        problems += [(path, f"is given, and sweep {i} sets it too") for path, _ in overrides if path in point]
+        problems += [
+            (path, f"is given, and sweep {i} sets it too") for path, _ in overrides if path in point
+        ]
         point = {"workdir": os.path.join(base, f"{i:03}"), **point}
-        texts = [*overrides, *((path, value if isinstance(value, str) else repr(value)) for path, value in point.items())]
+        texts = [
+            *overrides,
+            *(
+                (path, value if isinstance(value, str) else repr(value))
+                for path, value in point.items()
+            ),
+        ]
         try:
             config, found = read(source, texts)
         except ConfigError as error:
@@ -37,7 +57,8 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
         problems += [(path, f"{text} (sweep {i})") for path, text in found]
     workdirs = [os.path.abspath(config.workdir) for config, _ in points]
     problems += [
-        ("workdir", f"is {w!r} in more than one sweep") for w in sorted({w for w in workdirs if workdirs.count(w) > 1})
+        ("workdir", f"is {w!r} in more than one sweep")
+        for w in sorted({w for w in workdirs if workdirs.count(w) > 1})
     ]
     if not points and not problems:
         problems.append(("", f"function sweeps of {source} yields nothing"))

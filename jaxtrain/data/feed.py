@@ -18,12 +18,18 @@ _END = object()
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     """Return the rows that this process reads, by the sharding (law 2), not by a process index."""
     leading = {
-        name: {_rows(index, x.shape[0]) for index in x.sharding.addressable_devices_indices_map(x.shape).values()}
+        name: {
+            _rows(index, x.shape[0])
+            for index in x.sharding.addressable_devices_indices_map(x.shape).values()
+        }
         for name, x in batch.items()
     }
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
-        raise ValueError(f"all fields of a batch must be split over rows in the same way, and they are split as {leading}")
+        raise ValueError(
+            "all fields of a batch must be split over rows in the same way, and they are split as"
+            f" {leading}"
+        )
     return Rows(next(iter(batch.values())).shape[0], tuple(sorted(ranges)))
 
 
@@ -45,7 +51,9 @@ def measure(loader: Loader, seconds: float) -> float:
     return rows / passed if passed else 0.0
 
 
-def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
+def put(
+    host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows
+) -> Batch:
     """Make global arrays of this process's rows, split as ``batch`` is; other dimensions are free.
 
     Each device's rows are one contiguous array: nothing is copied on the host.
@@ -55,7 +63,9 @@ def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeD
     for name, x in batch.items():
         shape = (x.shape[0], *host[name][0].shape[1:])
         parts = [
-            jax.device_put(host[name][place[_rows(index, x.shape[0])]][(slice(None), *index[1:])], device)
+            jax.device_put(
+                host[name][place[_rows(index, x.shape[0])]][(slice(None), *index[1:])], device
+            )
             for device, index in x.sharding.addressable_devices_indices_map(shape).items()
         ]
         arrays[name] = jax.make_array_from_single_device_arrays(shape, x.sharding, parts)
@@ -86,12 +96,21 @@ class Feed:
     thread is ahead of it. ``waited``: seconds that the consumer has waited for batches.
     """
 
-    def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):
+    def __init__(
+        self,
+        loader: Loader,
+        batch: Mapping[str, jax.ShapeDtypeStruct],
+        rows: Rows,
+        *,
+        depth: int = 2,
+    ):
         self.waited = 0.0
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._loader = loader
-        self._thread = threading.Thread(target=self._run, args=(batch, rows), name="feed", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(batch, rows), name="feed", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:

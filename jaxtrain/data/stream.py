@@ -47,15 +47,31 @@ class Data:
         module = base.module(config.loader)
         self._batch, self._steps = abstract.batch, config.train.steps
         self.rows, self.offset = feed.rows_for(abstract.batch), 0
-        self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
+        self.train = module.make_loader(
+            config.data, split="train", rows=self.rows, seed=config.seed
+        )
         self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
-        if missing := [name for name in ("buckets", "fingerprint", "order") if not hasattr(self.train, name)]:
-            text = f"config.loader is {config.loader!r}, whose make_loader gives a {type(self.train).__name__}"
-            raise base.DataError(f"{text} without {missing[0]!r}; expected a loaders.base.Loader, as in docs/your-model.md")
+        if missing := [
+            name for name in ("buckets", "fingerprint", "order") if not hasattr(self.train, name)
+        ]:
+            text = (
+                f"config.loader is {config.loader!r}, whose make_loader gives a"
+                f" {type(self.train).__name__}"
+            )
+            raise base.DataError(
+                f"{text} without {missing[0]!r}; expected a loaders.base.Loader, as in"
+                " docs/your-model.md"
+            )
         if not self.test.n_batches:
-            log.warning("the data have no test split: nothing is evaluated (docs/data.md shows how to make one)")
+            log.warning(
+                "the data have no test split: nothing is evaluated (docs/data.md shows how to make"
+                " one)"
+            )
         self.buckets, self.test_buckets = (
-            [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in loader.buckets]
+            [
+                state.make_batch(assembly.task, assembly.layout, fields, config.train.batch)
+                for fields in loader.buckets
+            ]
             for loader in (self.train, self.test)
         )
         self._stream: feed.Feed | None = None  # from `start` on
@@ -120,7 +136,9 @@ class Data:
 
     def digest(self) -> str:
         """Return a short digest of `fingerprints`, for the record of a start."""
-        return hashlib.sha256(json.dumps(self.fingerprints(), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.fingerprints(), sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
 
     @property
     def waited(self) -> float:

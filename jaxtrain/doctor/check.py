@@ -50,4 +50,6 @@ def raised(error: BaseException) -> str:
 
 def _line(text: str) -> str:
     # Errors list their reasons in lines below a sentence.
-    return " ".join(re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text)).split())[:MAX_TEXT]
+    return " ".join(re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text)).split())[
+        :MAX_TEXT
+    ]

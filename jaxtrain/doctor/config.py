@@ -22,16 +22,23 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
     try:
         config, problems = config_lib.read(source, overrides, make_data=False)
     except ConfigError as error:
-        return _errors("file", error.problems, f"{FILE}; if it is missing, copy it to this host"), {}
+        return _errors(
+            "file", error.problems, f"{FILE}; if it is missing, copy it to this host"
+        ), {}
     except (SystemExit, Exception) as error:  # any error of a user's file
         return [fail(GROUP, "file", f"{source}: {raised(error)}", FILE)], {}
     if problems:
         return _errors("fields", problems, FIELD), {}
-    checks, folder = [ok(GROUP, "fields", f"{source}: every field is valid")], config.checkpoint.folder
+    checks, folder = (
+        [ok(GROUP, "fields", f"{source}: every field is valid")],
+        config.checkpoint.folder,
+    )
     facts: dict[str, Any] = {
         "config": json.loads(config_lib.to_json(config)),
         "workdir": os.path.abspath(config.workdir),
-        "folder": folder if "://" in folder or not folder else os.path.abspath(files.expanded(folder)),
+        "folder": folder
+        if "://" in folder or not folder
+        else os.path.abspath(files.expanded(folder)),
     }
     if count and config.data.exists():  # else the fields that the data decide are unknown
         try:

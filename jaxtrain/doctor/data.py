@@ -23,7 +23,14 @@ def examine(*, source: str, overrides: Any, process: int, processes: int, wanted
     """Check a config's data. ``wanted`` is the rows/s of the whole job's steps, 0 = unknown."""
     config, _ = config_lib.read(source, overrides, make_data=False)
     if missing := config.data.missing():
-        return [warn(GROUP, "index", missing, "train for a step on one host first, and let the others share its cache")], {}
+        return [
+            warn(
+                GROUP,
+                "index",
+                missing,
+                "train for a step on one host first, and let the others share its cache",
+            )
+        ], {}
     try:
         return _look(config, process, processes, wanted)
     except (DataError, OSError) as error:
@@ -41,7 +48,12 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
     try:
         text = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
         index = ok(GROUP, "index", f"{text}, read in {time.perf_counter() - began:.1f} s")
-        checks = [index, *_examples(config, "train", train), *_examples(config, "test", test), _rate(train, wanted / processes)]
+        checks = [
+            index,
+            *_examples(config, "train", train),
+            *_examples(config, "test", test),
+            _rate(train, wanted / processes),
+        ]
         return checks, {"data": {"train": train.state(0), "test": test.fingerprint}}
     finally:
         train.close()
@@ -49,7 +61,9 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
 
 
 def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> Loader:
-    return base.module(config.loader).make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
+    return base.module(config.loader).make_loader(
+        config.data, split=split, rows=rows, seed=config.seed, **more
+    )
 
 
 def _examples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
@@ -109,5 +123,7 @@ def _rate(train: Loader, wanted: float) -> Check:
     if rate >= wanted:
         return ok(GROUP, "rate", text)
     more = machine.cores_missing(wanted, rate, train.diagnostics().get("threads", 1))
-    remedy = f"{more:,} more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
+    remedy = (
+        f"{more:,} more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
+    )
     return warn(GROUP, "rate", text, remedy)

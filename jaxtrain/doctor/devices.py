@@ -41,7 +41,9 @@ def examine(*, local: list[int]) -> Found:
     return checks, {"devices": {"count": len(devices), "kind": devices[0].device_kind}}
 
 
-def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Check:
+def _found(
+    devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ
+) -> Check:
     """Compare the devices of jax with those of the machine, and of the launcher."""
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
     gpus, tpus = accelerators()
@@ -52,11 +54,22 @@ def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[st
         there = f"{gpus} GPUs" if gpus else f"{tpus} TPU chips"
         return fail(GROUP, "jax", f"jax computes on the CPU, and this machine has {there}", MISSING)
     if local and len(devices) != len(local):
-        return fail(GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy)
-    if local or platform not in ("gpu", "cuda") or any(environment.get(name) is not None for name in CHOOSE):
+        return fail(
+            GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy
+        )
+    if (
+        local
+        or platform not in ("gpu", "cuda")
+        or any(environment.get(name) is not None for name in CHOOSE)
+    ):
         return ok(GROUP, "jax", text)
     if given and len(devices) != given:
-        return fail(GROUP, "jax", f"{text}, and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)", remedy)
+        return fail(
+            GROUP,
+            "jax",
+            f"{text}, and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)",
+            remedy,
+        )
     if not given and len(devices) < gpus:
         remedy = "see nvidia-smi, dmesg (Xid), and which of /dev/nvidia* this container may open"
         return fail(GROUP, "jax", f"{text}, and this machine has {gpus} (/dev/nvidia*)", remedy)
@@ -100,7 +113,11 @@ def _driver(local: Sequence[int]) -> Iterator[Check]:
             yield fail(GROUP, "ECC", text, remedy)
     if rows:
         more = f"; not readable: {', '.join(sorted(unread))}" if unread else ""
-        yield ok(GROUP, "driver", f"{rows[0][1]}, of {len(rows)} GPUs memory in use and memory errors{more}")
+        yield ok(
+            GROUP,
+            "driver",
+            f"{rows[0][1]}, of {len(rows)} GPUs memory in use and memory errors{more}",
+        )
 
 
 def query() -> tuple[list[list[str]], str]:
@@ -132,12 +149,23 @@ def _products(devices: Sequence[Any]) -> Iterator[Check]:
                 right, n = np.array_equal(product(*on_device), expected), n + 1
             rounds += n
         except RuntimeError as error:
-            yield fail(GROUP, "product", f"{device} failed: {error}", "see dmesg (Xid), reset the device, or leave it out")
+            yield fail(
+                GROUP,
+                "product",
+                f"{device} failed: {error}",
+                "see dmesg (Xid), reset the device, or leave it out",
+            )
             well = False
             continue
         if not right:
             remedy = "leave it out, and have it replaced: its results cannot be trusted"
-            yield fail(GROUP, "product", f"{device} computed a product of small integers wrongly", remedy)
+            yield fail(
+                GROUP, "product", f"{device} computed a product of small integers wrongly", remedy
+            )
         well &= right
     if well:
-        yield ok(GROUP, "product", f"{rounds} products of {side} × {side} on {len(devices)} devices are exact")
+        yield ok(
+            GROUP,
+            "product",
+            f"{rounds} products of {side} × {side} on {len(devices)} devices are exact",
+        )

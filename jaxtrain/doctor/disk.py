@@ -24,7 +24,9 @@ MIN_FREE = 100e6  # [bytes] for the cache's data and programs, and a run's recor
 SEEN = 10.0  # [s] for a new file to show on every host
 REMEDIES = {
     errno.EROFS: "it is mounted read-only: mount it again with rw, or choose another",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose a folder of your own"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "change its permissions, or choose a folder of your own"
+    ),
     errno.ENOSPC: "free some space or inodes there, or choose another disk",
     errno.EDQUOT: "your quota there is used up: free some space, or ask for more",
     errno.ESTALE: "the file server has lost it: mount it again",
@@ -52,7 +54,9 @@ def _written(folder: str, what: str) -> Check:
     """Write to the folder, as a checkpoint does. Raises OSError."""
     place = nearest(folder)
     free = shutil.disk_usage(place).free
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix=".doctor-", dir=place, ignore_cleanup_errors=True
+    ) as name:
         rate = _write(os.path.join(name, "data"))
         os.mkdir(os.path.join(name, "folder"))
         for old, new in (("data", "renamed"), ("folder", "moved")):
@@ -146,9 +150,16 @@ def see(folder: str, token: str, processes: Sequence[int]) -> Check:
     if unseen:
         named = ", ".join(map(str, unseen[:16]))
         text = f"a new file of process {named} in {folder} does not show here within {SEEN:g} s"
-        remedy = "put config.workdir on a file system that all hosts share, or config.checkpoint.folder in an object store"
+        remedy = (
+            "put config.workdir on a file system that all hosts share, or config.checkpoint.folder"
+            " in an object store"
+        )
         return fail(GROUP, "shared", text, remedy)
-    return ok(GROUP, "shared", f"a new file of another process in {folder} shows here after {1e3 * seconds:.0f} ms")
+    return ok(
+        GROUP,
+        "shared",
+        f"a new file of another process in {folder} shows here after {1e3 * seconds:.0f} ms",
+    )
 
 
 def _path(folder: str, token: str, process: int) -> str:

@@ -47,7 +47,9 @@ def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
         found.append(peers.unmet(error, membership))
     seconds = time.monotonic() - began
     if job and well is not None:
-        return Report(job.checks, job.hosts, membership.processes, seconds, membership.process == 0, well)
+        return Report(
+            job.checks, job.hosts, membership.processes, seconds, membership.process == 0, well
+        )
     own = [(membership.process, check) for check in found]
     hosts = {membership.process: socket.gethostname()}
     well = all(check.verdict != FAIL for check in found)
@@ -83,10 +85,16 @@ def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Fo
     if source:
         here = facts.get("devices", {"count": 0, "kind": ""})
         look(
-            "config", {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}, within=CONFIG,
-            remedy=f"see whether {source} itself, its workdir, or the file system of its data hangs",
-            crashed=f"correct {source}, or its workload or loader: something there ends the process",
-        )  # fmt: skip
+            "config",
+            {**given, "count": here["count"] * membership.processes, "kind": here["kind"]},
+            within=CONFIG,
+            remedy=(
+                f"see whether {source} itself, its workdir, or the file system of its data hangs"
+            ),
+            crashed=(
+                f"correct {source}, or its workload or loader: something there ends the process"
+            ),
+        )
     found, facts["shared"] = _folders(facts, membership.process)
     checks += found
     if "config" in facts:

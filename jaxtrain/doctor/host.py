@@ -32,7 +32,12 @@ def _cores(environment: Mapping[str, str] = os.environ) -> Check:
     if asked.isdecimal() and used < int(asked):
         # Since SLURM 22.05 srun takes no --cpus-per-task from sbatch, and gives a task one core.
         text += f", and SLURM_CPUS_PER_TASK={asked}: an affinity mask or a quota leaves fewer"
-        return warn(GROUP, "cores", text, f"srun --cpus-per-task={asked}, also if sbatch has it; --cpu-bind=cores or none")
+        return warn(
+            GROUP,
+            "cores",
+            text,
+            f"srun --cpus-per-task={asked}, also if sbatch has it; --cpu-bind=cores or none",
+        )
     if used <= FEW_CORES and there >= 4 * used:
         text += f": an affinity mask or a quota leaves {used}, and the loader decodes there"
         remedy = "srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none, docker --cpus"
@@ -54,7 +59,10 @@ def _memory() -> Check:
         text += f"; a limit of {in_bytes(limit)} (cgroup), of which {in_bytes(used)} are used"
     if available >= MIN_MEMORY:
         return ok(GROUP, "memory", text)
-    remedy = "end other programs, or ask for more: srun --mem=, docker run --memory=, resources.limits.memory of a pod"
+    remedy = (
+        "end other programs, or ask for more: srun --mem=, docker run --memory=,"
+        " resources.limits.memory of a pod"
+    )
     return fail(GROUP, "memory", text, remedy)
 
 
@@ -95,9 +103,16 @@ def _shared_memory(gpus: int) -> Check:
     except OSError as error:
         free, text = 0, f"it cannot be used: {error.strerror}"
     if gpus < 2:
-        return ok(GROUP, "/dev/shm", f"{text}; NCCL needs it between two GPUs or more, and here are {gpus}")
+        return ok(
+            GROUP,
+            "/dev/shm",
+            f"{text}; NCCL needs it between two GPUs or more, and here are {gpus}",
+        )
     text += f"; NCCL needs {in_bytes(SHARED_MEMORY)} between {gpus} GPUs"
     if free >= SHARED_MEMORY:
         return ok(GROUP, "/dev/shm", text)
-    remedy = "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm; else NCCL_SHM_DISABLE=1"
+    remedy = (
+        "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm; else"
+        " NCCL_SHM_DISABLE=1"
+    )
     return (warn if free else fail)(GROUP, "/dev/shm", text, remedy)

@@ -56,7 +56,9 @@ def answer(asked: Mapping[str, Any]) -> None:
     """Print the findings, in the subprocess. Libraries print to stderr."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    checks, facts = importlib.import_module(f"jaxtrain.doctor.{asked['group']}").examine(**asked["arguments"])
+    checks, facts = importlib.import_module(f"jaxtrain.doctor.{asked['group']}").examine(
+        **asked["arguments"]
+    )
     json.dump({"checks": checks, "facts": facts}, output)
     output.flush()
     os._exit(0)  # the end of a driver may hang

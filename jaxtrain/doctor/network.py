@@ -38,8 +38,14 @@ def clocks(ahead: Mapping[int, float]) -> Iterator[tuple[int, Check]]:
         if abs(seconds) <= CLOCKS:
             yield process, ok(GROUP, "clocks", f"at most {CLOCKS:g} s apart")
             continue
-        text = f"the clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} process 0's"
-        yield process, (fail if abs(seconds) > CLOCKS_BROKEN else warn)(GROUP, "clocks", text, remedy)
+        text = (
+            f"the clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'}"
+            " process 0's"
+        )
+        yield (
+            process,
+            (fail if abs(seconds) > CLOCKS_BROKEN else warn)(GROUP, "clocks", text, remedy),
+        )
 
 
 def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
@@ -51,9 +57,18 @@ def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
         errors = list(pool.map(lambda place: _connect(*place[2:]), others))
     for (other, host, address, port), error in zip(others, errors, strict=True):
         if error:
-            yield fail(GROUP, "ports", f"process {other} ({host}) cannot be reached at {address}:{port}: {error}", remedy)
+            yield fail(
+                GROUP,
+                "ports",
+                f"process {other} ({host}) cannot be reached at {address}:{port}: {error}",
+                remedy,
+            )
     if others and not any(errors):
-        yield ok(GROUP, "ports", f"{len(others)} of {len(places) - 1} other hosts reached, at ports that they picked")
+        yield ok(
+            GROUP,
+            "ports",
+            f"{len(others)} of {len(places) - 1} other hosts reached, at ports that they picked",
+        )
 
 
 def _connect(address: str, port: int) -> str:

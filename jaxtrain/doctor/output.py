@@ -25,7 +25,9 @@ def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]
     """List findings once with their processes, by group. ok ones share the first one's text."""
     found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
     for process, check in checks:
-        processes, _ = found.setdefault(check[:3] if check.verdict == OK else tuple(check), ([], check))
+        processes, _ = found.setdefault(
+            check[:3] if check.verdict == OK else tuple(check), ([], check)
+        )
         if process not in processes:
             processes.append(process)
     rank = {name: i for i, name in enumerate(GROUPS)}
@@ -53,7 +55,12 @@ def lines(report: Report) -> Iterator[str]:
 
 def as_json(report: Report) -> str:
     hosts = {str(process): host for process, host in sorted(report.hosts.items())}
-    head = {"ok": report.well, "processes": report.processes, "hosts": hosts, "seconds": round(report.seconds, 1)}
+    head = {
+        "ok": report.well,
+        "processes": report.processes,
+        "hosts": hosts,
+        "seconds": round(report.seconds, 1),
+    }
     checks = [{**x._asdict(), "processes": sorted(p)} for p, x in merged(report.checks)]
     return json.dumps({**head, "checks": checks}, indent=1)
 

@@ -33,7 +33,9 @@ class Peers:
         self._late: list[str] = []
         self.checks: list[tuple[int, Check]] = []
         self.hosts: dict[int, str] = {}
-        self.token, self.several = self.hold("the presence", {"machine": network.machine_id()}, self.met, wait)
+        self.token, self.several = self.hold(
+            "the presence", {"machine": network.machine_id()}, self.met, wait
+        )
 
     def hold(self, subject: str, facts: Any, conclude: Conclude, within: float) -> Any:
         """Return process 0's conclusion from the facts of all present. Raises RendezvousError."""
@@ -94,7 +96,10 @@ def unmet(error: RendezvousError, membership: Cluster) -> Check:
     """Make the finding of a process that could not meet the others."""
     host, _, port = membership.coordinator.rpartition(":")
     cause = error.__cause__
-    remedy = f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} (ip route get {host}), "
+    remedy = (
+        f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} (ip route"
+        f" get {host}), "
+    )
     remedy += f"or the firewall for port {port}"
     if membership.process == 0:
         remedy = f"see the process there: ss -ltnp sport = :{port}; end it, or choose another port"

@@ -17,11 +17,23 @@ OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "JAX_COMPILATIO
 Grade = Callable[[str, str, str, str], Check]
 # By topic: the verdict if it differs, the verdict if some processes lack it, the remedy.
 TOPICS: dict[str, tuple[Grade, Grade, str]] = {
-    "packages": (fail, fail, "install the same wheels on every host: one constraints file, one image"),
+    "packages": (
+        fail,
+        fail,
+        "install the same wheels on every host: one constraints file, one image",
+    ),
     "commit": (fail, fail, "bring the checkouts to one commit: git pull, on every host"),
     # Wheels of one version may be other builds, and a checkout may be edited.
-    "files of jaxtrain": (fail, fail, "install the same wheel on all hosts, or see git diff on each"),
-    "extension of jaxtrain": (warn, warn, "install the same wheel, unless each host built it itself"),
+    "files of jaxtrain": (
+        fail,
+        fail,
+        "install the same wheel on all hosts, or see git diff on each",
+    ),
+    "extension of jaxtrain": (
+        warn,
+        warn,
+        "install the same wheel, unless each host built it itself",
+    ),
     "python": (warn, warn, "use one version of Python and one kind of processor everywhere"),
     "config": (fail, fail, "start all processes with the same --config and overrides"),
     "workdir": (fail, fail, "start all processes in one folder, or set config.workdir to /a/path"),
@@ -62,10 +74,18 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         lacking = [x for x in reports if topic not in x["facts"]]
         if known and lacking:
             named = ", ".join(f"process {x['process']} ({x['host']})" for x in lacking[:8])
-            text = f"{named} {'has' if len(lacking) == 1 else 'have'} none; known of {len(known)} of {len(reports)} processes"
+            text = (
+                f"{named} {'has' if len(lacking) == 1 else 'have'} none; known of {len(known)} of"
+                f" {len(reports)} processes"
+            )
             yield lacks(GROUP, f"same {topic}", text, remedy)
         if problem := rendezvous.differences(known):
-            yield differs(GROUP, f"same {topic}", "; ".join(line.strip() for line in problem.splitlines()[1:]), remedy)
+            yield differs(
+                GROUP,
+                f"same {topic}",
+                "; ".join(line.strip() for line in problem.splitlines()[1:]),
+                remedy,
+            )
         elif known and not lacking:
             same.append(topic)
     if same:

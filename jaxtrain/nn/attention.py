@@ -35,9 +35,17 @@ from jaxtrain.types import Array, Axes, Shard
 
 
 def within(
-    shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool = False, window: int = 0,
-    segments_bt: Array | None = None, keep: str | None = None, policy: str = "none"
-) -> Array:  # fmt: skip
+    shard: Shard,
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    segments_bt: Array | None = None,
+    keep: str | None = None,
+    policy: str = "none",
+) -> Array:
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
@@ -47,11 +55,18 @@ def within(
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     platform, capability = shard.devices
-    run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
+    run = functools.partial(
+        attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep
+    )
     kernel = choose(
-        q_bthk.shape, q_bthk.dtype, causal=causal, window=window, packed=segments_bt is not None, platform=platform,
+        q_bthk.shape,
+        q_bthk.dtype,
+        causal=causal,
+        window=window,
+        packed=segments_bt is not None,
+        platform=platform,
         capability=capability,
-    )  # fmt: skip
+    )
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         return (run if platform == "cpu" else remat.cheap(policy)(run))(q_bthk, k_bsgk, v_bsgk)
@@ -63,15 +78,27 @@ def within(
     if segments_bt is not None:
         args, axes = [*args, segments_bt], [*axes, ("batch", None)]
     return kernels.kernel(
-        shard, lambda q, k, v, s=None: run(q, k, v, segments_bt=s), args, axes, shard.spec(q_bthk.shape, query),
+        shard,
+        lambda q, k, v, s=None: run(q, k, v, segments_bt=s),
+        args,
+        axes,
+        shard.spec(q_bthk.shape, query),
         constants=len(args) - 3,
-    )  # fmt: skip
+    )
 
 
 def attention(
-    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool = False, window: int = 0,
-    segments_bt: Array | None = None, platform: str | None = None, capability: str = "", keep: str | None = None
-) -> Array:  # fmt: skip
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    segments_bt: Array | None = None,
+    platform: str | None = None,
+    capability: str = "",
+    keep: str | None = None,
+) -> Array:
     """Compute the attention of a sequence to itself, [B, T, H, K].
 
     Args:
@@ -83,15 +110,24 @@ def attention(
     if platform is None:
         platform, capability = one_device.host()
     kernel = choose(
-        q_bthk.shape, q_bthk.dtype, causal=causal, window=window, packed=segments_bt is not None, platform=platform,
+        q_bthk.shape,
+        q_bthk.dtype,
+        causal=causal,
+        window=window,
+        packed=segments_bt is not None,
+        platform=platform,
         capability=capability,
-    )  # fmt: skip
+    )
     if kernel == "cudnn":
-        return cudnn.fused(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, capability=capability)
+        return cudnn.fused(
+            q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, capability=capability
+        )
     if kernel == "flash":
         return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
-        return splash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
+        return splash(
+            q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt, keep=keep
+        )
     t = jnp.arange(q_bthk.shape[1])
     mask_bts = visible(t, t, causal=causal, window=window)[None]
     if segments_bt is not None:
@@ -102,7 +138,14 @@ def attention(
 
 
 def choose(
-    shape: tuple[int, ...], dtype: Any, *, causal: bool, window: int, packed: bool, platform: str, capability: str = ""
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    causal: bool,
+    window: int,
+    packed: bool,
+    platform: str,
+    capability: str = "",
 ) -> str:
     """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
 
@@ -126,7 +169,9 @@ def is_forward(kernel: str) -> bool:
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:
     """Compute attention under a mask [B or 1, T, S] by XLA. Without a key it averages all."""
-    return jax.nn.dot_product_attention(q_bthk, k_bsgk, v_bsgk, mask=mask_bts[:, None], implementation="xla")
+    return jax.nn.dot_product_attention(
+        q_bthk, k_bsgk, v_bsgk, mask=mask_bts[:, None], implementation="xla"
+    )
 
 
 def visible(t: Array, s: Array, *, causal: bool, window: int) -> Array:

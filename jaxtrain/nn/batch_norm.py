@@ -26,11 +26,20 @@ def member(row_b: Array, groups: int, batch: int) -> Array:
     Args:
       row_b: int32 [B] places in the global batch of ``batch`` rows.
     """
-    return ((row_b * groups // batch)[:, None] == jnp.arange(groups, dtype=row_b.dtype)[None]).astype(jnp.float32)
+    return (
+        (row_b * groups // batch)[:, None] == jnp.arange(groups, dtype=row_b.dtype)[None]
+    ).astype(jnp.float32)
 
 
 def batch_norm(
-    x_bd: Array, scale_d: Array, bias_d: Array, running: PyTree, member_bg: Array | None, *, momentum: float, eps: float
+    x_bd: Array,
+    scale_d: Array,
+    bias_d: Array,
+    running: PyTree,
+    member_bg: Array | None,
+    *,
+    momentum: float,
+    eps: float,
 ) -> tuple[Array, PyTree]:
     """Compute (x - mean) / sqrt(var + eps) scale + bias for each channel (Ioffe & Szegedy 2015).
 
@@ -58,7 +67,9 @@ def batch_norm(
         mean_bd = (member_bg[:, :, None] * mean_gd[None]).sum(1)
         centred_bd = x_bd - mean_bd  # before squaring: channels of raw codes have means of hundreds
         square_gd = over_data((member_bg[:, :, None] * (centred_bd * centred_bd)[:, None]).sum(0))
-        var_bd = (member_bg[:, :, None] * (square_gd / jnp.broadcast_to(n_g1, square_gd.shape))[None]).sum(1)
+        var_bd = (
+            member_bg[:, :, None] * (square_gd / jnp.broadcast_to(n_g1, square_gd.shape))[None]
+        ).sum(1)
         unbiased_gd = square_gd / jnp.broadcast_to(jnp.maximum(n_g1 - 1, 1), square_gd.shape)
         now = jax.lax.stop_gradient({"mean": mean_gd.mean(0), "var": unbiased_gd.mean(0)})
         new = jax.tree.map(lambda old, new: (1 - momentum) * old + momentum * new, running, now)

@@ -54,9 +54,18 @@ class How(NamedTuple):
 
 
 def cross_entropy(
-    x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, shard: Shard, *, z_loss: float = 0.0,
-    smoothing: float = 0.0, chunk: int = 1024, size: int | None = None, axes: Axes = ("vocab", None)
-) -> Sums:  # fmt: skip
+    x_btd: Array,
+    w_vd: Array,
+    label_bt: Array,
+    weight_bt: Array,
+    shard: Shard,
+    *,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    chunk: int = 1024,
+    size: int | None = None,
+    axes: Axes = ("vocab", None),
+) -> Sums:
     """Sum weight × (-log softmax(w x)[label] + z_loss lse^2) with lse = log sum exp(w x).
 
     z_loss is of de Brébisson & Vincent (2016). Products are of ``x``'s dtype and summed in float32.
@@ -75,7 +84,9 @@ def cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> Sums:
+def _total(
+    shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array
+) -> Sums:
     return _run(shard, how, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
 
 
@@ -92,7 +103,14 @@ _total.defvjp(_forward, _backward)
 
 
 def _run(
-    shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
+    shard: Shard,
+    how: How,
+    x_btd: Array,
+    w_vd: Array,
+    label_bt: Array,
+    weight_bt: Array,
+    *,
+    grads: bool,
 ) -> tuple[Sums, Grads]:
     z_loss, smoothing, chunk, v_used, (of_rows, of_columns) = how
     b, t, d = x_btd.shape
@@ -101,7 +119,10 @@ def _run(
     columns, _ = shared_columns(shard, of_columns, d, (b, t))
     n_columns = shard.size(of_columns, d) if columns else 1
     # To gather sends the matrix and its gradient, to exchange sends the tokens and theirs.
-    v_here, n_here = v // shard.size(of_rows, v), b * t // (shard.size("batch", b) * shard.size("seq", t))
+    v_here, n_here = (
+        v // shard.size(of_rows, v),
+        b * t // (shard.size("batch", b) * shard.size("seq", t)),
+    )
     exchanged = columns if v_here % n_columns == 0 and n_here * n_columns <= v_here else ()
     parts, others = (*vocab, *exchanged), tuple(name for name in rows if name not in exchanged)
     w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
@@ -114,7 +135,9 @@ def _run(
         size = -(-n // count)
         pad = [(0, count * size - n)]
         x_ncd = jnp.pad(x_btd.reshape(n, d), [*pad, (0, 0)]).reshape(count, size, d)
-        label_nc, weight_nc = (jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt))
+        label_nc, weight_nc = (
+            jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt)
+        )
         # The sums of each device are its own until the end.
         w_vd, x_ncd = _varying(w_vd, others), _varying(x_ncd, vocab)
 
@@ -137,21 +160,32 @@ def _run(
             right_c = _over(jax.lax.pmin, best_c, parts) == label_c
             target_x_c = label_x_c
             if smoothing:
-                sum_x_c = _over(jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), parts)
+                sum_x_c = _over(
+                    jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), parts
+                )
                 target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
             each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
             if exchanged:  # each device adds those of its own tokens
-                own = [jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size) for y_c in each]
+                own = [
+                    jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size)
+                    for y_c in each
+                ]
             else:
                 own = list(each)
-            sums = Sums(*(old + (own_weight_c * new).sum() for old, new in zip(sums, own, strict=True)))
+            sums = Sums(
+                *(old + (own_weight_c * new).sum() for old, new in zip(sums, own, strict=True))
+            )
             if not grads:
                 return (sums, dw_vd), None
             slope_c = weight_c * (1 + 2 * z_loss * lse_c)
             target_cv = own_cv.astype(jnp.float32)
             if smoothing:
-                target_cv = (1 - smoothing) * target_cv + smoothing / v_used * (place_v[None] < v_used)
-            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - target_cv * weight_c[:, None]).astype(x_cd.dtype)
+                target_cv = (1 - smoothing) * target_cv + smoothing / v_used * (
+                    place_v[None] < v_used
+                )
+            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - target_cv * weight_c[:, None]).astype(
+                x_cd.dtype
+            )
             dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, x_cd, preferred_element_type=jnp.float32)
             dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w_vd, preferred_element_type=jnp.float32)
             dx_cd = _over(_scattered, _over(jax.lax.psum, dx_cd, vocab), exchanged)
@@ -169,15 +203,28 @@ def _run(
         dx_btd = dx_ncd.reshape(count * size, d)[:n].reshape(x_btd.shape)
         if exchanged:
             dw_vd = _over(jax.lax.psum, dw_vd, others)
-            return sums, (dx_btd, jax.lax.all_to_all(dw_vd, exchanged, split_axis=1, concat_axis=0, tiled=True))
+            return sums, (
+                dx_btd,
+                jax.lax.all_to_all(dw_vd, exchanged, split_axis=1, concat_axis=0, tiled=True),
+            )
         dw_vd = _over(functools.partial(_scattered, scatter_dimension=1), dw_vd, columns)
-        return sums, (dx_btd, _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)))
+        return sums, (
+            dx_btd,
+            _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)),
+        )
 
-    axes = (("batch", "seq", None), (of_rows, of_columns if exchanged else None), ("batch", "seq"), ("batch", "seq"))
+    axes = (
+        ("batch", "seq", None),
+        (of_rows, of_columns if exchanged else None),
+        ("batch", "seq"),
+        ("batch", "seq"),
+    )
     none: Any = PartitionSpec()  # in place of the sums' arrays
     of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
     out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
-    return kernels.local(shard, local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
+    return kernels.local(
+        shard, local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out
+    )
 
 
 def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Array:
@@ -185,7 +232,8 @@ def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Arr
 
 
 _gathered = functools.partial(jax.lax.all_gather, tiled=True)
-_scattered = functools.partial(jax.lax.psum_scatter, tiled=True)  # each device gets its part of the sum
+# each device gets its part of the sum
+_scattered = functools.partial(jax.lax.psum_scatter, tiled=True)
 
 
 def _varying(x: Array, names: tuple[str, ...]) -> Array:

@@ -27,22 +27,36 @@ def fits(shape: tuple[int, ...], capability: str) -> bool:
 
 
 def fused(
-    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, window: int, capability: str = "",
-    implementation: Literal["cudnn", "xla"] = "cudnn"
-) -> Array:  # fmt: skip
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool,
+    window: int,
+    capability: str = "",
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
     """Call cuDNN's kernel, which has left windows alone. Odd lengths get a place that none sees."""
     b, t = q_bthk.shape[:2]
     lengths = None
     if t % 2:
-        q_bthk, k_bsgk, v_bsgk = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk))
+        q_bthk, k_bsgk, v_bsgk = (
+            jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk)
+        )
         if not causal:
             lengths = jnp.full(b, t, jnp.int32)
     left = (window - 1, 0 if causal else window - 1) if window else None
     with _as_on(capability) if implementation == "cudnn" else contextlib.nullcontext():
         y_bthk = jax.nn.dot_product_attention(
-            q_bthk, k_bsgk, v_bsgk, is_causal=causal, local_window_size=left, query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths, implementation=implementation,
-        )  # fmt: skip
+            q_bthk,
+            k_bsgk,
+            v_bsgk,
+            is_causal=causal,
+            local_window_size=left,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
+        )
     return y_bthk[:, :t]
 
 
@@ -62,9 +76,15 @@ def _as_on(capability: str) -> Iterator[None]:
     def equal(other: str) -> bool:
         return own == _generation(other)
 
-    with _PATCHING, mock.patch.multiple(
-        cudnn, check_cudnn_version=lambda: CUDNN, check_compute_capability=at_least, is_cuda_compute_capability_equal=equal
-    ):  # fmt: skip
+    with (
+        _PATCHING,
+        mock.patch.multiple(
+            cudnn,
+            check_cudnn_version=lambda: CUDNN,
+            check_compute_capability=at_least,
+            is_cuda_compute_capability_equal=equal,
+        ),
+    ):
         yield
 
 

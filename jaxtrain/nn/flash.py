@@ -18,7 +18,13 @@ NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill t
 
 
 def flash(
-    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, segments_bt: Array | None, interpret: bool = False
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool,
+    segments_bt: Array | None,
+    interpret: bool = False,
 ) -> Array:
     """Compute self-attention [B, T, H, K]. ``interpret`` runs it anywhere, slowly."""
     from jax.experimental.pallas.ops.gpu import attention as kernel_lib
@@ -29,7 +35,13 @@ def flash(
     segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
     segments_bt = jnp.pad(segments_bt, ((0, 0), (0, more)), constant_values=NO_DOCUMENT)
     k_bshk, v_bshk = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k_bsgk, v_bsgk))
-    q_bthk, k_bshk, v_bshk = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk))
-    sizes = kernel_lib.BlockSizes(block_q=tile, block_k=tile, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32)
-    y_bthk: Array = kernel_lib.mha(q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret)
+    q_bthk, k_bshk, v_bshk = (
+        jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk)
+    )
+    sizes = kernel_lib.BlockSizes(
+        block_q=tile, block_k=tile, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32
+    )
+    y_bthk: Array = kernel_lib.mha(
+        q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret
+    )
     return y_bthk[:, :t]

@@ -28,9 +28,14 @@ def heads_first(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) ->
     return _forward(q_bthk, k_bsgk, v_bsgk, mask_bts)[0]
 
 
-def _forward(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(
+    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array
+) -> tuple[Array, tuple[Array, ...]]:
     g = k_bsgk.shape[2]
-    x_bgxs = jnp.einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g)) * q_bthk.shape[-1] ** -0.5
+    x_bgxs = (
+        jnp.einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g))
+        * q_bthk.shape[-1] ** -0.5
+    )
     x_bgrts = x_bgxs.reshape(*x_bgxs.shape[:2], -1, *mask_bts.shape[1:])
     x_bgxs = jnp.where(mask_bts[:, None, None], x_bgrts, NEVER).reshape(x_bgxs.shape)
     p_bgxs = jnp.exp(x_bgxs - x_bgxs.max(-1, keepdims=True))

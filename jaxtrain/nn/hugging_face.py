@@ -35,25 +35,49 @@ LAYER = {
 
 # Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> those of config.json.
 SIZES = {
-    "embed": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp": "intermediate_size",
+    "embed": "hidden_size",
+    "depth": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
     "eps": "rms_norm_eps",
-}  # fmt: skip
+}
 ROPE = {
-    "factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings",
-}  # fmt: skip
+    "factor": "factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "original": "original_max_position_embeddings",
+}
 
 
 # Fields that `Decoder` lacks: field -> values, besides null, that do not change the function.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(
-        ("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn", "alibi"),
+        (
+            "attention_bias",
+            "mlp_bias",
+            "use_qk_norm",
+            "qk_layernorm",
+            "use_parallel_residual",
+            "parallel_attn",
+            "alibi",
+        ),
         (False,),
     ),
     **dict.fromkeys(
-        ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)
+        (
+            "partial_rotary_factor",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "logit_scale",
+        ),
+        (1,),
     ),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier", "clip_qkv"), ()),
+    **dict.fromkeys(
+        ("final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier", "clip_qkv"),
+        (),
+    ),
     **dict.fromkeys(("num_local_experts", "num_experts"), (0, 1)),
     "is_causal": (True,),
     "no_rope_layers": ([],),
@@ -79,7 +103,9 @@ class Names(NamedTuple):
         """Return the name of a parameter, or one name for each layer of the stack."""
         if path in self.top:
             return self.top[path]
-        return [f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)]
+        return [
+            f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)
+        ]
 
     def renames(self, table: Any) -> tuple[tuple[str, str], ...]:
         """Return config.warm_start.renames, from these names to the paths of a table."""
@@ -89,7 +115,12 @@ class Names(NamedTuple):
             if name == path:
                 found.append((f"^{_slashes(self.top[path])}$", path))
             else:
-                found.append((rf"^{_slashes(self.prefix)}/(\d+)/{_slashes(self.layer[name])}$", rf"{path}[\1]"))
+                found.append(
+                    (
+                        rf"^{_slashes(self.prefix)}/(\d+)/{_slashes(self.layer[name])}$",
+                        rf"{path}[\1]",
+                    )
+                )
         return tuple(found)
 
 
@@ -108,7 +139,9 @@ def reading(path: pathlib.Path) -> Iterator[None]:
         raise HuggingFaceError(f"{path}: {error!r}") from error
 
 
-def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
+def own_export(
+    folder: str | pathlib.Path, workload: str, names: Sequence[str]
+) -> dict[str, Any] | None:
     """Read the fields of the section ``model`` from a folder of `jaxtrain export`, else None.
 
     Args:
@@ -124,11 +157,17 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
         config = files.read_json(files.inside(path.parent, path.name))["config"]
         found, model = config["workload"], dict(config["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HuggingFaceError(f"{path} cannot be read as an export of jaxtrain: {error!r}") from error
+        raise HuggingFaceError(
+            f"{path} cannot be read as an export of jaxtrain: {error!r}"
+        ) from error
     if not workload_lib.is_kind(found, workload):
-        raise HuggingFaceError(f"{path}: the export is of a run of {found}; expected one of {workload}")
+        raise HuggingFaceError(
+            f"{path}: the export is of a run of {found}; expected one of {workload}"
+        )
     # The data decide the number of places, unless they are learned.
-    kept = {f.name for f in dataclasses.fields(Decoder)} - ({"context"} if model.get("positions") != "learned" else set())
+    kept = {f.name for f in dataclasses.fields(Decoder)} - (
+        {"context"} if model.get("positions") != "learned" else set()
+    )
     return {name: value for name, value in model.items() if name in kept or name in names}
 
 
@@ -142,13 +181,17 @@ def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
     """Read licence and notices next to config.json, by name. Raises FileError."""
     if not (folder / "config.json").is_file():
         return {}
-    return read_files(folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name)))
+    return read_files(
+        folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name))
+    )
 
 
 def tokenizer_files(
-    named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None,
-    read: Callable[[pathlib.Path], dict[str, bytes]]
-) -> tuple[dict[str, bytes], bool]:  # fmt: skip
+    named: Sequence[str | None],
+    base: pathlib.Path | None,
+    vocab: int | None,
+    read: Callable[[pathlib.Path], dict[str, bytes]],
+) -> tuple[dict[str, bytes], bool]:
     """Read a run's tokenizer files, and whether its base's token ids mean the same tokens.
 
     They are those of the first tokenizer that is named, else of the base weights. Its companions
@@ -162,7 +205,11 @@ def tokenizer_files(
     """
     own = next(filter(None, named), None)
     of_base = read(base) if base and base.is_dir() else {}
-    about = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
+    about = (
+        files.read_json(files.inside(base, "config.json"))
+        if base and (base / "config.json").is_file()
+        else {}
+    )
     if own is None:
         theirs = (about.get("text_config") or about).get("vocab_size", vocab)
         return (of_base, True) if vocab in (None, theirs) else ({}, False)
@@ -170,7 +217,10 @@ def tokenizer_files(
         return {}, False
     found = read(files.expanded(own))
     if "tokenizer.json" not in found:
-        print(f"warning: the run's tokenizer, {own}, is gone, and the export has none", file=sys.stderr)
+        print(
+            f"warning: the run's tokenizer, {own}, is gone, and the export has none",
+            file=sys.stderr,
+        )
         return {}, not of_base
     same = of_base.get("tokenizer.json", found["tokenizer.json"]) == found["tokenizer.json"]
     return (of_base | found, True) if same else (found, False)
@@ -179,7 +229,9 @@ def tokenizer_files(
 def without_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of config.json or generation_config.json without those that name tokens by id."""
     return {
-        name: value for name, value in fields.items() if not re.search(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$", name)
+        name: value
+        for name, value in fields.items()
+        if not re.search(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$", name)
     }
 
 
@@ -190,7 +242,9 @@ def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
 
 
-def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
+def decoder_fields(
+    h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()
+) -> dict[str, Any]:
     """Read the fields of `transformer.Decoder` from a config.json of Llama's kind.
 
     The spelling may be that of transformers 4 or 5. Raises HuggingFaceError, also with the caller's
@@ -198,19 +252,32 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     """
     rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise HuggingFaceError(f"{path}: rope_scaling or rope_parameters is {str(rope)[:80]!r}; expected an object")
+        raise HuggingFaceError(
+            f"{path}: rope_scaling or rope_parameters is {str(rope)[:80]!r}; expected an object"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", h.get("rope_theta", 1e4))
-    problems = [*problems, *_rope_problems(h, rope, kind), *_number_problems(h, rope if kind == "llama3" else {}, theta)]
+    problems = [
+        *problems,
+        *_rope_problems(h, rope, kind),
+        *_number_problems(h, rope if kind == "llama3" else {}, theta),
+    ]
     for name, plain in PLAIN.items():
         if h.get(name) not in (None, *plain):
-            problems.append(f"{name} is {repr(h[name])[:80]}; expected {' or '.join(map(json.dumps, plain or (None,)))}")
+            problems.append(
+                f"{name} is {repr(h[name])[:80]}; expected"
+                f" {' or '.join(map(json.dumps, plain or (None,)))}"
+            )
     if odd := sorted(set(h.get("layer_types") or ()) - {"full_attention"}):
-        problems.append(f"layer_types has {', '.join(map(str, odd))[:80]}; expected full_attention alone")
+        problems.append(
+            f"layer_types has {', '.join(map(str, odd))[:80]}; expected full_attention alone"
+        )
     if problems:
         raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
     heads = h["num_attention_heads"]
-    scaled = {ours: float(rope[theirs]) for ours, theirs in ROPE.items()} if kind == "llama3" else {}
+    scaled = (
+        {ours: float(rope[theirs]) for ours, theirs in ROPE.items()} if kind == "llama3" else {}
+    )
     if scaled:
         scaled["original"] = rope[ROPE["original"]]  # a whole number
     return dict(
@@ -227,9 +294,18 @@ def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: An
     numbers |= {name: h[name] for name in ("num_key_value_heads", "head_dim") if h.get(name)}
     numbers |= {name: scaling.get(name) for name in ROPE.values() if scaling}
     for name, value in {**numbers, "rope_theta": theta}.items():
-        is_whole = name not in ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+        is_whole = name not in (
+            "rms_norm_eps",
+            "rope_theta",
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+        )
         if type(value) not in ((int,) if is_whole else (int, float)) or not 0 < value < math.inf:
-            yield f"{name} is {json.dumps(value)[:80]}; expected a {'whole ' if is_whole else ''}number above 0"
+            yield (
+                f"{name} is {json.dumps(value)[:80]}; expected a"
+                f" {'whole ' if is_whole else ''}number above 0"
+            )
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
@@ -238,11 +314,22 @@ def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> 
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):
         yield "rope_parameters differ between kinds of layers; expected one for all"
-    elif not {"rope_type", "type"} & rope.keys() and (rest := sorted(rope.keys() - {"rope_theta", "partial_rotary_factor"})):
-        yield f"rope_scaling or rope_parameters has {', '.join(rest)[:80]}, and no rope_type; set it"
-    if h.get("rope_scaling") and h.get("rope_parameters") and h["rope_scaling"] != h["rope_parameters"]:
+    elif not {"rope_type", "type"} & rope.keys() and (
+        rest := sorted(rope.keys() - {"rope_theta", "partial_rotary_factor"})
+    ):
+        yield (
+            f"rope_scaling or rope_parameters has {', '.join(rest)[:80]}, and no rope_type; set it"
+        )
+    if (
+        h.get("rope_scaling")
+        and h.get("rope_parameters")
+        and h["rope_scaling"] != h["rope_parameters"]
+    ):
         yield "rope_scaling and rope_parameters differ; remove one of them"
     if h.get("rope_theta") not in (None, rope.get("rope_theta", h.get("rope_theta"))):
-        yield f"rope_theta is {h['rope_theta']}, and {rope['rope_theta']} in rope_parameters; remove one of them"
+        yield (
+            f"rope_theta is {h['rope_theta']}, and {rope['rope_theta']} in rope_parameters; remove"
+            " one of them"
+        )
     if rope.get("partial_rotary_factor") not in (None, 1):
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']}; expected 1"

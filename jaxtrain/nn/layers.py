@@ -15,7 +15,8 @@ from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders.io import checks
 
-NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees; -inf would make nan of an empty row
+# a score that no softmax sees; -inf would make nan of an empty row
+NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,10 @@ class Rope(Section):
     on_resume = checks.OnResume(checks.FUNCTION)
 
     theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
-    factor: float = 1.0  # [1] by which wavelengths much longer than the original context are stretched; 1 = none
-    low: float = 1.0  # [1] original context over the wavelength from which on all of the factor applies
+    # [1] by which wavelengths much longer than the original context are stretched; 1 = none
+    factor: float = 1.0
+    # [1] original context over the wavelength from which on all of the factor applies
+    low: float = 1.0
     high: float = 4.0  # [1] original context over the wavelength up to which none of it does
     original: int = 8192  # [tokens] context that the model was first trained with
 
@@ -43,7 +46,9 @@ def rms_norm(x: Array, scale: Array, eps: float, shard: Shard | None = None) -> 
     return scaled(y, scale, shard).astype(x.dtype)
 
 
-def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Shard | None = None) -> Array:
+def layer_norm(
+    x: Array, scale: Array, bias: Array | None, eps: float, shard: Shard | None = None
+) -> Array:
     """Compute (x - mean) / sqrt(var + eps) scale + bias over the last axis (Ba et al. 2016)."""
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
@@ -60,7 +65,11 @@ def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
     Args:
       shard: None = a few rows.
     """
-    return _spread(shape, x) if _by_ones(shape[: len(shape) - x.ndim], shard) else jnp.broadcast_to(x, shape)
+    return (
+        _spread(shape, x)
+        if _by_ones(shape[: len(shape) - x.ndim], shard)
+        else jnp.broadcast_to(x, shape)
+    )
 
 
 def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
@@ -71,7 +80,11 @@ def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
 
 
 def _by_ones(rows: tuple[int, ...], shard: Shard | None) -> bool:
-    return shard is not None and shard.devices[0] == "cpu" and (len(rows) < 2 or shard.size("seq", rows[1]) == 1)
+    return (
+        shard is not None
+        and shard.devices[0] == "cpu"
+        and (len(rows) < 2 or shard.size("seq", rows[1]) == 1)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -142,7 +155,9 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
-def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.lax.Precision | None = None) -> Array:
+def product(
+    equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.lax.Precision | None = None
+) -> Array:
     """Compute the einsum of activations and one matrix, in the activations' dtype.
 
     No product of a model has a batch dimension. For CPUs the rows, the contracted dimensions and
@@ -156,7 +171,12 @@ def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.l
     rows, inner = (tuple(i for i in of_x if (i in of_w) == shared) for shared in (False, True))
     outer = tuple(i for i in of_w if i not in inner)
     whole = len(rows) < 2 or shard.size("seq", x.shape[1]) == 1
-    if shard.devices[0] != "cpu" or (*rows, *inner) != tuple(of_x) or (*rows, *outer) != tuple(of_y) or not whole:
+    if (
+        shard.devices[0] != "cpu"
+        or (*rows, *inner) != tuple(of_x)
+        or (*rows, *outer) != tuple(of_y)
+        or not whole
+    ):
         return jnp.einsum(equation, x, w, precision=precision)
     size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
     n_inner = math.prod(size[i] for i in inner)
@@ -206,7 +226,14 @@ def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array
     return product(equation, x, w, shard)
 
 
-def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed"), dtype: Any = None) -> Array:
+def lookup(
+    w_vd: Array,
+    index_bt: Array,
+    shard: Shard,
+    *,
+    axes: Axes = ("vocab", "embed"),
+    dtype: Any = None,
+) -> Array:
     """Look up rows w[index], [B, T, D], of a table that is split over devices.
 
     Each device looks into its part of the table, and the parts are added up or put together. If the
@@ -238,16 +265,24 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             rows_btd = jnp.take(w_vd, index_bt, axis=0)
         rows_btd = rows_btd.astype(dtype or w_vd.dtype)
         if columns:
-            rows_btd = jax.lax.all_to_all(rows_btd, columns, split_axis=split, concat_axis=2, tiled=True)
+            rows_btd = jax.lax.all_to_all(
+                rows_btd, columns, split_axis=split, concat_axis=2, tiled=True
+            )
         return rows_btd
 
     return kernels.differentiable(
-        shard, local, (w_vd, index_bt), ((axes[0], axes[1] if columns else None), ("batch", "seq")),
-        shard.spec((b, t, d), ("batch", "seq", None)), constants=1,
-    )  # fmt: skip
+        shard,
+        local,
+        (w_vd, index_bt),
+        ((axes[0], axes[1] if columns else None), ("batch", "seq")),
+        shard.spec((b, t, d), ("batch", "seq", None)),
+        constants=1,
+    )
 
 
-def shared_columns(shard: Shard, axis: str | None, d: int, shape_bt: tuple[int, int]) -> tuple[tuple[str, ...], int]:
+def shared_columns(
+    shard: Shard, axis: str | None, d: int, shape_bt: tuple[int, int]
+) -> tuple[tuple[str, ...], int]:
     """Return the mesh axes that both the columns of a table and B or T of [B, T] are split over.
 
     Also returns which of the two it is. ``axis`` is the logical axis of the ``d`` columns.

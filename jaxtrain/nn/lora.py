@@ -49,7 +49,8 @@ class Adapted(Unmerged):
     a: Array  # [layers…, rank, last…]
     b: Array  # [layers…, first…, rank]
     scale: float = dataclasses.field(metadata={"pytree_node": False})
-    n_first: int = dataclasses.field(metadata={"pytree_node": False})  # dimensions of the first side
+    # dimensions of the first side
+    n_first: int = dataclasses.field(metadata={"pytree_node": False})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +66,9 @@ class Adapted(Unmerged):
         more: Array = product(self.a, self.b, self.n_first)
         return (self.w.astype(wide) + self.scale * more.astype(wide)).astype(dtype)
 
-    def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
+    def project(
+        self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]
+    ) -> Array:
         """Compute einsum(equation, x, the matrix) in x's dtype, without merging, by A and then B.
 
         ``equation`` is of one layer's matrix, and contracts all dimensions of one side.
@@ -119,17 +122,25 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
         kinds = [kind for kind, pattern in patterns.items() if pattern and re.search(pattern, path)]
         if len(kinds) != 1:
             which = (
-                f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}" if kinds else "none of lora.adapt, train, freeze"
+                f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}"
+                if kinds
+                else "none of lora.adapt, train, freeze"
             )
-            problems.append(f"parameter {path!r} matches {which}; exactly one of the three patterns must match it")
+            problems.append(
+                f"parameter {path!r} matches {which}; exactly one of the three patterns must"
+                " match it"
+            )
             continue
         kind_of[path] = kinds[0]
         if kinds[0] == "adapt" and len(spec.shape) - sides(spec)[0] < 2:
             problems.append(
-                f"parameter {path!r} {list(spec.shape)} is not a matrix: lora.adapt={config.adapt!r} must not match it"
+                f"parameter {path!r} {list(spec.shape)} is not a matrix:"
+                f" lora.adapt={config.adapt!r} must not match it"
             )
     if "adapt" not in kind_of.values():
-        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; expected one of: {', '.join(flat)}")
+        problems.append(
+            f"lora.adapt={config.adapt!r} matches no parameter; expected one of: {', '.join(flat)}"
+        )
     if problems:
         raise LoraError("\n".join(problems))
     return kind_of
@@ -160,13 +171,19 @@ def adapt(task: Task, config: Lora) -> Task:
         try:
             return task.advance((), model_state, step)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise LoraError(f"this task's model state follows its parameters, which adapters replace: {error}") from error
+            raise LoraError(
+                f"this task's model state follows its parameters, which adapters replace: {error}"
+            ) from error
 
     generative = tuple(each._replace(run=on_whole(each.run)) for each in task.generative)
     return task._replace(
-        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.model_state), advance=advance,
-        loss=on_whole(task.loss), evaluate=on_whole(task.evaluate), progress=on_whole(task.progress),
-    )  # fmt: skip
+        generative=generative,
+        specs=Variables(_nested(params), _nested(frozen), task.specs.model_state),
+        advance=advance,
+        loss=on_whole(task.loss),
+        evaluate=on_whole(task.evaluate),
+        progress=on_whole(task.progress),
+    )
 
 
 def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
@@ -177,7 +194,9 @@ def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
             combined[path] = own[path] if kind == "train" else fixed[path]
             continue
         a, b = (own[f"{path}/{name}"] for name in (A, B))
-        combined[path] = Adapted(fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1])
+        combined[path] = Adapted(
+            fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1]
+        )
     return Variables(_nested(combined), (), variables.model_state)
 
 
@@ -188,7 +207,11 @@ def _factors(spec: Spec, rank: int) -> dict[str, Spec]:
     n_last = math.prod(spec.shape[cut:])
     layers = (spec.shape[:n_layers], spec.axes[:n_layers])
     return {
-        A: Spec((*layers[0], rank, *spec.shape[cut:]), (*layers[1], None, *spec.axes[cut:]), _uniform(n_last)),
+        A: Spec(
+            (*layers[0], rank, *spec.shape[cut:]),
+            (*layers[1], None, *spec.axes[cut:]),
+            _uniform(n_last),
+        ),
         B: Spec((*spec.shape[:cut], rank), (*spec.axes[:cut], None), specs_lib.zeros),
     }
 
@@ -205,7 +228,9 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in (A, B)
 
 
-_flat: Callable[[PyTree], dict[str, Any]] = functools.partial(flax.traverse_util.flatten_dict, sep="/")
+_flat: Callable[[PyTree], dict[str, Any]] = functools.partial(
+    flax.traverse_util.flatten_dict, sep="/"
+)
 
 
 def _nested(flat: Mapping[str, Any]) -> PyTree:

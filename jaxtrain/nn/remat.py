@@ -61,9 +61,14 @@ def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def scan(
-    layer: Callable[[T, PyTree], tuple[T, PyTree]], x: T, stack: PyTree, word: str, *,
-    unroll: int | bool = 1, kernels: Mapping[str, Callable[[str], bool]] | None = None
-) -> tuple[T, PyTree]:  # fmt: skip
+    layer: Callable[[T, PyTree], tuple[T, PyTree]],
+    x: T,
+    stack: PyTree,
+    word: str,
+    *,
+    unroll: int | bool = 1,
+    kernels: Mapping[str, Callable[[str], bool]] | None = None,
+) -> tuple[T, PyTree]:
     """Carry ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis.
 
     Returns (x, all y, stacked).
@@ -79,7 +84,9 @@ def scan(
     return jax.lax.scan(layer, x, stack, unroll=unroll)
 
 
-def _keeps(names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]) -> Callable[..., bool]:
+def _keeps(
+    names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]
+) -> Callable[..., bool]:
     named = jax.checkpoint_policies.save_only_these_names(*names)
     asked = [kernels[name] for name in names if name in kernels]
 

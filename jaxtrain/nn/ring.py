@@ -22,7 +22,14 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def attention(
-    shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array | None, *, causal: bool, window: int
+    shard: Shard,
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    segments_bt: Array | None,
+    *,
+    causal: bool,
+    window: int,
 ) -> Array:
     """Compute `nn.attention.within` for arrays whose logical axis "seq" is split.
 
@@ -32,7 +39,10 @@ def attention(
     b, t = q_bthk.shape[:2]
     names = shard.names("seq", t)
     if len(names) > 1:
-        raise ValueError(f"config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
+        raise ValueError(
+            "config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has"
+            f" {names}"
+        )
     segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
     ring = Ring(names[0], shard.size("seq", t), causal, window)
     return over_mesh(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
@@ -56,7 +66,9 @@ class Ring(NamedTuple):
     window: int = 0
     chunk: int = 512
 
-    def forward(self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array) -> tuple[Array, Array]:
+    def forward(
+        self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array
+    ) -> tuple[Array, Array]:
         """Return (y [B, T, H, K], log of the softmax's normaliser [B, G, R, T] float32)."""
         q_bgrtk = _by_group(q_bthk, k_bsgk.shape[2])
         # Zeros made of q vary over the devices as it does, as a loop's state must.
@@ -70,7 +82,9 @@ class Ring(NamedTuple):
             new_bgrt = jnp.maximum(top_bgrt, x_bgrtc.max(-1))
             p_bgrtc = jnp.exp(x_bgrtc - new_bgrt[..., None]) * (x_bgrtc > NEVER)
             shrink_bgrt = jnp.exp(top_bgrt - new_bgrt)
-            y_bgrtk = y_bgrtk * shrink_bgrt[..., None] + _einsum("bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk)
+            y_bgrtk = y_bgrtk * shrink_bgrt[..., None] + _einsum(
+                "bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk
+            )
             return (y_bgrtk, sum_bgrt * shrink_bgrt + p_bgrtc.sum(-1), new_bgrt), None
 
         def part(i: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -78,15 +92,26 @@ class Ring(NamedTuple):
             state, _ = jax.lax.scan(chunk, state, self._chunks(i, *kvs))
             return state, self._turn(kvs)
 
-        (y_bgrtk, sum_bgrt, top_bgrt), _ = jax.lax.fori_loop(0, self.size, part, (state, (k_bsgk, v_bsgk, segments_bt)))
+        (y_bgrtk, sum_bgrt, top_bgrt), _ = jax.lax.fori_loop(
+            0, self.size, part, (state, (k_bsgk, v_bsgk, segments_bt))
+        )
         y_bgrtk = y_bgrtk / sum_bgrt[..., None]
         return _by_place(y_bgrtk).astype(q_bthk.dtype), top_bgrt + jnp.log(sum_bgrt)
 
     def backward(
-        self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array, y_bthk: Array, log_bgrt: Array, dy_bthk: Array
+        self,
+        q_bthk: Array,
+        k_bsgk: Array,
+        v_bsgk: Array,
+        segments_bt: Array,
+        y_bthk: Array,
+        log_bgrt: Array,
+        dy_bthk: Array,
     ) -> tuple[Array, Array, Array]:
         """Return the derivatives by q, k and v. Those by k and v travel with them."""
-        q_bgrtk, dy_bgrtk, y_bgrtk = (_by_group(x, k_bsgk.shape[2]) for x in (q_bthk, dy_bthk, y_bthk))
+        q_bgrtk, dy_bgrtk, y_bgrtk = (
+            _by_group(x, k_bsgk.shape[2]) for x in (q_bthk, dy_bthk, y_bthk)
+        )
         delta_bgrt = (dy_bgrtk.astype(jnp.float32) * y_bgrtk.astype(jnp.float32)).sum(-1)
         scale = q_bthk.shape[-1] ** -0.5
 
@@ -103,15 +128,24 @@ class Ring(NamedTuple):
         def part(i: Array, carry: tuple[Array, Arrays, Arrays]) -> tuple[Array, Arrays, Arrays]:
             dq_bgrtk, kvs, dkv = carry
             dq_bgrtk, grads = jax.lax.scan(chunk, dq_bgrtk, self._chunks(i, *kvs))
-            dkv = tuple(old + jnp.moveaxis(new, 0, 1).reshape(old.shape) for old, new in zip(dkv, grads, strict=True))
+            dkv = tuple(
+                old + jnp.moveaxis(new, 0, 1).reshape(old.shape)
+                for old, new in zip(dkv, grads, strict=True)
+            )
             return dq_bgrtk, self._turn(kvs), self._turn(dkv)
 
         zeros = tuple(jnp.zeros_like(x, dtype=jnp.float32) for x in (k_bsgk, v_bsgk))
         start = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), (k_bsgk, v_bsgk, segments_bt), zeros)
         dq_bgrtk, _, (dk_bsgk, dv_bsgk) = jax.lax.fori_loop(0, self.size, part, start)
-        return _by_place(dq_bgrtk).astype(q_bthk.dtype), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
+        return (
+            _by_place(dq_bgrtk).astype(q_bthk.dtype),
+            dk_bsgk.astype(k_bsgk.dtype),
+            dv_bsgk.astype(v_bsgk.dtype),
+        )
 
-    def _scores(self, q_bgrtk: Array, segments_bt: Array, k_bcgk: Array, place_c: Array, segments_bc: Array) -> Array:
+    def _scores(
+        self, q_bgrtk: Array, segments_bt: Array, k_bcgk: Array, place_c: Array, segments_bc: Array
+    ) -> Array:
         t = q_bgrtk.shape[3]
         place_t = jax.lax.axis_index(self.axis) * t + jnp.arange(t)
         seen_btc = same_segment(segments_bt, segments_bc)
@@ -119,16 +153,23 @@ class Ring(NamedTuple):
         x_bgrtc = _einsum("bgrtk,bcgk->bgrtc", q_bgrtk, k_bcgk) * q_bgrtk.shape[-1] ** -0.5
         return jnp.where(seen_btc[:, None, None], x_bgrtc, NEVER)
 
-    def _chunks(self, i: Array, k_bsgk: Array, v_bsgk: Array, segments_bs: Array) -> tuple[Array, ...]:
+    def _chunks(
+        self, i: Array, k_bsgk: Array, v_bsgk: Array, segments_bs: Array
+    ) -> tuple[Array, ...]:
         """Cut the part of the keys of round i along a new first axis, and add the keys' places."""
         s = k_bsgk.shape[1]
         n = s // self.chunk if s % self.chunk == 0 else 1
         first = (jax.lax.axis_index(self.axis) - i) % self.size * s
-        cut = [jnp.moveaxis(x.reshape(x.shape[0], n, s // n, *x.shape[2:]), 1, 0) for x in (k_bsgk, v_bsgk, segments_bs)]
+        cut = [
+            jnp.moveaxis(x.reshape(x.shape[0], n, s // n, *x.shape[2:]), 1, 0)
+            for x in (k_bsgk, v_bsgk, segments_bs)
+        ]
         return cut[0], cut[1], (first + jnp.arange(s)).reshape(n, s // n), cut[2]
 
     def _turn(self, tree: Any) -> Any:
-        return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
+        return jax.lax.ppermute(
+            tree, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)]
+        )
 
 
 def _by_group(x_bthk: Array, g: int) -> Array:
@@ -148,21 +189,28 @@ def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: 
 
 def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, Arrays]:
     axes, (query, _, of_log) = _ring_axes(shard, *args[:2])
-    y, log = (remat.name(x, "attention") for x in kernels.local(shard, ring.forward, args, axes, (query, of_log)))
+    y, log = (
+        remat.name(x, "attention")
+        for x in kernels.local(shard, ring.forward, args, axes, (query, of_log))
+    )
     return y, (*args, y, log)
 
 
 def _ring_backward(shard: Shard, ring: Ring, kept: Arrays, dy: Array) -> tuple[Array | None, ...]:
     axes, (query, key, _) = _ring_axes(shard, *kept[:2])
     of_log = ("batch", "kv_heads", None, "seq")
-    grads = kernels.local(shard, ring.backward, (*kept, dy), (*axes, axes[0], of_log, axes[0]), (query, key, key))
+    grads = kernels.local(
+        shard, ring.backward, (*kept, dy), (*axes, axes[0], of_log, axes[0]), (query, key, key)
+    )
     return (*grads, None)
 
 
 over_mesh.defvjp(_ring_forward, _ring_backward)
 
 
-def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple[Axes, ...], tuple[PartitionSpec, ...]]:
+def _ring_axes(
+    shard: Shard, q: Array, k: Array
+) -> tuple[tuple[Axes, ...], tuple[PartitionSpec, ...]]:
     """Return the logical axes of q, k, v and segments, and the partitions of q, k and the log."""
     query: Axes = ("batch", "seq", "heads", None)
     key: Axes = ("batch", "seq", "kv_heads", None)

@@ -18,9 +18,18 @@ Cache = tuple[Array, Array]  # keys and values, [L, B, S, G, K]
 
 
 def generate(
-    c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, key: Key, shard: Shard, *, n_new: int,
-    temperature: float = 1.0, top_p: float = 1.0, ends: Sequence[int] = ()
-) -> Array:  # fmt: skip
+    c: transformer.Decoder,
+    params: PyTree,
+    prompt_bp: Array,
+    length_b: Array,
+    key: Key,
+    shard: Shard,
+    *,
+    n_new: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    ends: Sequence[int] = (),
+) -> Array:
     """Continue each prompt, int32 [B, N].
 
     After one of the tokens ``ends`` all further ones are the first of them.
@@ -35,15 +44,21 @@ def generate(
     keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
     logits_bv, cache = prefill(c, params, prompt_bp, length_b, shard, n_new=n_new)
 
-    def write(state: tuple[Array, Cache, Array], i: Array) -> tuple[tuple[Array, Cache, Array], Array]:
+    def write(
+        state: tuple[Array, Cache, Array], i: Array
+    ) -> tuple[tuple[Array, Cache, Array], Array]:
         logits_bv, cache, ended_b = state
         draw = functools.partial(choose, temperature=temperature, top_p=top_p)
-        token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(logits_bv, keys_b)
+        token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(
+            logits_bv, keys_b
+        )
         token_b = jnp.where(ended_b, ends[0], token_b) if ends else token_b
         logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
         return (logits_bv, cache, ended_b | jnp.isin(token_b, jnp.array(ends, jnp.int32))), token_b
 
-    _, tokens_nb = jax.lax.scan(write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
+    _, tokens_nb = jax.lax.scan(
+        write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new)
+    )
     return tokens_nb.T
 
 
@@ -56,7 +71,9 @@ def pad(ids: Sequence[Sequence[int]], n: int = 0) -> tuple[np.ndarray, np.ndarra
     return prompt_bp, length_b
 
 
-def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Array:
+def choose(
+    logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> Array:
     """Draw one token, int32, from the ``top_k`` likeliest ones (Fan et al. 2018). 0 = from all."""
     if temperature == 0:
         return logits_v.argmax().astype(jnp.int32)
@@ -67,12 +84,22 @@ def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0,
         order_v = jnp.argsort(-logits_v)
         p_v = jax.nn.softmax(logits_v[order_v])
         before_v = jnp.cumsum(p_v) - p_v  # of the tokens that are likelier
-        logits_v = jnp.full_like(logits_v, -jnp.inf).at[order_v].set(jnp.where(before_v < top_p, logits_v[order_v], -jnp.inf))
+        logits_v = (
+            jnp.full_like(logits_v, -jnp.inf)
+            .at[order_v]
+            .set(jnp.where(before_v < top_p, logits_v[order_v], -jnp.inf))
+        )
     return jax.random.categorical(key, logits_v).astype(jnp.int32)
 
 
 def prefill(
-    c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, shard: Shard, *, n_new: int
+    c: transformer.Decoder,
+    params: PyTree,
+    prompt_bp: Array,
+    length_b: Array,
+    shard: Shard,
+    *,
+    n_new: int,
 ) -> tuple[Array, Cache]:
     """Return logits [B, V] after each prompt, and the cache with ``n_new`` free places."""
     b, p = prompt_bp.shape
@@ -92,10 +119,17 @@ def prefill(
 
 
 def extend(
-    c: transformer.Decoder, params: PyTree, token_b: Array, place_b: Array, cache: Cache, shard: Shard
+    c: transformer.Decoder,
+    params: PyTree,
+    token_b: Array,
+    place_b: Array,
+    cache: Cache,
+    shard: Shard,
 ) -> tuple[Array, Cache]:
     """Return logits [B, V] after one more token at ``place_b`` of each row, and the new cache."""
-    seen_bs = attention.visible(place_b, jnp.arange(cache[0].shape[2]), causal=True, window=c.window)
+    seen_bs = attention.visible(
+        place_b, jnp.arange(cache[0].shape[2]), causal=True, window=c.window
+    )
     x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
     angles = transformer.angles(c, place_b[:, None])
 
@@ -112,7 +146,10 @@ def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.
     here_bs = jnp.arange(seen_bs.shape[1])[None] == place_b[:, None]
 
     def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:
-        k, v = (jnp.where(here_bs[..., None, None], new, x) for new, x in zip((k_btgk, v_btgk), old, strict=True))
+        k, v = (
+            jnp.where(here_bs[..., None, None], new, x)
+            for new, x in zip((k_btgk, v_btgk), old, strict=True)
+        )
         return attention.masked(q_bthk, k, v, seen_bs[:, None]), (k, v)
 
     return mix

@@ -18,28 +18,50 @@ def splash_fits(shape: tuple[int, ...]) -> bool:
 
 
 def splash(
-    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, window: int, segments_bt: Array | None,
-    interpret: bool = False, keep: str | None = None
-) -> Array:  # fmt: skip
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool,
+    window: int,
+    segments_bt: Array | None,
+    interpret: bool = False,
+    keep: str | None = None,
+) -> Array:
     """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernel_lib,
+    )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 
     b, t, h, k = q_bthk.shape
     g = k_bsgk.shape[2]
     if window:
-        one: mask_lib.Mask = mask_lib.LocalMask((t, t), (window - 1, 0 if causal else window - 1), 0)
+        one: mask_lib.Mask = mask_lib.LocalMask(
+            (t, t), (window - 1, 0 if causal else window - 1), 0
+        )
     else:
         one = mask_lib.CausalMask((t, t)) if causal else mask_lib.FullMask((t, t))
     n = next(size for size in (BLOCK, 256, LANES) if t % size == 0)
     blocks = kernel_lib.BlockSizes(
-        block_q=n, block_kv=n, block_kv_compute=n, block_q_dkv=n, block_kv_dkv=n, block_kv_dkv_compute=n, block_q_dq=n,
+        block_q=n,
+        block_kv=n,
+        block_kv_compute=n,
+        block_q_dkv=n,
+        block_kv_dkv=n,
+        block_kv_dkv_compute=n,
+        block_q_dq=n,
         block_kv_dq=n,
-    )  # fmt: skip
-    kernel = kernel_lib.make_splash_mqa_single_device(
-        mask_lib.MultiHeadMask([one] * (h // g)), block_sizes=blocks, interpret=interpret, residual_checkpoint_name=keep
     )
-    q_bgrtk = (q_bthk * k**-0.5).astype(q_bthk.dtype).reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
+    kernel = kernel_lib.make_splash_mqa_single_device(
+        mask_lib.MultiHeadMask([one] * (h // g)),
+        block_sizes=blocks,
+        interpret=interpret,
+        residual_checkpoint_name=keep,
+    )
+    q_bgrtk = (
+        (q_bthk * k**-0.5).astype(q_bthk.dtype).reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
+    )
     k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
     segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
 

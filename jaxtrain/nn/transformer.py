@@ -22,7 +22,17 @@ import jax.numpy as jnp
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat, ring
-from jaxtrain.nn.layers import Rope, gelu, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
+from jaxtrain.nn.layers import (
+    Rope,
+    gelu,
+    layer_norm,
+    lookup,
+    project,
+    rms_norm,
+    rope_angles,
+    rotate,
+    spread,
+)
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
 from loaders.io import checks
@@ -35,7 +45,8 @@ TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
 KERNELS = {"attention": attention_lib.is_forward}  # this name keeps all results of such a kernel
 Weights = Mapping[str, Array]
-Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], extra results)
+# (q, k, v) -> (y [B, T, H, K], extra results)
+Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,25 @@ class Decoder(ModelSection):
     on_resume = checks.OnResume(
         checks.FUNCTION,
         free=("remat", "unroll"),
-        state=("embed", "depth", "heads", "kv_heads", "head_dim", "mlp", "qkv_bias", "bias", "qk_norm", "tied"),
+        state=(
+            "embed",
+            "depth",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "mlp",
+            "qkv_bias",
+            "bias",
+            "qk_norm",
+            "tied",
+        ),
     )
 
     embed: int = 768  # [values] width of a token
     depth: int = 12  # [layers] of attention and a feed-forward net
     heads: int = 12  # [heads] of the queries
-    kv_heads: int = 0  # [heads] of keys and values, each for heads / kv_heads of the queries; 0 = heads
+    # [heads] of keys and values, each for heads / kv_heads of the queries; 0 = heads
+    kv_heads: int = 0
     head_dim: int = 0  # [values] of a head; 0 = embed / heads
     mlp: int = 2048  # [values] inner width of the feed-forward net
     norm: str = "rms"  # [name] rms or layer
@@ -65,10 +88,15 @@ class Decoder(ModelSection):
     bias: bool = False  # [bool] biases of everything else: output, feed-forward net, layer norms
     qk_norm: bool = False  # [bool] RMS norm of every head's query and key, before the rotation
     tied: bool = False  # [bool] the head is the embedding
-    init_std: float = 0.02  # [1] standard deviation of initial weights; of those that end in the residual, over sqrt(2 depth)
-    dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms, softmax and loss are float32
-    remat: str = "none"  # [name] what the backward pass recomputes: none, full, or all but 'save attention,mlp'
-    unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    # [1] standard deviation of initial weights; of those that end in the residual, over sqrt(2
+    # depth)
+    init_std: float = 0.02
+    # [name] of activations and matrix products; parameters, norms, softmax and loss are float32
+    dtype: str = "bfloat16"
+    # [name] what the backward pass recomputes: none, full, or all but 'save attention,mlp'
+    remat: str = "none"
+    # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    unroll: int = 1
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp", "unroll")
@@ -79,7 +107,10 @@ class Decoder(ModelSection):
         yield from checks.choice(self, POSITIONS, "positions")
         yield from checks.choice(self, DTYPES, "dtype")
         if self.heads > 0 and not self.head_dim and self.embed % self.heads:
-            yield "heads", f"is {self.heads}, which does not divide embed={self.embed}; set head_dim"
+            yield (
+                "heads",
+                f"is {self.heads}, which does not divide embed={self.embed}; set head_dim",
+            )
         if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
             yield "kv_heads", f"is {self.kv_heads}, which does not divide heads={self.heads}"
         if self.positions == "rope" and self.heads > 0 and self.k % 2:
@@ -99,7 +130,11 @@ class Decoder(ModelSection):
 
 def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec]:
     """Return a norm's table. "" is the one after the last layer. ``layers``: (L,) in a stack."""
-    shape, axes, suffix = (*layers, c.embed), (*("layer" for _ in layers), "embed"), f"_{name}" if name else ""
+    shape, axes, suffix = (
+        (*layers, c.embed),
+        (*("layer" for _ in layers), "embed"),
+        f"_{name}" if name else "",
+    )
     specs = {f"scale{suffix}": Spec(shape, axes, ones)}
     if c.norm == "layer" and c.bias:
         specs[f"bias{suffix}"] = Spec(shape, axes, zeros)
@@ -131,7 +166,11 @@ def feed_forward_specs(c: Decoder) -> dict[str, Spec]:
     init, last = truncated_normal(c.init_std), truncated_normal(c.init_std / math.sqrt(2 * l))
     specs = {
         **norm_specs(c, "mlp", (l,)),
-        **({"w_gate": Spec((l, m, d), ("layer", "mlp", "embed"), init)} if c.activation == "swiglu" else {}),
+        **(
+            {"w_gate": Spec((l, m, d), ("layer", "mlp", "embed"), init)}
+            if c.activation == "swiglu"
+            else {}
+        ),
         "w_up": Spec((l, m, d), ("layer", "mlp", "embed"), init),
         "w_down": Spec((l, d, m), ("layer", "embed", "mlp"), last),
     }
@@ -148,7 +187,9 @@ def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
     d, init = c.embed, truncated_normal(c.init_std)
     return {
         "embed": Spec((vocab, d), ("vocab", "embed"), init),
-        **({"pos": Spec((c.context, d), (None, "embed"), init)} if c.positions == "learned" else {}),
+        **(
+            {"pos": Spec((c.context, d), (None, "embed"), init)} if c.positions == "learned" else {}
+        ),
         "blocks": {**attention_specs(c), **feed_forward_specs(c)},
         **norm_specs(c, "", ()),
         **({} if c.tied else {"w_head": Spec((vocab, d), ("vocab", "embed"), init)}),
@@ -168,7 +209,15 @@ def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None
     return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps, shard)
 
 
-def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str], shard: Shard) -> list[Array]:
+def _normed(
+    c: Decoder,
+    name: str,
+    equation: str,
+    x_btd: Array,
+    w: Weights,
+    matrices: list[str],
+    shard: Shard,
+) -> list[Array]:
     """Multiply the norm ``name`` of x by several matrices."""
 
     @remat.cheap(c.remat)
@@ -176,10 +225,14 @@ def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matr
         y_btd = norm(c, w, name, x_btd, shard)
         return [project(equation, y_btd, w[matrix], shard) for matrix in matrices]
 
-    return products(x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w})
+    return products(
+        x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w}
+    )
 
 
-def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
+def _placed(
+    c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None
+) -> Array:
     """Norm and rotate queries or keys, if the decoder does so."""
 
     @remat.cheap(c.remat)
@@ -192,7 +245,13 @@ def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Arra
 
 
 def attend(
-    c: Decoder, w: Weights, x_btd: Array, shard: Shard, *, angles: tuple[Array, Array] | None, mix: Mix
+    c: Decoder,
+    w: Weights,
+    x_btd: Array,
+    shard: Shard,
+    *,
+    angles: tuple[Array, Array] | None,
+    mix: Mix,
 ) -> tuple[Array, PyTree]:
     """Compute x + attention(norm(x)), and return the extra results of ``mix``.
 
@@ -201,7 +260,9 @@ def attend(
     dtype = x_btd.dtype
     with jax.named_scope("attention"):
         names, qkv = ("q", "k", "v"), []
-        raw = _normed(c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names], shard)
+        raw = _normed(
+            c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names], shard
+        )
         for name, heads, z_bthk in zip(names, ("heads", "kv_heads", "kv_heads"), raw, strict=True):
             if c.qkv_bias:
                 z_bthk += spread(w[f"b_{name}"].astype(dtype), z_bthk.shape, shard)
@@ -236,8 +297,13 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     with jax.named_scope("mlp"):
         z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names], shard)
         if c.bias:
-            z = [z_btm + spread(w[f"b_{name}"].astype(dtype), z_btm.shape, shard) for name, z_btm in zip(names, z, strict=True)]
-        y_btd = down([remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"])
+            z = [
+                z_btm + spread(w[f"b_{name}"].astype(dtype), z_btm.shape, shard)
+                for name, z_btm in zip(names, z, strict=True)
+            ]
+        y_btd = down(
+            [remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"]
+        )
         if c.bias:
             y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
         return shard(x_btd + y_btd, "batch", "seq", None)
@@ -253,13 +319,26 @@ def layer(
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
         # So that a sum of two is rounded once.
-        x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=None if c.positions == "learned" else c.dtype)
+        x_btd = lookup(
+            params["embed"],
+            tokens_bt,
+            shard,
+            axes=TABLE,
+            dtype=None if c.positions == "learned" else c.dtype,
+        )
         if c.positions == "learned":
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)
 
 
-def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, segments_bt: Array | None, shard: Shard) -> Array:
+def decode(
+    c: Decoder,
+    params: PyTree,
+    tokens_bt: Array,
+    position_bt: Array,
+    segments_bt: Array | None,
+    shard: Shard,
+) -> Array:
     """Compute the last normed hidden states [B, T, D]. Times `head` they are logits."""
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
@@ -279,13 +358,25 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         parts, shared = shard.size("heads", h), k_bsgk.shape[2]
         if (repeats := math.lcm(shared, parts) // shared) > 1:
             # Too few key heads are repeated, so that each device has those of its queries.
-            k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
+            k_bsgk, v_bsgk = (
+                shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None)
+                for x in (k_bsgk, v_bsgk)
+            )
         if shard.names("seq", t):
-            return ring.attention(shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window), None
+            return ring.attention(
+                shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window
+            ), None
         y_bthk = attention_lib.within(
-            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt, keep="attention",
+            shard,
+            q_bthk,
+            k_bsgk,
+            v_bsgk,
+            causal=causal,
+            window=c.window,
+            segments_bt=segments_bt,
+            keep="attention",
             policy=c.remat,
-        )  # fmt: skip
+        )
         return y_bthk, None
 
     return mix
@@ -296,7 +387,9 @@ def token_flops(c: Decoder, specs: PyTree) -> int:
 
     Each number of a matrix counts 2. A tied embedding counts once, as the head.
     """
-    flops: int = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
+    flops: int = sum(
+        2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_")
+    )
     return flops + 2 * math.prod(head(c, specs).shape)
 
 

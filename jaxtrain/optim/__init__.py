@@ -7,11 +7,23 @@ param_groups   which parameters decay, are frozen, or have their own rate or rul
 optimizer      all of it, in order
 """
 
-from jaxtrain.optim.optimizer import Optimizer, global_norm, make_optimizer, root_of_sum, square_sums
+from jaxtrain.optim.optimizer import (
+    Optimizer,
+    global_norm,
+    make_optimizer,
+    root_of_sum,
+    square_sums,
+)
 from jaxtrain.optim.param_groups import OptimError
 from jaxtrain.optim.schedules import learning_rates, make_schedule
 
 __all__ = [
-    "OptimError", "Optimizer", "global_norm", "learning_rates", "make_optimizer", "make_schedule", "root_of_sum",
+    "OptimError",
+    "Optimizer",
+    "global_norm",
+    "learning_rates",
+    "make_optimizer",
+    "make_schedule",
+    "root_of_sum",
     "square_sums",
-]  # fmt: skip
+]

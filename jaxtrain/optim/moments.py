@@ -43,24 +43,32 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
     return optax.GradientTransformation(
-        lambda params: tx.init(wide(params)), lambda grads, state, params: tx.update(wide(grads), state, wide(params))
+        lambda params: tx.init(wide(params)),
+        lambda grads, state, params: tx.update(wide(grads), state, wide(params)),
     )
 
 
-def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -> optax.GradientTransformation:
+def stored(
+    tx: optax.GradientTransformation, how: str, names: tuple[str, ...]
+) -> optax.GradientTransformation:
     """Make a rule keep the moments ``names``, fields of its state, as "bfloat16" or "int8"."""
     if how == "float32" or not names:
         return tx
 
     def of_each(f: Callable[..., Any], *states: Any) -> dict[str, PyTree]:
         """Compute f(name, moment of each state) for every array of every moment."""
-        return {name: jax.tree.map(functools.partial(f, name), *(state[name] for state in states)) for name in names}
+        return {
+            name: jax.tree.map(functools.partial(f, name), *(state[name] for state in states))
+            for name in names
+        }
 
     def put(state: Any, step: Array) -> Any:
         salts = {name: step + np.uint32(i << 30) for i, name in enumerate(names)}
         kept = {name: getattr(state, name) for name in names}
         if how == "bfloat16":
-            return state._replace(**of_each(lambda name, x: round_to_bfloat16(x, salts[name]), kept))
+            return state._replace(
+                **of_each(lambda name, x: round_to_bfloat16(x, salts[name]), kept)
+            )
         scales = of_each(lambda name, x: row_scales(x), kept)
         codes = of_each(lambda name, x, s: quantise(x, s, salts[name], name), kept, scales)
         return StoredState(state._replace(**codes), scales)
@@ -70,7 +78,9 @@ def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -
             kept = {name: getattr(state, name) for name in names}
             return state._replace(**of_each(lambda name, x: x.astype(jnp.float32), kept))
         codes = {name: getattr(state.rule, name) for name in names}
-        return state.rule._replace(**of_each(lambda name, c, s: dequantise(c, s, name), codes, state.scales))
+        return state.rule._replace(
+            **of_each(lambda name, c, s: dequantise(c, s, name), codes, state.scales)
+        )
 
     def init(params: PyTree) -> Any:
         return put(tx.init(params), jnp.uint32(0))
@@ -82,7 +92,9 @@ def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -
     return optax.GradientTransformation(init, update)
 
 
-def with_masters(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def with_masters(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     """Apply ``tx`` to float32 copies of the parameters, which are part of the state.
 
     The parameters are the rounded copies. The updates are the differences of the rounded
@@ -93,11 +105,17 @@ def with_masters(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTra
         masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return MasterState(masters, tx.init(masters))
 
-    def update(grads: PyTree, state: MasterState, params: PyTree, **extra: Any) -> tuple[PyTree, MasterState]:
+    def update(
+        grads: PyTree, state: MasterState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, MasterState]:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, rule = tx.update(grads, state.rule, state.masters, **extra)
         masters = jax.tree.map(jnp.add, state.masters, updates)
-        moves = jax.tree.map(lambda m, p: m.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32), masters, params)
+        moves = jax.tree.map(
+            lambda m, p: m.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32),
+            masters,
+            params,
+        )
         return moves, MasterState(masters, rule)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -45,13 +45,22 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     rest = [_named(optim, frozen, steps)] if is_named else _built_in(optim, specs, groups, steps)
     tx = optax.chain(
         # Frozen gradients are dropped first, since they must not count in the norm of the others.
-        optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
+        (
+            optax.masked(optax.set_to_zero(), frozen)
+            if any(jax.tree.leaves(frozen))
+            else optax.identity()
+        ),
         *_clips(optim, groups),
         *rest,
     )
     if optim.masters:
-        if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
-            raise OptimError("optim.masters=True, but every parameter is float32 already; unset it, or make them bfloat16")
+        if all(
+            jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+        ):
+            raise OptimError(
+                "optim.masters=True, but every parameter is float32 already; unset it, or make them"
+                " bfloat16"
+            )
         tx = moments_lib.with_masters(tx)
     if is_named:
         _try(optim.name, tx, specs)
@@ -59,13 +68,21 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     return Optimizer(tx.init, tx.update, repeatable)
 
 
-def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterator[optax.GradientTransformation]:
+def _built_in(
+    optim: Optim, specs: PyTree, groups: PyTree, steps: int
+) -> Iterator[optax.GradientTransformation]:
     """Yield each rule for its own parameters, decay, rates, and the mask of sparse tables."""
     decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
     depths, top = rate_factors(optim, specs), peak(optim)
-    rates = jax.tree.map(lambda g, d: (0.0 if g.freeze else top if g.lr is None else g.lr) * d, groups, depths)
+    rates = jax.tree.map(
+        lambda g, d: (0.0 if g.freeze else top if g.lr is None else g.lr) * d, groups, depths
+    )
     weights = jax.tree.map(
-        lambda g, decay: (optim.weight_decay if g.weight_decay is None else g.weight_decay) * decay * (not g.freeze),
+        lambda g, decay: (
+            (optim.weight_decay if g.weight_decay is None else g.weight_decay)
+            * decay
+            * (not g.freeze)
+        ),
         groups,
         decays,
     )
@@ -74,7 +91,11 @@ def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterat
     used = sorted(set(jax.tree.leaves(names)))
     for rule in used:
         tx = _rule(optim, rule, table)
-        yield tx if len(used) == 1 else optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, names))
+        yield (
+            tx
+            if len(used) == 1
+            else optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, names))
+        )
     yield _add_decayed(weights)
     yield _scale_by_rates(rates, make_schedule(optim, steps))
     yield _only_read_rows(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, names))
@@ -83,40 +104,68 @@ def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterat
 def _rule(optim: Optim, name: str, table: Mapping[str, Spec]) -> optax.GradientTransformation:
     """Make a built-in rule, which keeps its moments as optim.moments says."""
     rule = UPDATE_RULES[name]
-    tx = factories.call(rule.factory, {}, specs=table, **{field: getattr(optim, field) for field in OF_RULES})
-    return tx if rule.sparse else moments_lib.in_float32(moments_lib.stored(tx, optim.moments, rule.moments))
+    tx = factories.call(
+        rule.factory, {}, specs=table, **{field: getattr(optim, field) for field in OF_RULES}
+    )
+    return (
+        tx
+        if rule.sparse
+        else moments_lib.in_float32(moments_lib.stored(tx, optim.moments, rule.moments))
+    )
 
 
 def _named(optim: Optim, frozen: PyTree, steps: int) -> optax.GradientTransformation:
     """Make the optimizer of optim.name, module:factory, for all but frozen parameters."""
     schedule, top = make_schedule(optim, steps), peak(optim)
-    tx = factories.call(optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count))
-    return optax.masked(tx, jax.tree.map(lambda f: not f, frozen)) if any(jax.tree.leaves(frozen)) else tx
+    tx = factories.call(
+        optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count)
+    )
+    return (
+        optax.masked(tx, jax.tree.map(lambda f: not f, frozen))
+        if any(jax.tree.leaves(frozen))
+        else tx
+    )
 
 
 def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
     """Raise OptimError if an optimizer cannot update these parameters twice. Makes no array."""
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), specs, is_leaf=is_spec)
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), specs, is_leaf=is_spec
+    )
 
     def updated(params: PyTree) -> tuple[PyTree, PyTree]:
         state = tx.init(params)
-        updates, new = optax.with_extra_args_support(tx).update(params, state, params, sparse_rows={})
+        updates, new = optax.with_extra_args_support(tx).update(
+            params, state, params, sparse_rows={}
+        )
         optax.apply_updates(params, updates)  # which would broadcast
-        for path, update, param in zip(paths(params), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        for path, update, param in zip(
+            paths(params), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True
+        ):
             if jnp.shape(update) != param.shape:
-                raise ValueError(f"its update of {path} is of shape {jnp.shape(update)}, and the parameter of {param.shape}")
+                raise ValueError(
+                    f"its update of {path} is of shape {jnp.shape(update)}, and the parameter of"
+                    f" {param.shape}"
+                )
         return state, new
 
     try:
         states = jax.eval_shape(updated, params)
     except Exception as error:  # any error of its functions
-        raise OptimError(f"config.optim.name={name!r} cannot update these parameters: {factories.first_line(error)}") from error
+        raise OptimError(
+            f"config.optim.name={name!r} cannot update these parameters:"
+            f" {factories.first_line(error)}"
+        ) from error
     before, after = (
-        {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)} for state in states
+        {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)}
+        for state in states
     )
     if changed := [path for path in sorted(before | after) if before.get(path) != after.get(path)]:
         old, new = before.get(changed[0]), after.get(changed[0])
-        raise OptimError(f"config.optim.name={name!r} changes its state {changed[0]!r} from {old} to {new}; expected the same")
+        raise OptimError(
+            f"config.optim.name={name!r} changes its state {changed[0]!r} from {old} to {new};"
+            " expected the same"
+        )
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
@@ -124,14 +173,18 @@ def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformatio
     clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
     for group, most in ((None, optim.clip), *((g, g.clip) for g in clipped_alone)):
         if most:
-            members = jax.tree.map(lambda g, group=group: (g if g.clip is not None else None) == group, groups)
+            members = jax.tree.map(
+                lambda g, group=group: (g if g.clip is not None else None) == group, groups
+            )
             yield optax.masked(_clip(most), members) if clipped_alone else _clip(most)
 
 
 def _clip(most: float) -> optax.GradientTransformation:
     """Scale all gradients down to a global norm of ``most``, which is summed in float32."""
 
-    def update(grads: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
+    def update(
+        grads: PyTree, state: optax.EmptyState, params: PyTree = None
+    ) -> tuple[PyTree, optax.EmptyState]:
         norm = global_norm(grads)
         factor = jnp.where(norm < most, 1.0, most / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
@@ -163,12 +216,19 @@ def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
     """
 
     def update(
-        updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, sparse_rows: PyTree = None, **_: Any
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        *,
+        sparse_rows: PyTree = None,
+        **_: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
 
         def keep(path: tuple[Any, ...], u: Array, is_sparse: bool) -> Array:
             count = (sparse_rows or {}).get(path_name(path)) if is_sparse else None
-            return u if count is None else jnp.where(count.reshape(-1, *[1] * (u.ndim - 1)) > 0, u, 0)
+            return (
+                u if count is None else jnp.where(count.reshape(-1, *[1] * (u.ndim - 1)) > 0, u, 0)
+            )
 
         return jax.tree.map_with_path(keep, updates, sparse), state
 
@@ -176,17 +236,25 @@ def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decayed(weights: PyTree) -> optax.GradientTransformation:
-    def update(updates: PyTree, state: optax.EmptyState, params: PyTree) -> tuple[PyTree, optax.EmptyState]:
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree
+    ) -> tuple[PyTree, optax.EmptyState]:
         return jax.tree.map(lambda u, p, w: u + w * p if w else u, updates, params, weights), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransformation:
-    def update(updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree) -> tuple[PyTree, optax.ScaleByScheduleState]:
+    def update(
+        updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree
+    ) -> tuple[PyTree, optax.ScaleByScheduleState]:
         ratio = schedule(state.count)
         # In the dtype of its parameter, since a wider one would be the largest array of a step.
-        moves = jax.tree.map(lambda u, r, p: (-r * ratio * u).astype(p.dtype), updates, rates, params)
+        moves = jax.tree.map(
+            lambda u, r, p: (-r * ratio * u).astype(p.dtype), updates, rates, params
+        )
         return moves, optax.ScaleByScheduleState(count=state.count + 1)
 
-    return optax.GradientTransformation(lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update)
+    return optax.GradientTransformation(
+        lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update
+    )

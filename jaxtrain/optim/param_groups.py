@@ -30,17 +30,21 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
         if sum(matches) != 1:
             which = "both" if all(matches) else "neither"
             problems.append(
-                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and "
-                f"optim.undecayed={optim.undecayed!r}; change the patterns so that exactly one of them matches it"
+                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and"
+                f" optim.undecayed={optim.undecayed!r}; change the patterns so that exactly one of"
+                " them matches it"
             )
     for i, group in enumerate(optim.groups):
         if not any(re.search(group.match, path) for path in names):
             problems.append(
-                f"optim.groups[{i}].match={group.match!r} matches no parameter; the parameters are {', '.join(names)}"
+                f"optim.groups[{i}].match={group.match!r} matches no parameter; the parameters are"
+                f" {', '.join(names)}"
             )
     if problems:
         raise OptimError("\n".join(problems))
-    return map_specs(lambda path, _: next((g for g in optim.groups if re.search(g.match, path)), rest), specs)
+    return map_specs(
+        lambda path, _: next((g for g in optim.groups if re.search(g.match, path)), rest), specs
+    )
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
@@ -57,7 +61,11 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
             return rule
         if group.name is None:
             # Positions, CLS tokens and biases of heads have two dimensions too, but do not decay.
-            return rule if is_hidden_matrix(path, spec) and re.search(optim.decayed, path) else optim.rest
+            return (
+                rule
+                if is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
+                else optim.rest
+            )
         if not group.freeze:
             try:
                 matrix_axes(path, spec)
@@ -66,7 +74,9 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
         return rule
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    names = [name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)]
+    names = [
+        name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)
+    ]
     if problems:
         raise OptimError("\n".join(problems))
     return jax.tree.unflatten(tree, names)
@@ -79,15 +89,23 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
     head counts. A match of optim.layer_first has n + 1, and any other parameter none. Raises
     OptimError if no parameter has a layer, or none is below the first.
     """
-    stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
+    stacks = [
+        spec.shape[spec.axes.index("layer")]
+        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+        if "layer" in spec.axes
+    ]
     if optim.layer_decay == 1:
         return map_specs(lambda path, spec: 1.0, specs)
     if not stacks:
-        raise OptimError(f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it at 1")
+        raise OptimError(
+            f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it"
+            " at 1"
+        )
     if not any(re.search(optim.layer_first, path) for path in paths(specs)):
         known = ", ".join(paths(specs))
         raise OptimError(
-            f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the layers of {known}"
+            f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the"
+            f" layers of {known}"
         )
 
     def factor(path: str, spec: Spec) -> float | np.ndarray:

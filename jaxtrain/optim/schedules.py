@@ -42,11 +42,17 @@ def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
     ``xp``: with numpy, a built-in schedule is a function of numpy's arrays, for drawing it.
     """
     if factories.is_factory(optim.schedule):
-        rate = factories.call(optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr)
+        rate = factories.call(
+            optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr
+        )
         return lambda s: jnp.asarray(rate(s), jnp.float32)
     warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
     if optim.schedule == "three_phase":
-        warmup, decay, init = warmup or round(0.05 * steps), decay or round(0.2 * steps), init or 1e-8
+        warmup, decay, init = (
+            warmup or round(0.05 * steps),
+            decay or round(0.2 * steps),
+            init or 1e-8,
+        )
     start, length, shape = {
         "constant": (steps, 0, "linear"),
         "cosine": (warmup, steps - warmup, "cosine"),

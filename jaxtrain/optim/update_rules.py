@@ -20,7 +20,8 @@ from jaxtrain.types import Array, PyTree, Spec
 
 
 class MuonState(NamedTuple):
-    count: Array  # type: ignore[assignment]  # a checkpoint has this name, and nobody asks for tuple.count
+    # a checkpoint has this name, and nobody asks for tuple.count
+    count: Array  # type: ignore[assignment]
     mu: PyTree
 
 
@@ -45,8 +46,8 @@ def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]
         groups = [group for group in groups if spec.axes[group[0]] is not None]
     if len(groups) != 2:
         raise RuleError(
-            f"{path!r} with the axes {spec.axes} has {len(groups)} dimensions besides its layers, and muon needs "
-            "matrices; give it another rule with optim.groups"
+            f"{path!r} with the axes {spec.axes} has {len(groups)} dimensions besides its layers,"
+            " and muon needs matrices; give it another rule with optim.groups"
         )
     return tuple(groups[0]), tuple(groups[1])
 
@@ -62,7 +63,9 @@ def is_hidden_matrix(path: str, spec: Spec) -> bool:
     return True
 
 
-def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str) -> optax.GradientTransformation:
+def scale_by_muon(
+    specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
+) -> optax.GradientTransformation:
     """Make Muon: B <- momentum B + g, then u = g + momentum B (Jordan et al. 2024).
 
     Every matrix of u is orthogonalised and scaled.
@@ -125,9 +128,13 @@ def scale_by_adam_atan2(
     a, b = atan2_a, atan2_b
 
     def init(params: PyTree) -> optax.ScaleByAdamState:
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
+        return optax.ScaleByAdamState(
+            jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        )
 
-    def update(grads: PyTree, state: optax.ScaleByAdamState, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
+    def update(
+        grads: PyTree, state: optax.ScaleByAdamState, params: PyTree = None
+    ) -> tuple[PyTree, optax.ScaleByAdamState]:
         mu = optax.tree.update_moment(grads, state.mu, b1, 1)
         nu = optax.tree.update_moment(grads, state.nu, b2, 2)
         count = state.count + 1
@@ -135,7 +142,11 @@ def scale_by_adam_atan2(
 
         def angle(m: Array, v: Array) -> Array:
             root = b * jnp.sqrt(v / second)
-            return a * jnp.arctan2(m / first, root) if atan2_correction == "inside" else a / first * jnp.arctan2(m, root)
+            return (
+                a * jnp.arctan2(m / first, root)
+                if atan2_correction == "inside"
+                else a / first * jnp.arctan2(m, root)
+            )
 
         return jax.tree.map(angle, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 

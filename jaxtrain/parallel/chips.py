@@ -18,7 +18,8 @@ class Chip(NamedTuple):
     flops: float  # [FLOP/s] bfloat16 matrix products
     memory: float  # [bytes] that a program may use
     bandwidth: float  # [bytes/s] of the memory
-    links: float  # [bytes/s] sent to other chips of the node or slice, all links together, one direction
+    # [bytes/s] sent to other chips of the node or slice, all links together, one direction
+    links: float
 
 
 CHIPS = (
@@ -39,7 +40,11 @@ CHIPS = (
 
 def find(kind: str) -> Chip | None:
     """Return the chip whose name begins a ``device_kind``, the longest such name, or None."""
-    return max((chip for chip in CHIPS if kind.startswith(chip.kind)), key=lambda chip: len(chip.kind), default=None)
+    return max(
+        (chip for chip in CHIPS if kind.startswith(chip.kind)),
+        key=lambda chip: len(chip.kind),
+        default=None,
+    )
 
 
 def by_name(name: str) -> Chip | None:

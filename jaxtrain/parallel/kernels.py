@@ -19,7 +19,9 @@ from jaxtrain.types import Array, Axes, PyTree, Shard
 T = TypeVar("T")
 
 
-def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence[Axes], out: Any) -> T:
+def local(
+    shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence[Axes], out: Any
+) -> T:
     """Compute f(*args) on every device's own part of the arguments, by their logical ``axes``.
 
     ``out`` has a PartitionSpec (by ``shard.spec``) for each result. It is not differentiable, as
@@ -30,9 +32,14 @@ def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence
 
 
 def differentiable(
-    shard: Shard, f: Callable[..., Array], args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *,
-    constants: int = 0
-) -> Array:  # fmt: skip
+    shard: Shard,
+    f: Callable[..., Array],
+    args: Sequence[Array],
+    axes: Sequence[Axes],
+    out: PartitionSpec,
+    *,
+    constants: int = 0,
+) -> Array:
     """Compute f as `local`, and again in a backward pass by all but the last ``constants``."""
     n = len(args) - constants
 
@@ -56,9 +63,14 @@ def differentiable(
 
 
 def kernel(
-    shard: Shard, f: Callable[..., Array], args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *,
-    constants: int = 0
-) -> Array:  # fmt: skip
+    shard: Shard,
+    f: Callable[..., Array],
+    args: Sequence[Array],
+    axes: Sequence[Axes],
+    out: PartitionSpec,
+    *,
+    constants: int = 0,
+) -> Array:
     """Compute f as `differentiable` does, for kernels that XLA must not split.
 
     Every mesh axis is manual, as XLA would leave any other to the kernel's own partitioner, or to
@@ -70,13 +82,16 @@ def kernel(
     n = len(args) - constants
     free = tuple(name for name in shard.mesh.axis_names if name not in manual_axes())
     own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
-    traced: dict[str, Any] = {}  # the form of f's activations; `backward` is traced after `on_device`
+    # the form of f's activations; `backward` is traced after `on_device`
+    traced: dict[str, Any] = {}
 
     def on_device(*args: Array) -> tuple[Array, list[Array]]:
         y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
         leaves, traced["tree"] = jax.tree.flatten(pull)
         known = (*args, y)
-        traced["known"] = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
+        traced["known"] = [
+            next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves
+        ]
         return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
 
     def forward(*args: Array) -> tuple[Array, tuple[dict[int, Array], list[Array]]]:
@@ -90,14 +105,18 @@ def kernel(
         grads: tuple[Array, ...] = jax.tree.unflatten(traced["tree"], leaves)(cotangent)
         return grads
 
-    def backward(activations: tuple[dict[int, Array], list[Array]], cotangent: Array) -> tuple[Any, ...]:
+    def backward(
+        activations: tuple[dict[int, Array], list[Array]], cotangent: Array
+    ) -> tuple[Any, ...]:
         shared, kept = activations
         specs = [*_specs(shard, args, axes), out]
         ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
         grads = _map(shard, pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
         return (*grads, *map(_no_derivative, args[n:]))
 
-    call = jax.custom_vjp(lambda *args: _map(shard, f, args, _specs(shard, args, axes), out, every=True))
+    call = jax.custom_vjp(
+        lambda *args: _map(shard, f, args, _specs(shard, args, axes), out, every=True)
+    )
     call.defvjp(forward, backward)
     return call(*args)
 
@@ -106,18 +125,37 @@ def _specs(shard: Shard, args: Sequence[Array], axes: Sequence[Axes]) -> list[Pa
     return [shard.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
 
 
-def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> T:
+def _map(
+    shard: Shard,
+    f: Callable[..., T],
+    args: Sequence[Any],
+    ins: Sequence[Any],
+    outs: Any,
+    *,
+    every: bool = False,
+) -> T:
     """Call f under shard_map. ``every``: over axes of one device too, without tracking."""
     manual = manual_axes()
-    sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
+    sizes = (
+        {}
+        if shard.mesh is None
+        else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
+    )
     # Axes of one device split nothing, and jax 0.10.2 fails over them (a RET_CHECK).
     free = {name for name, size in sizes.items() if size > 1 or every}
-    if shard.mesh is None or shard.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
+    if (
+        shard.mesh is None
+        or shard.mesh.size == 1
+        or not any(size > 1 for size in sizes.values())
+        and not every
+    ):
         return f(*args)
     nested = tuple(sorted(manual)) if every else ()
     part = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
     mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
-    mapped = jax.shard_map(part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every)
+    mapped = jax.shard_map(
+        part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every
+    )
     # In a loop over layers, JAX computes masks before the loop, since they depend on no layer. It
     # would cut `f` in two, with arrays between that it cannot place. A checkpoint has none.
     outputs: T = jax.checkpoint(mapped, prevent_cse=False)(*args)

@@ -19,7 +19,14 @@ from loaders.io.checks import UserError
 DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
 MESH_AXES = (DATA, "fsdp", "model")
 # Compute capability by a part of device_kind (NVIDIA, "CUDA GPU Compute Capability").
-CAPABILITIES = {"A100": "8.0", "A6000": "8.6", "L40S": "8.9", "H100": "9.0", "H200": "9.0", "B200": "10.0"}
+CAPABILITIES = {
+    "A100": "8.0",
+    "A6000": "8.6",
+    "L40S": "8.9",
+    "H100": "9.0",
+    "H200": "9.0",
+    "B200": "10.0",
+}
 
 
 class LayoutError(UserError, ValueError):
@@ -37,12 +44,17 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
         sizes[sizes.index(-1)] = count // known
     if int(np.prod(sizes)) != count:
         there = "is 1 device" if count == 1 else f"are {count} devices"
-        raise LayoutError(f"mesh {asked} has {int(np.prod(sizes))} places, and there {there} ({what}); set one axis to -1")
+        raise LayoutError(
+            f"mesh {asked} has {int(np.prod(sizes))} places, and there {there} ({what}); set one"
+            " axis to -1"
+        )
     data, fsdp, model = sizes
     return data, fsdp, model
 
 
-def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """Make a (data, fsdp, model) mesh; one size may be -1. Raises LayoutError if they do not fit.
 
     Neighbours in the mesh are neighbours in a slice. Slices are joined by the slower network, which
@@ -56,12 +68,14 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
     replicas, short = divmod(sizes[0], len(slices))
     if short:
         raise LayoutError(
-            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not divide data={sizes[0]}; fsdp "
-            "and model must stay within a slice"
+            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not"
+            f" divide data={sizes[0]}; fsdp and model must stay within a slice"
         )
     # The types are explicit, since the default changed between JAX releases.
     parts = [
-        jax.make_mesh((replicas, *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=slices[i])
+        jax.make_mesh(
+            (replicas, *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=slices[i]
+        )
         for i in sorted(slices)
     ]
     if len(parts) == 1:
@@ -70,7 +84,9 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
     return jax.sharding.Mesh(together, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) -> jax.sharding.AbstractMesh:
+def abstract_mesh(
+    data: int, fsdp: int, model: int, *, count: int, what: str
+) -> jax.sharding.AbstractMesh:
     """Make a mesh without devices, to plan for ``count`` of them."""
     sizes = mesh_sizes((data, fsdp, model), count, what)
     return jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
@@ -88,14 +104,21 @@ def devices_of(kind: str) -> Devices:
     if kind.startswith("TPU"):
         return Devices("tpu")
     if kind.startswith("NVIDIA"):
-        return Devices("gpu", next((capability for name, capability in CAPABILITIES.items() if name in kind), ""))
+        return Devices(
+            "gpu",
+            next((capability for name, capability in CAPABILITIES.items() if name in kind), ""),
+        )
     return Devices()
 
 
 def devices_like(device: jax.Device) -> Devices:
     """Return devices like one that is here or in a topology."""
     if device.platform in ("cuda", "rocm", "gpu"):
-        return Devices("gpu", str(getattr(device, "compute_capability", "")) or devices_of(device.device_kind).capability)
+        return Devices(
+            "gpu",
+            str(getattr(device, "compute_capability", ""))
+            or devices_of(device.device_kind).capability,
+        )
     return Devices(device.platform)
 
 
@@ -116,7 +139,9 @@ class Layout(NamedTuple):
         a mesh axis that is used twice.
         """
         if len(axes) != len(shape):
-            raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
+            raise LayoutError(
+                f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}"
+            )
         parts: list[str | tuple[str, ...] | None] = []
         used: dict[str, str] = {}  # mesh axis -> the logical axis that has it
         for axis, size in zip(axes, shape, strict=True):
@@ -125,28 +150,33 @@ class Layout(NamedTuple):
                 continue
             if axis not in self.axis_rules:
                 raise LayoutError(
-                    f"{path}: axis {axis!r} has no rule; expected one of: {sorted(self.axis_rules)}, or add a rule in "
-                    "config.mesh.axis_rules"
+                    f"{path}: axis {axis!r} has no rule; expected one of:"
+                    f" {sorted(self.axis_rules)}, or add a rule in config.mesh.axis_rules"
                 )
             rule = self.axis_rules[axis]
             names = self.names(axis)
             places = int(np.prod([self.mesh.shape[name] for name in names]))
             if size % places:
                 if not rule.endswith("?"):
-                    remedy = f"let it stay whole with config.mesh.axis_rules = {{{axis!r}: '{rule}?'}}"
+                    remedy = (
+                        f"let it stay whole with config.mesh.axis_rules = {{{axis!r}: '{rule}?'}}"
+                    )
                     if axis == "batch":  # each device has rows of its own
                         remedy = f"make train.batch a multiple of {places}"
                     raise LayoutError(
-                        f"{path}: dimension {axis!r} of size {size} does not divide over mesh axes {names} of size {places}; "
-                        f"change the mesh, or {remedy}"
+                        f"{path}: dimension {axis!r} of size {size} does not divide over mesh axes"
+                        f" {names} of size {places}; change the mesh, or {remedy}"
                     )
                 names = ()
             for name in names:
                 if name in used:
-                    raise LayoutError(f"{path}: axes {used[name]!r} and {axis!r} both want mesh axis {name!r}")
+                    raise LayoutError(
+                        f"{path}: axes {used[name]!r} and {axis!r} both want mesh axis {name!r}"
+                    )
                 used[name] = axis
             parts.append(names if len(names) > 1 else names[0] if names else None)
-        while parts and parts[-1] is None:  # one spelling for one layout, so that equal shardings compare equal
+        # one spelling for one layout, so that equal shardings compare equal
+        while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
 
@@ -164,7 +194,9 @@ class Layout(NamedTuple):
         """List the mesh axes of several devices that a logical axis is split over if it divides."""
         if axis is None:
             return ()
-        return tuple(n for n in self.axis_rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1)
+        return tuple(
+            n for n in self.axis_rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1
+        )
 
 
 class Sharder(NamedTuple):
@@ -191,7 +223,10 @@ class Sharder(NamedTuple):
         """Return the partition of an array as it is seen here."""
         manual = manual_axes()
         local = {name: self.mesh.shape[name] for name in manual}
-        whole = [s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)])) for s, a in zip(shape, axes, strict=True)]
+        whole = [
+            s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)]))
+            for s, a in zip(shape, axes, strict=True)
+        ]
         return PartitionSpec(*(_without(part, manual) for part in self.layout.spec(axes, whole)))
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
@@ -211,7 +246,10 @@ def manual_axes() -> set[str]:
 
 
 def make_layout(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str], *, devices: Devices = CPUS
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis_rules: Mapping[str, str],
+    *,
+    devices: Devices = CPUS,
 ) -> Layout:
     """Make a layout of `AXIS_RULES` with overrides. Raises LayoutError: an unknown mesh axis.
 
@@ -221,7 +259,10 @@ def make_layout(
     for axis, rule in merged.items():
         unknown = [name for name in rule.rstrip("?").split(",") if name and name not in MESH_AXES]
         if unknown:
-            raise LayoutError(f"config.mesh.axis_rules[{axis!r}] = {rule!r} names {unknown}; the mesh axes are {MESH_AXES}")
+            raise LayoutError(
+                f"config.mesh.axis_rules[{axis!r}] = {rule!r} names {unknown}; the mesh axes are"
+                f" {MESH_AXES}"
+            )
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         devices = devices_like(mesh.devices.flat[0])
     return Layout(mesh, merged, devices)

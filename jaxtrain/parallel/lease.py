@@ -73,7 +73,10 @@ def this_process() -> Process:
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    job, since = (slurm("SLURM_JOB_ID"), slurm("SLURM_RESTART_COUNT")), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    job, since = (
+        (slurm("SLURM_JOB_ID"), slurm("SLURM_RESTART_COUNT")),
+        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    )
     return Process(token, host, pid, _state(pid)[1], machine or host, since, *job)
 
 
@@ -149,9 +152,9 @@ class Folder:
             end = f"scancel {holder.job}" if holder.job else f"kill {holder.pid}{there}"
             heard = f", last heard of {age:.0f} s ago" * self.is_disk
             raise WorkdirError(
-                f"{self.name} is in use by another run: {holder}{heard}. Two of them would write over "
-                f"each other's files: choose another {self._choose}, or end that "
-                f"run{f' by `{end}`' * bool(holder.pid)} (it saves first)"
+                f"{self.name} is in use by another run: {holder}{heard}. Two of them would write"
+                f" over each other's files: choose another {self._choose}, or end that"
+                f" run{f' by `{end}`' * bool(holder.pid)} (it saves first)"
             )
         if holder:
             log.warning("%s: %s has ended; this run takes over", self.name, holder)
@@ -216,7 +219,13 @@ class Lease:
     while another lease expires, and may raise. ``choose`` names a folder for the message.
     """
 
-    def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):
+    def __init__(
+        self,
+        folders: Sequence[str],
+        *,
+        leave: Callable[[], Any] = lambda: None,
+        choose: str = "config.workdir",
+    ):
         me, self._leave, self._closed = this_process(), leave, threading.Event()
         paths = [f if "://" in f else os.path.realpath(files.expanded(f)) for f in folders]
         self._folders = [Folder(path, me, choose) for path in dict.fromkeys(paths)]

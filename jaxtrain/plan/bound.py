@@ -32,14 +32,28 @@ from jaxtrain.plan.target import Target
 from jaxtrain.step import train_step as step_lib
 
 CALLS = {
-    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit",
-    "remat", "remat2", "shard_map",
-}  # fmt: skip
+    "checkpoint",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "pjit",
+    "remat",
+    "remat2",
+    "shard_map",
+}
 # Their results are their operands under other names.
 RENAMES = {
-    "copy", "optimization_barrier", "pcast", "pvary", "reshape", "sharding_constraint", "squeeze",
+    "copy",
+    "optimization_barrier",
+    "pcast",
+    "pvary",
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
     "transpose",
-}  # fmt: skip
+}
 ROUND = -1  # among the loops that a value depends on: it is another one in each round of this loop
 
 
@@ -78,7 +92,9 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     read = [x for x, u in zip(leaves, used, strict=True) if u and not memory.is_on_host(x)]
     arguments = sum(memory.device_bytes(x, tiled=tiled) for x in read)
     least = memory.least(memory.held(abstract, layout, tiled=tiled))
-    second = memory.second(abstract, layout, tiled=tiled) if assembly.config.guard.verify_every else 0
+    second = (
+        memory.second(abstract, layout, tiled=tiled) if assembly.config.guard.verify_every else 0
+    )
     return Bound(arguments, max(0, least - arguments), kept, second)
 
 
@@ -126,7 +142,9 @@ class _Walk:
         return max(moments, key=_total, default=[])
 
     def block(self, jaxpr: Any, consts: list[Value], inputs: list[Value]) -> list[Value]:
-        known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        known: dict[Any, Value] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+        )
 
         def value(v: Any) -> Value:
             if isinstance(v, core.Literal):
@@ -134,7 +152,9 @@ class _Walk:
             return known[v]
 
         for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._equation(eqn, [value(v) for v in eqn.invars]), strict=True))
+            known.update(
+                zip(eqn.outvars, self._equation(eqn, [value(v) for v in eqn.invars]), strict=True)
+            )
         return [value(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -157,7 +177,9 @@ class _Walk:
         for axis in params.get("newly_manual_axes", ()):  # of a shard_map: shapes are parts inside
             self._share //= params["mesh"].shape[axis]
         closed = isinstance(inner, core.ClosedJaxpr)
-        results = self.block(inner.jaxpr if closed else inner, self.new(inner.consts if closed else ()), inputs)
+        results = self.block(
+            inner.jaxpr if closed else inner, self.new(inner.consts if closed else ()), inputs
+        )
         self._share = share
         return results
 

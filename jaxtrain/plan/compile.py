@@ -53,13 +53,19 @@ def tpu_devices(target: Target) -> list[Any]:
     from jax.experimental import topologies
 
     ask_for_no_chips()
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.known.name in ("v4", "v5p") else {}
+    options: dict[str, Any] = (
+        {"chip_config_name": "megacore"} if target.known.name in ("v4", "v5p") else {}
+    )
     if target.slices > 1:
         options["num_slices"] = target.slices
     try:
-        return list(topologies.get_topology_desc(target.topology, platform="tpu", **options).devices)
+        return list(
+            topologies.get_topology_desc(target.topology, platform="tpu", **options).devices
+        )
     except Exception as error:
-        raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {first_line(error)}") from error
+        raise PlanError(
+            f"--plan={target.name}: libtpu knows no such topology: {first_line(error)}"
+        ) from error
 
 
 def gpu_devices(target: Target) -> list[Any]:
@@ -68,13 +74,25 @@ def gpu_devices(target: Target) -> list[Any]:
 
     spec = gpu_specs.SPECS[target.known.name].text()
     try:
-        return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
+        return list(
+            topologies.get_topology_desc(
+                "", "cuda", target_config=spec, topology=target.topology
+            ).devices
+        )
     except Exception as error:
-        raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {first_line(error)}") from error
+        raise PlanError(
+            f"--plan={target.name}: XLA's compiler for GPUs: {first_line(error)}"
+        ) from error
 
 
 # A card of each compute capability that Pallas knows by name (jax 0.11).
-KNOWN_TO_PALLAS = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
+KNOWN_TO_PALLAS = {
+    "8.0": "NVIDIA A100",
+    "8.6": "NVIDIA A10",
+    "8.9": "NVIDIA L4",
+    "9.0": "NVIDIA H100",
+    "10.0": "NVIDIA B200",
+}
 
 
 @contextlib.contextmanager
@@ -108,12 +126,17 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
             device = tpu_devices(target)[0]
         elif target.kind == "gpu":
             with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
-                device = jax.devices("cpu")[0]  # jaxlib's own compiler knows the options for GPUs by name
+                # jaxlib's own compiler knows the options for GPUs by name
+                device = jax.devices("cpu")[0]
     return xla_options.options(config.compiler, kind, count=target.count, device=device)
 
 
 def compiled(
-    assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None, versions: str = ""
+    assembly: Assembly,
+    traced: jax.stages.Traced,
+    *,
+    options: Mapping[str, Any] | None = None,
+    versions: str = "",
 ) -> Compiled:
     """Compile a step on the assembly's real mesh, with the options of a run and ``options``.
 
@@ -122,11 +145,16 @@ def compiled(
     """
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
-    options = {**xla_options.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
+    options = {
+        **xla_options.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]),
+        **(options or {}),
+    }
     figures, again = ask(traced.lower(), devices, options, own=own, versions=versions)
     if figures.refusal:
         raise PlanError(f"the compiler says: {figures.refusal}")
-    found = Compiled(figures.arguments, figures.temporaries, figures.peak, None, figures.seconds, again=again)
+    found = Compiled(
+        figures.arguments, figures.temporaries, figures.peak, None, figures.seconds, again=again
+    )
     if figures.text is None:
         return found
     module, shape = hlo.Program(figures.text), dict(mesh.shape)
@@ -134,9 +162,11 @@ def compiled(
     for one in module.products():
         products[" x ".join(one.operands)] += one.flops
     return found._replace(
-        collectives=hlo.summary(hlo.collectives(module), shape), library_calls=module.library_calls(), products=dict(products),
+        collectives=hlo.summary(hlo.collectives(module), shape),
+        library_calls=module.library_calls(),
+        products=dict(products),
         text=figures.text,
-    )  # fmt: skip
+    )
 
 
 def ask(
@@ -153,11 +183,15 @@ def ask(
         return known, True
     began = time.perf_counter()
     try:
-        figures = _read(xla_options.compile(lowered, options, own or {}), devices[0].platform, began)
+        figures = _read(
+            xla_options.compile(lowered, options, own or {}), devices[0].platform, began
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        figures = plan_cache.Figures(0, 0, 0, time.perf_counter() - began, None, refusal=first_line(error))
+        figures = plan_cache.Figures(
+            0, 0, 0, time.perf_counter() - began, None, refusal=first_line(error)
+        )
     if name:
         plan_cache.keep(name, figures)
     return figures, False

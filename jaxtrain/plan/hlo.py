@@ -7,11 +7,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 # Custom calls that compute nothing.
-MARKS = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement", "MoveToHost", "MoveToDevice"}
+MARKS = {
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "annotate_device_placement",
+    "MoveToHost",
+    "MoveToDevice",
+}
 SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{[\d,]*(:[^}]*)?\})?")
-_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)"
+)
 
 
 class Instruction(NamedTuple):
@@ -45,7 +61,9 @@ def instruction(line: str) -> Instruction | None:
     if not match:
         return None
     inside, _ = _split(rest[match.end() :])
-    return Instruction(left.lstrip("%"), match[1], result, tuple(re.findall(r"%([\w.\-]+)", inside)), line)
+    return Instruction(
+        left.lstrip("%"), match[1], result, tuple(re.findall(r"%([\w.\-]+)", inside)), line
+    )
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -71,14 +89,23 @@ class Collective(NamedTuple):
     def sent(self) -> float:
         """The bytes that one device sends in all, by the ring algorithms."""
         n = max(len(group) for group in self.groups)
-        factor = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-to-all": (n - 1) / n}
+        factor = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": n - 1,
+            "all-to-all": (n - 1) / n,
+        }
         return self.times * self.bytes * factor.get(self.kind, 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes of a mesh (name -> size) along which devices of one group differ."""
         sizes = tuple(mesh.values())
         spans = [np.unravel_index(group, sizes) for group in self.groups]
-        return tuple(name for i, name in enumerate(mesh) if any(len(set(places[i].tolist())) > 1 for places in spans))
+        return tuple(
+            name
+            for i, name in enumerate(mesh)
+            if any(len(set(places[i].tolist())) > 1 for places in spans)
+        )
 
 
 class Exchanged(NamedTuple):
@@ -104,8 +131,14 @@ class Program:
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
         parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
-        self.bodies = {name: [i for line in body.splitlines() if (i := instruction(line))] for _, name, body in parts}
-        self.devices = max((int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])), default=1)
+        self.bodies = {
+            name: [i for line in body.splitlines() if (i := instruction(line))]
+            for _, name, body in parts
+        }
+        self.devices = max(
+            (int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])),
+            default=1,
+        )
         self.times: dict[str, int] = {}  # computation -> how often a step executes it, if it does
         self.loops: set[str] = set()  # computations inside of loops
         self.started: set[str] = set()  # that begin at one place and are waited for at another
@@ -137,7 +170,9 @@ class Program:
         """Return target of a custom call -> executions in a step, without the compiler's marks."""
         calls: dict[str, int] = {}
         for name, i in self.executed():
-            if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[1] not in MARKS:
+            if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[
+                1
+            ] not in MARKS:
                 calls[match[1]] = calls.get(match[1], 0) + self.times[name]
         return calls
 
@@ -149,7 +184,9 @@ class Program:
             is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
             if not (is_call or i.op == "dot") or len(i.operands) < 2 or not i.shapes:
                 continue
-            types, dims = zip(*(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True)
+            types, dims = zip(
+                *(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True
+            )
             flops = 2.0 * math.prod(i.shapes[0][1]) * _depth(i.line, dims[0]) * self.times[name]
             every_product.append(Product(types, flops, i.line))
         return every_product
@@ -177,7 +214,8 @@ def collectives(text: str | Program) -> list[Collective]:
             if kind == "collective-permute":
                 results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
             results = results[len(results) // 2 :]
-        if name.startswith("all-reduce-scatter"):  # on TPUs a fusion of a sum and each device's part
+        # on TPUs a fusion of a sum and each device's part
+        if name.startswith("all-reduce-scatter"):
             kind, results = "reduce-scatter", program.bodies[name][-1].shapes[:1]
         size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
         shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
@@ -188,18 +226,28 @@ def collectives(text: str | Program) -> list[Collective]:
 
 def groups(line: str, devices: int) -> list[list[int]]:
     """Parse the lists of device numbers that exchange values, in each notation of XLA."""
-    if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
-        return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
+    if explicit := re.search(
+        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line
+    ):
+        return [
+            [int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])
+        ]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         return _places(*iota.group(2, 3)).reshape(-1, _dims(iota[1])[1]).tolist()
     if mesh := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+        r" \{([^}:]*)\}",
+        line,
     ):
         names, texts = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
         sizes = [int(n) for n in texts]
         along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
         places = _places(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
-        return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[i] for i in along)).tolist()
+        return (
+            np.moveaxis(places, along, range(-len(along), 0))
+            .reshape(-1, math.prod(sizes[i] for i in along))
+            .tolist()
+        )
     if "replica_groups={}" in line:
         return [list(range(devices))]
     raise ValueError(f"an unknown notation of groups: {line}")
@@ -224,7 +272,11 @@ def _constant(i: Instruction) -> int:
 
 def _step(condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
     """Return how a loop's counter (all its condition reads) grows a round, 1 if unclear."""
-    read = {int(m[1]) for i in condition if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))}
+    read = {
+        int(m[1])
+        for i in condition
+        if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))
+    }
     state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
     if len(read) != 1 or len(state) <= (at := min(read)):
         return 1
@@ -251,5 +303,7 @@ def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> Exchang
     table: Exchanges = {}
     for c in exchanges:
         n, sent, early = table.get((c.kind, c.axes(mesh)), (0, 0.0, 0))
-        table[c.kind, c.axes(mesh)] = Exchanged(n + c.times, sent + c.sent, early + c.times * c.is_async)
+        table[c.kind, c.axes(mesh)] = Exchanged(
+            n + c.times, sent + c.sent, early + c.times * c.is_async
+        )
     return table

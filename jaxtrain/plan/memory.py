@@ -38,7 +38,10 @@ def padded(shape: Sequence[int], size: int) -> int:
         n = math.prod(shape)
         return _up(n, min(max(_power(n), 128 * packed), 1024)) * size
     ways = [
-        math.prod(shape) // (rows * columns) * _up(rows, min(max(_power(rows), packed), 8)) * _up(columns, 128)
+        math.prod(shape)
+        // (rows * columns)
+        * _up(rows, min(max(_power(rows), packed), 8))
+        * _up(columns, 128)
         for rows, columns in itertools.permutations(shape, 2)
     ]
     return min(ways) * size
@@ -72,7 +75,9 @@ def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool
 
 def offloaded(abstract: state_lib.Abstract) -> int:
     """Return the bytes of host memory for one device between two steps."""
-    return sum(device_bytes(x, tiled=False) for x in jax.tree.leaves(abstract.state) if is_on_host(x))
+    return sum(
+        device_bytes(x, tiled=False) for x in jax.tree.leaves(abstract.state) if is_on_host(x)
+    )
 
 
 def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
@@ -92,4 +97,6 @@ def least(held: Mapping[str, int]) -> int:
 
 def host_memory() -> float:
     """Return the bytes available to a process by Linux's estimate, else (macOS) all memory."""
-    return machine.meminfo().get("MemAvailable", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return machine.meminfo().get(
+        "MemAvailable", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )

@@ -37,10 +37,21 @@ KINDS = (int, int, int, int | float, str | None, str)  # of its entries
 
 def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versions: str) -> str:
     """Hash what decides the figures: ``program`` (lowered text), compilers' ``versions``."""
-    placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
+    placed = [
+        (device.id, getattr(device, "coords", None), device.process_index) for device in devices
+    ]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    decides = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]
-    return hashlib.sha256(json.dumps(decides, default=str).encode() + b"\0" + program.encode()).hexdigest()
+    decides = [
+        devices[0].device_kind,
+        placed,
+        sorted(options.items()),
+        versions,
+        jax.__version__,
+        surroundings,
+    ]
+    return hashlib.sha256(
+        json.dumps(decides, default=str).encode() + b"\0" + program.encode()
+    ).hexdigest()
 
 
 def find(name: str) -> Figures | None:
@@ -49,7 +60,11 @@ def find(name: str) -> Figures | None:
         unpacker = zlib.decompressobj(wbits=31)
         text = unpacker.decompress(files.read(path, most=LIMIT), MAX_UNPACKED)
         figures = Figures(**files.parse(text.decode(), str(path)))
-        if not unpacker.eof or not all(map(isinstance, figures, KINDS)) or not min(figures[:4]) >= 0:
+        if (
+            not unpacker.eof
+            or not all(map(isinstance, figures, KINDS))
+            or not min(figures[:4]) >= 0
+        ):
             return None
         os.utime(path)
     except (OSError, ValueError, TypeError, zlib.error):  # missing, or damaged

@@ -103,18 +103,30 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
         text = f"--config.mesh.fsdp={n} --config.mesh.data={data * fsdp // n}"
         yield text, replace(config, mesh=replace(m, data=data * fsdp // n, fsdp=n, model=model))
     if getattr(config.model, "remat", "") == "none":
-        yield "--config.model.remat=full", replace(config, model=replace(config.model, remat="full"))
+        yield (
+            "--config.model.remat=full",
+            replace(config, model=replace(config.model, remat="full")),
+        )
     for n in (t.accumulate * 2**k for k in range(1, 11)):
         yield f"--config.train.accumulate={n}", replace(config, train=replace(t, accumulate=n))
     if getattr(config.model, "dtype", "") == "float32":
-        yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
+        yield (
+            "--config.model.dtype=bfloat16",
+            replace(config, model=replace(config.model, dtype="bfloat16")),
+        )
     o = config.optim
     narrower = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(o.moments, ())
     for moments in () if factories.is_factory(o.name) else narrower:
-        yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
+        yield (
+            f"--config.optim.moments={moments}",
+            replace(config, optim=replace(o, moments=moments)),
+        )
     if not o.offload:
         yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))
     if config.guard.verify_every:
-        yield "--config.guard.verify_every=0", replace(config, guard=replace(config.guard, verify_every=0))
+        yield (
+            "--config.guard.verify_every=0",
+            replace(config, guard=replace(config.guard, verify_every=0)),
+        )
     if t.ema:
         yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))

@@ -26,7 +26,8 @@ class Target:
     chip: chips.Chip | None  # None = not in the table, as CPUs
     count: int  # devices
     here: bool  # the devices are this machine's
-    topology: str = ""  # for the compiler, of a TPU slice, or GPUs (partitions x nodes x GPUs of a node)
+    # for the compiler, of a TPU slice, or GPUs (partitions x nodes x GPUs of a node)
+    topology: str = ""
     slices: int = 1  # of TPUs; nodes of GPUs
 
     @property
@@ -45,7 +46,11 @@ class Target:
     @property
     def memory(self) -> float:
         """The bytes that a program may use on one device."""
-        if self.here and (stats := jax.local_devices()[0].memory_stats()) and "bytes_limit" in stats:
+        if (
+            self.here
+            and (stats := jax.local_devices()[0].memory_stats())
+            and "bytes_limit" in stats
+        ):
             return float(stats["bytes_limit"])
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
 
@@ -54,22 +59,48 @@ def parse_target(text: str) -> Target:
     """Parse a target as in --plan=. Raises PlanError, with the known ones."""
     if not text:
         device = jax.devices()[0]
-        return Target(f"{jax.device_count()} × {device.device_kind}", chips.find(device.device_kind), jax.device_count(), True)
+        return Target(
+            f"{jax.device_count()} × {device.device_kind}",
+            chips.find(device.device_kind),
+            jax.device_count(),
+            True,
+        )
     platform, _, rest = text.lower().partition(":")
-    known = {p: [c.name for c in chips.CHIPS if c.kind.startswith(k)] for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))}
-    if platform == "gpu" and (match := re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", rest)) and match[1] in known["gpu"]:
+    known = {
+        p: [c.name for c in chips.CHIPS if c.kind.startswith(k)]
+        for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))
+    }
+    if (
+        platform == "gpu"
+        and (match := re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", rest))
+        and match[1] in known["gpu"]
+    ):
         each, nodes = int(match[2]), int(match[3] or 1)
         if match[3] is None and each > GPUS_PER_NODE and each % GPUS_PER_NODE == 0:
             each, nodes = GPUS_PER_NODE, each // GPUS_PER_NODE
         if each * nodes:
-            return Target(text, chips.by_name(match[1]), each * nodes, False, f"1x{nodes}x{each}", nodes)
-    if platform == "tpu" and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest)) and match[1] in known["tpu"]:
+            return Target(
+                text, chips.by_name(match[1]), each * nodes, False, f"1x{nodes}x{each}", nodes
+            )
+    if (
+        platform == "tpu"
+        and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest))
+        and match[1] in known["tpu"]
+    ):
         count, slices = math.prod(int(n) for n in match[2].split("x")), int(match[3] or 1)
         if count * slices:
-            return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
+            return Target(
+                text,
+                chips.by_name(match[1]),
+                count * slices,
+                False,
+                f"{match[1]}:{match[2]}",
+                slices,
+            )
     raise PlanError(
-        f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
-        f"({', '.join(known['gpu'])}), followed by *2 for two slices or nodes"
+        f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4"
+        f" ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 ({', '.join(known['gpu'])}), followed"
+        " by *2 for two slices or nodes"
     )
 
 

@@ -21,7 +21,15 @@ from jaxtrain.assembly import assemble
 from jaxtrain.config import Config
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment
-from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
+from jaxtrain.plan.compile import (
+    UNTUNED,
+    Compiled,
+    ask_for_no_chips,
+    compiled,
+    for_kernels,
+    gpu_devices,
+    tpu_devices,
+)
 from jaxtrain.plan.target import PlanError, parse_target
 
 # With "-m" the module would be __main__ there, and its classes not those of this module.
@@ -49,17 +57,32 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
     [kind] = {parse_target(job.target).kind for job in jobs}
     place = environment.find(kind)
     if place is None:
-        raise PlanError(f"no compiler for --plan={kind}:… is here; jaxtrain plan --setup {kind} fetches it, once")
+        raise PlanError(
+            f"no compiler for --plan={kind}:… is here; jaxtrain plan --setup {kind} fetches it,"
+            " once"
+        )
     with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
         asked, answered = pathlib.Path(folder, "jobs"), pathlib.Path(folder, "answers")
         asked.write_bytes(pickle.dumps(list(jobs)))
         # It sees CPUs only. Else it would wait for an accelerator of this machine, or take it.
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
-        command = [sys.executable, "-c", START, str(asked), str(answered), environment.versions(place)]
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            START,
+            str(asked),
+            str(answered),
+            environment.versions(place),
+        ]
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         if done.returncode or not answered.exists():
             last = "; ".join(done.stdout.strip().splitlines()[-3:])
-            raise PlanError(f"the process that compiles for --plan={jobs[0].target} ended with code {done.returncode}: {last}")
+            raise PlanError(
+                f"the process that compiles for --plan={jobs[0].target} ended with code"
+                f" {done.returncode}: {last}"
+            )
         answers: list[Answer] = pickle.loads(answered.read_bytes())
         return answers
 
@@ -77,7 +100,9 @@ def answer(job: Job, versions: str = "") -> Answer:
         with for_kernels(mesh.devices.flat[0]) if of_gpus else contextlib.nullcontext():
             traced = assembly.trace(stage)
             is_traced = True
-            return Answer(compiled(assembly, traced, options=UNTUNED if of_gpus else None, versions=versions))
+            return Answer(
+                compiled(assembly, traced, options=UNTUNED if of_gpus else None, versions=versions)
+            )
     except PlanError as error:
         return Answer(None, str(error), too_large=is_traced)
     except Exception as error:  # of the compiler or the trace; other jobs go on

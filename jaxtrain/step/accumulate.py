@@ -52,20 +52,34 @@ def _reduced(
     task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
 ) -> tuple[PyTree, LossOut]:
     """Sum over this data group's rows, then reduce once over "data", which is manual here."""
-    params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
+    params, frozen, key = jax.lax.pcast(
+        (variables.params, variables.frozen, key), (DATA,), to="varying"
+    )
     local = Variables(params, frozen, jax.tree.map(_varying, variables.model_state))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
-    grads, loss, metrics, sparse_rows = jax.lax.psum((grads, out.loss, out.metrics, out.sparse_rows), DATA)
-    model_state = variables.model_state  # if the loss does not touch it, it is identical on every group already
+    grads, loss, metrics, sparse_rows = jax.lax.psum(
+        (grads, out.loss, out.metrics, out.sparse_rows), DATA
+    )
+    # if the loss does not touch it, it is identical on every group already
+    model_state = variables.model_state
     if out.model_state is not None:
-        model_state = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), out.model_state, _state_partitions(task))
+        model_state = jax.tree.map(
+            lambda x, p: x if DATA in p else _equalised(x), out.model_state, _state_partitions(task)
+        )
     return grads, LossOut(loss, metrics, model_state, sparse_rows)
 
 
 def _summed(
-    task: Task, layout: Layout, n: int, variables: Variables, batch: Batch, key: Key, *, divided: bool = False,
-    cast: Callable[[Array], Array] = lambda x: x
-) -> tuple[PyTree, LossOut]:  # fmt: skip
+    task: Task,
+    layout: Layout,
+    n: int,
+    variables: Variables,
+    batch: Batch,
+    key: Key,
+    *,
+    divided: bool = False,
+    cast: Callable[[Array], Array] = lambda x: x,
+) -> tuple[PyTree, LossOut]:
     """Sum over n microbatches. A model state's arrays with a batch axis are split like the batch.
 
     Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
@@ -75,7 +89,9 @@ def _summed(
         return _microbatch(task, layout, variables, batch, key, divided=divided)
 
     def of_part(rows: Batch, own: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
-        return _microbatch(task, layout, variables._replace(model_state=_joined(own, shared)), rows, key)
+        return _microbatch(
+            task, layout, variables._replace(model_state=_joined(own, shared)), rows, key
+        )
 
     def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
         (sums, shared), (rows, own) = state, xs
@@ -86,9 +102,14 @@ def _summed(
         return jax.tree.map(cast, (sums, shared)), own
 
     own, shared = _by_batch_axis(task, variables.model_state)
-    xs = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), (dict(batch), own))
+    xs = jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0),
+        (dict(batch), own),
+    )
     grads, out = jax.eval_shape(of_part, *jax.tree.map(lambda x: x[0], xs), shared)
-    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None)))
+    zeros = jax.tree.map(
+        lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None))
+    )
     ((grads, sums), shared), own = jax.lax.scan(body, (zeros, shared), xs)
     if out.model_state is None:
         return grads, sums
@@ -97,26 +118,49 @@ def _summed(
 
 
 def _microbatch(
-    task: Task, layout: Layout, variables: Variables, rows: Batch, key: Key, *, divided: bool = False
+    task: Task,
+    layout: Layout,
+    variables: Variables,
+    rows: Batch,
+    key: Key,
+    *,
+    divided: bool = False,
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the sum of losses, or of their mean if ``divided``, and the sums."""
 
     def total(params: PyTree) -> tuple[Array, LossOut]:
         out = task.loss(variables._replace(params=params), rows, key)
         if not isinstance(out, LossOut):
-            raise TypeError(f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut")
+            raise TypeError(
+                f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut"
+            )
         require_means("loss", {"loss": out.loss, **out.metrics})
         if jnp.shape(out.loss.total):
-            raise TypeError(f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows")
+            raise TypeError(
+                f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over"
+                " rows"
+            )
         if not hasattr(out.loss.weight, "dtype"):
             text = f"the loss's weight is {out.loss.weight!r}, which no row decides"
-            raise TypeError(f"{text}; expected the sum of the rows' weights, such as rows['weight'].sum()")
+            raise TypeError(
+                f"{text}; expected the sum of the rows' weights, such as rows['weight'].sum()"
+            )
         return out.loss.total, out
 
     loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
-    (grads,) = pullback((1 / out.loss.weight).astype(loss.dtype) if divided else jnp.ones_like(loss))
+    (grads,) = pullback(
+        (1 / out.loss.weight).astype(loss.dtype) if divided else jnp.ones_like(loss)
+    )
     # Sums have the sharding of the parameters: each device has a shard, not a replica.
-    return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), task.specs.params, grads, is_leaf=specs.is_spec), out
+    return (
+        jax.tree.map(
+            lambda spec, g: layout.shard(g, *spec.axes),
+            task.specs.params,
+            grads,
+            is_leaf=specs.is_spec,
+        ),
+        out,
+    )
 
 
 def require_means(source: str, metrics: dict[str, Any]) -> None:
@@ -124,8 +168,9 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
     for name, value in metrics.items():
         if not isinstance(value, Mean):
             raise TypeError(
-                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a jaxtrain.types.Mean, "
-                "a sum over rows and the sum of their weights (law 5 of docs/ARCHITECTURE.md)"
+                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a"
+                " jaxtrain.types.Mean, a sum over rows and the sum of their weights (law 5 of"
+                " docs/ARCHITECTURE.md)"
             )
 
 
@@ -142,7 +187,9 @@ def _by_batch_axis(task: Task, model_state: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _joined(own: PyTree, shared: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: b if a is None else a, own, shared, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, own, shared, is_leaf=lambda x: x is None
+    )
 
 
 def _state_partitions(task: Task) -> PyTree:

@@ -19,7 +19,8 @@ from jaxtrain import specs
 from jaxtrain.types import Array, PyTree
 
 WORD = np.uint32
-BATCH = "batch"  # first name in the path of a batch's arrays, which are no part of the state's digest
+# first name in the path of a batch's arrays, which are no part of the state's digest
+BATCH = "batch"
 
 
 def of(tree: PyTree) -> Array:
@@ -36,7 +37,9 @@ def of_each(tree: PyTree) -> Array:
         # One reduction of both sums: XLA's CPU compiler mixes each word once, and in vectors. Two
         # take seven times as long.
         mixed, axes = _mixed(specs.path_name(path), words, places), tuple(range(words.ndim))
-        sums = jax.lax.reduce(mixed, (WORD(0), WORD(0)), lambda x, y: (x[0] + y[0], x[1] + y[1]), axes)
+        sums = jax.lax.reduce(
+            mixed, (WORD(0), WORD(0)), lambda x, y: (x[0] + y[0], x[1] + y[1]), axes
+        )
         parts.append(jnp.stack(sums)[None])
     return jnp.concatenate(parts)
 
@@ -48,10 +51,17 @@ def of_batch_and_state(batch: PyTree, state: PyTree) -> Array:
 
 def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.ndarray:
     """Return the part of a digest, uint32 [2], of a piece at ``index`` of the array at ``path``."""
-    words = _words(piece, lambda x, word: np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4)))
+    words = _words(
+        piece,
+        lambda x, word: (
+            np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4))
+        ),
+    )
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))
     places = [
-        np.arange(start, start + n, dtype=WORD).reshape([-1 if other == axis else 1 for other in range(words.ndim)])
+        np.arange(start, start + n, dtype=WORD).reshape(
+            [-1 if other == axis else 1 for other in range(words.ndim)]
+        )
         for axis, (start, n) in enumerate(zip(starts, words.shape, strict=True))
     ]
     return np.array([x.sum(dtype=WORD) for x in _mixed(path, words, places)], WORD)

@@ -17,10 +17,12 @@ class GuardState(NamedTuple):
 
 def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
     """Whether a step is accepted, by its gradient norm and loss, and the guard's next state."""
-    finite = jnp.isfinite(norm) & jnp.isfinite(loss)  # a finite loss can have a gradient that is not
+    # a finite loss can have a gradient that is not
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     spike = norm > guard.spike * state.average if guard.spike else jnp.zeros((), bool)
     good = finite & ~(spike & (state.steps >= guard.settle))
-    decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))  # a plain mean until the decay takes over
+    # a plain mean until the decay takes over
+    decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))
     average = decay * state.average + (1 - decay) * norm
     return good, GuardState(jnp.where(good, average, state.average), state.steps + good)
 

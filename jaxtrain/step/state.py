@@ -16,7 +16,8 @@ from jaxtrain.parallel.layout import Layout, LayoutError
 from jaxtrain.step.guard import GuardState
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
-WHOLE = 4096  # [elements] of an optimizer's array that may be whole on every device, whatever its parameter
+# [elements] of an optimizer's array that may be whole on every device, whatever its parameter
+WHOLE = 4096
 HOST = "pinned_host"  # memory kind of offloaded arrays
 # How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes
 # longer than that by far. The numbers are the same, with jax 0.12 but for a last bit here and there
@@ -42,9 +43,15 @@ class Abstract(NamedTuple):
 
 
 def make_abstract(
-    task: Task, tx: Optimizer, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool,
-    offload: bool = False
-) -> Abstract:  # fmt: skip
+    task: Task,
+    tx: Optimizer,
+    layout: Layout,
+    fields: Mapping[str, Any],
+    *,
+    batch: int,
+    ema: bool,
+    offload: bool = False,
+) -> Abstract:
     """Plan a run of rows ``fields``, name -> (shape, dtype), without making an array.
 
     Raises LayoutError: a dimension that does not divide, by path, or ``offload`` (the optimizer's
@@ -53,14 +60,17 @@ def make_abstract(
     """
     if missing := sorted(set(task.axes) - set(fields)):
         raise ValueError(
-            f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"
+            f"the task reads the batch fields {missing}, which the loader does not give; it gives"
+            f" {sorted(fields)}"
         )
 
     def scalar(dtype: Any) -> Any:
         """Stands for an array that does not exist yet."""
         return jax.ShapeDtypeStruct((), dtype, sharding=layout.replicated())
 
-    variables = jax.tree.map(lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs)
+    variables = jax.tree.map(
+        lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs
+    )
     state = TrainState(
         step=scalar(jnp.int32),
         variables=variables,
@@ -71,7 +81,9 @@ def make_abstract(
     return Abstract(state, make_batch(task, layout, fields, batch))
 
 
-def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+def make_batch(
+    task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
     return {
         name: jax.ShapeDtypeStruct(
@@ -90,25 +102,33 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
     Moments live where their parameter does. Other arrays (means of rows, scales of blocks) are
     split along each dimension that they share with it and that still divides.
     """
-    if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
+    # a plan's mesh may be of devices that are not here
+    if offload and isinstance(layout.mesh, jax.sharding.Mesh):
         device = layout.mesh.devices.flat[0]
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
             raise LayoutError(
-                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {kinds}; unset it"
+                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has"
+                f" {kinds}; unset it"
             )
     table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
 
     def place(keys: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = specs.path_name(keys)
-        parameter = max((name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None)
+        parameter = max(
+            (name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None
+        )
         if parameter is None:
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated())
         else:
             spec = _divisible(layout.mesh, _shared_parts(table[parameter], x.shape), x.shape)
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
         _require_split(path, x, parameter, table)
-        return x.update(sharding=x.sharding.with_memory_kind(HOST)) if offload and parameter is not None else x
+        return (
+            x.update(sharding=x.sharding.with_memory_kind(HOST))
+            if offload and parameter is not None
+            else x
+        )
 
     return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
 
@@ -125,7 +145,10 @@ def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[A
 
 
 def _require_split(
-    path: str, x: jax.ShapeDtypeStruct, parameter: str | None, table: Mapping[str, jax.ShapeDtypeStruct]
+    path: str,
+    x: jax.ShapeDtypeStruct,
+    parameter: str | None,
+    table: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raise LayoutError for a large array of an optimizer that is split less than its parameter."""
 
@@ -136,12 +159,19 @@ def _require_split(
         return int(math.prod(x.shape) // max(1, size(x)))
 
     params = list(table.values()) if parameter is None else [table[parameter]]
-    if parts(x) >= max(map(parts, params)) or size(x) <= max(WHOLE, 0 if parameter is None else size(params[0])):
+    if parts(x) >= max(map(parts, params)) or size(x) <= max(
+        WHOLE, 0 if parameter is None else size(params[0])
+    ):
         return
-    of = "no parameter" if parameter is None else f"parameter {parameter!r} of shape {params[0].shape}"
+    of = (
+        "no parameter"
+        if parameter is None
+        else f"parameter {parameter!r} of shape {params[0].shape}"
+    )
     raise LayoutError(
-        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {of}, and cannot be split over the mesh "
-        f"{dict(x.sharding.mesh.shape)} as parameters are; set mesh.fsdp=1 and mesh.model=1, or use another optimizer"
+        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {of}, and cannot"
+        f" be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set mesh.fsdp=1"
+        " and mesh.model=1, or use another optimizer"
     )
 
 
@@ -166,9 +196,14 @@ def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTre
 
 
 def init_state(
-    task: Task, tx: Optimizer, abstract: Abstract, key: Key, *,
-    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params, given: PyTree = ()
-) -> TrainState:  # fmt: skip
+    task: Task,
+    tx: Optimizer,
+    abstract: Abstract,
+    key: Key,
+    *,
+    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
+    given: PyTree = (),
+) -> TrainState:
     """Return the state at step 0, each device making its own part alone.
 
     ``start``: (initial parameters, given) -> parameters, traced, for trained and for frozen ones.
@@ -185,16 +220,25 @@ def make_init(
 
     def init(key: Key, given: PyTree) -> TrainState:
         variables = specs.materialise(task.specs, key)
-        variables = variables._replace(params=start(variables.params, given), frozen=start(variables.frozen, given))
+        variables = variables._replace(
+            params=start(variables.params, given), frozen=start(variables.frozen, given)
+        )
         ema = jax.tree.map(jnp.copy, variables.params) if abstract.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero))
+        return TrainState(
+            zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero)
+        )
 
     return _jit_once(init, abstract.state)
 
 
 def init_frozen(
-    task: Task, abstract: Abstract, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree
+    task: Task,
+    abstract: Abstract,
+    key: Key,
+    *,
+    start: Callable[[PyTree, PyTree], PyTree],
+    given: PyTree,
 ) -> PyTree:
     """Return the frozen part of `init_state`'s result, for a state that was restored without it."""
 
@@ -209,10 +253,17 @@ def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> jax.stages
     shardings = jax.tree.map(lambda x: x.sharding, made)
     meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
     on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
-    return jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=dict(QUICK) if on_cpus else None)
+    return jax.jit(
+        init,
+        out_shardings=shardings,
+        donate_argnums=1,
+        compiler_options=dict(QUICK) if on_cpus else None,
+    )
 
 
 def bytes_per_device(tree: PyTree) -> int:
     """Bytes of a tree of abstract or real arrays that a device, not its host, holds."""
     held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held
+    )

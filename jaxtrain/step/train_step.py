@@ -28,9 +28,18 @@ Metrics = dict[str, Mean]
 
 
 def make_train_step(
-    task: Task, tx: Optimizer, layout: Layout, abstract: Abstract, *, accumulate: int, ema: float, guard: Guard,
-    seed: int, stage: Hashable = None, records: Callable[[Array], Array] | None = None
-) -> jax.stages.Wrapped:  # fmt: skip
+    task: Task,
+    tx: Optimizer,
+    layout: Layout,
+    abstract: Abstract,
+    *,
+    accumulate: int,
+    ema: float,
+    guard: Guard,
+    seed: int,
+    stage: Hashable = None,
+    records: Callable[[Array], Array] | None = None,
+) -> jax.stages.Wrapped:
     """Jit `train_step` for an abstract state and batch, and a ``stage`` of the task.
 
     The state is donated, and the new one has its shardings. ``records``: number of a step (int32
@@ -42,8 +51,9 @@ def make_train_step(
         if rows % accumulate:
             parts = x.shape[0] // rows
             raise LayoutError(
-                f"train.batch={x.shape[0]} puts {rows} rows on each of {parts} parts of mesh {dict(layout.mesh.shape)}, which "
-                f"train.accumulate={accumulate} does not divide; make the batch a multiple of {parts * accumulate}"
+                f"train.batch={x.shape[0]} puts {rows} rows on each of {parts} parts of mesh"
+                f" {dict(layout.mesh.shape)}, which train.accumulate={accumulate} does not divide;"
+                f" make the batch a multiple of {parts * accumulate}"
             )
 
     if stage is not None:
@@ -55,9 +65,23 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
         if offloaded:
-            state = state.replace(opt_state=to_memory(state.opt_state, shardings.opt_state, "device"))
-        new, metrics = train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed,
-                                  update=update, records=records)  # fmt: skip
+            state = state.replace(
+                opt_state=to_memory(state.opt_state, shardings.opt_state, "device")
+            )
+        new, metrics = train_step(
+            task,
+            tx,
+            layout,
+            state,
+            batch,
+            stop,
+            accumulate=accumulate,
+            ema=ema,
+            guard=guard,
+            seed=seed,
+            update=update,
+            records=records,
+        )
         if offloaded:
             new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
         return new, metrics
@@ -66,10 +90,20 @@ def make_train_step(
 
 
 def train_step(
-    task: Task, tx: Optimizer, layout: Layout, state: TrainState, batch: Batch, stop: Array, *, accumulate: int,
-    ema: float, guard: Guard, seed: int, update: update_lib.Update = update_lib.update,
-    records: Callable[[Array], Array] | None = None
-) -> tuple[TrainState, Metrics]:  # fmt: skip
+    task: Task,
+    tx: Optimizer,
+    layout: Layout,
+    state: TrainState,
+    batch: Batch,
+    stop: Array,
+    *,
+    accumulate: int,
+    ema: float,
+    guard: Guard,
+    seed: int,
+    update: update_lib.Update = update_lib.update,
+    records: Callable[[Array], Array] | None = None,
+) -> tuple[TrainState, Metrics]:
     """Compute state and metrics of one global batch.
 
     Every metric is of this step: none mixes old and new parameters, whose norms are
@@ -80,7 +114,9 @@ def train_step(
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     with jax.named_scope("loss_and_grad"):
-        grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
+        grads, out = gradients(
+            task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate
+        )
     with jax.named_scope("guard"):
         norm, stopped = global_norm(grads), stop.sum() > 0
         good, norms = accept(guard, state.norms, norm, out.loss.total / out.loss.weight)
@@ -94,8 +130,15 @@ def train_step(
         given = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
         params, opt_state, changes = update(tx, given, state.opt_state, variables.params)
         model_state = task.advance(params, out.model_state, state.step)
-        average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
-        new, old = (model_state, opt_state, average, norms), (variables.model_state, state.opt_state, state.ema, state.norms)
+        average = (
+            jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params)
+            if ema
+            else state.ema
+        )
+        new, old = (
+            (model_state, opt_state, average, norms),
+            (variables.model_state, state.opt_state, state.ema, state.norms),
+        )
         model_state, opt_state, average, norms = kept(new, old)
     own = {
         "loss": out.loss,
@@ -105,11 +148,21 @@ def train_step(
         "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
     if taken := sorted(own.keys() & out.metrics.keys()):
-        raise ValueError(f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename them")
+        raise ValueError(
+            f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename"
+            " them"
+        )
     metrics = {**out.metrics, **own}
-    return TrainState(
-        state.step + ~stopped, Variables(params, variables.frozen, model_state), opt_state, average, norms
-    ), metrics
+    return (
+        TrainState(
+            state.step + ~stopped,
+            Variables(params, variables.frozen, model_state),
+            opt_state,
+            average,
+            norms,
+        ),
+        metrics,
+    )
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:

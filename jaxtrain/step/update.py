@@ -22,15 +22,19 @@ class Gradients(NamedTuple):
     """The inputs of an update besides the state."""
 
     grads: PyTree
-    accepted: Array  # bool []; false = parameters keep every bit, and moments are the caller's to keep
-    sparse_rows: Mapping[str, Array]  # path of a table -> int32 [rows], how often the loss read each row
-    due: Array | None = None  # bool [], whether the norms are read: if not, they may be NaN. None = always
+    # bool []; false = parameters keep every bit, and moments are the caller's to keep
+    accepted: Array
+    # path of a table -> int32 [rows], how often the loss read each row
+    sparse_rows: Mapping[str, Array]
+    # bool [], whether the norms are read: if not, they may be NaN. None = always
+    due: Array | None = None
 
 
 class Moved(NamedTuple):
     params: PyTree
     opt_state: PyTree  # as of a step that is accepted
-    norms: dict[str, Mean]  # update_norm, param_norm_before, param_norm_after, and of each part of the parameters
+    # update_norm, param_norm_before, param_norm_after, and of each part of the parameters
+    norms: dict[str, Mean]
 
 
 Update = Callable[[Optimizer, Gradients, PyTree, PyTree], Moved]  # (tx, given, opt_state, params)
@@ -40,7 +44,11 @@ def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
     """Return the update for the devices of a layout, by the shapes of the state."""
     if layout.devices.platform == "gpu":
         return update_on_gpu
-    if layout.devices.platform == "cpu" and layout.mesh.size == 1 and _is_elementwise(opt_state, params):
+    if (
+        layout.devices.platform == "cpu"
+        and layout.mesh.size == 1
+        and _is_elementwise(opt_state, params)
+    ):
         return update_on_one_cpu
     return update
 
@@ -78,7 +86,9 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
         return _norms_of_move(new, params) | norms("param_norm_after", new)
 
     def unknown() -> dict[str, Mean]:
-        nans: dict[str, Mean] = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured))
+        nans: dict[str, Mean] = jax.tree.map(
+            lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured)
+        )
         return nans
 
     updates, _ = proposed(opt_state)
@@ -95,7 +105,11 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:
     """Return the norm of a tree, and of each top-level dict in it: ``name_encoder``, …"""
     sums = square_sums(tree)
-    parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
+    parts = (
+        {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)}
+        if isinstance(sums, dict)
+        else {}
+    )
     each = {name: sums, **{part: sub for part, sub in parts.items() if sub}}
     return {name: Mean(root_of_sum(sub), jnp.ones(())) for name, sub in each.items()}
 

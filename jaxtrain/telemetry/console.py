@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
+# [share] of the time spent waiting for data, from which on the loader's slowest stage is named
+WORTH_NAMING = 0.05
 
 
 # Characters that steer a terminal or order text, and halves of them, as in odd names of files.
-STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def plain(text: str) -> str:
@@ -81,7 +84,9 @@ class Console:
         self._stream.flush()
 
     def message(self, text: str) -> None:
-        clear, back = ("\r\x1b[2K", self._line) if self._live and (self._line or self._shown) else ("", "")
+        clear, back = (
+            ("\r\x1b[2K", self._line) if self._live and (self._line or self._shown) else ("", "")
+        )
         self._stream.write(f"{clear}{plain(text)}\n{back}")
         self._stream.flush()
 
@@ -106,7 +111,9 @@ def _is_of_a_save(record: logging.LogRecord) -> bool:
 
     They are in the log files. The save's own failure is reported by its waiter.
     """
-    return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
+    return record.levelno >= logging.ERROR and (
+        record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname
+    )
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
@@ -118,7 +125,11 @@ def start_console(*, process: int = 0, folder: str = "") -> Console:
     console = Console() if process == 0 else Console(open(os.devnull, "w"))
     root = logging.getLogger()
     # Ours replace older ones, and the plain handler that some library has set up.
-    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
+    for old in [
+        h
+        for h in root.handlers
+        if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler
+    ]:
         root.removeHandler(old)
         old.close()
     root.addHandler(ConsoleHandler(console))
@@ -165,17 +176,22 @@ def progress_line(
     ``terms``: of the loss, by the metrics' names. ``slowest``: the loader's slowest stage, which is
     named after a long wait.
     """
-    each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
+    each = " + ".join(
+        f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items()
+    )
     why = [f"most in {slowest}"] if slowest else []
     if "rows_asked_per_second" in rates:
-        asked, given, cores = (rates[name] for name in ("rows_asked_per_second", "rows_given_per_second", "cores_missing"))
+        asked, given, cores = (
+            rates[name]
+            for name in ("rows_asked_per_second", "rows_given_per_second", "cores_missing")
+        )
         more = f": {cores:.0f} more core{'s' * (cores != 1)} for each process" if cores else ""
         why.append(f"steps take {asked:,.0f} rows/s, the loader gives {given:,.0f}{more}")
     blame = f" ({'; '.join(why)})" if why and rates["data_wait_share"] >= WORTH_NAMING else ""
     return (
-        f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''}  "
-        f"{rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}  "
-        f"waiting for data {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
+        f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''} "
+        f" {rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}  waiting for data"
+        f" {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
     )
 
 

@@ -21,42 +21,104 @@ class Entry:
             re.compile(self.pattern)
         except re.error as error:
             text = f"the glossary's Entry {self.names!r} has the pattern {self.pattern!r}"
-            raise workload_lib.WorkloadError(f"{text}, which is no regular expression: {error}") from error
+            raise workload_lib.WorkloadError(
+                f"{text}, which is no regular expression: {error}"
+            ) from error
 
 
 STEP = (
     Entry("loss", "loss", "the minimised sum of its terms, per valid row or token"),
-    Entry("digest_high, digest_low", r"digest_(high|low)", "halves of the digest of the whole state after the step"),
+    Entry(
+        "digest_high, digest_low",
+        r"digest_(high|low)",
+        "halves of the digest of the whole state after the step",
+    ),
     Entry("grad_norm", "grad_norm", "norm of the gradient before clipping"),
-    Entry("grad_norm_X", r"grad_norm_(?P<X>.+)", "norm of the gradient before clipping, of the parameters below X alone"),
-    Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of the step's update of the parameters"),
-    Entry("param_norm_before, param_norm_after", r"param_norm_(before|after)(_.+)?", "norm of the parameters around the step"),
-    Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
-    Entry("miscomputed", "miscomputed", "1 if the two computations of a step differed (guard.verify_every)"),
-    Entry("steps_per_second, examples_per_second", r"(steps|examples)_per_second", "pace since the record before"),
+    Entry(
+        "grad_norm_X",
+        r"grad_norm_(?P<X>.+)",
+        "norm of the gradient before clipping, of the parameters below X alone",
+    ),
+    Entry(
+        "update_norm, update_norm_X",
+        r"update_norm(_.+)?",
+        "norm of the step's update of the parameters",
+    ),
+    Entry(
+        "param_norm_before, param_norm_after",
+        r"param_norm_(before|after)(_.+)?",
+        "norm of the parameters around the step",
+    ),
+    Entry(
+        "skipped",
+        "skipped",
+        "1 for a step that was refused, because its gradient was not finite or a spike",
+    ),
+    Entry(
+        "miscomputed",
+        "miscomputed",
+        "1 if the two computations of a step differed (guard.verify_every)",
+    ),
+    Entry(
+        "steps_per_second, examples_per_second",
+        r"(steps|examples)_per_second",
+        "pace since the record before",
+    ),
     Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
-    Entry("mfu_full_attention", "mfu_full_attention", "mfu with attention counted as if no mask or window applied"),
-    Entry("data_wait_share", "data_wait_share", "share of the time in which the loop waited for the loader"),
+    Entry(
+        "mfu_full_attention",
+        "mfu_full_attention",
+        "mfu with attention counted as if no mask or window applied",
+    ),
+    Entry(
+        "data_wait_share",
+        "data_wait_share",
+        "share of the time in which the loop waited for the loader",
+    ),
     Entry(
         "rows_asked_per_second, rows_given_per_second",
         r"rows_(asked|given)_per_second",
         "rows that steps would take without a wait, and that the loader makes while it works",
     ),
-    Entry("cores_missing", "cores_missing", "cores of each process that would close that gap, for the loader alone"),
-    Entry("goodput", "goodput", "share of the wall time, over all starts, that went into steps made for the first time"),
+    Entry(
+        "cores_missing",
+        "cores_missing",
+        "cores of each process that would close that gap, for the loader alone",
+    ),
+    Entry(
+        "goodput",
+        "goodput",
+        "share of the wall time, over all starts, that went into steps made for the first time",
+    ),
     Entry("eta_seconds", "eta_seconds", "seconds to the last step at this pace"),
 )
 DATA = (
-    Entry("X_expected", r"(?P<X>.+)_expected", "the value of X if each example were drawn independently"),
     Entry(
-        "chi2_mod", "chi2_mod", "spread of a batch over 256 buckets by row number modulo 256, per degree of freedom; 1 is even"
+        "X_expected",
+        r"(?P<X>.+)_expected",
+        "the value of X if each example were drawn independently",
     ),
-    Entry("chi2_div", "chi2_div", "chi2_mod over 256 runs of neighbouring rows: high if a batch holds neighbours"),
-    Entry("chi2_hash, chi2_shard", "chi2_(hash|shard)", "chi2_mod over buckets by hash, and over shards"),
+    Entry(
+        "chi2_mod",
+        "chi2_mod",
+        "spread of a batch over 256 buckets by row number modulo 256, per degree of freedom; 1 is"
+        " even",
+    ),
+    Entry(
+        "chi2_div",
+        "chi2_div",
+        "chi2_mod over 256 runs of neighbouring rows: high if a batch holds neighbours",
+    ),
+    Entry(
+        "chi2_hash, chi2_shard",
+        "chi2_(hash|shard)",
+        "chi2_mod over buckets by hash, and over shards",
+    ),
     Entry(
         "acf_mod, acf_div, acf_hash, acf_shard",
         "acf_(mod|div|hash|shard)",
-        "correlation of successive batches in these buckets; 0 is well shuffled, 0.8 is a shuffle buffer that is too small",
+        "correlation of successive batches in these buckets; 0 is well shuffled, 0.8 is a shuffle"
+        " buffer that is too small",
     ),
     Entry("unique", "unique", "different examples in a batch"),
     Entry("overlap", "overlap", "examples that a batch shares with the one before"),
@@ -79,7 +141,9 @@ def of_workload(name: str) -> tuple[Entry, ...]:
     """Return the entries of a workload, () of one that is not known. Raises WorkloadError."""
     found = tuple(workload_lib.of(name).get("glossary")) if is_known(name) else ()
     if wrong := [entry for entry in found if not isinstance(entry, Entry)]:
-        raise workload_lib.WorkloadError(f"the glossary of {name} has {wrong[0]!r}; expected a jaxtrain.Entry")
+        raise workload_lib.WorkloadError(
+            f"the glossary of {name} has {wrong[0]!r}; expected a jaxtrain.Entry"
+        )
     return found
 
 
@@ -93,14 +157,22 @@ def entries(workload: str, split: str) -> tuple[Entry, ...]:
 def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
     """List the entries that match none of ``names``, a run's metrics: for a workload's tests."""
     names = list(names)
-    return [entry.names for entry in entries if not any(re.fullmatch(entry.pattern, name) for name in names)]
+    return [
+        entry.names
+        for entry in entries
+        if not any(re.fullmatch(entry.pattern, name) for name in names)
+    ]
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
     """Return the meaning of a metric, with X, N and K filled in, or "" if none is known."""
     for entry in entries(workload, split):
         if found := re.fullmatch(entry.pattern, name):
-            return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)
+            return re.sub(
+                r"\b[XNK]\b",
+                lambda letter: found.groupdict().get(letter[0]) or letter[0],
+                entry.meaning,
+            )
     return ""
 
 

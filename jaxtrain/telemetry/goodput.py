@@ -31,22 +31,58 @@ log = logging.getLogger("jaxtrain")
 
 FOLDER = "goodput"
 # The phases, in the order of a run.
-QUEUE, IMPORTS, OTHERS, MODEL, PLAN = "queue", "imports and config", "other processes", "devices and model", "plan"
+QUEUE, IMPORTS, OTHERS, MODEL, PLAN = (
+    "queue",
+    "imports and config",
+    "other processes",
+    "devices and model",
+    "plan",
+)
 INDEX, RESTORE, COMPILATION = "data index", "init or restore", "compilation"
-STEPS, AGAIN, WAIT, SAVES, EVALUATION = "steps", "steps made again", "waiting for data", "saves", "evaluation"
+STEPS, AGAIN, WAIT, SAVES, EVALUATION = (
+    "steps",
+    "steps made again",
+    "waiting for data",
+    "saves",
+    "evaluation",
+)
 ENDING, STOPPED = "ending", "stopped"
 PHASES = (
-    QUEUE, IMPORTS, OTHERS, MODEL, PLAN, INDEX, RESTORE, COMPILATION, STEPS, AGAIN, WAIT, SAVES, EVALUATION, ENDING, STOPPED,
-)  # fmt: skip
+    QUEUE,
+    IMPORTS,
+    OTHERS,
+    MODEL,
+    PLAN,
+    INDEX,
+    RESTORE,
+    COMPILATION,
+    STEPS,
+    AGAIN,
+    WAIT,
+    SAVES,
+    EVALUATION,
+    ENDING,
+    STOPPED,
+)
 MAX_BYTES = 100_000_000  # of a file that is read
 # Fields of the first line of a start and of its totals, with the values of a start without one.
 HEAD = {"id": "", "host": "", "process": 0, "processes": 0, "pid": 0, "began": 0.0, "queued": 0.0}
 TOTALS: dict[str, Any] = {
-    "first": 0, "step": 0, "phase": IMPORTS, "end": "", "now": 0.0, "seconds": {},
-    "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
-}  # fmt: skip
+    "first": 0,
+    "step": 0,
+    "phase": IMPORTS,
+    "end": "",
+    "now": 0.0,
+    "seconds": {},
+    "timed": 0,
+    "total": 0.0,
+    "squares": 0.0,
+    "longest": 0.0,
+    "blocked": 0.0,
+}
 DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
-MAX_LINES = 1000  # of totals, after which all but the last are dropped: else a start of some weeks has `MAX_BYTES`
+# of totals, after which all but the last are dropped: else a start of some weeks has `MAX_BYTES`
+MAX_LINES = 1000
 
 
 class Clock:
@@ -57,9 +93,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.began = _process_start()
-        self._zero = time.perf_counter() - (time.time() - self.began)  # the start, by the clock that never jumps
+        # the start, by the clock that never jumps
+        self._zero = time.perf_counter() - (time.time() - self.began)
         self._last, self._phase, self._seconds = self._zero, IMPORTS, {IMPORTS: 0.0}
-        self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
+        self._lock, self._writing, self._closed = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Event(),
+        )
         self._thread: threading.Thread | None = None
         self._file: jsonl.Appended | None = None
         self._id, self._highest = uuid.uuid4().hex, 0
@@ -116,17 +157,27 @@ class Clock:
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds until now. They add up to the age of the process."""
         with self._lock:
-            return {**self._seconds, self._phase: self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._last}
+            return {
+                **self._seconds,
+                self._phase: self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._last,
+            }
 
     def goodput(self) -> float:
         """Return this process's goodput until now, over all its starts that are known."""
         seconds = self.seconds()
-        return goodput({phase: self._before.get(phase, 0.0) + seconds.get(phase, 0.0) for phase in PHASES})
+        return goodput(
+            {phase: self._before.get(phase, 0.0) + seconds.get(phase, 0.0) for phase in PHASES}
+        )
 
     def line(self) -> str:
         """How long each part of the start took, once the first step is read."""
-        parts = {("first step" if name in (STEPS, AGAIN) else name): s for name, s in self.seconds().items()}
-        each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+        parts = {
+            ("first step" if name in (STEPS, AGAIN) else name): s
+            for name, s in self.seconds().items()
+        }
+        each = ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05
+        )
         return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
@@ -141,9 +192,15 @@ class Clock:
             before = starts(path)
             self._highest = max((start.step for start in before), default=0)
             head = {
-                "id": self._id, "began": round(self.began, 3), "process": process, "processes": processes,
-                "host": socket.gethostname(), "pid": os.getpid(), "queued": _queued(self.began, before), **facts,
-            }  # fmt: skip
+                "id": self._id,
+                "began": round(self.began, 3),
+                "process": process,
+                "processes": processes,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "queued": _queued(self.began, before),
+                **facts,
+            }
             self._before = totals([*before, _start(head, {})])
             self._shorten()
         except OSError as error:
@@ -183,7 +240,9 @@ class Clock:
         with self._writing:
             if self._file and self._file.waiting:
                 return
-            jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
+            jsonl.rewrite(
+                self._path, [line for pair in _pairs(self._path) for _, line in pair if line]
+            )
             self._file = jsonl.Appended(self._path)
 
     def _write(self) -> None:
@@ -191,7 +250,12 @@ class Clock:
         with self._writing:
             seconds = {phase: round(s, 3) for phase, s in self.seconds().items()}
             now = round(self.began + sum(seconds.values()), 3)
-            known = {"first": self._first or 0, "phase": self._phase, "now": now, "seconds": seconds}
+            known = {
+                "first": self._first or 0,
+                "phase": self._phase,
+                "now": now,
+                "seconds": seconds,
+            }
             self._append({"id": self._id, **self._totals, **known, **self._data})
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -219,8 +283,10 @@ class Start:
     total: float  # [s] of them
     squares: float  # [s²] of them, summed
     longest: float  # [s]
-    blocked: float  # [s] that reading the steps took: waiting for the devices, and so for other processes
-    facts: Mapping[str, Any]  # versions, commit, source and overrides of the config, and the digest of the data
+    # [s] that reading the steps took: waiting for the devices, and so for other processes
+    blocked: float
+    # versions, commit, source and overrides of the config, and the digest of the data
+    facts: Mapping[str, Any]
 
     @property
     def own(self) -> float:
@@ -231,12 +297,18 @@ class Start:
     def deviation(self) -> float:
         """Standard deviation of a step's time [s]."""
         mean = self.total / self.timed if self.timed else math.nan
-        return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
+        return (
+            math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
+        )
 
 
 def restarts(each: Sequence[Start]) -> int:
     """Count the later starts that made a step or were killed before one, not refused ones."""
-    return max(sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each) - 1, 0)
+    return max(
+        sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each)
+        - 1,
+        0,
+    )
 
 
 def starts(path: pathlib.Path) -> list[Start]:
@@ -245,10 +317,14 @@ def starts(path: pathlib.Path) -> list[Start]:
     return sorted(found, key=lambda start: start.began)
 
 
-def _pairs(path: pathlib.Path) -> list[tuple[tuple[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]]:
+def _pairs(
+    path: pathlib.Path,
+) -> list[tuple[tuple[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]]:
     """Return the first record of each start, with its line, and the last."""
     if path.is_file() and path.stat().st_size > MAX_BYTES:
-        raise WorkdirError(f"{path} has {path.stat().st_size} bytes, which no run writes; move it away")
+        raise WorkdirError(
+            f"{path} has {path.stat().st_size} bytes, which no run writes; move it away"
+        )
     records = jsonl.read(path, _problem)[0]
     heads = {record["id"]: (record, line) for record, line in records if "began" in record}
     last = {record["id"]: (record, line) for record, line in records if "began" not in record}
@@ -258,7 +334,9 @@ def _pairs(path: pathlib.Path) -> list[tuple[tuple[dict[str, Any], bytes], tuple
 def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
     facts = {name: value for name, value in head.items() if name not in HEAD}
     facts |= {DATA: last[DATA]} if isinstance(last.get(DATA), str) else {}
-    known = {name: head[name] for name in HEAD if name not in ("id", "pid")} | {n: last.get(n, TOTALS[n]) for n in TOTALS}
+    known = {name: head[name] for name in HEAD if name not in ("id", "pid")} | {
+        n: last.get(n, TOTALS[n]) for n in TOTALS
+    }
     return Start(**known | {"now": max(known["now"], head["began"]), "facts": facts})
 
 
@@ -270,7 +348,11 @@ def _problem(record: Mapping[str, Any]) -> str:
 
 def _is(kind: type, value: Any) -> bool:
     if kind is dict:
-        return type(value) is dict and value.keys() <= set(PHASES) and all(_is(float, s) for s in value.values())
+        return (
+            type(value) is dict
+            and value.keys() <= set(PHASES)
+            and all(_is(float, s) for s in value.values())
+        )
     if kind is str:
         return type(value) is str and len(value) <= 300
     return type(value) in (int, kind) and 0 <= value < (2**31 if kind is int else 1e12)
@@ -281,7 +363,11 @@ def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}
-    files = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(r"process-(\d{1,7})\.jsonl", path.name))}
+    files = {
+        int(m[1]): path
+        for path in folder.iterdir()
+        if (m := re.fullmatch(r"process-(\d{1,7})\.jsonl", path.name))
+    }
     found = {process: starts(files[process]) for process in sorted(files)}
     return {process: each for process, each in found.items() if each}
 
@@ -316,9 +402,14 @@ def goodput(seconds: Mapping[str, float]) -> float:
 def summary(seconds: Mapping[str, float]) -> str:
     """Return a line about one process: its goodput, and the largest other phases."""
     whole = sum(seconds.values())
-    rest = sorted((s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole)[::-1]
+    rest = sorted(
+        (s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole
+    )[::-1]
     most = ", ".join(f"{phase} {s / whole:.0%}" for s, phase in rest[:4])
-    return f"goodput {goodput(seconds):.0%} of {whole:.0f} s over all starts{f'; {most}' if most else ''}"
+    return (
+        f"goodput {goodput(seconds):.0%} of {whole:.0f} s over all"
+        f" starts{f'; {most}' if most else ''}"
+    )
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:

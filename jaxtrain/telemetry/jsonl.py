@@ -18,12 +18,17 @@ from loaders.io import atomic_write
 
 log = logging.getLogger("jaxtrain")
 
-Check = Callable[[dict[str, Any]], str]  # an object of a line -> the reason why it is no record, or ""
+# an object of a line -> the reason why it is no record, or ""
+Check = Callable[[dict[str, Any]], str]
 
 
 def record_problem(record: dict[str, Any]) -> str:
     """Check a record of metrics.jsonl: a step, a split, and numbers."""
-    step, split, numbers = record.get("step"), record.get("split"), {**record, "step": 0, "split": 0}
+    step, split, numbers = (
+        record.get("step"),
+        record.get("split"),
+        {**record, "step": 0, "split": 0},
+    )
     if type(step) is not int or step < 0:
         return "it has no step"
     if type(split) is not str:
@@ -38,7 +43,9 @@ def step_problem(record: dict[str, Any]) -> str:
     return "" if type(step) is int and step >= 0 else "it has no step"
 
 
-def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
+def read(
+    path: pathlib.Path, problem: Check
+) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
     """Return the records of a file with their lines, and the other lines with the reason for each.
 
     Raises WorkdirError: ``path`` is a link, a pipe, a folder or else what no run writes.
@@ -58,14 +65,22 @@ def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any],
     return records, odd
 
 
-def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()) -> None:
+def rewrite(
+    path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()
+) -> None:
     """Replace a file by ``lines``, atomically, after ``odd`` ones were appended to its .odd."""
     if odd:
         aside = path.with_name(f"{path.name}.odd")
         with opened(aside) as file:
             file.write(b"".join(line + b"\n" for line, _ in odd))
         which = "; ".join(reason for _, reason in odd[:3]) + ("; …" if len(odd) > 3 else "")
-        log.warning("%s: %d lines are no records and were moved to %s (%s)", path, len(odd), aside.name, which)
+        log.warning(
+            "%s: %d lines are no records and were moved to %s (%s)",
+            path,
+            len(odd),
+            aside.name,
+            which,
+        )
     with atomic_write.file(path) as file:
         file.write(b"".join(line + b"\n" for line in lines))
 
@@ -85,7 +100,8 @@ def opened(path: pathlib.Path, mode: str = "ab") -> Any:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
             raise
     raise WorkdirError(
-        f"{path} is a link, a folder or a device; expected the file of a run's records. Move it, or set another config.workdir"
+        f"{path} is a link, a folder or a device; expected the file of a run's records. Move it, or"
+        " set another config.workdir"
     )
 
 
@@ -111,7 +127,11 @@ class Appended:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.error("%s cannot be written (%s); records are kept in memory until it can", self._path, error.strerror)
+                log.error(
+                    "%s cannot be written (%s); records are kept in memory until it can",
+                    self._path,
+                    error.strerror,
+                )
             self._warned = True
 
     def close(self) -> None:

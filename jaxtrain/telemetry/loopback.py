@@ -10,7 +10,8 @@ from typing import Any
 
 AT_ONCE = 32  # requests. With more, the slowest one is closed
 PATIENCE = 30  # [s] for which a client may be silent
-HOSTS = ("127.0.0.1", "localhost")  # any other name was made to lead to this machine, by a page elsewhere
+# any other name was made to lead to this machine, by a page elsewhere
+HOSTS = ("127.0.0.1", "localhost")
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -70,9 +71,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answers. ``policy``: a Content-Security-Policy, for a page that has none of its own."""
         self.send_response(code)
         headers = {
-            "Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-        } | ({"Content-Security-Policy": policy} if policy else {})  # fmt: skip
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        } | ({"Content-Security-Policy": policy} if policy else {})
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

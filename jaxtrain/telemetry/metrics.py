@@ -36,7 +36,10 @@ class Sums:
     def means(self) -> dict[str, Any]:
         """Each sum, which may be an array, over its weight, a number. Without weight: nan."""
         self._read()
-        means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
+        means = {
+            name: total / weight if weight else total * math.nan
+            for name, (total, weight) in self._totals.items()
+        }
         return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
 
     def _read(self) -> None:
@@ -44,7 +47,10 @@ class Sums:
             return
         for name, (total, weight) in jax.device_get(dict(self._pending)).items():
             before, weight_before = self._totals.get(name, (0, 0.0))
-            self._totals[name] = before + np.asarray(total, np.float64), weight_before + float(weight)
+            self._totals[name] = (
+                before + np.asarray(total, np.float64),
+                weight_before + float(weight),
+            )
         self._pending = None
 
 
@@ -62,18 +68,35 @@ class Meter:
     ``seconds_per_step``: the latest, nan before the first.
     """
 
-    def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0, local_rows: int = 0):
+    def __init__(
+        self,
+        *,
+        steps: int,
+        batch: int,
+        flops: int,
+        peak: float,
+        full_flops: int = 0,
+        local_rows: int = 0,
+    ):
         """``local_rows``: of the batch, that this process's loader reads. 0 = all."""
         self.seconds_per_step = math.nan
         self._local_rows, self._worked = local_rows or batch, (0, 0.0)
-        self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
+        self._steps, self._batch, self._flops, self._full_flops, self._peak = (
+            steps,
+            batch,
+            flops,
+            full_flops,
+            peak,
+        )
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
     def start(self, step: int, waited: float) -> None:
         """Start (again) to count here: after compilation, an evaluation, a restart."""
         self._last = (time.perf_counter(), step, waited)
 
-    def rates(self, step: int, waited: float, loader: Mapping[str, Any] | None = None) -> dict[str, float]:
+    def rates(
+        self, step: int, waited: float, loader: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
         """Return the rates since the last call. ``loader``: its diagnostics."""
         now = time.perf_counter()
         then, first, waited_then = self._last
@@ -84,9 +107,16 @@ class Meter:
             "steps_per_second": steps / seconds,
             "examples_per_second": steps * self._batch / seconds,
             "mfu": steps * self._flops / seconds / self._peak,
-            **({"mfu_full_attention": steps * self._full_flops / seconds / self._peak} if self._full_flops else {}),
+            **(
+                {"mfu_full_attention": steps * self._full_flops / seconds / self._peak}
+                if self._full_flops
+                else {}
+            ),
             "data_wait_share": min((waited - waited_then) / seconds, 1.0),
-            **self._supply(steps * self._batch / max(seconds - (waited - waited_then), 0.01 * seconds), loader or {}),
+            **self._supply(
+                steps * self._batch / max(seconds - (waited - waited_then), 0.01 * seconds),
+                loader or {},
+            ),
             "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
         }
 
@@ -98,14 +128,21 @@ class Meter:
         """
         if not {"rows", "seconds", "threads"} <= loader.keys() or not asked:
             return {}
-        worked = sum(seconds for stage, seconds in loader["seconds"].items() if stage not in NOT_WORKING)
+        worked = sum(
+            seconds for stage, seconds in loader["seconds"].items() if stage not in NOT_WORKING
+        )
         (rows_then, worked_then), self._worked = self._worked, (loader["rows"], worked)
         rows, seconds = loader["rows"] - rows_then, worked - worked_then
         if rows <= 0 or seconds <= 0:
             return {}
-        given = loader["threads"] * rows / seconds * self._batch / self._local_rows  # if other processes' are as fast
+        # if other processes' are as fast
+        given = loader["threads"] * rows / seconds * self._batch / self._local_rows
         missing = machine.cores_missing(asked, given, loader["threads"])
-        return {"rows_asked_per_second": asked, "rows_given_per_second": given, "cores_missing": missing}
+        return {
+            "rows_asked_per_second": asked,
+            "rows_given_per_second": given,
+            "cores_missing": missing,
+        }
 
 
 def peak_flops() -> tuple[float, str]:
@@ -121,7 +158,9 @@ def peak_flops() -> tuple[float, str]:
         return chip.flops * len(devices), f"{kind} datasheet, bf16"
     product, best = jax.jit(lambda x: x @ x), 0.0
     for n in (256, 1024):
-        x = jax.block_until_ready(product(jax.device_put(jnp.zeros((n, n), jnp.float32), jax.local_devices()[0])))
+        x = jax.block_until_ready(
+            product(jax.device_put(jnp.zeros((n, n), jnp.float32), jax.local_devices()[0]))
+        )
         start = time.perf_counter()
         end = start + 0.025
         while start < end:

@@ -41,14 +41,32 @@ class MetricsLogger:
       skipped: steps skipped in a row.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, process: ProcessContext, *, first: int, peak: tuple[float, str]):
+    def __init__(
+        self,
+        assembly: Assembly,
+        data: Data,
+        process: ProcessContext,
+        *,
+        first: int,
+        peak: tuple[float, str],
+    ):
         """``peak``: `metrics.peak_flops`."""
         config, task = assembly.config, assembly.task
-        self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
+        self._config, self._task, self._data, self._process, self._first = (
+            config,
+            task,
+            data,
+            process,
+            first,
+        )
         self._everywhere = assembly.layout.replicated()
         self.skipped = SkippedSteps(config.guard, step=first)
         self._pending: tuple[Mapping[str, Mean], Item, jax.Array | None] | None = None
-        self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere) if config.metrics.digest else None
+        self._digest = (
+            jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
+            if config.metrics.digest
+            else None
+        )
         process.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
@@ -57,28 +75,43 @@ class MetricsLogger:
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
         self._digests: list[writers.Writer] = []
         if config.metrics.digest and cluster.is_main():
-            self._digests = [writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)]
+            self._digests = [
+                writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)
+            ]
         abstract = assembly.abstract
-        self._digested = specs.paths({digest.BATCH: abstract.batch}) + specs.paths(saved_parts(abstract.state))
+        self._digested = specs.paths({digest.BATCH: abstract.batch}) + specs.paths(
+            saved_parts(abstract.state)
+        )
         self._unnamed = True  # whether no line of them names the arrays yet
         self._lines = writers.Lines(config.workdir)
-        self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
+        self._traces = traces.Traces(
+            config.workdir, config.metrics.profile, process=jax.process_index()
+        )
         self._read_last = first
         flops, source = peak
         log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
         self._meter = metrics.Meter(
-            steps=config.train.steps, batch=config.train.batch, flops=task.flops, full_flops=task.full_flops,
-            peak=flops, local_rows=sum(stop - start for start, stop in data.rows.ranges),
-        )  # fmt: skip
+            steps=config.train.steps,
+            batch=config.train.batch,
+            flops=task.flops,
+            full_flops=task.full_flops,
+            peak=flops,
+            local_rows=sum(stop - start for start, stop in data.rows.ranges),
+        )
         population = data.train.population
         named = "index" in assembly.abstract.batch
-        self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
+        self._shuffle_stats = (
+            ShuffleStats(population) if population and named and cluster.is_main() else None
+        )
 
     def __enter__(self) -> "MetricsLogger":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         self._traces.close(self._read_last)
         closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *self._digests]
@@ -107,8 +140,15 @@ class MetricsLogger:
         if self.flush():
             return True
         digested = self._digest and self._is_recorded(item.step)
-        self._pending = (out, item, self._digest(dict(item.arrays), saved_parts(state)) if self._digest and digested else None)
-        if self._traces.is_due(item.step):  # a trace has whole steps: here the host waits for this one
+        self._pending = (
+            out,
+            item,
+            self._digest(dict(item.arrays), saved_parts(state))
+            if self._digest and digested
+            else None,
+        )
+        # a trace has whole steps: here the host waits for this one
+        if self._traces.is_due(item.step):
             stopped = self.flush()
             self._traces.turn(item.step)
             return stopped
@@ -133,7 +173,10 @@ class MetricsLogger:
 
     def _read_digest(self, step: int, parts: np.ndarray) -> dict[str, int]:
         """Write the digests of the arrays. Return the state's, for the record."""
-        line = {"arrays": parts.astype(">u4").tobytes().hex(), **({"names": self._digested} if self._unnamed else {})}
+        line = {
+            "arrays": parts.astype(">u4").tobytes().hex(),
+            **({"names": self._digested} if self._unnamed else {}),
+        }
         self._unnamed = False
         self._write(step, "train", line, self._digests)
         of_state = parts[[not name.startswith(f"{digest.BATCH}/") for name in self._digested]]
@@ -142,7 +185,9 @@ class MetricsLogger:
     def rewound(self, item: Item, state: TrainState) -> None:
         """Write the digests of the arrays again: those that a checkpoint after this step has."""
         if self._digest and self._is_recorded(item.step):
-            self._read_digest(item.step, jax.device_get(self._digest(dict(item.arrays), saved_parts(state))))
+            self._read_digest(
+                item.step, jax.device_get(self._digest(dict(item.arrays), saved_parts(state)))
+            )
 
     def _is_recorded(self, step: int) -> bool:
         return step % self._config.metrics.every == 0 or step == self._config.train.steps
@@ -158,9 +203,19 @@ class MetricsLogger:
         skipped = bool(record["skipped"])
         self.skipped.add(step, skipped=skipped)
         if skipped:
-            examples = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
+            examples = (
+                feed.local_values(item.arrays["index"])
+                if "index" in item.arrays
+                else "not named by the loader"
+            )
             loss, norm = record["loss"], record["grad_norm"]
-            log.warning("step %d skipped: loss %g, gradient norm %g; examples %s", step, loss, norm, examples)
+            log.warning(
+                "step %d skipped: loss %g, gradient norm %g; examples %s",
+                step,
+                loss,
+                norm,
+                examples,
+            )
         steps = self._config.train.steps
         if self._is_recorded(step) or skipped:
             loader = self._data.train.diagnostics()
@@ -169,12 +224,16 @@ class MetricsLogger:
             if self._shuffle_stats:
                 self._write(step, "data", self._shuffle_stats.record())
             terms = {name: record[name] for name in self._task.terms}
-            line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=loader.get("slowest"))
+            line = console.progress_line(
+                step, steps, record["loss"], rates, terms=terms, slowest=loader.get("slowest")
+            )
             self._process.console.progress(line)
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
         """Show how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
-        self._process.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
+        self._process.console.progress(
+            f"evaluation after step {step}: batch {batch} of {n}", passing=True
+        )
 
     def evaluated(
         self,
@@ -191,14 +250,22 @@ class MetricsLogger:
                 for writer in self._writers:
                     writer.generations(step, generations)
             if (of_classes := counts["classes"]) is not None and cluster.is_main():
-                self._lines.write(class_scores.FILE, step, [class_scores.line(of_classes, counts["confusions"])])
+                self._lines.write(
+                    class_scores.FILE, step, [class_scores.line(of_classes, counts["confusions"])]
+                )
         self._write(step, "test", record)
-        log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
+        log.info(
+            "step %d test  %s",
+            step,
+            "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)),
+        )
 
     def saved(self, step: int, saved: Saved) -> None:
         """Write how long the loop waited for a save."""
         steps = saved.seconds / self._meter.seconds_per_step
-        self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
+        self._write(
+            step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures}
+        )
         self._process.beat(f"step {step + 1}")
 
     def verified(self, step: int, *, wrong: bool) -> None:
@@ -207,11 +274,13 @@ class MetricsLogger:
     def _inputs(self, item: Item) -> None:
         """Draw the inputs of the run's first batch, while the next step is computed."""
         self._process.starting("its pictures")  # which are compiled
-        self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
+        # every process takes part
+        self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
         """Write arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the start."""
-        host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
+        # a wait, in which a workdir may go
+        host = jax.device_get(dict(pictures)) if cluster.is_main() else {}
         self._process.confirm()
         if cluster.is_main():
             prefix = f"step{step:06}_" if step else ""
@@ -223,11 +292,22 @@ class MetricsLogger:
                 except OSError as error:
                     if error.errno not in writers.FULL:
                         raise
-                    log.error("%s cannot be written (%s); pictures of step %d are left out", folder, error.strerror, step)
+                    log.error(
+                        "%s cannot be written (%s); pictures of step %d are left out",
+                        folder,
+                        error.strerror,
+                        step,
+                    )
                 for writer in self._writers:
                     writer.pictures(step, host)
 
-    def _write(self, step: int, split: str, record: Mapping[str, Any], into: Sequence[writers.Writer] | None = None) -> None:
+    def _write(
+        self,
+        step: int,
+        split: str,
+        record: Mapping[str, Any],
+        into: Sequence[writers.Writer] | None = None,
+    ) -> None:
         into = self._writers if into is None else into
         with self._process.writing():
             if into and not self._process.has_lost:

@@ -73,7 +73,11 @@ class Traces:
         except (OSError, RuntimeError) as error:
             log.error("the trace of steps up to %d cannot be written: %s", step, error)
         else:
-            log.info("steps %s are traced in %s", final.name.split("-process")[0].removeprefix("steps-"), final)
+            log.info(
+                "steps %s are traced in %s",
+                final.name.split("-process")[0].removeprefix("steps-"),
+                final,
+            )
 
     def close(self, step: int) -> None:
         """End a running trace after ``step``."""
@@ -98,6 +102,11 @@ class Traces:
         with contextlib.suppress(files.FileError, OSError):
             asked = files.read_json(files.inside(self._workdir, REQUEST), most=1000)
             name, steps = asked.get("id"), asked.get("steps")
-            if type(name) is str and re.fullmatch("[0-9a-f]{32}", name) and type(steps) is int and 1 <= steps <= MAX_STEPS:
+            if (
+                type(name) is str
+                and re.fullmatch("[0-9a-f]{32}", name)
+                and type(steps) is int
+                and 1 <= steps <= MAX_STEPS
+            ):
                 return name, steps, asked.get("all") is True
         return "", 0, False

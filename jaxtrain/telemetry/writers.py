@@ -31,7 +31,8 @@ log = logging.getLogger("jaxtrain")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
 GENERATIONS = "generations.jsonl"  # generations of the model at each evaluation
-WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
+# options of wandb.init that a config can give
+WANDB = ("entity", "group", "job_type", "name", "tags", "notes")
 
 
 class Writer(Protocol):
@@ -59,7 +60,13 @@ class JsonlWriter(Writer):
     or closed.
     """
 
-    def __init__(self, workdir: str, step: int, name: str = "metrics.jsonl", problem: jsonl.Check = jsonl.record_problem):
+    def __init__(
+        self,
+        workdir: str,
+        step: int,
+        name: str = "metrics.jsonl",
+        problem: jsonl.Check = jsonl.record_problem,
+    ):
         self._path = path = pathlib.Path(workdir) / name
         records, odd = jsonl.read(path, problem)
         self.reached = {record.get("split", ""): record["step"] for record, _ in records}
@@ -69,7 +76,12 @@ class JsonlWriter(Writer):
         self._file = jsonl.Appended(path)
 
     def write(self, step: int, split: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
+        line = (
+            json.dumps(
+                {"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}
+            )
+            + "\n"
+        )
         self._confirm()
         self._file.write(line.encode())
         self._file.flush()
@@ -77,8 +89,9 @@ class JsonlWriter(Writer):
     def _confirm(self) -> None:
         if not jsonl.is_there(self._path, self._file.file.fileno()):
             raise WorkdirError(
-                f"{self._path} was deleted or moved while the run wrote to it, and its records with it; rerun the same command "
-                "to resume from the newest checkpoint, if there is one still"
+                f"{self._path} was deleted or moved while the run wrote to it, and its records with"
+                " it; rerun the same command to resume from the newest checkpoint, if there is one"
+                " still"
             )
 
     def close(self) -> None:
@@ -103,9 +116,13 @@ class TensorboardWriter(Writer):
         folder = pathlib.Path(workdir) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         record_writer.register_writer_factory("appended", jsonl.Appended)
-        self._events = event_file_writer.EventsWriter(f"appended:{folder}/events", f".{os.getpid()}")
+        self._events = event_file_writer.EventsWriter(
+            f"appended:{folder}/events", f".{os.getpid()}"
+        )
         if step:
-            self._events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._events.write_event(
+                Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+            )
         self._events.flush()
 
     def _add(self, step: int, summaries: Iterable[Any]) -> None:
@@ -115,10 +132,16 @@ class TensorboardWriter(Writer):
         self._events.flush()
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        self._add(step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items()))
+        self._add(
+            step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items())
+        )
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        named = ((f"{name}/{i}", one) for name, images in pictures.items() for i, one in enumerate(pixels(images)[:8]))
+        named = (
+            (f"{name}/{i}", one)
+            for name, images in pictures.items()
+            for i, one in enumerate(pixels(images)[:8])
+        )
         self._add(step, (self._summary.image(name, one, dataformats="HW") for name, one in named))
 
     def generations(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
@@ -127,7 +150,9 @@ class TensorboardWriter(Writer):
             lines = (f"{name}: {value}" for name, value in generation.items())
             # Indented: TensorBoard renders Markdown, and a generation is plain text.
             texts.append("\n".join(f"    {x}" for line in lines for x in line.splitlines()))
-        self._add(step, (self._summary.text(f"generations/{i}", text) for i, text in enumerate(texts)))
+        self._add(
+            step, (self._summary.text(f"generations/{i}", text) for i, text in enumerate(texts))
+        )
 
     def close(self) -> None:
         self._events.close()
@@ -143,11 +168,17 @@ class WandbWriter(Writer):
         if not path.exists():
             path.write_text(wandb.util.generate_id())
         self._run = wandb.init(
-            project=project, id=path.read_text(), resume="allow", dir=workdir, config=dict(config), **options
+            project=project,
+            id=path.read_text(),
+            resume="allow",
+            dir=workdir,
+            config=dict(config),
+            **options,
         )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        if step >= self._run.step:  # the service takes rising steps only, and has a replayed one already
+        # the service takes rising steps only, and has a replayed one already
+        if step >= self._run.step:
             self._run.log({f"{split}/{name}": value for name, value in record.items()}, step=step)
 
     def close(self) -> None:
@@ -162,10 +193,16 @@ class MlflowWriter(Writer):
     ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
     """
 
-    def __init__(self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+    def __init__(
+        self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]
+    ):
         import mlflow
 
-        self._mlflow, self._reached, path = mlflow, dict(reached), pathlib.Path(workdir) / "mlflow_id"
+        self._mlflow, self._reached, path = (
+            mlflow,
+            dict(reached),
+            pathlib.Path(workdir) / "mlflow_id",
+        )
         with _reachable("metrics.mlflow_experiment", experiment):
             mlflow.set_experiment(experiment)
             if path.exists():
@@ -179,7 +216,11 @@ class MlflowWriter(Writer):
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
             known = {name: float(value) for name, value in record.items() if math.isfinite(value)}
-            found = {re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value for name, value in known.items()}  # as it asks
+            # as it asks
+            found = {
+                re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value
+                for name, value in known.items()
+            }
             self._mlflow.log_metrics(found, step=step, synchronous=False)
 
     def close(self) -> None:
@@ -190,7 +231,9 @@ class MlflowWriter(Writer):
 class TrackioWriter(Writer):
     """A Trackio run with its name in workdir/trackio_name. ``reached`` as in `MlflowWriter`."""
 
-    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+    def __init__(
+        self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]
+    ):
         import trackio
 
         path = pathlib.Path(workdir) / "trackio_name"
@@ -199,11 +242,15 @@ class TrackioWriter(Writer):
         self._reached = dict(reached)
         with _reachable("metrics.trackio_project", project):
             given = {name: str(value) for name, value in flatten(config).items()}
-            self._run = trackio.init(project=project, name=path.read_text(), resume="allow", config=given, embed=False)
+            self._run = trackio.init(
+                project=project, name=path.read_text(), resume="allow", config=given, embed=False
+            )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
-            self._run.log({f"{split}/{name}": float(value) for name, value in record.items()}, step=step)
+            self._run.log(
+                {f"{split}/{name}": float(value) for name, value in record.items()}, step=step
+            )
 
     def close(self) -> None:
         self._run.finish()
@@ -216,7 +263,9 @@ def _reachable(field: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:  # clients raise what they like
         why = first_line(error)
-        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]) from error
+        raise ConfigError(
+            [(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]
+        ) from error
 
 
 def make_writers(config: Config, step: int) -> list[Writer]:
@@ -227,12 +276,18 @@ def make_writers(config: Config, step: int) -> list[Writer]:
         writers.append(TensorboardWriter(config.workdir, step))
     if project := config.metrics.wandb_project:
         given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
-        options = {name: list(value) if name == "tags" else value for name, value in given.items() if value}
+        options = {
+            name: list(value) if name == "tags" else value for name, value in given.items() if value
+        }
         writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
     if experiment := config.metrics.mlflow_experiment:
-        writers.append(MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached))
+        writers.append(
+            MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached)
+        )
     if project := config.metrics.trackio_project:
-        writers.append(TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached))
+        writers.append(
+            TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached)
+        )
     return writers
 
 
@@ -292,16 +347,24 @@ class Lines:
                 raise
             if not self._warned:
                 path = os.path.join(self._workdir, self._waiting[0][0])
-                log.error("%s cannot be written (%s); its lines are kept in memory until it can", path, error.strerror)
+                log.error(
+                    "%s cannot be written (%s); its lines are kept in memory until it can",
+                    path,
+                    error.strerror,
+                )
             self._warned = True
 
     def close(self) -> None:
         self.flush()
         for name, step, _ in self._waiting:
-            log.error("the results of the evaluation after step %d were never written into %s", step, name)
+            log.error(
+                "the results of the evaluation after step %d were never written into %s", step, name
+            )
 
 
-def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
+def write_schedule(
+    workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]
+) -> None:
     """Write workdir/schedule.json: learning rates of some updates, unless ``rate`` gives None."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
     if (rates := rate(step)) is None:
@@ -314,7 +377,9 @@ def left_behind(config: Config) -> list[tuple[str, str]]:
     """List the existing files of a run for a person to look at: (path, description)."""
     workdir = pathlib.Path(config.workdir)
     saved = config.checkpoint.folder or str(workdir / "checkpoints")
-    found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
+    found = [
+        (saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")
+    ]
     for name, about in (
         ("metrics.jsonl", "records of training and evaluations, a line each"),
         (GENERATIONS, "generations of the model at each evaluation"),
@@ -337,4 +402,5 @@ def is_written(workdir: str, step: int, split: str) -> bool:
 def _rounded(value: Any) -> Any:
     if not isinstance(value, float | np.floating):  # of a digest, which has all its digits
         return value
-    return float(f"{value:.9g}") if math.isfinite(value) else None  # nan and inf are no JSON; 9 digits hold a float32
+    # nan and inf are no JSON; 9 digits hold a float32
+    return float(f"{value:.9g}") if math.isfinite(value) else None

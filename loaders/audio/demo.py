@@ -72,7 +72,9 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
         return atomic_write.once(corpus, functools.partial(_make, corpus, n_train, n_test))
     except OSError as error:
         remedy = "set JAXTRAIN_CACHE to a writable folder with 100 MB free"
-        raise base.DataError(f"cannot make the demo corpus in {corpus.parent}: {error}; {remedy}") from error
+        raise base.DataError(
+            f"cannot make the demo corpus in {corpus.parent}: {error}; {remedy}"
+        ) from error
 
 
 def folder(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int = N_TEST) -> Path:
@@ -99,7 +101,8 @@ def _make(corpus: Path, n_train: int, n_test: int, folder: Path) -> None:
     recs = [demo_birds.recording(number) for number in range(n_train + n_test)]
     mb = sum(rec.seconds * rec.codec.kb_per_s for rec in recs) / 1000
     logger.info(
-        "making the demo corpus, once: %d recordings of %d species, %.0f min of sound, about %.0f MB, in %s",
+        "making the demo corpus, once: %d recordings of %d species, %.0f min of sound, about %.0f"
+        " MB, in %s",
         *(len(recs), len(SPECIES), sum(rec.seconds for rec in recs) / 60, mb, corpus),
     )
     # Threads are enough: numpy and the encoders do their work without the GIL.
@@ -115,7 +118,8 @@ def _make(corpus: Path, n_train: int, n_test: int, folder: Path) -> None:
 
 def _write_split(folder: Path, recs: list[Recording], files: Iterator[bytes]) -> None:
     folder.mkdir()
-    n_shards = min(max(-(-len(recs) // ROWS_PER_SHARD), 2), len(recs))  # at least two, so that every reader handles several
+    # at least two, so that every reader handles several
+    n_shards = min(max(-(-len(recs) // ROWS_PER_SHARD), 2), len(recs))
     names = [f"data-{k:05d}-of-{n_shards:05d}.arrow" for k in range(n_shards)]
     digest = hashlib.sha256()
     for k, name in enumerate(names):
@@ -126,10 +130,19 @@ def _write_split(folder: Path, recs: list[Recording], files: Iterator[bytes]) ->
                 encoded = [next(files) for _ in batch]
                 for rec, content in zip(batch, encoded, strict=True):
                     digest.update(rec.path.encode() + content)
-                audio = [{"bytes": content, "path": rec.path} for rec, content in zip(batch, encoded, strict=True)]
+                audio = [
+                    {"bytes": content, "path": rec.path}
+                    for rec, content in zip(batch, encoded, strict=True)
+                ]
                 columns = {"audio": audio, "ebird_code": [rec.label for rec in batch]}
                 sink.write_batch(pa.RecordBatch.from_pydict(columns, schema()))
-    info = {"citation": "", "description": "", "features": features(), "homepage": "", "license": ""}
+    info = {
+        "citation": "",
+        "description": "",
+        "features": features(),
+        "homepage": "",
+        "license": "",
+    }
     _write_json(folder / "dataset_info.json", info)
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
@@ -153,12 +166,15 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
     with open(path, "wb") as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())  # before the rename: a power cut must not leave a whole name with half a file
+        # before the rename: a power cut must not leave a whole name with half a file
+        os.fsync(file.fileno())
 
 
 @functools.cache
 def _recipe_hash() -> str:
-    return hashlib.sha256(Path(demo_birds.__file__).read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(
+        Path(demo_birds.__file__).read_bytes() + Path(__file__).read_bytes()
+    ).hexdigest()[:12]
 
 
 if __name__ == "__main__":

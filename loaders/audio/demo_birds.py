@@ -65,15 +65,23 @@ def _at(note: Note, hz: float) -> Note:
 
 SPECIES = (
     # Two whistles, high then low, and low then high.
-    Species("mist_fifer", ((Run(Note(0.42, (4200, 4150))), Run(Note(0.42, (3300, 3250)))),), (0.7, 1.2)),
-    Species("copper_fifer", ((Run(Note(0.42, (2500, 2450))), Run(Note(0.42, (3300, 3250)))),), (0.7, 1.2)),
+    Species(
+        "mist_fifer", ((Run(Note(0.42, (4200, 4150))), Run(Note(0.42, (3300, 3250)))),), (0.7, 1.2)
+    ),
+    Species(
+        "copper_fifer",
+        ((Run(Note(0.42, (2500, 2450))), Run(Note(0.42, (3300, 3250)))),),
+        (0.7, 1.2),
+    ),
     # The same sweep, slow (and lower) or fast, and its mirror image.
     Species("hill_rattler", ((Run(_at(_DOWN, 0.75), (8, 13), gap=0.11),),), (0.3, 0.7)),
     Species("reed_sprinkler", ((Run(_DOWN, (16, 30), gap=0.022),),), (0.4, 0.9)),
     Species("upland_zipper", ((Run(_UP, (16, 30), gap=0.022),),), (0.4, 0.9)),
     # Stairs of the same steps, down and up.
     Species("ember_tumbler", ((Run(_at(_STEP, 6800), (7, 9), gap=0.05, step=0.89),),), (0.5, 1.0)),
-    Species("lantern_climber", ((Run(_at(_STEP, 2300), (7, 9), gap=0.05, step=1 / 0.89),),), (0.5, 1.0)),
+    Species(
+        "lantern_climber", ((Run(_at(_STEP, 2300), (7, 9), gap=0.05, step=1 / 0.89),),), (0.5, 1.0)
+    ),
     # Rough voices.
     Species(
         "saltmarsh_buzzer",
@@ -99,7 +107,10 @@ SPECIES = (
     Species(
         "glade_warbler",
         (
-            (Run(Note(0.7, (3300, 4200), fm=(11, 0.22))), Run(Note(0.03, (4800, 3600)), (3, 5), gap=0.03)),
+            (
+                Run(Note(0.7, (3300, 4200), fm=(11, 0.22))),
+                Run(Note(0.03, (4800, 3600)), (3, 5), gap=0.03),
+            ),
             (Run(Note(0.5, (4400, 3400), fm=(14, 0.18))), Run(Note(0.1, (2600, 5200)), (1, 2))),
         ),
         (0.4, 0.9),
@@ -144,7 +155,8 @@ class Recording(NamedTuple):
 def recording(number: int) -> Recording:
     """Return the properties of recording ``number``, without its sound."""
     turn, label = divmod(number, len(SPECIES))
-    codec = CODECS[(turn + label) % len(CODECS)]  # shifted by the turn, so that no species is bound to a codec
+    # shifted by the turn, so that no species is bound to a codec
+    codec = CODECS[(turn + label) % len(CODECS)]
     seconds = codec.median * np.exp(0.6 * _rng(number, "duration").standard_normal())
     return Recording(number, label, codec, float(np.clip(seconds, 3.0, 60.0)))
 
@@ -184,7 +196,9 @@ def sing(species: Species, n: int, rate: int, rng: np.random.Generator) -> np.nd
             gap = run.gap
             for i in range(rng.integers(run.times[0], run.times[1] + 1)):
                 ratio = song_pitch * run.step**i * 2 ** rng.normal(0, 0.01)
-                note_m = np.float32(song_level * _gain(rng, -2, 0)) * _tone(run.note, ratio, tempo, rate, rng)
+                note_m = np.float32(song_level * _gain(rng, -2, 0)) * _tone(
+                    run.note, ratio, tempo, rate, rng
+                )
                 start = round(at)
                 out_n[start : start + len(note_m)] += note_m[: max(n - start, 0)]
                 at += len(note_m) + tempo * gap * rng.uniform(0.95, 1.05) * rate
@@ -206,14 +220,17 @@ def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
         return rng.standard_normal(2 * len(hz_k), np.float32).view(np.complex64)
 
     tilt_k = (1 + hz_k / 300) ** -rng.uniform(0.6, 1.2) / (1 + (hz_k / 8000) ** 4)
-    in_band = 2 * np.sqrt(np.square(tilt_k[(hz_k > 1500) & (hz_k < 8000)]).sum()) / m  # RMS in the birds' band
+    # RMS in the birds' band
+    in_band = 2 * np.sqrt(np.square(tilt_k[(hz_k > 1500) & (hz_k < 8000)]).sum()) / m
     out_m = coloured(tilt_k * np.float32(_gain(rng, -26, -6) / in_band), white())
     t_m = np.arange(m, dtype=np.float32) / rate
     if rng.random() < 0.4:  # wind: rumble below some 300 Hz, in gusts
         rumble_m = coloured(1 / (1 + (hz_k / rng.uniform(80, 250)) ** 2), white())
         knots = np.arange(0, t_m[-1] + 0.7, 0.7)
         gusts_m = np.interp(t_m, knots, rng.uniform(0, 1, len(knots)))
-        out_m += rumble_m * np.float32(_gain(rng, -15, 0) / rumble_m.std()) * gusts_m.astype(np.float32)
+        out_m += (
+            rumble_m * np.float32(_gain(rng, -15, 0) / rumble_m.std()) * gusts_m.astype(np.float32)
+        )
     if rng.random() < 0.3:  # rain: drops that ring broadly about some 4 kHz
         drops_m = np.zeros(m, np.float32)
         count = rng.poisson(rng.uniform(30, 200) * m / rate)
@@ -225,7 +242,9 @@ def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
         mains = 2 * np.pi * rng.choice([50, 60])
         level = _gain(rng, -30, -12)
         for harmonic in (1, 2, 3, 5):
-            out_m += np.float32(level / harmonic) * np.sin(np.float32(mains * harmonic) * t_m + np.float32(harmonic))
+            out_m += np.float32(level / harmonic) * np.sin(
+                np.float32(mains * harmonic) * t_m + np.float32(harmonic)
+            )
     return out_m
 
 
@@ -234,7 +253,13 @@ def encode(rec: Recording, samples: np.ndarray) -> bytes:
     file = io.BytesIO()
     codec = rec.codec
     with soundfile.SoundFile(
-        file, "w", codec.rate, codec.channels, codec.subtype, format=codec.format, **dict(codec.options)
+        file,
+        "w",
+        codec.rate,
+        codec.channels,
+        codec.subtype,
+        format=codec.format,
+        **dict(codec.options),
     ) as sink:
         for start in range(0, len(samples), 1 << 16):  # libvorbis keeps a whole write on the stack
             sink.write(samples[start : start + (1 << 16)])
@@ -249,22 +274,29 @@ def _gain(rng: np.random.Generator, low_db: float, high_db: float) -> float:
     return float(10 ** (rng.uniform(low_db, high_db) / 20))
 
 
-def _tone(note: Note, pitch: float, tempo: float, rate: int, rng: np.random.Generator) -> np.ndarray:
+def _tone(
+    note: Note, pitch: float, tempo: float, rate: int, rng: np.random.Generator
+) -> np.ndarray:
     n = round(note.seconds * tempo * rate)
     t_n = np.arange(n) / rate
     hz_n = pitch * np.exp(np.interp(t_n, np.linspace(0, t_n[-1], len(note.hz)), np.log(note.hz)))
     if note.fm[1]:
         hz_n *= 2 ** (note.fm[1] * np.sin(2 * np.pi * note.fm[0] / tempo * t_n))
-    phase_n = (np.cumsum(hz_n) * (2 * np.pi / rate)).astype(np.float32)  # summed in double, a sine needs no more
+    # summed in double, a sine needs no more
+    phase_n = (np.cumsum(hz_n) * (2 * np.pi / rate)).astype(np.float32)
     top, out_n = hz_n.max(), np.zeros(n, np.float32)
     for k, amplitude in enumerate(note.partials, 1):
         if k * top < 0.45 * rate:  # no partial aliases at any codec's rate
             out_n += np.float32(amplitude) * np.sin(np.float32(k) * phase_n)
     out_n /= np.float32(sum(note.partials))
     if note.am:
-        out_n *= 0.5 - 0.5 * np.cos(np.float32(2 * np.pi * note.am / tempo) * t_n.astype(np.float32))
+        out_n *= 0.5 - 0.5 * np.cos(
+            np.float32(2 * np.pi * note.am / tempo) * t_n.astype(np.float32)
+        )
     if note.rasp:
-        out_n *= np.float32(1 - note.rasp) + np.float32(note.rasp) * rng.standard_normal(n, np.float32)
+        out_n *= np.float32(1 - note.rasp) + np.float32(note.rasp) * rng.standard_normal(
+            n, np.float32
+        )
     n_edge = min(round(0.008 * rate), n // 2)
     edge = (0.5 - 0.5 * np.cos(np.pi * (np.arange(n_edge) + 0.5) / n_edge)).astype(np.float32)
     out_n[:n_edge] *= edge
@@ -272,7 +304,9 @@ def _tone(note: Note, pitch: float, tempo: float, rate: int, rng: np.random.Gene
     return out_n
 
 
-def _echo(x_n: np.ndarray, n_taps: int, level: float, rate: int, rng: np.random.Generator) -> np.ndarray:
+def _echo(
+    x_n: np.ndarray, n_taps: int, level: float, rate: int, rng: np.random.Generator
+) -> np.ndarray:
     out_n = x_n.copy()
     for delay in np.round(rng.uniform(0.02, 0.15, n_taps) * rate).astype(int):
         out_n[delay:] += np.float32(level * rng.uniform(0.3, 1.0)) * x_n[:-delay]

@@ -41,8 +41,10 @@ VERSION = 1  # of prepared.json
 NAME = "prepared.json"
 GROUP = 32  # rows of a shard that are in memory together
 MAX_BATCH = 1 << 30  # [bytes] of a batch of rows: 32-bit offsets count twice as many
-HEAD, MARK = 50, slice(46, 50)  # [bytes] of a prepared recording up to the name of its block of metadata
-SETTINGS = ("sample_rate", "time_expansion", "channel")  # of `loaders.audio.spectrogram.Config`, which must agree
+# [bytes] of a prepared recording up to the name of its block of metadata
+HEAD, MARK = 50, slice(46, 50)
+# of `loaders.audio.spectrogram.Config`, which must agree
+SETTINGS = ("sample_rate", "time_expansion", "channel")
 
 
 class Settings(NamedTuple):
@@ -84,16 +86,22 @@ def problem(path: str, config: Any) -> str:
     again = "run the same jaxtrain prepare again"
     if not about["complete"]:
         return f"is {path!r}, of which jaxtrain prepare has not made all; {again} to continue"
-    there = collections.Counter((shard.parent, int(shard.stem[-5:])) for shard in folder.rglob("data-*-of-?????.arrow"))
+    there = collections.Counter(
+        (shard.parent, int(shard.stem[-5:])) for shard in folder.rglob("data-*-of-?????.arrow")
+    )
     for (parent, n), found in there.items():
         if found < n:
-            return f"is {path!r}, and {parent} lacks {n - found} of its {n} shards; {again} to make them"
+            return (
+                f"is {path!r}, and {parent} lacks {n - found} of its {n} shards; {again} to make"
+                " them"
+            )
     for name in SETTINGS:
         if (prepared := about["settings"][name]) != (asked := getattr(config, name)):
             flag = "--" + name.replace("_", "-")
             return (
-                f"is {path!r}, which was prepared with {name}={prepared}, and data.{name} is {asked}; set that back, or "
-                f"prepare the recordings again: jaxtrain prepare … {flag}={asked}"
+                f"is {path!r}, which was prepared with {name}={prepared}, and data.{name} is"
+                f" {asked}; set that back, or prepare the recordings again: jaxtrain prepare …"
+                f" {flag}={asked}"
             )
     return ""
 
@@ -121,20 +129,33 @@ def prepare(
     if any((at / NAME).is_file() for at in (found, found.parent)):
         raise DataError(f"{source} is prepared already; name the data that it was made from")
     is_index = (found / "index.json").is_file()
-    splits = sorted(store.read(found)["splits"]) if is_index else (shards.splits_of(found) if found.is_dir() else [])
+    splits = (
+        sorted(store.read(found)["splits"])
+        if is_index
+        else (shards.splits_of(found) if found.is_dir() else [])
+    )
     opened: dict[str, tuple[list[pathlib.Path], _rust.Index]] = {}
     for split in splits or [""]:
         places = shards.find_shards(str(found), split or "train", links=links)
-        opened[split] = places, shards.open_index(places, label="", audio_root=audio_root, links=links)
+        opened[split] = (
+            places,
+            shards.open_index(places, label="", audio_root=audio_root, links=links),
+        )
     fingerprints = {split: index.fingerprint for split, (_, index) in opened.items()}
-    about = {"version": VERSION, "settings": settings._asdict(), "fingerprints": fingerprints, "complete": False}
+    about = {
+        "version": VERSION,
+        "settings": settings._asdict(),
+        "fingerprints": fingerprints,
+        "complete": False,
+    }
     is_complete = _begin(out, about)
     counts = Counts()
     with _Pool(threads or machine.cores(), settings) as pool:
         make: Callable[..., Any] = _index if is_index else _shards
         rows = make(out, opened, settings, part, pool, counts, note)
         if not counts.missing and not is_complete:
-            with contextlib.suppress(atomic_write.BusyError):  # then the other process completes the folder
+            # then the other process completes the folder
+            with contextlib.suppress(atomic_write.BusyError):
                 if rows:
                     _rows(found, out, *rows)
                 _write_json(out / NAME, {**about, "complete": True})
@@ -149,11 +170,14 @@ def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
         for name, why in (("settings", "with other settings"), ("fingerprints", "from other data")):
             if before[name] != about[name]:
                 raise DataError(
-                    f"--out {out} was prepared {why}: {before[name]}, and now {about[name]}; name a new folder, or delete it"
+                    f"--out {out} was prepared {why}: {before[name]}, and now {about[name]}; name a"
+                    " new folder, or delete it"
                 )
         return bool(before["complete"])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out} holds other things; name a new folder, or one of jaxtrain prepare")
+        raise DataError(
+            f"--out {out} holds other things; name a new folder, or one of jaxtrain prepare"
+        )
     with atomic_write.naming(out):
         out.mkdir(parents=True, exist_ok=True)
         _write_json(out / NAME, about)
@@ -164,13 +188,17 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, NAME))
         if about.get("version") != VERSION:
-            raise TypeError(f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION}")
+            raise TypeError(
+                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION}"
+            )
         if not isinstance(about["complete"], bool) or not isinstance(about["fingerprints"], dict):
             raise TypeError("it states no fingerprints, or not whether it is complete")
         Settings(**about["settings"])
         return about
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"has a broken {folder / NAME}: {error}; prepare the recordings again, in a new folder") from error
+        raise DataError(
+            f"has a broken {folder / NAME}: {error}; prepare the recordings again, in a new folder"
+        ) from error
 
 
 def _write_json(path: pathlib.Path, about: dict[str, Any]) -> None:
@@ -207,7 +235,9 @@ class _Pool:
         while ahead:  # a result is freed before the next one is awaited
             yield ahead.popleft().result()
 
-    def prepare(self, index: "_rust.Index", row: int, channel: int, **more: Any) -> tuple[bytes, int]:
+    def prepare(
+        self, index: "_rust.Index", row: int, channel: int, **more: Any
+    ) -> tuple[bytes, int]:
         """Return a row prepared, and its clipped samples. Raises ValueError for a broken one."""
         settings = self._settings
         return index.prepare(
@@ -222,9 +252,17 @@ class _Pool:
 
 
 def _shards(
-    out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
+    out: pathlib.Path,
+    opened: Any,
+    settings: Settings,
+    part: tuple[int, int],
+    pool: _Pool,
+    counts: Counts,
+    note: Any,
 ) -> None:
-    places = [(split, k, place) for split, (of_it, _) in opened.items() for k, place in enumerate(of_it)]
+    places = [
+        (split, k, place) for split, (of_it, _) in opened.items() for k, place in enumerate(of_it)
+    ]
     for number, (split, k, place) in enumerate(places):
         of_it, index = opened[split]
         path = out / split / f"data-{k:05d}-of-{len(of_it):05d}.arrow"
@@ -235,7 +273,9 @@ def _shards(
         else:
             try:
                 with _whole(path) as file:
-                    _shard(place, index, int(index.first_rows[k]), settings.channel, pool, counts, file)
+                    _shard(
+                        place, index, int(index.first_rows[k]), settings.channel, pool, counts, file
+                    )
                 counts.made += 1
                 note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
             except atomic_write.BusyError:
@@ -245,7 +285,13 @@ def _shards(
 
 
 def _shard(
-    place: pathlib.Path, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts, file: IO[bytes]
+    place: pathlib.Path,
+    index: "_rust.Index",
+    first: int,
+    channel: int,
+    pool: _Pool,
+    counts: Counts,
+    file: IO[bytes],
 ) -> None:
     writer = None
     with _reading(place), contextlib.ExitStack() as closing:
@@ -283,7 +329,12 @@ def _batches(place: pathlib.Path, closing: contextlib.ExitStack) -> Iterator[pa.
 
 
 def _prepared_batches(
-    group: pa.RecordBatch, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts
+    group: pa.RecordBatch,
+    index: "_rust.Index",
+    first: int,
+    channel: int,
+    pool: _Pool,
+    counts: Counts,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows with prepared recordings, in one batch, or one each if they are too large."""
     number = group.schema.get_field_index("audio")
@@ -301,18 +352,28 @@ def _prepared_batches(
         values.append(value)
         counts.clipped += clipped > 0
         if reason:
-            counts.kept.append(f"row {first + k} ({index.path(first + k) or 'without a name'}): {reason}")
+            counts.kept.append(
+                f"row {first + k} ({index.path(first + k) or 'without a name'}): {reason}"
+            )
     size = 1 if sum(len(value or b"") for value in values) > MAX_BATCH else len(group)
     for at in range(0, len(group), size):
         some, rows = group.slice(at, size), audio.slice(at, size)
         columns = [rows.field(k) for k in range(len(audio.type))]
-        columns[fields["bytes"]] = pa.array(values[at : at + size], audio.type[fields["bytes"]].type)
+        columns[fields["bytes"]] = pa.array(
+            values[at : at + size], audio.type[fields["bytes"]].type
+        )
         prepared = pa.StructArray.from_arrays(columns, fields=list(audio.type), mask=rows.is_null())
         yield some.set_column(number, group.schema.field(number), prepared)
 
 
 def _index(
-    out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
+    out: pathlib.Path,
+    opened: Any,
+    settings: Settings,
+    part: tuple[int, int],
+    pool: _Pool,
+    counts: Counts,
+    note: Any,
 ) -> tuple[dict[pathlib.Path, pa.Table], dict[tuple[str, int], _Item]]:
     """Make the recordings. Return the index's tables and its recordings by path and channel."""
     tables = {}
@@ -362,7 +423,9 @@ def _index(
     return tables, items
 
 
-def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings) -> dict[tuple[str, int], _Item]:
+def _items(
+    opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings
+) -> dict[tuple[str, int], _Item]:
     items: dict[tuple[str, int], _Item] = {}
     pairs = [
         (pair, index, int(first) + k)
@@ -380,25 +443,40 @@ def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings
             number += 1
             name = f"{stem}-{number}{suffix}"
         taken.add(name.casefold())
-        items[path, channel] = _Item(path, channel if channel >= 0 else settings.channel, name, index, row)
+        items[path, channel] = _Item(
+            path, channel if channel >= 0 else settings.channel, name, index, row
+        )
     return items
 
 
 def _names(table: pa.Table) -> list[tuple[str, int]]:
     """Return the recording and the channel of each row, -1 if it names none."""
     paths = table["audio"].combine_chunks().field("path").to_pylist()
-    channels = table["channel"].to_pylist() if "channel" in table.column_names else [None] * len(paths)
-    return [(path, -1 if channel is None else channel) for path, channel in zip(paths, channels, strict=True)]
+    channels = (
+        table["channel"].to_pylist() if "channel" in table.column_names else [None] * len(paths)
+    )
+    return [
+        (path, -1 if channel is None else channel)
+        for path, channel in zip(paths, channels, strict=True)
+    ]
 
 
-def _rows(source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa.Table], items: Any) -> None:
+def _rows(
+    source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa.Table], items: Any
+) -> None:
     """Write the index of the prepared recordings: the same rows, which name other files."""
-    prepared = {pair: item.name for pair, item in items.items() if _is_prepared(out / "audio" / item.name)}
+    prepared = {
+        pair: item.name for pair, item in items.items() if _is_prepared(out / "audio" / item.name)
+    }
     for place, table in tables.items():
         pairs = _names(table)
         paths = pa.array([prepared.get(pair, pair[0]) for pair in pairs], pa.string())
         nothing = pa.nulls(len(pairs), pa.binary())
-        columns = {"audio": pa.StructArray.from_arrays([nothing, paths], fields=list(table.schema.field("audio").type))}
+        columns = {
+            "audio": pa.StructArray.from_arrays(
+                [nothing, paths], fields=list(table.schema.field("audio").type)
+            )
+        }
         if "channel" in table.column_names:
             channels = [-1 if pair in prepared else pair[1] for pair in pairs]
             columns["channel"] = pa.array(channels, table.schema.field("channel").type)
@@ -406,7 +484,9 @@ def _rows(source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa
             number = table.schema.get_field_index(name)
             table = table.set_column(number, table.schema.field(number), column)
         with _whole(out / "data" / place.name) as file:
-            pq.write_table(table, file, use_dictionary=["audio.path", *store.TEXTS], compression="zstd")
+            pq.write_table(
+                table, file, use_dictionary=["audio.path", *store.TEXTS], compression="zstd"
+            )
     about = store.read(source)
     _write_json(out / "index.json", {**about, "root": "audio"})
     if (listed := source / "errors.csv").is_file():

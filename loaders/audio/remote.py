@@ -36,7 +36,13 @@ from loaders.io import machine
 
 log = logging.getLogger("jaxtrain")
 SCHEMES = ("gs", "s3", "hf", "https", "http")
-EXTRAS = {"gs": "gcsfs", "s3": "s3fs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
+EXTRAS = {
+    "gs": "gcsfs",
+    "s3": "s3fs",
+    "hf": "huggingface_hub",
+    "https": "aiohttp",
+    "http": "aiohttp",
+}
 SUFFIXES = (".arrow", ".parquet", "/state.json", "/index.json")
 PART = 1 << 20  # [bytes] of a file that are there or not
 TOGETHER = 8  # parts asked for at once
@@ -119,7 +125,11 @@ def _begin(address: str, folder: pathlib.Path) -> None:
             (folder / ".address").write_text(address)
             wanted = {file.name for file in files}
             for path in folder.rglob("*"):  # of a file that the store has no longer
-                if path.is_file() and not path.name.startswith(".") and str(path.relative_to(folder)) not in wanted:
+                if (
+                    path.is_file()
+                    and not path.name.startswith(".")
+                    and str(path.relative_to(folder)) not in wanted
+                ):
                     path.unlink()
             missing = [file for file in files if _prepare(file, folder)]
             missing.sort(key=lambda file: not file.name.endswith(".json"))
@@ -130,7 +140,13 @@ def _begin(address: str, folder: pathlib.Path) -> None:
         except BaseException:
             _held.pop(str(folder)).close()
             raise
-    log.info("%s: %d of %d files are copied to %s, while the run begins", address, len(missing), len(files), folder)
+    log.info(
+        "%s: %d of %d files are copied to %s, while the run begins",
+        address,
+        len(missing),
+        len(files),
+        folder,
+    )
     _copies[str(folder)] = _Copy(system, missing, folder, budget)
 
 
@@ -150,7 +166,9 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def _folder(address: str) -> pathlib.Path:
-    return machine.cache_folder("shards", hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:24])
+    return machine.cache_folder(
+        "shards", hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:24]
+    )
 
 
 def _list(address: str) -> tuple[Any, list[File]]:
@@ -169,25 +187,43 @@ def _list(address: str) -> tuple[Any, list[File]]:
         about = {path: system.info(path) for path in sorted(paths) if path.endswith(SUFFIXES)}
     except ImportError as error:
         extra = EXTRAS[scheme]
-        raise DataError(f"{address} needs {extra}: pip install 'jaxtrain[remote]' {extra} ({error})") from error
+        raise DataError(
+            f"{address} needs {extra}: pip install 'jaxtrain[remote]' {extra} ({error})"
+        ) from error
     except DataError:
         raise
     except Exception as error:  # file systems raise many kinds
-        raise DataError(f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise DataError(
+            f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
     if not about:
         raise DataError(f"{address} holds no Arrow or Parquet shards")
     above = os.path.commonpath([os.path.dirname(path) for path in about])
     files = []
     for path, info in about.items():
         name = os.path.relpath(path, above)
-        odd = not name.isprintable() or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
-        if odd or name.startswith(("..", "/")) or not isinstance(size := info.get("size"), int) or size < 0:
-            raise DataError(f"{address}: the store gives no size of {path[:300]!r}, or a name that no file should have")
+        odd = (
+            not name.isprintable()
+            or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
+        )
+        if (
+            odd
+            or name.startswith(("..", "/"))
+            or not isinstance(size := info.get("size"), int)
+            or size < 0
+        ):
+            raise DataError(
+                f"{address}: the store gives no size of {path[:300]!r}, or a name that no file"
+                " should have"
+            )
         tags = ("ETag", "etag", "blob_id", "mtime", "LastModified")
         tag = next((str(info[each]) for each in tags if info.get(each)), "")
         files.append(File(path, name, size, f"{size} {tag}", _digest(info)))
     names = {file.name for file in files}
-    if both := next((name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))), ""):
+    if both := next(
+        (name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))),
+        "",
+    ):
         raise DataError(f"{address} has {both[:300]}, which lies in another file; name one of them")
     return system, files
 
@@ -218,7 +254,9 @@ def _linked(system: Any, root: str) -> list[str]:
     pages, found = [top], {top: None}
     for page in pages:  # which grow
         if len(pages) > MAX_PAGES:
-            raise DataError(f"{root} has more than {MAX_PAGES} pages of links; name one of its folders")
+            raise DataError(
+                f"{root} has more than {MAX_PAGES} pages of links; name one of its folders"
+            )
         text = system.cat_file(root if page == top else page).decode(errors="replace")
         for link in LINK.findall(text):
             url = urllib.parse.urljoin(page, html.unescape(link)).partition("#")[0]
@@ -237,7 +275,11 @@ def _digest(info: dict[str, Any]) -> tuple[str, str]:
     if sha := (lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)):
         return "sha256", sha
     tag = str(info.get("ETag", "")).strip('"')
-    if len(tag) == 32 and "StorageClass" in info and all(sign in "0123456789abcdef" for sign in tag):
+    if (
+        len(tag) == 32
+        and "StorageClass" in info
+        and all(sign in "0123456789abcdef" for sign in tag)
+    ):
         return "md5", tag
     return "", ""
 
@@ -253,9 +295,14 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
     if is_same and not parts.exists():
         return False
     n = -(-file.size // PART)
-    if is_same and (found := parts.read_bytes())[:HEAD] == PART.to_bytes(HEAD, "little") and len(found) == HEAD + n:
+    if (
+        is_same
+        and (found := parts.read_bytes())[:HEAD] == PART.to_bytes(HEAD, "little")
+        and len(found) == HEAD + n
+    ):
         return True
-    for path in (note, place, parts):  # another file, which someone may have mapped, stays as it is under no name
+    # another file, which someone may have mapped, stays as it is under no name
+    for path in (note, place, parts):
         path.unlink(missing_ok=True)
     if n:
         parts.write_bytes(PART.to_bytes(HEAD, "little") + bytes(n))
@@ -268,7 +315,13 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
 class _Copy:
     """Threads that copy missing parts, requested ones first, of one process at a time."""
 
-    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, budget: remote_cache.DiskBudget):
+    def __init__(
+        self,
+        system: Any,
+        files: Sequence[File],
+        folder: pathlib.Path,
+        budget: remote_cache.DiskBudget,
+    ):
         self.error: DataError | None = None
         self._system, self._files, self._folder, self._budget = system, files, folder, budget
         self._parts: dict[File, np.memmap] = {}
@@ -282,7 +335,11 @@ class _Copy:
 
     def wait(self, *, texts: bool = False) -> None:
         """Wait for all files, or only for the indexes of the others. Raises DataError."""
-        named = [neighbours(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
+        named = [
+            neighbours(self._folder / file.name)[1]
+            for file in self._files
+            if file.name.endswith(".json")
+        ]
         while not self._done.wait(POLL if texts else None):
             if not any(parts.exists() for parts in named):
                 return
@@ -296,11 +353,15 @@ class _Copy:
         try:
             with _locked(self._folder / ".copy"):
                 for file in self._files:
-                    place, (_, parts) = self._folder / file.name, neighbours(self._folder / file.name)
+                    place, (_, parts) = (
+                        self._folder / file.name,
+                        neighbours(self._folder / file.name),
+                    )
                     if not parts.exists():  # another process has ended it
                         continue
                     self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
-                    self._parts[file][self._parts[file] != PRESENT] = ABSENT  # of an attempt that failed, or was killed
+                    # of an attempt that failed, or was killed
+                    self._parts[file][self._parts[file] != PRESENT] = ABSENT
                     if (self._parts[file] == PRESENT).all():
                         self._end(file, place)
                 threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
@@ -344,7 +405,9 @@ class _Copy:
                         if (file, first) in self._taken:
                             continue
                         last, most = first + 1, min(first + TOGETHER, len(parts))
-                        while last < most and parts[last] == state and (file, last) not in self._taken:
+                        while (
+                            last < most and parts[last] == state and (file, last) not in self._taken
+                        ):
                             last += 1
                         self._taken |= {(file, part) for part in range(first, last)}
                         return file, first, last
@@ -360,7 +423,9 @@ class _Copy:
                 for path in (note, place, parts):
                     path.unlink()
                 kind, stated = file.digest
-                raise DataError(f"{file.path} came with the {kind} {found}, and the store says {stated}; rerun")
+                raise DataError(
+                    f"{file.path} came with the {kind} {found}, and the store says {stated}; rerun"
+                )
         parts.unlink()
 
     def _fail(self, error: Exception) -> None:
@@ -390,4 +455,7 @@ def _part(system: Any, file: File, start: int, end: int) -> bytes:
         if len(data) == end - start:
             return data
         reason = f"{len(data)} of {end - start} bytes came"
-    raise DataError(f"{file.path}: bytes from {start} on cannot be had after {TRIES} tries ({reason}); rerun to resume")
+    raise DataError(
+        f"{file.path}: bytes from {start} on cannot be had after {TRIES} tries ({reason}); rerun to"
+        " resume"
+    )

@@ -12,7 +12,8 @@ from typing import IO
 
 from loaders.base import DataError
 
-ABSENT, PRESENT, WANTED, FAILED = range(4)  # of a part. These and HEAD equal those of rust/core/src/source/copy_progress.rs
+# of a part. These and HEAD equal those of rust/core/src/source/copy_progress.rs
+ABSENT, PRESENT, WANTED, FAILED = range(4)
 HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
 LOOKS = 64  # at the cache's contents, also of other processes, while it fills once
@@ -34,7 +35,10 @@ class DiskBudget:
         self._folder, self._address, self._limit = folder, address, limit
         self._lock, self._left = threading.Lock(), 0.0
         if needed > limit:
-            raise DataError(f"{address} holds {needed / 1e9:.1f} GB, and the cache may hold {limit / 1e9:.1f} GB; {REMEDY}")
+            raise DataError(
+                f"{address} holds {needed / 1e9:.1f} GB, and the cache may hold {limit / 1e9:.1f}"
+                f" GB; {REMEDY}"
+            )
         used = sum(_bytes(other, claimed=True) for other in self._others() if _in_use(other))
         if used + needed > limit:
             there = f"runs use {used / 1e9:.1f} GB of the cache's {limit / 1e9:.1f}"
@@ -59,11 +63,18 @@ class DiskBudget:
                 del sizes[other]
         free = self._limit - sum(sizes.values())
         if n and free < n:
-            raise DataError(f"{self._address} does not fit: runs use the cache's {self._limit / 1e9:.1f} GB; {REMEDY}")
+            raise DataError(
+                f"{self._address} does not fit: runs use the cache's {self._limit / 1e9:.1f} GB;"
+                f" {REMEDY}"
+            )
         return free
 
     def _others(self) -> list[pathlib.Path]:
-        return [other for other in self._folder.parent.iterdir() if other.is_dir() and other != self._folder]
+        return [
+            other
+            for other in self._folder.parent.iterdir()
+            if other.is_dir() and other != self._folder
+        ]
 
 
 def neighbours(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -107,6 +118,8 @@ def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
                 size, (_, parts) = path.stat().st_size, neighbours(path)
                 if not claimed and parts.is_file():
                     there = parts.read_bytes()
-                    size = min(size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(PRESENT))
+                    size = min(
+                        size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(PRESENT)
+                    )
                 total += size
     return total

@@ -35,7 +35,8 @@ from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, checks, files, machine
 
 CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is true
-SAMPLED, SAMPLE = 256, 16 << 10  # rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
+# rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
+SAMPLED, SAMPLE = 256, 16 << 10
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
@@ -68,9 +69,15 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
             return shards
         content = sorted(p.name for p in folder.iterdir())
         if splits := splits_of(folder):
-            raise DataError(f"is {path!r}, a folder without the split {split!r}; {checks.expected(split, splits)}")
+            raise DataError(
+                f"is {path!r}, a folder without the split {split!r};"
+                f" {checks.expected(split, splits)}"
+            )
         if _shards(folder):
-            raise DataError(f"is {path!r}, a folder that is not split, and the split {split!r} is asked for; use train")
+            raise DataError(
+                f"is {path!r}, a folder that is not split, and the split {split!r} is asked for;"
+                " use train"
+            )
         listed = ", ".join(content[:5]) or "nothing"
         raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {listed}")
     if glob.has_magic(path):
@@ -84,7 +91,10 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
 
 def splits_of(folder: pathlib.Path) -> list[str]:
     """Return the splits of a folder of shards, or none if it is not split or holds no shards."""
-    names = {*_by_split(folder), *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p))}
+    names = {
+        *_by_split(folder),
+        *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p)),
+    }
     if not _shards(folder):
         names |= set(_by_split(folder / "data"))
     return sorted(names)
@@ -98,7 +108,10 @@ def nearest(path: pathlib.Path) -> str:
     siblings = sorted(p.name for p in parent.iterdir())
     if close := difflib.get_close_matches(missing, siblings, n=1):
         return f"; did you mean {str(parent / close[0])!r}?"
-    return f"; {parent} exists, and holds {', '.join(siblings[:5]) or 'nothing'}{', …' if len(siblings) > 5 else ''}"
+    return (
+        f"; {parent} exists, and holds"
+        f" {', '.join(siblings[:5]) or 'nothing'}{', …' if len(siblings) > 5 else ''}"
+    )
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
@@ -106,7 +119,9 @@ def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) ->
     return _checked(folder, _of_split(folder, split), links)
 
 
-def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) -> list[pathlib.Path]:
+def _checked(
+    folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool
+) -> list[pathlib.Path]:
     """Return the same shards. Raises DataError unless all are regular files in ``folder``."""
     for shard in shards:
         files.inside(folder.absolute(), str(shard.absolute()), links=links, remedy=files.LINKS)
@@ -116,7 +131,9 @@ def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) 
             why = (error.strerror or str(error)).lower()
             raise DataError(f"has {str(shard)[:200]}, which cannot be read: {why}") from error
         if not is_regular:
-            raise DataError(f"has {shard}, which is no regular file; remove it, or name the shards with a glob")
+            raise DataError(
+                f"has {shard}, which is no regular file; remove it, or name the shards with a glob"
+            )
     return list(shards)
 
 
@@ -126,7 +143,8 @@ def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
     if groups := _by_split(folder, split):
         return groups.get(split, [])
     if split not in ("train", "test") and not splits_of(folder):
-        return _in_data(folder, split)  # of a folder that is not split, all of it is train or test, and nothing else
+        # of a folder that is not split, all of it is train or test, and nothing else
+        return _in_data(folder, split)
     return _shards(folder) or _in_data(folder, split)
 
 
@@ -139,10 +157,15 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
     state = folder / "state.json"
     if state.is_file():
         try:
-            names = [file["filename"] for file in files.read_json(files.inside(folder, state.name))["_data_files"]]
+            names = [
+                file["filename"]
+                for file in files.read_json(files.inside(folder, state.name))["_data_files"]
+            ]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"has a broken {state}: {error!r}; save the dataset again") from error
-        if wrong := [name for name in names if not isinstance(name, str) or not name or "\0" in name]:
+        if wrong := [
+            name for name in names if not isinstance(name, str) or not name or "\0" in name
+        ]:
             raise DataError(f"has a broken {state}: it names {wrong[0]!r}; save the dataset again")
         return [folder / name for name in names]
     # cache-….arrow are results of datasets' map and filter, next to the data that they came from
@@ -159,14 +182,18 @@ def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[path
     if (folder / "state.json").is_file():
         return groups
     for shard in _shards(folder):
-        match = re.fullmatch(r"(?:.+-)?([A-Za-z]\w*?)(-\d{5}-of-\d{5}(-[0-9a-f]{16})?)?\.(arrow|parquet)", shard.name)
+        match = re.fullmatch(
+            r"(?:.+-)?([A-Za-z]\w*?)(-\d{5}-of-\d{5}(-[0-9a-f]{16})?)?\.(arrow|parquet)", shard.name
+        )
         groups.setdefault(match[1] if match else "", []).append(shard)
     return groups if {"train", "test", split} & set(groups) else {}
 
 
 def has_split(folder: pathlib.Path, split: str) -> bool:
     """Whether a folder holds shards of this split besides others."""
-    return bool(_shards(folder / split) or split in _by_split(folder, split) or _in_data(folder, split))
+    return bool(
+        _shards(folder / split) or split in _by_split(folder, split) or _in_data(folder, split)
+    )
 
 
 def index_file(shard: pathlib.Path) -> pathlib.Path | None:
@@ -185,13 +212,16 @@ def index_root(file: pathlib.Path) -> pathlib.Path:
         if not isinstance(root, str) or "\0" in root:
             raise TypeError(f"root is {root!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"has a broken {file}: {error!r}; run jaxtrain index again, or set audio_root") from error
+        raise DataError(
+            f"has a broken {file}: {error!r}; run jaxtrain index again, or set audio_root"
+        ) from error
     folder = pathlib.Path(os.path.realpath(file.parent))
     found = pathlib.Path(os.path.normpath(folder / root))
     if not found.resolve().is_relative_to(folder) and _noted_root(folder) != str(found):
         raise DataError(
-            f"has {file}, whose recordings lie in {found}: outside of the index, which jaxtrain index did not make here. If "
-            "you trust it, name that folder as data.audio_root, or run jaxtrain index again"
+            f"has {file}, whose recordings lie in {found}: outside of the index, which jaxtrain"
+            " index did not make here. If you trust it, name that folder as data.audio_root, or"
+            " run jaxtrain index again"
         )
     return found
 
@@ -211,7 +241,9 @@ def _noted_root(folder: pathlib.Path) -> str:
 
 
 def _note_of(folder: pathlib.Path) -> pathlib.Path:
-    return machine.cache_folder("indexes", hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:32])
+    return machine.cache_folder(
+        "indexes", hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:32]
+    )
 
 
 def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -> str:
@@ -238,7 +270,9 @@ def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
     return str(demo.ensure() if make or demo.folder().is_dir() else outline.birds())
 
 
-def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, links: bool = False) -> "_rust.Index":
+def open_index(
+    shards: Sequence[pathlib.Path], *, label: str, audio_root: str, links: bool = False
+) -> "_rust.Index":
     """Return the index of shards, made once in a process, and again when a file has changed.
 
     Args:
@@ -257,7 +291,11 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
             for path in shards:
                 columnar.require(path, "audio", *([label] if label else []))
-        hint = "; if it holds lists of classes, set data.multilabel=true" if "list" in str(error).lower() else ""
+        hint = (
+            "; if it holds lists of classes, set data.multilabel=true"
+            if "list" in str(error).lower()
+            else ""
+        )
         raise DataError(f"{error}{hint}{remote.reasons()}") from error
 
 
@@ -267,24 +305,34 @@ def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
     return os.path.expanduser(audio_root) or None
 
 
-def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
+def fingerprint(
+    index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False
+) -> str:
     """Return the index's fingerprint, with a digest of recordings that are files of their own.
 
     It covers sizes and some bytes of up to SAMPLED files, evenly spaced, that can be read.
     """
     digest, known = hashlib.sha256(), set()
     root = _root(shards, audio_root)
-    for row in np.unique(np.linspace(0, index.n_rows - 1, min(SAMPLED, index.n_rows)).astype(int)).tolist():
+    for row in np.unique(
+        np.linspace(0, index.n_rows - 1, min(SAMPLED, index.n_rows)).astype(int)
+    ).tolist():
         shard = shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
         if index.part(row) is None or (name := index.path(row)) in known:
             continue
         known.add(name)
         with contextlib.suppress(files.FileError):
-            with files.regular(files.inside(pathlib.Path(root or shard.parent), name, links=links)) as file:
+            with files.regular(
+                files.inside(pathlib.Path(root or shard.parent), name, links=links)
+            ) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(size - SAMPLE, 0) // 2)
                 content = file.read(SAMPLE)
-            digest.update(f"{name} {size} {hashlib.sha256(content).hexdigest()}\n".encode(errors="surrogateescape"))
+            digest.update(
+                f"{name} {size} {hashlib.sha256(content).hexdigest()}\n".encode(
+                    errors="surrogateescape"
+                )
+            )
     return f"{index.fingerprint}-{digest.hexdigest()[:16]}" if known else index.fingerprint
 
 
@@ -295,7 +343,9 @@ def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
 
 def _stats(shards: Sequence[pathlib.Path]) -> tuple[tuple[str, int, int], ...]:
     try:
-        return tuple((str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in shards)
+        return tuple(
+            (str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in shards
+        )
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from error
 
@@ -309,14 +359,28 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
     lists, names = [], None
     for path, _, _ in stats:
         column, names = columnar.read(pathlib.Path(path), label)
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise DataError(f"{path}: column {label!r} has classes without names; cast it to a list of ClassLabel again")
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            raise DataError(
+                f"{path}: column {label!r} has classes without names; cast it to a list of"
+                " ClassLabel again"
+            )
         if not columnar.is_list(column.type):
-            raise DataError(f"{path}: column {label!r} holds {column.type}; data.multilabel=true needs lists of int64 classes")
+            raise DataError(
+                f"{path}: column {label!r} holds {column.type}; data.multilabel=true needs lists of"
+                " int64 classes"
+            )
         lists += column.chunks
     if names is None:
-        raise DataError(f"{stats[0][0]}: column {label!r} names no classes; cast it to a list of ClassLabel and save it again")
-    lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False) for chunk in lists]
+        raise DataError(
+            f"{stats[0][0]}: column {label!r} names no classes; cast it to a list of ClassLabel and"
+            " save it again"
+        )
+    lengths = [
+        pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
+        for chunk in lists
+    ]
     parts = [pc.list_flatten(chunk) for chunk in lists]
     if any(part.null_count for part in parts):
         raise DataError(f"{stats[0][0]}: column {label!r} has a list with a null; save it without")
@@ -324,17 +388,26 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
     classes = np.concatenate([np.zeros(0, np.int64), *values])
     if len(classes) and not 0 <= classes.min() <= classes.max() < len(names):
         raise DataError(
-            f"{stats[0][0]}: column {label!r} has classes {classes.min()} to {classes.max()}, but names for {len(names)} only"
+            f"{stats[0][0]}: column {label!r} has classes {classes.min()} to {classes.max()}, but"
+            f" names for {len(names)} only"
         )
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
-    return ClassLists(tuple(names), starts, narrowed(classes, np.int32, f"the classes of {label!r}"))
+    return ClassLists(
+        tuple(names), starts, narrowed(classes, np.int32, f"the classes of {label!r}")
+    )
 
 
 @functools.lru_cache(maxsize=4)
-def _index_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str | None, links: bool) -> "_rust.Index":
+def _index_once(
+    stats: tuple[tuple[str, int, int], ...], label: str, root: str | None, links: bool
+) -> "_rust.Index":
     # Shards of an index are read when it is opened.
-    large = index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
+    large = (
+        index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
+    )
     cache = machine.cache_folder("index") if large or len(stats) >= CACHED_SHARDS else None
     paths = [path for path, _, _ in stats]
     copying = any(remote.is_copying(pathlib.Path(path)) for path in paths)
-    return _rust.Index(paths, label=label or None, root=root, cache=cache, links=links, copying=copying)
+    return _rust.Index(
+        paths, label=label or None, root=root, cache=cache, links=links, copying=copying
+    )

@@ -42,7 +42,8 @@ try:
     from loaders import _rust
 except ImportError as error:
     raise ModuleNotFoundError(
-        "the Rust extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
+        "the Rust extension loaders._rust is not built; say `make train` in the checkout, or pip"
+        " install its wheel"
     ) from error
 
 from loaders import order
@@ -62,17 +63,30 @@ from loaders.audio.shards import (
     shards_of_split,
     splits_of,
 )
-from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Population, Rows, refuse_invalid
+from loaders.base import (
+    DataError,
+    DatasetInfo,
+    Field,
+    HostBatch,
+    Loader,
+    Population,
+    Rows,
+    refuse_invalid,
+)
 from loaders.io import checks, files, machine
 
 log = logging.getLogger("jaxtrain")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 CHOICES = {
-    "short": ("random", "centre", "start", "origin"), "short_fill": ("silence", "repeat"),
-    "around": ("recording", "silence"), "form": ("spectrogram", "waveform"), "dtype": tuple(DTYPES),
+    "short": ("random", "centre", "start", "origin"),
+    "short_fill": ("silence", "repeat"),
+    "around": ("recording", "silence"),
+    "form": ("spectrogram", "waveform"),
+    "dtype": tuple(DTYPES),
     "order": ("global", "block"),
-}  # fmt: skip
-BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is independent of the recordings'
+}
+# domain of the hash: the background's order is independent of the recordings'
+BACKGROUND = 0x6E6F697365
 
 
 @dataclass(frozen=True)
@@ -81,43 +95,67 @@ class Config(FrontEnd, checks.DataSection):
 
     # Free: the fingerprint and the order have them, or they change no number.
     on_resume = checks.OnResume(
-        checks.FREE, function=("label", "multilabel", "clip_seconds", "n_frames", "views", "form", "dtype")
+        checks.FREE,
+        function=("label", "multilabel", "clip_seconds", "n_frames", "views", "form", "dtype"),
     )
 
-    train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
-    test: str = ""  # [path] folder or glob of the test data; empty = test/ next to train's train/, else a share of train
+    # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
+    train: str = "demo"
+    # [path] folder or glob of the test data; empty = test/ next to train's train/, else a share of
+    # train
+    test: str = ""
     train_split: str = "train"  # [name] of the split of train's folder that is trained on
-    test_split: str = "test"  # [name] of the split that is tested on, of test's folder or else of train's
-    test_share: float = 0.05  # [share] of the recordings kept for testing without a path for it, chosen by row number
+    # [name] of the split that is tested on, of test's folder or else of train's
+    test_split: str = "test"
+    # [share] of the recordings kept for testing without a path for it, chosen by row number
+    test_share: float = 0.05
     label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
     multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
     background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
-    audio_root: str = ""  # [path] of recordings that are files, not in the shards; empty = each shard's folder
+    # [path] of recordings that are files, not in the shards; empty = each shard's folder
+    audio_root: str = ""
     exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
-    exclude_of: int = 0  # [rows] of the index that exclude was written for: with another number it names none; 0 = any
-    exclude_paths: tuple[str, ...] = ()  # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
-    time_expansion: float = 1.0  # [1] times slower than life that recordings are: their rate is this times the headers'
+    # [rows] of the index that exclude was written for: with another number it names none; 0 = any
+    exclude_of: int = 0
+    # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
+    exclude_paths: tuple[str, ...] = ()
+    # [1] times slower than life that recordings are: their rate is this times the headers'
+    time_expansion: float = 1.0
     clip_seconds: float = 5.0  # [s] of a recording in a row
-    short: str = "random"  # [name] of a shorter recording's place: "random" (centre in testing), "centre", "start", "origin"
-    short_fill: str = "silence"  # [name] of its surroundings: "silence", or "repeat", itself again and again
-    around: str = "recording"  # [name] of the surroundings of a shorter part: the "recording" itself, or "silence"
+    # [name] of a shorter recording's place: "random" (centre in testing), "centre", "start",
+    # "origin"
+    short: str = "random"
+    # [name] of its surroundings: "silence", or "repeat", itself again and again
+    short_fill: str = "silence"
+    # [name] of the surroundings of a shorter part: the "recording" itself, or "silence"
+    around: str = "recording"
     channel: int = -1  # [number] of the channel, from 0, for rows without one; -1 = the mean of all
-    n_frames: int = 512  # [frames] of a row, hop_ms each. A clip's frames are padded with their minimum
+    # [frames] of a row, hop_ms each. A clip's frames are padded with their minimum
+    n_frames: int = 512
     views: int = 1  # [crops] of one recording in a row
-    form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
-    dtype: str = "float32"  # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
-    order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
-    block_rows: int = 8  # [rows] of a block of order="block", at most, which are neighbours in a shard
-    block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
-    bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
-    follow_links: bool = False  # [bool] links in folders of shards and of recordings may lead out of them
+    # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
+    form: str = "spectrogram"
+    # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
+    dtype: str = "float32"
+    # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
+    order: str = "global"
+    # [rows] of a block of order="block", at most, which are neighbours in a shard
+    block_rows: int = 8
+    # [blocks] whose rows are permuted among themselves, and that are read ahead
+    block_window: int = 256
+    # [share] of the recordings that may be unreadable before the run stops
+    bad_budget: float = 0.01
+    # [bool] links in folders of shards and of recordings may lead out of them
+    follow_links: bool = False
     threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
     depth: int = 2  # [batches] that are kept ready
-    allow_debug_build: bool = False  # [bool] accept an extension that was built without optimisation
+    # [bool] accept an extension that was built without optimisation
+    allow_debug_build: bool = False
 
     def validate(self) -> Iterator[tuple[str, str]]:
         """Every error that shows without reading a shard: (field, problem with its remedy)."""
-        from loaders.audio import prepared  # imports pyarrow, which an exported encoder's example does without
+        # imports pyarrow, which an exported encoder's example does without
+        from loaders.audio import prepared
 
         for field in ("train", "test", "background"):
             path = getattr(self, field)
@@ -132,12 +170,22 @@ class Config(FrontEnd, checks.DataSection):
                         yield from _events(field, shards)
                 except DataError as error:
                     yield field, str(error)
-        if not self.test and self.train != "demo" and (folder := files.expanded(self.train)).is_dir():
+        if (
+            not self.test
+            and self.train != "demo"
+            and (folder := files.expanded(self.train)).is_dir()
+        ):
             with contextlib.suppress(DataError):  # an error of train's
                 if has_split(folder, self.test_split):
                     yield from _events("train", shards_of_split(folder, self.test_split))
                 elif self.test_split != "test":
-                    yield "test_split", f"is {self.test_split!r}; {checks.expected(self.test_split, splits_of(folder))}"
+                    yield (
+                        "test_split",
+                        (
+                            f"is {self.test_split!r};"
+                            f" {checks.expected(self.test_split, splits_of(folder))}"
+                        ),
+                    )
         if self.multilabel and not self.label:
             yield "multilabel", "is True, but label names no column"
         if self.label == "audio":
@@ -150,34 +198,65 @@ class Config(FrontEnd, checks.DataSection):
         yield from (front_end := list(super().validate()))
         yield from checks.positive(self, "time_expansion")
         if not math.isfinite(self.clip_seconds):
-            yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
-        elif not front_end and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames:
+            yield (
+                "clip_seconds",
+                f"is {self.clip_seconds}; use a number of seconds, for example 5.0",
+            )
+        elif (
+            not front_end
+            and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames
+        ):
             longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
-            holds = f"n_frames={self.n_frames} holds {self.window / self.sample_rate:g} s to {longest:g} s"
+            holds = (
+                f"n_frames={self.n_frames} holds {self.window / self.sample_rate:g} s to"
+                f" {longest:g} s"
+            )
             yield "clip_seconds", f"is {self.clip_seconds}, which makes {frames} frames; {holds}"
         yield from checks.at_least(self, -1, "channel")
         yield from checks.not_negative(self, "exclude_of")
         for name, allowed in CHOICES.items():
             yield from checks.choice(self, allowed, name)
         if self.form == "waveform" and self.dtype != "float32":
-            yield "dtype", f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of int16: unset it"
+            yield (
+                "dtype",
+                (
+                    f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of"
+                    " int16: unset it"
+                ),
+            )
         if self.audio_root and not files.expanded(self.audio_root).is_dir():
             hint = nearest(files.expanded(self.audio_root))
             yield "audio_root", f"is {self.audio_root!r}, which is not a folder{hint}"
         for name in self.exclude_paths:
             if name.startswith("@") and not files.expanded(name[1:]).is_file():
-                yield "exclude_paths", f"names the list {name[1:]!r}, which is not a file{nearest(pathlib.Path(name[1:]))}"
+                yield (
+                    "exclude_paths",
+                    (
+                        f"names the list {name[1:]!r}, which is not a"
+                        f" file{nearest(pathlib.Path(name[1:]))}"
+                    ),
+                )
         yield from checks.threads(self, least=0)
         yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
         if bad := [row for row in self.exclude if row < 0]:
             yield "exclude", f"holds {bad[0]}; rows are counted from 0"
         if _rust.build_profile() != "release" and not self.allow_debug_build:
-            slow = f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower"
-            yield "allow_debug_build", f"{slow}; say `make train` in the checkout, or pip install its wheel"
+            slow = (
+                f"is False, but the extension is a {_rust.build_profile()} build, which is many"
+                " times slower"
+            )
+            yield (
+                "allow_debug_build",
+                f"{slow}; say `make train` in the checkout, or pip install its wheel",
+            )
 
     def exists(self) -> bool:
         """Return False when reading the dataset info would first have to copy the data."""
-        return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
+        return all(
+            remote.is_complete(path)
+            for path in (self.train, self.test, self.background)
+            if remote.is_remote(path)
+        )
 
     def missing(self) -> str:
         """Why no row can be read yet: the data must be copied, or the built-in birds made."""
@@ -228,22 +307,36 @@ class Spectrograms(Loader):
     fingerprint: str = ""
     order: dict[str, Any] = {}
 
-    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False):
+    def __init__(
+        self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
+    ):
         recordings = _splits(config)[split]
         index, chosen = recordings.index, recordings.rows
         train = split == "train" and not in_order
-        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-len(chosen) // rows.batch))
+        super().__init__(
+            element_spec(config),
+            train=train,
+            rows=rows,
+            seed=seed,
+            n_batches=-(-len(chosen) // rows.batch),
+        )
         self._config, self._clip, self._lists = config, config.form, recordings.lists
         self.order = _order(config, chosen, rows.batch)
         self._pipelines: list[_rust.Pipeline] = []
-        fingerprint_of = functools.partial(fingerprint, audio_root=config.audio_root, links=config.follow_links)
+        fingerprint_of = functools.partial(
+            fingerprint, audio_root=config.audio_root, links=config.follow_links
+        )
         if index is not None:
             self._pipelines = [self._pipeline(index, chosen, seed)]
             self.fingerprint = fingerprint_of(index, recordings.shards)
             self.population = Population(chosen, index.first_rows)
         if config.background and train:
-            places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
-            noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
+            places = find_shards(
+                resolve(config.background, wait=False), "train", links=config.follow_links
+            )
+            noise = open_index(
+                places, label="", audio_root=config.audio_root, links=config.follow_links
+            )
             self.order["background"] = fingerprint_of(noise, places)
             own_seed = int(order.hash_of(BACKGROUND, seed)[0])
             self._pipelines.append(self._pipeline(noise, np.arange(noise.n_rows), own_seed))
@@ -264,7 +357,8 @@ class Spectrograms(Loader):
                 n_frames=config.n_frames,
                 views=config.views,
                 form=cast(
-                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
+                    Literal["float32", "bfloat16", "waveform"],
+                    "waveform" if config.form == "waveform" else config.dtype,
                 ),
                 channel=config.channel if config.channel >= 0 else None,
                 short=cast(Literal["random", "centre", "start", "origin"], config.short),
@@ -318,7 +412,12 @@ _filter_bank = functools.lru_cache(maxsize=16)(_rust.FilterBank)
 
 
 def front_end(
-    wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
+    wave: np.ndarray,
+    rate: int = 32_000,
+    *,
+    clip_seconds: float = 5.0,
+    n_frames: int = 512,
+    of: FrontEnd = DEFAULT,
 ) -> np.ndarray:
     """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder with front end ``of`` sees it.
 
@@ -330,7 +429,9 @@ def front_end(
     that are not finite.
     """
     wave = np.ascontiguousarray(wave, np.float32)
-    return _rust.front_end(wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of))
+    return _rust.front_end(
+        wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of)
+    )
 
 
 decode = _rust.decode
@@ -348,7 +449,9 @@ def element_spec(config: Config) -> dict[str, Field]:
         data["background"] = clip
     if config.multilabel:  # as many classes as the data name
         del data["label"]
-        data["labels"] = Field((len(_splits(config, make=False)["train"].names),), np.dtype(np.uint8))
+        data["labels"] = Field(
+            (len(_splits(config, make=False)["train"].names),), np.dtype(np.uint8)
+        )
     return {**data, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
 
 
@@ -372,16 +475,23 @@ def dataset_info(config: Config) -> DatasetInfo:
         "n_train": len(train.rows),
         "n_test": len(test.rows),
         "n_recordings": train.index.n_rows if train.index else 0,
-        "n_unlabelled": sum(int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and labelled),
+        "n_unlabelled": sum(
+            int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and labelled
+        ),
         "background": bool(config.background),
     }
-    info |= {name: getattr(config, name) for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")}
+    info |= {
+        name: getattr(config, name)
+        for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")
+    }
     if names := train.names:
         info |= {"n_classes": len(names), "class_names": names}
     return info
 
 
-def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
+def make_loader(
+    config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
+) -> Spectrograms:
     """Return a loader that starts to work at its first ``seek`` or ``next``.
 
     ``in_order``: "train" is read as "test" always is: each recording once, in order.
@@ -393,14 +503,27 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 
 def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
-    fold = int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0)))
+    fold = int(
+        np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0))
+    )
     # A digest of the rows and their order, which covers exclude and test_share.
     rows = f"{int(order.hash_of(len(chosen), fold)[0]):016x}"
-    found: dict[str, Any] = {"version": _rust.ORDER_VERSION, "batch": batch, "n_rows": len(chosen), "rows": rows}
+    found: dict[str, Any] = {
+        "version": _rust.ORDER_VERSION,
+        "batch": batch,
+        "n_rows": len(chosen),
+        "rows": rows,
+    }
     if config.order == "block":
         found["block"] = [config.block_rows, config.block_window]
     # Older fields of a row are not named, so that older runs resume.
-    before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1, "time_expansion": 1.0}
+    before = {
+        "short": "origin",
+        "short_fill": "silence",
+        "around": "recording",
+        "channel": -1,
+        "time_expansion": 1.0,
+    }
     now = {name: getattr(config, name) for name in before} | config.settings
     before |= DEFAULT.settings
     return found | {name: value for name, value in now.items() if value != before[name]}
@@ -409,22 +532,32 @@ def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     """Return both splits; without ``make`` an outline will do. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
-    train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
+    train_path, test_path = (
+        resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test)
+    )
     train_shards = find_shards(train_path, config.train_split, links=config.follow_links)
     train, train_lists = _open(train_shards, config)
     rows = np.arange(train.n_rows)
     if config.exclude_of not in (0, train.n_rows):
-        text = "exclude was written for an index of %d rows, and %s has %d: it excludes none; unreadable recordings are counted"
+        text = (
+            "exclude was written for an index of %d rows, and %s has %d: it excludes none;"
+            " unreadable recordings are counted"
+        )
         log.warning(text, config.exclude_of, train_path, train.n_rows)
     elif excluded := sorted(set(config.exclude)):
         if excluded[-1] >= train.n_rows:
-            raise DataError(f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings")
+            raise DataError(
+                f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings"
+            )
         rows = np.setdiff1d(rows, excluded)
     if names := _excluded_names(config.exclude_paths):
         excluded_rows, found = train.rows_named(names)
         if found < len(names):
             missing = next(name for name in sorted(names) if not train.rows_named({name})[1])
-            raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor an id of one")
+            raise DataError(
+                f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor"
+                " an id of one"
+            )
         rows = np.setdiff1d(rows, excluded_rows)
 
     folder = files.expanded(train_path)
@@ -439,8 +572,9 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
         of_test = Split(test, np.arange(test.n_rows), test_lists, test_shards)
         if of_test.names != of_train.names:
             raise DataError(
-                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(of_test.names)} and "
-                f"{len(of_train.names)} names; both must name the same ones in the same order"
+                f"{test_path or folder / 'test'} has other classes than {train_path}:"
+                f" {len(of_test.names)} and {len(of_train.names)} names; both must name the same"
+                " ones in the same order"
             )
     else:
         is_test = order.held_out(rows, config.test_share)
@@ -448,7 +582,10 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
         of_test = Split(train, rows[is_test], train_lists, train_shards)
     if not len(of_train.rows):
         raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
-    return {"train": of_train, "test": of_test if len(of_test.rows) else Split(None, np.arange(0), None)}
+    return {
+        "train": of_train,
+        "test": of_test if len(of_test.rows) else Split(None, np.arange(0), None),
+    }
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
@@ -465,7 +602,9 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
     return excluded
 
 
-def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
+def _open(
+    shards: Sequence[pathlib.Path], config: Config
+) -> tuple["_rust.Index", ClassLists | None]:
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
@@ -478,6 +617,11 @@ def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, s
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
         return
-    rows = f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and {names[1]!r})"
-    remedy = "Of BirdSet, score test_split='test_5s'; make an index of other events with jaxtrain index"
+    rows = (
+        f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and"
+        f" {names[1]!r})"
+    )
+    remedy = (
+        "Of BirdSet, score test_split='test_5s'; make an index of other events with jaxtrain index"
+    )
     yield field, f"{rows}: the loader would read the centre of each recording instead. {remedy}"

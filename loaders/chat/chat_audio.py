@@ -54,26 +54,40 @@ class Chat(Loader):
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
         self._data = _splits(config)[split]
-        self._tools = tools_of(config, config.test if split == "test" and config.test else config.manifest)
+        self._tools = tools_of(
+            config, config.test if split == "test" and config.test else config.manifest
+        )
         sizes = [len(bucket.members) for bucket in self._data.buckets]
         self._batches = [-(-n // rows.batch) for n in sizes]  # of a pass, by bucket
         train = split == "train"
         if train and not sum(self._batches):
             raise DataError(f"{config.manifest} leaves no examples to train on")
         self._mixture = mixture.Mixture(sizes, seed=seed) if train else None
-        self._n_labels = np.array([[s.size.text_labels, s.n_audio] for s in self._data.examples]).reshape(-1, 2)
+        self._n_labels = np.array(
+            [[s.size.text_labels, s.n_audio] for s in self._data.examples]
+        ).reshape(-1, 2)
         self._deal = functools.lru_cache(maxsize=1024)(self._make_deal)
         for i, bucket in enumerate(self._data.buckets):
             shape = bucket.shape
             log.info(
-                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d examples, %.0f %% full",
-                split, i + 1, len(sizes), shape.places, shape.text, shape.audio, len(bucket.members),
+                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d examples, %.0f %%"
+                " full",
+                split,
+                i + 1,
+                len(sizes),
+                shape.places,
+                shape.text,
+                shape.audio,
+                len(bucket.members),
                 100 * bucket.fill(self._data.sizes),
-            )  # fmt: skip
+            )
         super().__init__(
-            *(_element_spec(self._tools, bucket.shape) for bucket in self._data.buckets), train=train, rows=rows, seed=seed,
+            *(_element_spec(self._tools, bucket.shape) for bucket in self._data.buckets),
+            train=train,
+            rows=rows,
+            seed=seed,
             n_batches=sum(self._batches),
-        )  # fmt: skip
+        )
 
     def bucket_at(self, position: int) -> int:
         return self._deal(position).bucket
@@ -108,16 +122,26 @@ class Chat(Loader):
             bucket = int(np.searchsorted(np.cumsum(self._batches), position, side="right"))
             number = (position - sum(self._batches[:bucket])) * len(row) + row
             members = self._data.buckets[bucket].members
-            return Deal(bucket, number, np.where(number < len(members), members[np.minimum(number, len(members) - 1)], -1))
+            return Deal(
+                bucket,
+                number,
+                np.where(number < len(members), members[np.minimum(number, len(members) - 1)], -1),
+            )
         buckets, before = self._mixture(np.array([position]))
         bucket, number = int(buckets[0]), int(before[0]) * len(row) + row
         members = self._data.buckets[bucket].members
-        return Deal(bucket, number, members[order.epochs(self._seed + (bucket << 32), len(members), number)[1]])
+        return Deal(
+            bucket,
+            number,
+            members[order.epochs(self._seed + (bucket << 32), len(members), number)[1]],
+        )
 
     def _batch(self, position: int) -> HostBatch:
         deal = self._deal(position)
         n_text, n_audio = self._n_labels[deal.example[deal.example >= 0]].sum(0)
-        scale = chatml.label_scale(n_text, np.full(self._tools.codebooks, n_audio), self._rows.batch)
+        scale = chatml.label_scale(
+            n_text, np.full(self._tools.codebooks, n_audio), self._rows.batch
+        )
         batch = super()._batch(position)
         for part in batch["label_scale"]:
             part[:] = scale
@@ -128,12 +152,18 @@ class Chat(Loader):
         bucket = self._data.buckets[deal.bucket]
         batch = self._empty(len(row), deal.bucket)
         padding = chatml.row(self._tools.blank(), bucket.shape, self._tools.pad)
-        for i, (number, k) in enumerate(zip(deal.number[row].tolist(), deal.example[row].tolist(), strict=True)):
+        for i, (number, k) in enumerate(
+            zip(deal.number[row].tolist(), deal.example[row].tolist(), strict=True)
+        ):
             values = padding
             if k >= 0:
                 example = self._data.examples[k]
                 values = chatml.row(self._tools.laid_out(example), bucket.shape, self._tools.pad)
-                batch["index"][i], batch["epoch"][i], batch["weight"][i] = example.number, number // len(bucket.members), 1
+                batch["index"][i], batch["epoch"][i], batch["weight"][i] = (
+                    example.number,
+                    number // len(bucket.members),
+                    1,
+                )
             for name, x in values.items():
                 batch[name][i] = x
         return batch
@@ -147,7 +177,9 @@ class Deal(NamedTuple):
 
 def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of the largest bucket: name -> shape of one row, dtype."""
-    return _element_spec(tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape)
+    return _element_spec(
+        tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape
+    )
 
 
 def dataset_info(config: Config) -> DatasetInfo:
@@ -163,7 +195,9 @@ def dataset_info(config: Config) -> DatasetInfo:
         "codebooks": tools.codebooks,
         "codebook_size": tools.size,
         "context": max(bucket.shape.places for bucket in train.buckets),
-        "buckets": tuple((*bucket.shape, len(bucket.members) / len(train.examples)) for bucket in train.buckets),
+        "buckets": tuple(
+            (*bucket.shape, len(bucket.members) / len(train.examples)) for bucket in train.buckets
+        ),
         "n_train": len(train.examples),
         "n_test": len(splits["test"].examples),
         "n_bad": len(train.bad),
@@ -177,11 +211,17 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
 
 def _element_spec(tools: Tools, shape: Shape) -> dict[str, Field]:
     integers = {
-        "text": (shape.text,), "codes": (shape.audio, tools.codebooks), "place": (shape.places,),
-        "slot": (shape.places,), "text_at": (shape.text_labels,), "text_target": (shape.text_labels,),
-        "audio_at": (shape.audio_labels,), "audio_target": (shape.audio_labels, tools.codebooks), "index": (),
+        "text": (shape.text,),
+        "codes": (shape.audio, tools.codebooks),
+        "place": (shape.places,),
+        "slot": (shape.places,),
+        "text_at": (shape.text_labels,),
+        "text_target": (shape.text_labels,),
+        "audio_at": (shape.audio_labels,),
+        "audio_target": (shape.audio_labels, tools.codebooks),
+        "index": (),
         "epoch": (),
-    }  # fmt: skip
+    }
     return {
         **{name: Field(s, np.dtype(np.int32)) for name, s in integers.items()},
         "label_scale": Field((1 + tools.codebooks,), np.dtype(np.float32)),
@@ -201,12 +241,19 @@ def _splits_once(config: Config, _: files.Stamps) -> dict[str, Split]:
     if config.test:
         test, test_bad = read_examples(config, config.test)
     else:
-        is_test = order.held_out(np.array([s.number for s in examples], np.int64), config.test_share)
+        is_test = order.held_out(
+            np.array([s.number for s in examples], np.int64), config.test_share
+        )
         test, test_bad = [s for s, t in zip(examples, is_test, strict=True) if t], []
         examples = [s for s, t in zip(examples, is_test, strict=True) if not t]
     if not examples:
-        raise DataError(f"{config.manifest} leaves no examples to train on" + (f"; {bad[0][1]}" if bad else ""))
-    return {"train": _in_buckets(examples, bad, config.buckets), "test": _in_buckets(test, test_bad, config.buckets)}
+        raise DataError(
+            f"{config.manifest} leaves no examples to train on" + (f"; {bad[0][1]}" if bad else "")
+        )
+    return {
+        "train": _in_buckets(examples, bad, config.buckets),
+        "test": _in_buckets(test, test_bad, config.buckets),
+    }
 
 
 def _in_buckets(examples: Sequence[Example], bad: Sequence[tuple[int, str]], n: int) -> Split:

@@ -39,16 +39,22 @@ log = logging.getLogger("jaxtrain")
 class Config(checks.DataSection):
     # Free: the fingerprint and the order have them, or they change no number.
     on_resume = checks.OnResume(
-        checks.FREE, function=("codebooks", "codebook_size", "frame_rate", "delay"), files=("codec", "codes")
+        checks.FREE,
+        function=("codebooks", "codebook_size", "frame_rate", "delay"),
+        files=("codec", "codes"),
     )
 
     manifest: str = ""  # [path] JSON list of examples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
-    test_share: float = 0.05  # [share] of the examples kept for testing without a path for it, chosen by number
+    # [share] of the examples kept for testing without a path for it, chosen by number
+    test_share: float = 0.05
     tokenizer: str = ""  # [path] tokenizer.json with the special tokens
-    audio_root: str = ""  # [path] folder that recordings' paths are relative to; empty = each manifest's own
-    codec: str = ""  # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
-    codes: str = ""  # [path] codes made elsewhere: .npz, .arrow or .parquet; empty = the codec makes them
+    # [path] folder that recordings' paths are relative to; empty = each manifest's own
+    audio_root: str = ""
+    # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
+    codec: str = ""
+    # [path] codes made elsewhere: .npz, .arrow or .parquet; empty = the codec makes them
+    codes: str = ""
     cache: str = ""  # [path] folder for the codec's codes; empty = next to the recordings
     codebooks: int = 8  # [codebooks] of codes that do not come from a codec.npz
     codebook_size: int = 1024  # [codes] of each of them
@@ -71,7 +77,10 @@ class Config(checks.DataSection):
         if not self.codec and not self.codes:
             yield (
                 "codec",
-                "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`), module:function, or a file of codes",
+                (
+                    "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`),"
+                    " module:function, or a file of codes"
+                ),
             )
         if self.codec:
             try:
@@ -105,7 +114,8 @@ class Tools(NamedTuple):
     size: int
     frame_rate: float
     delay: bool
-    find: Callable[[chatml.Clip], np.ndarray]  # codes of a whole recording. Raises ValueError or OSError
+    # codes of a whole recording. Raises ValueError or OSError
+    find: Callable[[chatml.Clip], np.ndarray]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0]
@@ -125,28 +135,46 @@ class Tools(NamedTuple):
             codes = self.find(clip)
         except (ValueError, OSError) as error:
             raise chatml.ExampleError(f"{clip.url or 'raw_audio'}: {error}") from error
-        if len(codes) != self.codebooks or (codes.size and not 0 <= codes.min() <= codes.max() < self.size):
+        if len(codes) != self.codebooks or (
+            codes.size and not 0 <= codes.min() <= codes.max() < self.size
+        ):
             raise chatml.ExampleError(
-                f"{clip.url or 'raw_audio'}: its codes are {list(codes.shape)}, up to {codes.max(initial=0)}; expected "
-                f"{self.codebooks} codebooks of {self.size}"
+                f"{clip.url or 'raw_audio'}: its codes are {list(codes.shape)}, up to"
+                f" {codes.max(initial=0)}; expected {self.codebooks} codebooks of {self.size}"
             )
         start = round(clip.offset * self.frame_rate)
-        stop = codes.shape[1] if clip.duration is None else start + max(round(clip.duration * self.frame_rate), 1)
+        stop = (
+            codes.shape[1]
+            if clip.duration is None
+            else start + max(round(clip.duration * self.frame_rate), 1)
+        )
         if start >= codes.shape[1]:
-            raise chatml.ExampleError(f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end")
+            raise chatml.ExampleError(
+                f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end"
+            )
         return codes[:, start:stop]
 
-    def expand(self, tokens: np.ndarray, labels: np.ndarray, codes: Sequence[np.ndarray]) -> chatml.Laid:
+    def expand(
+        self, tokens: np.ndarray, labels: np.ndarray, codes: Sequence[np.ndarray]
+    ) -> chatml.Laid:
         """`chatml.expand` with these tokens and codebooks. Raises ExampleError."""
         return chatml.expand(
-            tokens, labels, codes, audio_in=self.ids[chatml.AUDIO], audio_out=self.ids[chatml.AUDIO_OUT], size=self.size,
-            codebooks=self.codebooks, delay=self.delay,
-        )  # fmt: skip
+            tokens,
+            labels,
+            codes,
+            audio_in=self.ids[chatml.AUDIO],
+            audio_out=self.ids[chatml.AUDIO_OUT],
+            size=self.size,
+            codebooks=self.codebooks,
+            delay=self.delay,
+        )
 
     def laid_out(self, example: Example) -> chatml.Laid:
         """Return an example with the codes of its recordings in place. Raises DataError."""
         try:
-            return self.expand(example.tokens, example.labels, [self.codes(clip) for clip in example.clips])
+            return self.expand(
+                example.tokens, example.labels, [self.codes(clip) for clip in example.clips]
+            )
         except chatml.ExampleError as error:  # it could be read when the run began
             raise DataError(f"example {example.number} can no longer be read: {error}") from error
 
@@ -161,15 +189,28 @@ class Tools(NamedTuple):
         audio = int((laid.recording >= 0).sum())
         size = Shape(len(laid.tokens) - audio, audio, len(t.text), len(t.audio))
         if not len(t.text) and not len(t.audio):
-            raise chatml.ExampleError("it has no labels: there is no assistant's turn from start_index on")
+            raise chatml.ExampleError(
+                "it has no labels: there is no assistant's turn from start_index on"
+            )
         codes = hashlib.sha256(laid.codes.tobytes()).hexdigest()[:16]
-        return Example(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()), codes)
+        return Example(
+            number,
+            tokens,
+            labels,
+            tuple(clips),
+            size,
+            int((t.audio[:, 0] != chatml.NONE).sum()),
+            codes,
+        )
 
 
 def open_codec(config: Config) -> codec_lib.Codec:
     """Return the codec of a config. Raises DataError."""
     return codec_lib.open_codec(
-        config.codec, codebooks=config.codebooks, size=config.codebook_size, frame_rate=config.frame_rate
+        config.codec,
+        codebooks=config.codebooks,
+        size=config.codebook_size,
+        frame_rate=config.frame_rate,
     )
 
 
@@ -209,22 +250,30 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
             sources[str(source.codes(codec, config.cache))] = source
 
     def missing() -> list[codec_lib.Source]:
-        return [source for path, source in sources.items() if not source.is_kept(pathlib.Path(path))]
+        return [
+            source for path, source in sources.items() if not source.is_kept(pathlib.Path(path))
+        ]
 
     if not missing():
         return 0, len(sources), sorted(bad)
     done = 0
-    with codec_lib.only_one([files.expanded(config.cache) if config.cache else root, machine.cache_folder("codes")]):
+    with codec_lib.only_one(
+        [files.expanded(config.cache) if config.cache else root, machine.cache_folder("codes")]
+    ):
         todo = missing()
         if todo:
             log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)
         with concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores()) as pool:
-            jobs = {pool.submit(codec_lib.encode, source, codec, config.cache): source for source in todo}
+            jobs = {
+                pool.submit(codec_lib.encode, source, codec, config.cache): source
+                for source in todo
+            }
             for job in concurrent.futures.as_completed(jobs):
                 error = job.exception()
                 if not isinstance(error, None | ValueError | OSError):
                     raise error
-                if isinstance(error, DataError) and not isinstance(error, files.FileError):  # no place for codes
+                # no place for codes
+                if isinstance(error, DataError) and not isinstance(error, files.FileError):
                     raise error
                 bad += [(str(jobs[job]), str(error))] if error else []
                 done += not error
@@ -250,7 +299,10 @@ def _tools_once(config: Config, manifest: str, made: files.Stamps) -> Tools:
         raise DataError(f"data.tokenizer: {error}") from error
     ids = {token: i for token in chatml.SPECIAL if (i := tokenizer.id_of(token)) is not None}
     if missing := [token for token in chatml.SPECIAL if token not in ids]:
-        raise DataError(f"data.tokenizer: {tokenizer.path} has no token {', '.join(missing)}; add them as special tokens")
+        raise DataError(
+            f"data.tokenizer: {tokenizer.path} has no token {', '.join(missing)}; add them as"
+            " special tokens"
+        )
     root = root_of(config, manifest)
     if config.codes:
         table = _codes_once(config.codes, made)
@@ -270,9 +322,14 @@ def _tools_once(config: Config, manifest: str, made: files.Stamps) -> Tools:
             return codec_lib.read(source.codes(codec, config.cache))
 
     return Tools(
-        tokenizer=tokenizer, ids=ids, codebooks=codebooks, size=size, frame_rate=frame_rate, delay=config.delay,
+        tokenizer=tokenizer,
+        ids=ids,
+        codebooks=codebooks,
+        size=size,
+        frame_rate=frame_rate,
+        delay=config.delay,
         find=find,
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=2)
@@ -292,7 +349,9 @@ def read_examples(config: Config, manifest: str) -> tuple[list[Example], list[tu
         try:
             checked = tools.check(number, example)
             if checked.size.places > config.longest:
-                raise chatml.ExampleError(f"it has {checked.size.places} places, but data.longest is {config.longest}")
+                raise chatml.ExampleError(
+                    f"it has {checked.size.places} places, but data.longest is {config.longest}"
+                )
             usable.append(checked)
         except chatml.ExampleError as error:
             bad.append((number, str(error)))
@@ -301,11 +360,16 @@ def read_examples(config: Config, manifest: str) -> tuple[list[Example], list[tu
     allowed = max(1, int(config.bad_budget * len(everything))) if config.bad_budget else 0
     if len(bad) > allowed:
         raise DataError(
-            f"{manifest}: {len(bad)} of {len(everything)} examples cannot be used, but data.bad_budget={config.bad_budget} "
-            f"allows {allowed}; the first is example {bad[0][0]}: {bad[0][1]}"
+            f"{manifest}: {len(bad)} of {len(everything)} examples cannot be used, but"
+            f" data.bad_budget={config.bad_budget} allows {allowed}; the first is example"
+            f" {bad[0][0]}: {bad[0][1]}"
         )
     if bad:
         log.warning(
-            "%s: %d of %d examples are left out (data.bad_budget allows %d)", manifest, len(bad), len(everything), allowed
+            "%s: %d of %d examples are left out (data.bad_budget allows %d)",
+            manifest,
+            len(bad),
+            len(everything),
+            allowed,
         )
     return usable, bad

@@ -35,7 +35,18 @@ BEGIN, AUDIO, AUDIO_OUT = "<|begin_of_text|>", "<|AUDIO|>", "<|AUDIO_OUT|>"
 END_OF_TURN, END_OF_MESSAGE = "<|eot_id|>", "<|eom_id|>"
 AUDIO_BOS, AUDIO_OUT_BOS, AUDIO_EOS = "<|audio_bos|>", "<|audio_out_bos|>", "<|audio_eos|>"
 HEADER, HEADER_END, RECIPIENT = "<|start_header_id|>", "<|end_header_id|>", "<|recipient|>"
-SPECIAL = (BEGIN, HEADER, HEADER_END, END_OF_TURN, END_OF_MESSAGE, AUDIO, AUDIO_OUT, AUDIO_BOS, AUDIO_OUT_BOS, AUDIO_EOS)
+SPECIAL = (
+    BEGIN,
+    HEADER,
+    HEADER_END,
+    END_OF_TURN,
+    END_OF_MESSAGE,
+    AUDIO,
+    AUDIO_OUT,
+    AUDIO_BOS,
+    AUDIO_OUT_BOS,
+    AUDIO_EOS,
+)
 ROLES = ("system", "user", "assistant")
 NONE = -100  # no label
 MAX_MANIFEST = 4 << 30  # [bytes]
@@ -81,15 +92,23 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Read the examples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
-        examples: list[Any] = files.parse(files.read_text(files.expanded(path), most=MAX_MANIFEST), str(path), kind=list)
+        examples: list[Any] = files.parse(
+            files.read_text(files.expanded(path), most=MAX_MANIFEST), str(path), kind=list
+        )
         return examples
     except files.FileError as error:
-        raise DataError(f"{path} cannot be read as a manifest, a JSON list of examples: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as a manifest, a JSON list of examples: {error}"
+        ) from error
 
 
 def render(example: Any) -> list[Piece]:
     """Return an example as pieces: joined, they are the conversation. Raises ExampleError."""
-    if not isinstance(example, Mapping) or not isinstance(example.get("messages"), list) or not example["messages"]:
+    if (
+        not isinstance(example, Mapping)
+        or not isinstance(example.get("messages"), list)
+        or not example["messages"]
+    ):
         raise ExampleError("it has no messages")
     messages, first = example["messages"], example.get("start_index")
     if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
@@ -105,18 +124,25 @@ def render(example: Any) -> list[Piece]:
         pieces.append(Piece("header", f"{begin}{HEADER}{role}{HEADER_END}\n\n", False))
         if recipient := message.get("recipient"):
             if not is_answer:
-                raise ExampleError(f"message {i} of role {role} has a recipient, which only an assistant's may have")
+                raise ExampleError(
+                    f"message {i} of role {role} has a recipient, which only an assistant's may"
+                    " have"
+                )
             pieces.append(Piece("recipient", f"{recipient}{RECIPIENT}", True))
         for part in _parts(message.get("content"), i):
             if isinstance(part, str):
                 pieces.append(Piece("text", part, is_label))
             elif is_answer:
-                pieces.append(Piece("audio_out", f"{AUDIO_OUT_BOS}{AUDIO_OUT}{AUDIO_EOS}", is_label, part))
+                pieces.append(
+                    Piece("audio_out", f"{AUDIO_OUT_BOS}{AUDIO_OUT}{AUDIO_EOS}", is_label, part)
+                )
             else:
                 pieces.append(Piece("audio_in", f"{AUDIO_BOS}{AUDIO}{AUDIO_EOS}", False, part))
         continues = is_answer and i + 1 < len(messages) and messages[i + 1]["role"] == "assistant"
         pieces.append(
-            Piece("end_of_message", END_OF_MESSAGE, is_label) if continues else Piece("end_of_turn", END_OF_TURN, is_label)
+            Piece("end_of_message", END_OF_MESSAGE, is_label)
+            if continues
+            else Piece("end_of_turn", END_OF_TURN, is_label)
         )
     return pieces
 
@@ -127,24 +153,43 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, str):
             parts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        elif (
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
             parts.append(part["text"])
         elif isinstance(part, Mapping) and part.get("type") == "audio":
             clip = Clip(
-                part.get("audio_url") or "", part.get("raw_audio") or "", part.get("offset") or 0.0, part.get("duration")
+                part.get("audio_url") or "",
+                part.get("raw_audio") or "",
+                part.get("offset") or 0.0,
+                part.get("duration"),
             )
             seconds = [x for x in (clip.offset, clip.duration) if x is not None]
-            if not (isinstance(clip.url, str) and isinstance(clip.raw, str) and (clip.url or clip.raw)):
-                raise ExampleError(f"message {i} has an audio part with neither audio_url nor raw_audio")
+            if not (
+                isinstance(clip.url, str) and isinstance(clip.raw, str) and (clip.url or clip.raw)
+            ):
+                raise ExampleError(
+                    f"message {i} has an audio part with neither audio_url nor raw_audio"
+                )
             if not all(isinstance(x, int | float) and x >= 0 for x in seconds):
-                raise ExampleError(f"message {i} has an audio part with offset {clip.offset!r}, duration {clip.duration!r}")
+                raise ExampleError(
+                    f"message {i} has an audio part with offset {clip.offset!r}, duration"
+                    f" {clip.duration!r}"
+                )
             parts.append(clip)
         else:
-            raise ExampleError(f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or an audio part")
+            raise ExampleError(
+                f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or"
+                " an audio part"
+            )
     return parts
 
 
-def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
+def tokenise(
+    pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
     """Return tokens int32 [n], labels int32 [n], or `NONE`, and the recordings in order."""
     tokens: list[int] = []
     labels: list[int] = []
@@ -152,7 +197,11 @@ def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) ->
         ids = list(encode(piece.text))
         tokens += ids
         labels += ids if piece.is_label else [NONE] * len(ids)
-    return np.array(tokens, np.int32), np.array(labels, np.int32), [p.clip for p in pieces if p.clip is not None]
+    return (
+        np.array(tokens, np.int32),
+        np.array(labels, np.int32),
+        [p.clip for p in pieces if p.clip is not None],
+    )
 
 
 def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
@@ -180,13 +229,22 @@ def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
     """Return the codes int32 [K, T] of a recording's columns, of times that all codebooks have."""
     j, k = columns_jk.shape
     t = max(j - (k - 1 if delay else 0) - 2, 0)
-    return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(np.int32)
+    return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(
+        np.int32
+    )
 
 
 def expand(
-    tokens: np.ndarray, labels: np.ndarray, audios: Sequence[np.ndarray], *, audio_in: int, audio_out: int, size: int,
-    codebooks: int, delay: bool = True,
-) -> Laid:  # fmt: skip
+    tokens: np.ndarray,
+    labels: np.ndarray,
+    audios: Sequence[np.ndarray],
+    *,
+    audio_in: int,
+    audio_out: int,
+    size: int,
+    codebooks: int,
+    delay: bool = True,
+) -> Laid:
     """Put the columns of ``audios`` [K, T] in place of the tokens ``audio_in`` and ``audio_out``.
 
     They come in order. A recording is predicted if its token is an ``audio_out`` with a label.
@@ -210,7 +268,9 @@ def expand(
         columns = delayed(codes, size, delay=delay)
         n, is_label = len(columns), tokens[place] == audio_out and labels[place] != NONE
         audio_labels = delayed_labels(codes, size, delay=delay) if is_label else blank(n, NONE)
-        runs.append((np.full(n, tokens[place]), columns, np.full(n, NONE), audio_labels, np.full(n, i)))
+        runs.append(
+            (np.full(n, tokens[place]), columns, np.full(n, NONE), audio_labels, np.full(n, i))
+        )
         start = place + 1
     runs.append(text(len(tokens)))
     return Laid(*(np.concatenate(x).astype(np.int32) for x in zip(*runs, strict=True)))
@@ -222,7 +282,10 @@ def targets(x: Laid) -> Targets:
     inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
     audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))
     return Targets(
-        text_at.astype(np.int32), x.text_labels[text_at + 1], audio_at.astype(np.int32), x.audio_labels[audio_at + 1]
+        text_at.astype(np.int32),
+        x.text_labels[text_at + 1],
+        audio_at.astype(np.int32),
+        x.audio_labels[audio_at + 1],
     )
 
 
@@ -235,7 +298,14 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
     s, a, n, m = shape
     text, audio = np.flatnonzero(x.recording < 0), np.flatnonzero(x.recording >= 0)
     spare = s - len(text)
-    place = np.concatenate([text, len(x.tokens) + np.arange(spare), audio, len(x.tokens) + spare + np.arange(a - len(audio))])
+    place = np.concatenate(
+        [
+            text,
+            len(x.tokens) + np.arange(spare),
+            audio,
+            len(x.tokens) + spare + np.arange(a - len(audio)),
+        ]
+    )
     slot = np.empty(s + a, np.int32)
     slot[place] = np.arange(s + a)
     t, k = targets(x), x.codes.shape[1]
@@ -246,11 +316,15 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
         return out
 
     return {
-        "text": fill(x.tokens[text], s, pad), "codes": fill(x.codes[audio], (a, k), 0),
-        "place": place.astype(np.int32), "slot": slot, "text_at": fill(t.text_at, n, 0),
-        "text_target": fill(t.text, n, NONE), "audio_at": fill(t.audio_at, m, 0),
+        "text": fill(x.tokens[text], s, pad),
+        "codes": fill(x.codes[audio], (a, k), 0),
+        "place": place.astype(np.int32),
+        "slot": slot,
+        "text_at": fill(t.text_at, n, 0),
+        "text_target": fill(t.text, n, NONE),
+        "audio_at": fill(t.audio_at, m, 0),
         "audio_target": fill(t.audio, (m, k), NONE),
-    }  # fmt: skip
+    }
 
 
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:

@@ -85,7 +85,10 @@ class Rvq(NamedTuple):
 
     def decode(self, codes_kt: np.ndarray, n: int | None = None) -> np.ndarray:
         """Codes [K, T] -> log-mel float32 [4 T, 128], by the first ``n`` codebooks."""
-        x_tp = sum(book_cp[codes_t] for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n])
+        x_tp = sum(
+            book_cp[codes_t]
+            for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n]
+        )
         return np.asarray(x_tp @ self.basis + self.mean, np.float32).reshape(-1, N_MELS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -106,7 +109,10 @@ class Function(NamedTuple):
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
         codes = np.asarray(self.call(wave, rate))
         if codes.ndim != 2 or len(codes) != self.codebooks or codes.dtype.kind not in "iu":
-            raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; expected integers [{self.codebooks}, times]")
+            raise ValueError(
+                f"{self.name} gives {codes.dtype} {codes.shape}; expected integers"
+                f" [{self.codebooks}, times]"
+            )
         return narrowed(codes, np.int16, f"the codes of {self.name}")
 
 
@@ -121,10 +127,18 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
             content = files.read(path, most=MAX_CODEC)
             found = files.arrays(path, most=MAX_CODEC)
             if int(found["version"]) != VERSION:
-                raise DataError(f"{path} has version {found['version']}; expected {VERSION}: train it again")
-            mean, basis, books = (found[name].astype(np.float32) for name in ("mean", "basis", "books"))
+                raise DataError(
+                    f"{path} has version {found['version']}; expected {VERSION}: train it again"
+                )
+            mean, basis, books = (
+                found[name].astype(np.float32) for name in ("mean", "basis", "books")
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise error if isinstance(error, DataError) else DataError(f"{path} is not a codec: {error}") from error
+            raise (
+                error
+                if isinstance(error, DataError)
+                else DataError(f"{path} is not a codec: {error}")
+            ) from error
         components = basis.shape[0] if basis.ndim == 2 else -1
         shapes = (mean.shape, basis.shape, books.shape[2:])
         if (
@@ -132,15 +146,23 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
             or not books.size
             or books.shape[1] > MAX_CODES
         ):
-            raise DataError(f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and {books.shape}")
+            raise DataError(
+                f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and"
+                f" {books.shape}"
+            )
         return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
     module, colon, function = text.partition(":")
     if not colon:
-        raise DataError(f"{text} does not exist; name a codec.npz (`jaxtrain train-codec` makes one) or module:function")
+        raise DataError(
+            f"{text} does not exist; name a codec.npz (`jaxtrain train-codec` makes one) or"
+            " module:function"
+        )
     try:
         call = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise DataError(f"{text}: {error}; name a function that takes (wave, rate) and returns codes [K, T]") from error
+        raise DataError(
+            f"{text}: {error}; name a function that takes (wave, rate) and returns codes [K, T]"
+        ) from error
     return Function(call, text.replace(":", ".").replace("/", "."), codebooks, size, frame_rate)
 
 
@@ -156,7 +178,11 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
     if not len(wave):
         raise ValueError("it has no samples")
     frames = STACK * -(-len(wave) // (HOP * STACK))
-    return _rust.fbank(np.concatenate([wave, np.zeros(WINDOW + (frames - 1) * HOP, np.float32)])[: WINDOW + (frames - 1) * HOP])
+    return _rust.fbank(
+        np.concatenate([wave, np.zeros(WINDOW + (frames - 1) * HOP, np.float32)])[
+            : WINDOW + (frames - 1) * HOP
+        ]
+    )
 
 
 def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
@@ -164,7 +190,9 @@ def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
     return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
 
 
-def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
+def nearest(
+    x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
     entry, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
     half_c = (book_cp**2).sum(1) / 2
@@ -193,11 +221,20 @@ def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) 
 
 
 def train(
-    x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
+    x_nv: np.ndarray,
+    *,
+    codebooks: int = 8,
+    size: int = 1024,
+    components: int = 128,
+    rounds: int = 15,
+    seed: int = 0,
 ) -> Rvq:
     """Train a codec on vectors [N, 512]. Raises DataError for fewer vectors than codes."""
     if len(x_nv) < size:
-        raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
+        raise DataError(
+            f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a"
+            " smaller size"
+        )
     rng = np.random.default_rng(seed)
     mean = x_nv.mean(0, dtype=np.float64).astype(np.float32)
     centred = x_nv - mean
@@ -215,14 +252,18 @@ def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
     """Return the root mean squared error of log-mels after each codebook, and of the mean."""
     codes = codec.quantise(x_nv).T
     rest = x_nv - codec.mean
-    differences = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
+    differences = [
+        codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)
+    ]
     return [float(np.sqrt((x**2).mean())) for x in differences], float(np.sqrt((rest**2).mean()))
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
     """Return sound float32 [n] of nearly this log-mel, from random phases (Griffin & Lim 1984)."""
     power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
-    response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
+    response = (
+        np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
+    )
     magnitude = np.sqrt(power_fs / response)
     magnitude[:, :2] = 0  # the filter bank removes the mean, so nothing is known of it
     window = np.zeros(N_FFT)
@@ -255,7 +296,9 @@ def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
     """Return the power [F, 513], not negative, of these energies of bands (Lee & Seung 2001)."""
     bands = mel_bands()
-    power: np.ndarray = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
+    power: np.ndarray = np.maximum(
+        energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12
+    )
     total = bands.sum(0)
     for _ in range(rounds):
         ratio = energy_fm / np.maximum(power @ bands.T, 1e-12)
@@ -270,7 +313,9 @@ def mel_bands() -> np.ndarray:
         return 1127.0 * np.log1p(hz / 700.0)
 
     low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
-    place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
+    place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[
+        :, None
+    ]
     bands: np.ndarray = np.maximum(np.minimum(place, 2 - place), 0)
     bands[:, -1] = 0
     return bands
@@ -295,7 +340,9 @@ class Source(NamedTuple):
         """Return its file of codes: next to it, or in a folder, named by its path or content."""
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
-        key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
+        key = hashlib.sha256(
+            (str(self.path.absolute()) if self.path else self.raw).encode()
+        ).hexdigest()[:24]
         folder = files.expanded(cache) if cache else machine.cache_folder("codes")
         return folder / f"{key}.{codec.name}.npy"
 
@@ -313,13 +360,18 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
     wave, rate, _ = _rust.decode(source.read())
     codes = codec.encode(wave, rate)
     if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
-        raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to {codec.size - 1}")
+        raise ValueError(
+            f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to"
+            f" {codec.size - 1}"
+        )
     codes = np.ascontiguousarray(narrowed(codes, np.int16, f"the codes of {codec.name}"))
     try:
         with atomic_write.shared(path) as place:
             atomic_write.save(place, codes)
     except OSError as error:
-        raise DataError(f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them") from error
+        raise DataError(
+            f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -339,7 +391,9 @@ def read(path: pathlib.Path) -> np.ndarray:
     """Read a file of codes, integers [K, T]. Raises ValueError."""
     codes = np.array(files.array(path))
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
-        raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
+        raise ValueError(
+            f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]"
+        )
     return codes
 
 
@@ -359,16 +413,27 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             columns = columnar.read_some(path, "audio_url", "codes")
             if missing := {"audio_url", "codes"} - columns.keys():
                 raise ValueError(f"it has no column {min(missing)!r}")
-            table = {url: np.array(codes) for url, codes in zip(columns["audio_url"], columns["codes"], strict=True)}
+            table = {
+                url: np.array(codes)
+                for url, codes in zip(columns["audio_url"], columns["codes"], strict=True)
+            }
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read as codes: {files.reason(error)}") from error
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
-            raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
-    return {name: narrowed(codes, np.int16, f"{path}: the codes of {name}") for name, codes in table.items()}
+            raise DataError(
+                f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks,"
+                " times]"
+            )
+    return {
+        name: narrowed(codes, np.int16, f"{path}: the codes of {name}")
+        for name, codes in table.items()
+    }
 
 
-def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
+def stacked(
+    sources: Sequence[Source], *, limit: int, seed: int = 0
+) -> tuple[np.ndarray, list[tuple[str, str]]]:
     """Draw about ``limit`` vectors [N, 512] of all, and return (recording, reason) of bad ones."""
     rng = np.random.default_rng(seed)
     drawn: list[np.ndarray] = []

@@ -20,7 +20,9 @@ def tokenizer(path: str | os.PathLike[str]) -> None:
     import tokenizers
 
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bytewise = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    )
     bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = tokenizers.decoders.ByteLevel()
     bytewise.add_special_tokens([*chatml.SPECIAL, chatml.RECIPIENT])
@@ -42,7 +44,10 @@ def _make_blank(folder: pathlib.Path) -> None:
         words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
         codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
         audio = [{"type": "audio", "audio_url": f"{i}"}]
-        messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
+        messages = [
+            {"role": "user", "content": "word " * words},
+            {"role": "assistant", "content": audio},
+        ]
         examples.append({"messages": messages})
     (folder / "manifest.json").write_text(json.dumps(examples))
     np.savez_compressed(folder / "codes.npz", **codes)

@@ -49,8 +49,13 @@ def folder() -> pathlib.Path:
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
     """Return a folder of the published shapes of Sherlock, all zeros. Raises DataError."""
-    name, sizes = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}", dict(viewers=viewers, volumes=volumes, voxels=voxels)
-    published = functools.partial(_write_zeros, picture=(90, 160), fps=25, audio_rate=75, codebooks=8, text=3072)
+    name, sizes = (
+        f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}",
+        dict(viewers=viewers, volumes=volumes, voxels=voxels),
+    )
+    published = functools.partial(
+        _write_zeros, picture=(90, 160), fps=25, audio_rate=75, codebooks=8, text=3072
+    )
     return _ensure_folder(name, functools.partial(published, **sizes))
 
 
@@ -64,7 +69,9 @@ def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.P
         return atomic_write.once(machine.cache_folder(name), make)
     except OSError as error:
         remedy = "set JAXTRAIN_CACHE to a writable folder with 100 MB free"
-        raise DataError(f"cannot make {name} in {machine.cache_folder()}: {error}; {remedy}") from error
+        raise DataError(
+            f"cannot make {name} in {machine.cache_folder()}: {error}; {remedy}"
+        ) from error
 
 
 def make(folder: pathlib.Path) -> None:
@@ -77,8 +84,12 @@ def make(folder: pathlib.Path) -> None:
     # A volume's window is the frames before it. Before the first volume there is only the first
     # frame.
     ends = np.arange(VOLUMES) * round(TR * FPS)
-    window = np.stack([happens[max(end - round(TR * FPS), 0) : max(end, 1)].mean(0) for end in ends])
-    projected = window @ rng.standard_normal((QUANTITIES, TEXT)) + 0.5 * rng.standard_normal((VOLUMES, TEXT))
+    window = np.stack(
+        [happens[max(end - round(TR * FPS), 0) : max(end, 1)].mean(0) for end in ends]
+    )
+    projected = window @ rng.standard_normal((QUANTITIES, TEXT)) + 0.5 * rng.standard_normal(
+        (VOLUMES, TEXT)
+    )
     np.save(folder / "text.npy", projected.astype(np.float32))
     shared, names = voxels(rng, window), [f"viewer-{i + 1}" for i in range(VIEWERS)]
     for name in names:
@@ -95,9 +106,17 @@ def make_outline(folder: pathlib.Path) -> None:
 
 
 def _write_zeros(
-    folder: pathlib.Path, *, picture: tuple[int, int], fps: int, audio_rate: float, codebooks: int, text: int, viewers: int,
-    volumes: int, voxels: int,
-) -> None:  # fmt: skip
+    folder: pathlib.Path,
+    *,
+    picture: tuple[int, int],
+    fps: int,
+    audio_rate: float,
+    codebooks: int,
+    text: int,
+    viewers: int,
+    volumes: int,
+    voxels: int,
+) -> None:
     """Write a film of these shapes into an empty folder: sparse files, which take no space."""
     streams = {
         "video": ((round(volumes * TR * fps), *picture, 3), "u1"),
@@ -109,7 +128,9 @@ def _write_zeros(
     measured = {f"fmri/{name}": ((volumes, voxels), "<f2") for name in names}
     for name, (shape, dtype) in {**streams, **measured}.items():
         with (folder / f"{name}.npy").open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+            np.lib.format.write_array_header_1_0(
+                file, {"descr": dtype, "fortran_order": False, "shape": shape}
+            )
             file.truncate(file.tell() + math.prod(shape) * np.dtype(dtype).itemsize)
     # Without checksums, for which all the zeros would be read.
     rates = {"tr": TR, "fps": fps, "audio_rate": audio_rate}
@@ -155,7 +176,9 @@ def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:
     a = (window - window.mean(0)) / window.std(0)
     response = np.tanh(a @ rng.standard_normal((QUANTITIES, VOXELS)) / 2)
     kernel = glover(TR)
-    return z_scored(sum(h * response[np.maximum(np.arange(VOLUMES) - k, 0)] for k, h in enumerate(kernel)))
+    return z_scored(
+        sum(h * response[np.maximum(np.arange(VOLUMES) - k, 0)] for k, h in enumerate(kernel))
+    )
 
 
 def z_scored(x: np.ndarray) -> np.ndarray:

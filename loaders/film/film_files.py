@@ -54,7 +54,9 @@ class Film(NamedTuple):
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The viewers that are read, by the names of their files."""
-        return dict(zip(_names(self.subjects), (self.video, self.audio, self.text, *self.fmri), strict=True))
+        return dict(
+            zip(_names(self.subjects), (self.video, self.audio, self.text, *self.fmri), strict=True)
+        )
 
     @property
     def n_volumes(self) -> int:
@@ -64,7 +66,8 @@ class Film(NamedTuple):
         """Give the mapped pages back, so that a process holds a batch and not the film."""
         for array in (self.video, self.audio, self.text, *self.fmri):
             base: Any = array.base
-            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+            # not on every system
+            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 base.madvise(mmap.MADV_DONTNEED)
 
 
@@ -90,7 +93,9 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
     return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
 
 
-def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
+def open_folder(
+    path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *, links: bool = False
+) -> Film:
     """Map a folder, once in a process and again after it was replaced.
 
     ``subjects``: names of the viewers to read; empty = all. ``links``: whether links in the folder
@@ -110,7 +115,9 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     folder = pathlib.Path(path)
     info = _read_info(files.inside(folder, "dataset.json", links=links, remedy=files.LINKS))
     if unknown := [name for name in chosen if name not in info["subjects"]]:
-        raise DataError(f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}")
+        raise DataError(
+            f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}"
+        )
     subjects = tuple(chosen or info["subjects"])
     for name in info.get("files", {}):  # a checksum of no file would be compared with nothing
         if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
@@ -123,19 +130,30 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
         array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
         if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
             kinds = " or ".join(np.dtype(d).name for d in dtypes)
-            raise DataError(f"{folder / name} is {array.dtype} {array.shape}; expected {dimensions} dimensions of {kinds}")
+            raise DataError(
+                f"{folder / name} is {array.dtype} {array.shape}; expected {dimensions} dimensions"
+                f" of {kinds}"
+            )
         if 0 in array.shape:
             raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
         if not array.flags.c_contiguous:
-            raise DataError(f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray of it")
+            raise DataError(
+                f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray"
+                " of it"
+            )
         # A plain array on the map: slices of np.memmap cost more than their content.
-        return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=array.offset % mmap.ALLOCATIONGRANULARITY)
+        return np.ndarray(
+            array.shape,
+            array.dtype,
+            buffer=array.base,
+            offset=array.offset % mmap.ALLOCATIONGRANULARITY,
+        )
 
     video = load("video.npy", 4, (np.uint8,))
     if video.shape[3] != 3:
         raise DataError(
-            f"{folder / 'video.npy'} is {video.dtype} {video.shape}; expected 3 values for each pixel, RGB; save x[..., :3] of "
-            "RGBA, or numpy.repeat(x[..., :1], 3, -1) of grey"
+            f"{folder / 'video.npy'} is {video.dtype} {video.shape}; expected 3 values for each"
+            " pixel, RGB; save x[..., :3] of RGBA, or numpy.repeat(x[..., :1], 3, -1) of grey"
         )
     audio = load("audio.npy", 2, AUDIO[info["audio"]])
     text = load("text.npy", 2, FLOATS)
@@ -143,23 +161,31 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     for name, x in zip(subjects, fmri, strict=True):
         if x.shape != (len(text), fmri[0].shape[1]) or x.dtype != fmri[0].dtype:
             raise DataError(
-                f"{folder}/fmri/{name}.npy is {x.dtype} {x.shape}; expected {len(text)} volumes, as text.npy has "
-                f"rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}, as the first subject has"
+                f"{folder}/fmri/{name}.npy is {x.dtype} {x.shape}; expected {len(text)} volumes, as"
+                f" text.npy has rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}, as the first"
+                " subject has"
             )
     film = Film(info, video, audio, text, fmri, subjects, path)
     since = info.get("text_since")
-    if since is not None and (len(since) != len(text) or any(first > i for i, first in enumerate(since))):
-        raise DataError(f"{folder}/dataset.json: text_since must name for each of {len(text)} volumes one that is not later")
-    for name, window, n in zip(("video", "audio"), windows(info), (len(video), len(audio)), strict=True):
+    if since is not None and (
+        len(since) != len(text) or any(first > i for i, first in enumerate(since))
+    ):
+        raise DataError(
+            f"{folder}/dataset.json: text_since must name for each of {len(text)} volumes one that"
+            " is not later"
+        )
+    for name, window, n in zip(
+        ("video", "audio"), windows(info), (len(video), len(audio)), strict=True
+    ):
         if not window.length:
             raise DataError(
-                f"{folder}: {info['tr']:g} s between volumes at {window.rate:g} a second hold not one sample of {name}; "
-                "prepare it again with a higher rate"
+                f"{folder}: {info['tr']:g} s between volumes at {window.rate:g} a second hold not"
+                f" one sample of {name}; prepare it again with a higher rate"
             )
         if (missing := int(window.stop(len(text) - 1)) - n) > window.length:
             raise DataError(
-                f"{folder}: the {name} ends {missing / window.rate:.1f} s before the last of {len(text)} volumes; prepare it "
-                "again with as many volumes as the film lasts"
+                f"{folder}: the {name} ends {missing / window.rate:.1f} s before the last of"
+                f" {len(text)} volumes; prepare it again with as many volumes as the film lasts"
             )
     return film
 
@@ -168,7 +194,10 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
     """Return the content of dataset.json. Raises DataError for an entry of no meaning."""
     info = files.read_json(path)
     if info.get("version") != VERSION:
-        raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
+        raise DataError(
+            f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it"
+            " again"
+        )
 
     def whole(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and x >= 0
@@ -177,7 +206,12 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
         return isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6
 
     def names(x: Any) -> bool:
-        return isinstance(x, list) and bool(x) and all(isinstance(n, str) and n for n in x) and len(set(x)) == len(x)
+        return (
+            isinstance(x, list)
+            and bool(x)
+            and all(isinstance(n, str) and n for n in x)
+            and len(set(x)) == len(x)
+        )
 
     rules = {
         "tr": (rate, "a positive number of seconds"),
@@ -186,7 +220,10 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
         "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
         "subjects": (names, "a list of names, each once"),
         "text_since": (lambda x: isinstance(x, list) and all(map(whole, x)), "a list of volumes"),
-        "files": (lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()), "a sha256 for each file"),
+        "files": (
+            lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
+            "a sha256 for each file",
+        ),
     }
     for name, (is_right, kind) in rules.items():
         if not is_right(info.get(name)) and (name in info or name not in ("text_since", "files")):
@@ -203,14 +240,21 @@ def digests(film: Film) -> Mapping[str, str]:
     folder = pathlib.Path(film.folder)
     stats = {name: os.stat(folder / name) for name in film.arrays}
     key = json.dumps(
-        [str(folder), [[name, s.st_ino, s.st_size, s.st_mtime_ns] for name, s in stats.items()], film.info["audio"]]
+        [
+            str(folder),
+            [[name, s.st_ino, s.st_size, s.st_mtime_ns] for name, s in stats.items()],
+            film.info["audio"],
+        ]
     )
     note = machine.cache_folder("films", hashlib.sha256(key.encode()).hexdigest()[:32])
     found: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError, files.FileError):
         found = files.read_json(note)
     if set(found) != set(film.arrays):
-        found = {name: _digest(folder / name, array, film.info["audio"]) for name, array in film.arrays.items()}
+        found = {
+            name: _digest(folder / name, array, film.info["audio"])
+            for name, array in film.arrays.items()
+        }
         film.release()
         # Without the note, the next start reads the film again.
         with contextlib.suppress(OSError), atomic_write.shared(note) as place:
@@ -218,8 +262,9 @@ def digests(film: Film) -> Mapping[str, str]:
     for name, expected in film.info.get("files", {}).items():
         if found.get(name, expected).casefold() != expected.casefold():
             raise DataError(
-                f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged or replaced; prepare the "
-                'folder again, or remove "files" from dataset.json if you changed it yourself'
+                f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged"
+                ' or replaced; prepare the folder again, or remove "files" from dataset.json if'
+                " you changed it yourself"
             )
     return found
 
@@ -230,10 +275,18 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
         some = array[start : start + rows]
         if some.dtype.kind == "f" and not np.isfinite(some).all():
             at = start + int(np.argwhere(~np.isfinite(some))[0][0])
-            raise DataError(f"{path} has numbers that are not finite, the first in row {at}; replace them, for example by 0")
-        if path.name == "audio.npy" and audio == "codes" and not 0 <= some.min() <= some.max() <= LARGEST_CODE:
             raise DataError(
-                f"{path} has codes from {some.min()} to {some.max()} behind row {start}; expected 0 … {LARGEST_CODE}"
+                f"{path} has numbers that are not finite, the first in row {at}; replace them, for"
+                " example by 0"
+            )
+        if (
+            path.name == "audio.npy"
+            and audio == "codes"
+            and not 0 <= some.min() <= some.max() <= LARGEST_CODE
+        ):
+            raise DataError(
+                f"{path} has codes from {some.min()} to {some.max()} behind row {start}; expected 0"
+                f" … {LARGEST_CODE}"
             )
     return _sha256(path)
 

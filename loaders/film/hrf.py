@@ -17,7 +17,12 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
 
     def gamma(delay: float) -> np.ndarray:
         k = delay / scale  # the shape
-        g: np.ndarray = np.exp((k - 1) * np.log(np.maximum(t, 1e-300) / scale) - t / scale - math.lgamma(k) - math.log(scale))
+        g: np.ndarray = np.exp(
+            (k - 1) * np.log(np.maximum(t, 1e-300) / scale)
+            - t / scale
+            - math.lgamma(k)
+            - math.log(scale)
+        )
         return g
 
     h = gamma(6.0) - 0.35 * gamma(12.0)

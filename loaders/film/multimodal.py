@@ -49,15 +49,27 @@ BUILT_IN = ("demo", "blank")
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
-    on_resume = checks.OnResume(checks.FREE, function=("average", "frame_skip", "padding", "hrf", "hrf_norm", "hrf_seconds"))
+    on_resume = checks.OnResume(
+        checks.FREE, function=("average", "frame_skip", "padding", "hrf", "hrf_norm", "hrf_seconds")
+    )
 
-    path: str = "demo"  # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank": `BLANK`
+    # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank":
+    # `BLANK`
+    path: str = "demo"
     subjects: tuple[str, ...] = ()  # [names] of the viewers to read; empty = all
-    average: bool = False  # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each viewer
-    frame_skip: int = 1  # [frames] stride: a window's first frame is used, and every frame_skip-th after it
-    padding: str = "edge"  # [name] beyond the film: "edge" repeats its first or last frame, "zero" is black, silent and empty
-    hrf: tuple[str, ...] = ()  # [names] continuous features that are convolved with it: video, audio (not codes), text
-    hrf_norm: str = "sum"  # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is 1
+    # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each
+    # viewer
+    average: bool = False
+    # [frames] stride: a window's first frame is used, and every frame_skip-th after it
+    frame_skip: int = 1
+    # [name] beyond the film: "edge" repeats its first or last frame, "zero" is black, silent and
+    # empty
+    padding: str = "edge"
+    # [names] continuous features that are convolved with it: video, audio (not codes), text
+    hrf: tuple[str, ...] = ()
+    # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is
+    # 1
+    hrf_norm: str = "sum"
     hrf_seconds: float = 32.0  # [s] after which the response is cut off
     test_share: float = 0.2  # [share] of the volumes, the last ones, that are tested on
     follow_links: bool = False  # [bool] links in the folder may lead out of it
@@ -65,7 +77,13 @@ class Config(checks.DataSection):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if self.path not in BUILT_IN and not (files.expanded(self.path) / "dataset.json").is_file():
-            yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
+            yield (
+                "path",
+                (
+                    f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet`"
+                    " makes such a folder"
+                ),
+            )
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")
         yield from checks.choice(self, NORMS, "hrf_norm")
@@ -75,7 +93,13 @@ class Config(checks.DataSection):
             if name not in STREAMS:
                 yield "hrf", f"holds {name!r}; {checks.expected(name, STREAMS)}"
         if "video" in self.hrf and self.hrf_norm == "peak":
-            yield "hrf_norm", "is 'peak', which makes frames brighter than white while hrf holds 'video'; use 'sum'"
+            yield (
+                "hrf_norm",
+                (
+                    "is 'peak', which makes frames brighter than white while hrf holds 'video'; use"
+                    " 'sum'"
+                ),
+            )
         yield from checks.within(self, "(0, 600]", "hrf_seconds")  # the response is over after 40 s
         yield from checks.within(self, "[0, 1)", "test_share")
         yield from checks.threads(self, least=0)
@@ -104,21 +128,36 @@ class Volumes(Loader):
     weight          float32 [r] 0 for padding
     """
 
-    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False):
+    def __init__(
+        self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
+    ):
         self._config, self._in_order = config, in_order
         self._film = open_film(config, make=True)
         # Our own films are not read whole before they are used.
-        self._files = dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
+        self._files = (
+            dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
+        )
         self._volumes = getattr(split_volumes(config), split)
         self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
         if split == "train" and not self._n:
-            raise DataError(f"{config.path}: {self._film.n_volumes} volumes leave none to train on; lower data.test_share")
+            raise DataError(
+                f"{config.path}: {self._film.n_volumes} volumes leave none to train on; lower"
+                " data.test_share"
+            )
         self._kernel = _kernel(config, self._film)
         self._text = _convolved_text(config, self._film)
         # A batch is large, so its rows are cut by several threads and none is made ahead.
-        self._pool = concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores(), thread_name_prefix="windows")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            config.threads or machine.cores(), thread_name_prefix="windows"
+        )
         train = split == "train" and not in_order
-        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
+        super().__init__(
+            element_spec(config),
+            train=train,
+            rows=rows,
+            seed=seed,
+            n_batches=-(-self._n // rows.batch),
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -134,7 +173,11 @@ class Volumes(Loader):
 
     @property
     def order(self) -> dict[str, Any]:
-        changes = {name: value for name, value in vars(self._config).items() if name not in ("path", "threads", "follow_links")}
+        changes = {
+            name: value
+            for name, value in vars(self._config).items()
+            if name not in ("path", "threads", "follow_links")
+        }
         return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **changes}
 
     def close(self) -> None:
@@ -185,10 +228,15 @@ class Volumes(Loader):
                     total += np.multiply(frames, np.float32(h / 255), out=scaled)
             batch["video"][at].reshape(shape)[:] = total
         else:
-            self._cut(film.video, video, volume, config.frame_skip, out=batch["video"][at].reshape(shape))
+            self._cut(
+                film.video, video, volume, config.frame_skip, out=batch["video"][at].reshape(shape)
+            )
         kernel = self._kernel if "audio" in config.hrf else np.ones(1, np.float32)
         if len(kernel) > 1:
-            sound = sum(h * self._cut(film.audio, audio, volume - k).astype(np.float32) for k, h in enumerate(kernel))
+            sound = sum(
+                h * self._cut(film.audio, audio, volume - k).astype(np.float32)
+                for k, h in enumerate(kernel)
+            )
         else:
             sound = self._cut(film.audio, audio, volume)
         batch["audio"][at].reshape(-1, audio.length)[:] = sound.T
@@ -199,7 +247,12 @@ class Volumes(Loader):
             batch["fmri"][at] = film.fmri[subject][volume]
 
     def _cut(
-        self, stream: np.ndarray, window: Windows, volume: int, skip: int = 1, out: np.ndarray | None = None
+        self,
+        stream: np.ndarray,
+        window: Windows,
+        volume: int,
+        skip: int = 1,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return a window, padded beyond the ends of the stream: a view, or a copy in ``out``."""
         start, stop = int(window.start(volume)), int(window.stop(volume))
@@ -225,11 +278,14 @@ def element_spec(config: Config) -> dict[str, Field]:
     integer = Field((), np.dtype(np.int32))
     return {
         "video": Field(
-            (frames * math.prod(film.video.shape[1:]),), np.dtype(np.float16 if "video" in config.hrf else np.uint8)
+            (frames * math.prod(film.video.shape[1:]),),
+            np.dtype(np.float16 if "video" in config.hrf else np.uint8),
         ),
         "audio": Field((audio.length * film.audio.shape[1],), sound),
         "text": Field((film.text.shape[1],), np.dtype(np.float32)),
-        "fmri": Field((film.fmri[0].shape[1],), np.dtype(np.float32) if config.average else film.fmri[0].dtype),
+        "fmri": Field(
+            (film.fmri[0].shape[1],), np.dtype(np.float32) if config.average else film.fmri[0].dtype
+        ),
         **{name: integer for name in ("subject", "volume", "index")},
         "weight": Field((), np.dtype(np.float32)),
     }
@@ -261,7 +317,9 @@ def dataset_info(config: Config) -> DatasetInfo:
     }
 
 
-def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Volumes:
+def make_loader(
+    config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
+) -> Volumes:
     """Return a loader of "train" or "test", perhaps in the film's order. Raises DataError."""
     return Volumes(config, split=split, rows=rows, seed=seed, in_order=in_order)
 
@@ -283,13 +341,19 @@ def split_volumes(config: Config) -> Split:
     oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
     test = test[np.min(oldest, axis=0) >= n_train]
     if config.test_share and not test.size:
-        shorter = f"lower data.hrf_seconds (data.hrf reaches {(taps - 1) * film.info['tr']:g} s back), " * (taps > 1)
+        shorter = (
+            f"lower data.hrf_seconds (data.hrf reaches {(taps - 1) * film.info['tr']:g} s back), "
+            * (taps > 1)
+        )
         remedy = f"{shorter}raise data.test_share, or set it to 0 to test on nothing"
         if apart.size and "text_since" in film.info:
-            remedy = "segments of text span the border, or occur again: prepare the film with shorter ones, or fewer --slots"
+            remedy = (
+                "segments of text span the border, or occur again: prepare the film with shorter"
+                " ones, or fewer --slots"
+            )
         raise DataError(
-            f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n} volumes, and each "
-            f"of them shares a frame, sound or text with training; {remedy}"
+            f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n}"
+            f" volumes, and each of them shares a frame, sound or text with training; {remedy}"
         )
     return Split(np.arange(n_train), test)
 
@@ -299,10 +363,11 @@ def _kernel(config: Config, film: Film) -> np.ndarray:
     if not config.hrf:
         return np.ones(1, np.float32)
     tr, seconds = film.info["tr"], config.hrf_seconds
-    if not glover(tr, seconds, "none").sum() > 0:  # only its start at 0, or more undershoot than response
+    # only its start at 0, or more undershoot than response
+    if not glover(tr, seconds, "none").sum() > 0:
         raise DataError(
-            f"{config.path}: data.hrf_seconds={seconds:g} leaves nothing of the haemodynamic response, with {tr:g} s between "
-            "volumes; raise it, or set data.hrf to ()"
+            f"{config.path}: data.hrf_seconds={seconds:g} leaves nothing of the haemodynamic"
+            f" response, with {tr:g} s between volumes; raise it, or set data.hrf to ()"
         )
     return glover(tr, seconds, config.hrf_norm)
 
@@ -332,5 +397,8 @@ def open_film(config: Config, *, make: bool = False) -> Film:
         path = str(demo_film.ensure() if make or demo_film.folder().is_dir() else outline.film())
     film = film_files.open_folder(path, config.subjects, links=config.follow_links)
     if "audio" in config.hrf and film.info["audio"] == "codes":
-        raise DataError(f"data.hrf holds 'audio', and {path} has codes, which have no mean; prepare features instead")
+        raise DataError(
+            f"data.hrf holds 'audio', and {path} has codes, which have no mean; prepare features"
+            " instead"
+        )
     return film

@@ -21,7 +21,13 @@ MAX_GAP = 0.05  # [s] between the time stamps of sound that is taken for roundin
 
 
 def write_video(
-    path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int, start: float = 0.0
+    path: pathlib.Path,
+    out: pathlib.Path,
+    fps: float,
+    size: tuple[int, int],
+    *,
+    limit: int,
+    start: float = 0.0,
 ) -> int:
     """Write uint8 [frames, height, width, 3], each at ``start`` + k / fps. Return how many."""
     width, height = size
@@ -62,7 +68,9 @@ def _upright(frame: Any, width: int, height: int) -> np.ndarray:
     return np.rot90(frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), turns)
 
 
-def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float = 0.0) -> np.ndarray:
+def sound_features(
+    path: pathlib.Path, rate: float, bands: int, *, start: float = 0.0
+) -> np.ndarray:
     """float32 [times, bands]: log mel energies around ``start`` + k / rate, each band z-scored."""
     samples = _sound(path)
     skipped = round(start * SOUND_RATE)
@@ -84,7 +92,8 @@ def _sound(path: pathlib.Path) -> np.ndarray:
     """float32 [samples] at `SOUND_RATE` from the clock's zero, silent where no frame is."""
     av = foreign_files.package("av")
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
-    chunks, n = [np.zeros(0, np.float32)], 0.0  # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
+    # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
+    chunks, n = [np.zeros(0, np.float32)], 0.0
     for time, decoded in _decoded(path, "audio"):
         late = round(time * SOUND_RATE - n)
         if late > (MAX_GAP * SOUND_RATE if n else 0):
@@ -154,5 +163,9 @@ def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
         stream.thread_type = "AUTO"
         for frame in container.decode(stream):
             time = following if frame.time is None else frame.time - zero
-            following = time + (1 / float(stream.average_rate or 25) if kind == "video" else frame.samples / frame.sample_rate)
+            following = time + (
+                1 / float(stream.average_rate or 25)
+                if kind == "video"
+                else frame.samples / frame.sample_rate
+            )
             yield time, frame

@@ -72,7 +72,11 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 def _partial(name: str) -> str:
     whole = f".{name}.partial"
-    return whole if len(os.fsencode(whole)) <= NAME_MAX else f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.partial"
+    return (
+        whole
+        if len(os.fsencode(whole)) <= NAME_MAX
+        else f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.partial"
+    )
 
 
 def _remove_left(partial: pathlib.Path, path: pathlib.Path) -> None:
@@ -114,7 +118,10 @@ def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
     if not os.access(above if above.is_dir() else above.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if (
-        any(len(os.fsencode(name)) > NAME_MAX for name in [*whole.parts, *([f".{whole.name}.partial"] if folder else [])])
+        any(
+            len(os.fsencode(name)) > NAME_MAX
+            for name in [*whole.parts, *([f".{whole.name}.partial"] if folder else [])]
+        )
         or len(os.fsencode(whole)) > PATH_MAX
     ):
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
@@ -139,13 +146,17 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 def table(path: str | os.PathLike[str], *, errors: str = "strict") -> Iterator[Any]:
     """Yield a writer of the rows of a CSV in UTF-8, which is there when the block ends well."""
     with file(path) as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="", write_through=True)
+        text = io.TextIOWrapper(
+            raw, encoding="utf-8", errors=errors, newline="", write_through=True
+        )
         yield csv.writer(text, lineterminator="\n")
         text.flush()
         text.detach()
 
 
-def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *, errors: str = "strict") -> None:
+def write_csv(
+    path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *, errors: str = "strict"
+) -> None:
     """Write a CSV in UTF-8. Raises OSError with its name."""
     with table(path, errors=errors) as lines:
         lines.writerows(rows)
@@ -187,11 +198,13 @@ def once(folder: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathli
         return folder
     cache, kind = folder.parent, folder.name.partition("-")[0]
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"{kind}.lock", "w") as lock:  # never removed: another process may be waiting for this very file
+    # never removed: another process may be waiting for this very file
+    with open(cache / f"{kind}.lock", "w") as lock:
         is_locked = _wait(lock, folder)
         if folder.is_dir():
             return folder
-        for left in cache.glob(f"{kind}-*.tmp-*") if is_locked else ():  # of processes that are dead
+        # of processes that are dead
+        for left in cache.glob(f"{kind}-*.tmp-*") if is_locked else ():
             shutil.rmtree(left)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=cache))
         try:
@@ -227,7 +240,9 @@ def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[No
         yield
 
 
-def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> Callable[[], bool]:
+def _own(
+    partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack
+) -> Callable[[], bool]:
     """Lock a file or folder until ``closing`` ends, or this process does.
 
     Return whether it is still there, which a file system without locks does not promise.
@@ -272,4 +287,8 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # NumPy: "1024 requested and 512 written". TensorStore and Arrow quote the system.
-    return bool(re.search(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", str(error)))
+    return bool(
+        re.search(
+            r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", str(error)
+        )
+    )

@@ -36,7 +36,8 @@ class OnResume(NamedTuple):
 
     default: str = FUNCTION
     free: tuple[str, ...] = ()  # may change when a run is resumed. A change is reported
-    function: tuple[str, ...] = ()  # the trained function, so that a change must be allowed by config.resume.allow
+    # the trained function, so that a change must be allowed by config.resume.allow
+    function: tuple[str, ...] = ()
     state: tuple[str, ...] = ()  # shapes, or the arrays that are saved
     files: tuple[str, ...] = ()  # function: paths of files that are compared by their content
 
@@ -76,7 +77,9 @@ class DataSection(Section):
 
     def missing(self) -> str:
         """Return why no row can be read before a first run makes or copies the data, or ""."""
-        return "" if self.exists() else "the data are not here yet; the first run makes or copies them"
+        return (
+            "" if self.exists() else "the data are not here yet; the first run makes or copies them"
+        )
 
 
 def at_least(section: Any, low: float, *names: str) -> Problems:
@@ -91,7 +94,9 @@ def not_negative(section: Any, *names: str) -> Problems:
 
 def positive(section: Any, *names: str) -> Problems:
     """Fields of ``section`` whose value is 0, negative, infinite or not a number."""
-    yield from _numbers(section, names, lambda value: 0 < value < float("inf"), "it must be a positive number")
+    yield from _numbers(
+        section, names, lambda value: 0 < value < float("inf"), "it must be a positive number"
+    )
 
 
 def within(section: Any, interval: str, *names: str) -> Problems:
@@ -108,7 +113,10 @@ def within(section: Any, interval: str, *names: str) -> Problems:
 def threads(section: Any, *, least: int) -> Problems:
     """Yield ``threads`` of ``section`` if it is below ``least``, or above `MAX_THREADS`."""
     yield from _numbers(
-        section, ("threads",), lambda value: least <= value <= MAX_THREADS, f"expected {least} to {MAX_THREADS}"
+        section,
+        ("threads",),
+        lambda value: least <= value <= MAX_THREADS,
+        f"expected {least} to {MAX_THREADS}",
     )
 
 
@@ -154,7 +162,9 @@ def nearest(value: Any, names: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _numbers(section: Any, names: Iterable[str], is_right: Callable[[Any], bool], rule: str) -> Problems:
+def _numbers(
+    section: Any, names: Iterable[str], is_right: Callable[[Any], bool], rule: str
+) -> Problems:
     for name in names:
         if not is_right(value := getattr(section, name)):
             yield name, f"is {value}; {rule}"

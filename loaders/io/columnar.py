@@ -50,13 +50,17 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
         raise DataError(f"{text}; recordings are read from a column of that name")
     labels = [column for column in schema.names if _class_names(schema, column) is not None]
     overrides = [
-        f"data.label={column}" + (" with data.multilabel=true" if is_list(schema.field(column).type) else "")
+        f"data.label={column}"
+        + (" with data.multilabel=true" if is_list(schema.field(column).type) else "")
         for column in labels
     ]
     if overrides:
-        raise DataError(f"{text}; of these {', '.join(labels)} holds class labels: set {' or '.join(overrides)}")
+        raise DataError(
+            f"{text}; of these {', '.join(labels)} holds class labels: set {' or '.join(overrides)}"
+        )
     raise DataError(
-        f"{text}; none of these is a ClassLabel: cast one and save the data again, or set data.label= for no labels"
+        f"{text}; none of these is a ClassLabel: cast one and save the data again, or set"
+        " data.label= for no labels"
     )
 
 
@@ -68,7 +72,10 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
     with files.reading(path):
         schema, table = _open(path)
         for names in (("start_time", "end_time"), ("start", "end")):
-            if not all(name in schema.names and pa.types.is_floating(schema.field(name).type) for name in names):
+            if not all(
+                name in schema.names and pa.types.is_floating(schema.field(name).type)
+                for name in names
+            ):
                 continue
             starts, ends = (_valid(table(name)) for name in names)
             if pc.any(pc.and_(pc.greater(starts, 0), pc.is_valid(ends))).as_py():
@@ -105,12 +112,18 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
         audio = _valid(pq.ParquetFile(path).read(columns=["audio.path"]).column("audio"))
     else:
         audio = _valid(table("audio"))
-    return pc.struct_field(audio, "path") if any(field.name == "path" for field in audio.type) else None
+    return (
+        pc.struct_field(audio, "path")
+        if any(field.name == "path" for field in audio.type)
+        else None
+    )
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is a list of whole numbers."""
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    lists = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
     return bool(lists and pa.types.is_integer(kind.value_type))
 
 
@@ -119,7 +132,9 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
         file = pq.ParquetFile(path)
         return file.schema_arrow, lambda name: file.read(columns=[name]).column(name)
     schema, batches = arrow(path)
-    return schema, lambda name: pa.chunked_array([batch.column(name) for batch in batches], schema.field(name).type)
+    return schema, lambda name: pa.chunked_array(
+        [batch.column(name) for batch in batches], schema.field(name).type
+    )
 
 
 def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
@@ -137,7 +152,12 @@ def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
 def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
     text = (schema.metadata or {}).get(b"huggingface")
     feature = (
-        files.parse(text.decode(), 'its key "huggingface"').get("info", {}).get("features", {}).get(name) if text else None
+        files.parse(text.decode(), 'its key "huggingface"')
+        .get("info", {})
+        .get("features", {})
+        .get(name)
+        if text
+        else None
     )
     # Sequence and List have their element's feature inside. Older versions write a list of one.
     while feature and (isinstance(feature, list) or "names" not in feature):

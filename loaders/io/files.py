@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from loaders.io.checks import UserError, first_line
 
 if TYPE_CHECKING:
-    import numpy as np  # imported for arrays alone: it takes a third of the start of commands that read none
+    # imported for arrays alone: it takes a third of the start of commands that read none
+    import numpy as np
 
 MAX_JSON = 64 << 20  # [bytes] of a file that describes others
 MAX_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
 MAX_DEPTH = 100  # of its lists and objects
 MAX_AXES = 64  # that numpy's arrays may have
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which may lack its other half
+# an escape of half a character, which may lack its other half
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
 Stamps = tuple[tuple[str, int, int], ...]  # path, size and time of files
 LINKS = "; its links are followed with data.follow_links=true"
 
@@ -45,13 +47,15 @@ class FileError(DataError):
     """A file that is not opened, or of no use. The message is a line that begins with its path."""
 
     def __init__(self, message: str):
-        super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
+        # a name may have lines, which would be read as others' messages
+        super().__init__(message.replace("\n", "\\n"))
 
 
 class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
     """A path that `inside` has checked. It is checked again when it is opened."""
 
-    within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
+    # the folder that it must lie in, without links; None: wherever it leads
+    within: pathlib.Path | None = None
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
@@ -67,17 +71,24 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError as error:
-        raise FileError(f"{path}: there is no such home on this machine; write the path out") from error
+        raise FileError(
+            f"{path}: there is no such home on this machine; write the path out"
+        ) from error
 
 
-def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
+def inside(
+    folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = ""
+) -> pathlib.Path:
     """Return the path of the file ``name`` in ``folder``, which need not exist.
 
     ``name``: as another file gives it, so anything. ``links``: whether links in the folder may lead
     out of it. ``remedy``: the end of the message. Raises FileError for a name that leads out of it.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
+        raise FileError(
+            f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in"
+            " that folder"
+        )
     place = folder / name
     found = Found(place)
     try:
@@ -89,7 +100,9 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
             found.within = home(folder.absolute()).resolve()
             is_inside = place.resolve().is_relative_to(found.within)
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise FileError(f"{str(place)[:300]}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(
+            f"{str(place)[:300]}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not is_inside:
         raise FileError(f"{place} leads out of {folder}, and is not read{remedy}")
     return found
@@ -128,8 +141,11 @@ def reading(path: os.PathLike[str]) -> Iterator[None]:
     try:
         with regular(path):  # a pipe would be waited for
             yield
-    except Exception as error:  # zlib.error, BadZipFile, HeaderDataError, …; pyarrow's of memory that a damaged file claims
-        if isinstance(error, DataError | MemoryError) and not type(error).__module__.startswith("pyarrow"):
+    # zlib.error, BadZipFile, HeaderDataError, …; pyarrow's of memory that a damaged file claims
+    except Exception as error:
+        if isinstance(error, DataError | MemoryError) and not type(error).__module__.startswith(
+            "pyarrow"
+        ):
             raise
         raise DataError(f"{path} cannot be read: {reason(error)[:300]}") from error
 
@@ -146,11 +162,16 @@ def opened(path: os.PathLike[str]) -> BinaryIO:
             file: BinaryIO = path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
             return file
         except Exception as error:  # noqa: BLE001  a store's client raises many kinds
-            reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error)[:300]}"
+            reason = (
+                "does not exist"
+                if isinstance(error, FileNotFoundError)
+                else f"cannot be read: {str(error)[:300]}"
+            )
             raise FileError(f"{path} {reason}") from error
     try:
         _check_regular(path, os.stat(path))  # first, since merely opening some devices has effects
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # it may have become a pipe
+        # it may have become a pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             _check_regular(path, os.fstat(descriptor))
             _check_place(path, descriptor)
@@ -162,12 +183,16 @@ def opened(path: os.PathLike[str]) -> BinaryIO:
         if isinstance(error, FileError):
             raise
         reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise FileError(f"{path} {'does not exist' if is_missing(error) else f'cannot be read: {reason}'}") from error
+        raise FileError(
+            f"{path} {'does not exist' if is_missing(error) else f'cannot be read: {reason}'}"
+        ) from error
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether an error, or its cause, is a file that does not exist."""
-    return getattr(error, "errno", None) == errno.ENOENT or (error.__cause__ is not None and is_missing(error.__cause__))
+    return getattr(error, "errno", None) == errno.ENOENT or (
+        error.__cause__ is not None and is_missing(error.__cause__)
+    )
 
 
 def read(path: os.PathLike[str], *, most: int) -> bytes:
@@ -203,7 +228,12 @@ def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     """Return the paths that a pattern matches. Signs in names of existing folders are no signs."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
-    return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
+    return sorted(
+        map(
+            pathlib.Path,
+            glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True),
+        )
+    )
 
 
 def read_json(path: os.PathLike[str], *, most: int = MAX_JSON) -> dict[str, Any]:
@@ -238,7 +268,10 @@ def _is_shallow(tree: Any) -> bool:
     for _ in range(MAX_DEPTH):
         if not (
             level := [
-                child for x in level if isinstance(x, dict | list) for child in (x.values() if isinstance(x, dict) else x)
+                child
+                for x in level
+                if isinstance(x, dict | list)
+                for child in (x.values() if isinstance(x, dict) else x)
             ]
         ):
             return True
@@ -248,7 +281,10 @@ def _is_shallow(tree: Any) -> bool:
 def _check_regular(path: os.PathLike[str], found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise FileError(f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular file")
+        raise FileError(
+            f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular"
+            " file"
+        )
 
 
 def _check_place(path: os.PathLike[str], descriptor: int) -> None:
@@ -259,10 +295,14 @@ def _check_place(path: os.PathLike[str], descriptor: int) -> None:
     try:  # the kernel has its path, also after the file was replaced or removed
         place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         # A disk that takes upper and lower case for one may spell the folder in another way.
-        is_inside = place.is_relative_to(within) or any(_is_same(parent, within) for parent in place.parents)
+        is_inside = place.is_relative_to(within) or any(
+            _is_same(parent, within) for parent in place.parents
+        )
     except OSError:  # a system without /proc: the file there now is the opened one, and no link
         real = pathlib.Path(os.path.realpath(path))
-        is_inside = real.is_relative_to(within) and os.path.samestat(os.lstat(real), os.fstat(descriptor))
+        is_inside = real.is_relative_to(within) and os.path.samestat(
+            os.lstat(real), os.fstat(descriptor)
+        )
     if not is_inside:
         raise FileError(f"{path} leads out of {within} since a moment ago, and is not read")
 
@@ -298,26 +338,36 @@ def arrays(path: os.PathLike[str], *, most: int = MAX_ARRAYS) -> "dict[str, np.n
         with regular(path) as file, zipfile.ZipFile(file) as archive:
             check_archive(archive, path, most=most)
             for info in archive.infolist():
-                with archive.open(info) as packed:  # its claimed size, and no more than that is unpacked
+                # its claimed size, and no more than that is unpacked
+                with archive.open(info) as packed:
                     content = io.BytesIO(packed.read(info.file_size))
                 shape, column_major, dtype = _header(content, path)
                 _check_size(path, shape, dtype, info.file_size - content.tell())
                 flat = np.frombuffer(content.getbuffer(), dtype, math.prod(shape), content.tell())
-                found[info.filename.removesuffix(".npy")] = flat.reshape(shape, order="F" if column_major else "C")
+                found[info.filename.removesuffix(".npy")] = flat.reshape(
+                    shape, order="F" if column_major else "C"
+                )
     except FileError:
         raise
     except Exception as error:  # noqa: BLE001  zipfile and zlib raise many kinds for bytes that are no archive
-        raise FileError(f"{path} cannot be read as an archive of arrays: {error or type(error).__name__}") from error
+        raise FileError(
+            f"{path} cannot be read as an archive of arrays: {error or type(error).__name__}"
+        ) from error
     return found
 
 
-def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = "") -> None:
+def check_archive(
+    archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = ""
+) -> None:
     """Raise FileError, with ``remedy``, if an archive takes more than ``most`` bytes, or could."""
     if (total := sum(info.file_size for info in archive.infolist())) > most:
         raise FileError(f"{path} unpacks to {total:,} bytes; at most {most:,} are read{remedy}")
     for info in archive.infolist():
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise FileError(f"{path} is neither stored nor deflated, by which it could grow without bound; save it again")
+            raise FileError(
+                f"{path} is neither stored nor deflated, by which it could grow without bound; save"
+                " it again"
+            )
 
 
 def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
@@ -326,19 +376,31 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
 
     try:
         version = np.lib.format.read_magic(file)
-        reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        reader = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
         shape, column_major, dtype = reader(file)
         size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
-        if dtype.hasobject or not 0 < size < 2**63 or len(shape) > MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
+        if (
+            dtype.hasobject
+            or not 0 < size < 2**63
+            or len(shape) > MAX_AXES
+            or any(type(n) is not int or n < 0 for n in shape)
+        ):
             raise ValueError(f"it holds {dtype} {shape}")
     except Exception as error:  # noqa: BLE001  numpy raises many kinds for files that are no arrays
         raise FileError(f"{path} cannot be read as an array: {first_line(error)}") from error
     return shape, column_major, dtype
 
 
-def _check_size(path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype", size: int) -> None:
+def _check_size(
+    path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype", size: int
+) -> None:
     if math.prod(shape) * dtype.itemsize > size:
-        raise FileError(f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}")
+        raise FileError(
+            f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}"
+        )
 
 
 def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
@@ -348,7 +410,8 @@ def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
     """
     found = []
     for path in paths:
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, a null, no such user's home
+        # too long, a null, no such user's home
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             place = expanded(path)
             status = place.stat()
             if stat.S_ISREG(status.st_mode):

@@ -45,7 +45,9 @@ def cache_folder(*parts: str) -> pathlib.Path:
     and a file below it. Nothing is created. Raises FileNotFoundError if that is in a missing home,
     as for a container's user without a name.
     """
-    folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
+    folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain"
+    )
     try:
         return pathlib.Path(folder, *parts).expanduser()
     except RuntimeError as error:
@@ -76,7 +78,9 @@ def keep_freed_memory() -> bool:
     another C library, or over the environment's settings of malloc.
     """
     global _keeps
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
         return False
     if os.environ.get("JAX_PLATFORMS") != "cpu" and accelerators():
         return False
@@ -85,7 +89,12 @@ def keep_freed_memory() -> bool:
         return False
     # One arena, since only the first one may grow without bound, no block that is mapped alone,
     # nothing given back at its end.
-    _keeps = all([mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))])
+    _keeps = all(
+        [
+            mallopt(*option)
+            for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))
+        ]
+    )
     return _keeps
 
 
@@ -129,7 +138,9 @@ def most_memory() -> int:
     return there if limit == resource.RLIM_INFINITY else min(there, limit)
 
 
-def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> list[pathlib.Path]:
+def cgroups(
+    membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
+) -> list[pathlib.Path]:
     """Return this process's cgroup folder (version 2) and those above it: every limit binds."""
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
@@ -144,7 +155,8 @@ def _quota(folders: Iterable[pathlib.Path]) -> float:
     """Return the smallest CPU quota of some cgroups in cores, or infinity."""
     smallest = math.inf
     for folder in folders:
-        with contextlib.suppress(OSError, ValueError):  # the root has no such file; "max" is no number
+        # the root has no such file; "max" is no number
+        with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             smallest = min(smallest, int(quota) / int(period))
     return smallest

@@ -42,15 +42,20 @@ class Records:
         """Add one. Raises OSError."""
         _write(self._partial, record)
         self._end += len(record)
-        _write(self._ends, np.array(self._end, "<i8").tobytes())  # after the record, so that its count holds
+        # after the record, so that its count holds
+        _write(self._ends, np.array(self._end, "<i8").tobytes())
 
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
     """Yield a file named ``path`` when the block ends well, else its records. Raises OSError."""
     path = pathlib.Path(path)
-    digest = hashlib.sha256("\0".join(map(str, made_of)).encode(errors="surrogatepass")).hexdigest()[:16]
-    partial, ends = (path.with_name(f".{path.name}.{digest}.{kind}") for kind in ("partial", "done"))
+    digest = hashlib.sha256(
+        "\0".join(map(str, made_of)).encode(errors="surrogatepass")
+    ).hexdigest()[:16]
+    partial, ends = (
+        path.with_name(f".{path.name}.{digest}.{kind}") for kind in ("partial", "done")
+    )
     with atomic_write.naming(path):
         kept = _kept(partial, ends)
         for each in () if kept else (partial, ends):

@@ -26,14 +26,19 @@ def generate(source: Source, seed: int) -> dict[str, Puzzles]:
     start, idle, chunk = 0, 0, min(4096, 64 + source.n_train + source.n_test)
     while any(len(chosen[split]) < sizes[split] for split in chosen):
         if idle > 20:
-            have = ", ".join(f"{len(chosen[split])} of {n} for {split}" for split, n in sizes.items())
+            have = ", ".join(
+                f"{len(chosen[split])} of {n} for {split}" for split, n in sizes.items()
+            )
             which = f"{source.grade} {source.kind}".strip()
             blanks = f" with blanks={source.blanks}" if source.kind in BOXES else ""
             if not any(chosen.values()):
                 raise DataError(
-                    f"none of {start} {source.kind} puzzles{blanks} is {source.grade}; take another grade or blanks"
+                    f"none of {start} {source.kind} puzzles{blanks} is {source.grade}; take another"
+                    " grade or blanks"
                 )
-            raise DataError(f"no more different {which} puzzles{blanks}, after {have}; lower n_train and n_test")
+            raise DataError(
+                f"no more different {which} puzzles{blanks}, after {have}; lower n_train and n_test"
+            )
         boards, answers, rating = _chunk(source, seed, start, chunk)
         held = order.hash_of(HELD_OUT, _class_of(source, boards, answers))
         is_test = (held >> np.uint64(11)).astype(np.float64) < TEST_SHARE * 2.0**53
@@ -62,12 +67,18 @@ def _class_of(source: Source, boards: np.ndarray, answers: np.ndarray) -> np.nda
         which = answers if source.kind == "sudoku" else boards
         return _rust.sudoku_invariant(which - np.uint8(1), threads=machine.cores())
     weights = order.mix(np.arange(1, answers.shape[1] + 1, dtype=np.uint64))
-    equal = [answers] if source.kind in BOXES else [boards[:, turn] for turn in kinds.turns(source.side)]
+    equal = (
+        [answers]
+        if source.kind in BOXES
+        else [boards[:, turn] for turn in kinds.turns(source.side)]
+    )
     least: np.ndarray = np.min([(weights * each).sum(1, dtype=np.uint64) for each in equal], axis=0)
     return least
 
 
-def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _chunk(
+    source: Source, seed: int, start: int, n: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Generate puzzles start … start + n - 1 of a seed with the grade, as symbols.
 
     Returns boards, answers, ratings.
@@ -76,9 +87,18 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
         make = make_maze if source.kind == "maze" else make_lights
         made = [make(source.side, seed, i) for i in range(start, start + n)]
         boards, answers = (np.stack([m[i].reshape(-1) for m in made]) for i in range(2))
-        return boards, answers, (answers == (1 + MAZE.index("o") if source.kind == "maze" else 2)).sum(1)
+        return (
+            boards,
+            answers,
+            (answers == (1 + MAZE.index("o") if source.kind == "maze" else 2)).sum(1),
+        )
     boards, answers, guesses = _rust.sudoku_generate(
-        n, side=KINDS[source.kind], seed=seed, start=start, blanks=source.blanks, threads=machine.cores()
+        n,
+        side=KINDS[source.kind],
+        seed=seed,
+        start=start,
+        blanks=source.blanks,
+        threads=machine.cores(),
     )
     if source.grade:
         grades, _ = _rust.sudoku_grade(boards, threads=machine.cores())
@@ -120,7 +140,10 @@ def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]
             continue
         y, x = divmod(cell, n)
         dy, dx = ((0, 1), (1, 0), (0, -1), (-1, 0))[turns[cell].pop()]
-        if not (0 <= y + dy < n and 0 <= x + dx < n) or (neighbour := (y + dy) * n + x + dx) in seen:
+        if (
+            not (0 <= y + dy < n and 0 <= x + dx < n)
+            or (neighbour := (y + dy) * n + x + dx) in seen
+        ):
             continue
         seen.add(neighbour)
         joined[cell].append(neighbour)
@@ -147,5 +170,8 @@ def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]
     answer[1 + 2 * line, 1 + 2 * column] = path
     answer[1 + line[1:] + line[:-1], 1 + column[1:] + column[:-1]] = path
     for grid in (board, answer):
-        grid[1 + 2 * line[0], 1 + 2 * column[0]], grid[1 + 2 * line[-1], 1 + 2 * column[-1]] = begin, goal
+        grid[1 + 2 * line[0], 1 + 2 * column[0]], grid[1 + 2 * line[-1], 1 + 2 * column[-1]] = (
+            begin,
+            goal,
+        )
     return board, answer

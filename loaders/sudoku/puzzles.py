@@ -21,10 +21,12 @@ import numpy as np
 from loaders import order
 from loaders.base import DataError
 
-KINDS = {"sudoku": 9, "sudoku6": 6, "sudoku4": 4, "maze": 0, "lights": 0}  # name -> side. 0: it is Source.side
+# name -> side. 0: it is Source.side
+KINDS = {"sudoku": 9, "sudoku6": 6, "sudoku4": 4, "maze": 0, "lights": 0}
 BOXES = {"sudoku": (3, 3), "sudoku6": (2, 3), "sudoku4": (2, 2)}  # rows and columns of a box
 MAZE, LIGHTS = "# SGo", "01"
-GRADES = ("easy", "medium", "hard", "extreme")  # of a Sudoku: singles, pairs, chains, guesses (rust/core/src/sudoku_grades.rs)
+# of a Sudoku: singles, pairs, chains, guesses (rust/core/src/sudoku_grades.rs)
+GRADES = ("easy", "medium", "hard", "extreme")
 # Domains of the hashes: two uses of the same numbers draw independently.
 PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)
 # Difficulty classes begin at these guesses of the solver (or ratings of a CSV), lengths of a maze's
@@ -46,9 +48,12 @@ class Source:
     n_train: int = 1000  # [puzzles] to train on, generated or drawn from a CSV; 0 = all of a CSV
     n_test: int = 1000  # [puzzles] generated to test on
     blanks: tuple[int, int] = (46, 64)  # [cells] fewest and most blanks of a generated Sudoku
-    views: int = 1000  # [views] augmentations of a training puzzle besides itself, one in an epoch; 0 = none
+    # [views] augmentations of a training puzzle besides itself, one in an epoch; 0 = none
+    views: int = 1000
     side: int = 30  # [cells] of a generated maze, or of generated lights
-    grade: str = ""  # [name] of a generated Sudoku: easy, medium, hard or extreme, by the steps that it needs; empty = any
+    # [name] of a generated Sudoku: easy, medium, hard or extreme, by the steps that it needs; empty
+    # = any
+    grade: str = ""
 
 
 class Puzzles(NamedTuple):
@@ -56,7 +61,8 @@ class Puzzles(NamedTuple):
     labels: np.ndarray  # uint8 [n, cells]; 0: not predicted
     puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source
     rating: np.ndarray  # int64 [n] guesses, a path's length, or presses
-    groups: np.ndarray  # int64 [g + 1] first row of each group. Training takes one row of a group in an epoch
+    # int64 [g + 1] first row of each group. Training takes one row of a group in an epoch
+    groups: np.ndarray
 
 
 def singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzzles:
@@ -78,7 +84,9 @@ def characters(kind: str) -> str:
 def kind_of(n_cells: int, vocab: int) -> str:
     """Return the kind whose boards have so many cells and symbols, or "" if there is none."""
     side = math.isqrt(n_cells)
-    fits = (kind for kind in KINDS if n_symbols(kind) == vocab and side == (KINDS[kind] or max(side, 3)))
+    fits = (
+        kind for kind in KINDS if n_symbols(kind) == vocab and side == (KINDS[kind] or max(side, 3))
+    )
     return next(fits, "") if side * side == n_cells else ""
 
 
@@ -87,10 +95,14 @@ def to_text(kind: str, board: np.ndarray) -> str:
 
     Padding, which a model may answer, is a blank, or else a question mark.
     """
-    return "".join((("." if kind in BOXES else "?") + characters(kind))[symbol] for symbol in board.tolist())
+    return "".join(
+        (("." if kind in BOXES else "?") + characters(kind))[symbol] for symbol in board.tolist()
+    )
 
 
-def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
+def to_symbols(
+    kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]
+) -> np.ndarray:
     """Return the symbols of boards as text, uint8 [n, side²].
 
     Raises DataError: another size, or a symbol that the kind lacks. ``where``: the name of text i
@@ -101,7 +113,8 @@ def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int]
     for i, text in enumerate(texts):
         if len(text) != cells:
             raise DataError(
-                f"{where(i)}: {text[:90]!r} has {len(text)} characters; a board of this kind has {cells} of {known_as}"
+                f"{where(i)}: {text[:90]!r} has {len(text)} characters; a board of this kind has"
+                f" {cells} of {known_as}"
             )
     codes = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8).reshape(-1, cells)
     symbols = np.zeros(256, np.uint8)
@@ -111,7 +124,9 @@ def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int]
     boards = symbols[codes]
     if (unknown := np.argwhere(boards == 0)).size:
         i, cell = unknown[0]
-        raise DataError(f"{where(i)}: {name_of(cell, side)} is {texts[i][cell]!r}; expected {known_as}")
+        raise DataError(
+            f"{where(i)}: {name_of(cell, side)} is {texts[i][cell]!r}; expected {known_as}"
+        )
     return boards
 
 
@@ -142,7 +157,9 @@ def is_solved(kind: str, boards: Any, answers: Any) -> Any:
     lead, side = answers.shape[:-1], math.isqrt(answers.shape[-1])
     answers = answers.astype("int32")
     if kind == "lights":
-        return (((boards == 2) + (answers == 2) @ crosses(side)) % 2 == 0).all(-1) & (answers > 0).all(-1)
+        return (((boards == 2) + (answers == 2) @ crosses(side)) % 2 == 0).all(-1) & (
+            answers > 0
+        ).all(-1)
     if kind == "maze":
         wall, free, start, goal, path = range(1, 6)
         on, ends = answers >= start, (answers == start) | (answers == goal)
@@ -153,7 +170,9 @@ def is_solved(kind: str, boards: Any, answers: Any) -> Any:
     high, wide = BOXES[kind]
     grid = (1 << answers).reshape(-1, side // high, high, side // wide, wide)
     whole = (1 << (side + 2)) - 4
-    rows, columns, boxes = ((grid.sum(axes) == whole).all((1, 2)) for axes in ((3, 4), (1, 2), (2, 4)))
+    rows, columns, boxes = (
+        (grid.sum(axes) == whole).all((1, 2)) for axes in ((3, 4), (1, 2), (2, 4))
+    )
     return (rows & columns & boxes).reshape(lead) & ((boards < 2) | (boards == answers)).all(-1)
 
 
@@ -171,7 +190,8 @@ def has_one_answer(side: int) -> bool:
     The presses of the first row decide those of each next one, if no light is to change. So the
     answer is the only one if the first row's presses are found from the row below the last.
     """
-    near = np.tri(side, k=1, dtype=np.int32) * np.tri(side, k=1, dtype=np.int32).T  # a cell, and those left and right of it
+    # a cell, and those left and right of it
+    near = np.tri(side, k=1, dtype=np.int32) * np.tri(side, k=1, dtype=np.int32).T
     above, row = np.zeros_like(near), np.eye(side, dtype=np.int32)
     for _ in range(side):
         above, row = row, (near @ row + above) % 2
@@ -186,7 +206,9 @@ def has_one_answer(side: int) -> bool:
     return True
 
 
-def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
+def augment(
+    kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """Augments each [k, cells] array in the same way, as a function of (seed, index, view) alone.
 
     Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are
@@ -195,7 +217,9 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
     """
     unchanged = np.asarray(view) == 0
     if kind not in BOXES:
-        which = np.where(unchanged, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)).astype(int)
+        which = np.where(
+            unchanged, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)
+        ).astype(int)
         places = turns(math.isqrt(boards[0].shape[1]))[which]
         return tuple(np.take_along_axis(x, places, axis=1) for x in boards)
 
@@ -203,16 +227,23 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
 
     def shuffled(domain: int, n: int, m: int = 1) -> np.ndarray:
         """[k, m, n]: m permutations of n for each board."""
-        keys = order.hash_of(domain, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
+        keys = order.hash_of(
+            domain, seed, index[:, None], view[:, None], np.arange(m * n)[None]
+        ).reshape(-1, m, n)
         return np.where(unchanged[:, None, None], np.arange(n), np.argsort(keys, axis=2))
 
-    digits = np.concatenate([np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1)
+    digits = np.concatenate(
+        [np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1
+    )
     turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~unchanged
     rows = shuffled(BANDS, side // high)[:, 0], shuffled(LINES, high, side // high)
     columns = shuffled(STACKS, side // wide)[:, 0], shuffled(COLUMNS, wide, side // wide)
     places = moved(kind, rows, columns, turn)
     named = (np.take_along_axis(digits, x.astype(np.int64), axis=1) for x in boards)
-    return tuple(np.take_along_axis(y, places, axis=1).astype(x.dtype) for x, y in zip(boards, named, strict=True))
+    return tuple(
+        np.take_along_axis(y, places, axis=1).astype(x.dtype)
+        for x, y in zip(boards, named, strict=True)
+    )
 
 
 def moved(kind: str, rows: tuple[Any, Any], columns: tuple[Any, Any], turn: Any) -> Any:
@@ -223,7 +254,10 @@ def moved(kind: str, rows: tuple[Any, Any], columns: tuple[Any, Any], turn: Any)
     are transposed, if their boxes are square.
     """
     side, (high, wide) = KINDS[kind], BOXES[kind]
-    row, column = ((band[:, :, None] * size + line).reshape(-1, side) for (band, line), size in ((rows, high), (columns, wide)))
+    row, column = (
+        (band[:, :, None] * size + line).reshape(-1, side)
+        for (band, line), size in ((rows, high), (columns, wide))
+    )
     cell = row[:, :, None] * side + column[:, None, :]
     if high == wide:
         cell = cell + turn[:, None, None] * (cell.transpose(0, 2, 1) - cell)

@@ -36,7 +36,17 @@ from loaders.io import atomic_write, checks, files, machine
 from loaders.sudoku import puzzles as kinds
 from loaders.sudoku.puzzle_files import read_csv, read_npy
 from loaders.sudoku.puzzle_generators import GENERATOR, generate
-from loaders.sudoku.puzzles import BOXES, EDGES, GRADES, KINDS, VIEW, Puzzles, Source, augment, n_symbols
+from loaders.sudoku.puzzles import (
+    BOXES,
+    EDGES,
+    GRADES,
+    KINDS,
+    VIEW,
+    Puzzles,
+    Source,
+    augment,
+    n_symbols,
+)
 
 log = logging.getLogger("jaxtrain")
 
@@ -47,7 +57,8 @@ IGNORED = -100  # the label of a cell that is not predicted
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
-    on_resume = checks.OnResume(checks.FREE)  # the fingerprint and the order have those that change a row
+    # the fingerprint and the order have those that change a row
+    on_resume = checks.OnResume(checks.FREE)
 
     sources: tuple[Source, ...] = (Source(),)  # [sources] of a batch
     seed: int = 0  # [seed] of generated puzzles, and of the drawn rows of a CSV
@@ -64,16 +75,36 @@ class Config(checks.DataSection):
             if not 5 <= s.side <= MAX_SIDE:
                 yield f"{where}.side", f"is {s.side}; expected 5 to {MAX_SIDE}"
             if not 0 <= s.blanks[0] <= s.blanks[1]:
-                yield f"{where}.blanks", f"is {s.blanks}; expected the fewest and the most, for example (46, 64)"
+                yield (
+                    f"{where}.blanks",
+                    f"is {s.blanks}; expected the fewest and the most, for example (46, 64)",
+                )
             if s.grade:
                 yield from checks.under(where, checks.choice(s, GRADES, "grade"))
                 if s.path or s.kind not in BOXES:
-                    yield f"{where}.grade", f"is {s.grade!r}, of a generated Sudoku alone; leave it empty"
-            if s.kind == "lights" and not s.path and 5 <= s.side <= MAX_SIDE and not kinds.has_one_answer(s.side):
+                    yield (
+                        f"{where}.grade",
+                        f"is {s.grade!r}, of a generated Sudoku alone; leave it empty",
+                    )
+            if (
+                s.kind == "lights"
+                and not s.path
+                and 5 <= s.side <= MAX_SIDE
+                and not kinds.has_one_answer(s.side)
+            ):
                 near = [side for side in range(5, MAX_SIDE + 1) if kinds.has_one_answer(side)]
-                yield f"{where}.side", f"is {s.side}, at which lights have no answer or several; expected one of {near}"
+                yield (
+                    f"{where}.side",
+                    (
+                        f"is {s.side}, at which lights have no answer or several; expected one of"
+                        f" {near}"
+                    ),
+                )
             if s.path and not files.expanded(s.path).is_dir():
-                yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"
+                yield (
+                    f"{where}.path",
+                    f"is {s.path!r}, which is no folder; leave it empty to generate puzzles",
+                )
 
 
 class Boards(Loader):
@@ -91,12 +122,18 @@ class Boards(Loader):
         self._puzzles = [_split(source, config.seed, split) for source in config.sources]
         self._first_id = np.cumsum([0, *(_n_ids(source, config.seed) for source in config.sources)])
         shares = np.cumsum([0.0, *(source.share for source in config.sources)])
-        self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)  # of each source's rows in a batch
+        # of each source's rows in a batch
+        self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)
         if split == "train" and (empty := np.flatnonzero(np.diff(self._bounds) == 0)).size:
-            raise DataError(f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or the batch")
+            raise DataError(
+                f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or"
+                " the batch"
+            )
         self._starts = np.cumsum([0, *(len(p.inputs) for p in self._puzzles)])
         n_batches = -(-int(self._starts[-1]) // rows.batch)
-        super().__init__(element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches)
+        super().__init__(
+            element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -109,9 +146,11 @@ class Boards(Loader):
     @property
     def order(self) -> dict[str, Any]:
         return {
-            "version": [order.VERSION, VERSION], "batch": self._rows.batch, "bounds": self._bounds.tolist(),
+            "version": [order.VERSION, VERSION],
+            "batch": self._rows.batch,
+            "bounds": self._bounds.tolist(),
             "views": [source.views for source in self._config.sources],
-        }  # fmt: skip
+        }
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         batch = self._empty(len(row))
@@ -120,7 +159,9 @@ class Boards(Loader):
         return batch
 
     def _fill_train(self, batch: dict[str, np.ndarray], position: int, row: np.ndarray) -> None:
-        for k, (source, puzzles) in enumerate(zip(self._config.sources, self._puzzles, strict=True)):
+        for k, (source, puzzles) in enumerate(
+            zip(self._config.sources, self._puzzles, strict=True)
+        ):
             at = np.flatnonzero((row >= self._bounds[k]) & (row < self._bounds[k + 1]))
             if not at.size:
                 continue
@@ -142,18 +183,34 @@ class Boards(Loader):
         for k in np.unique(source):
             at, index = valid[source == k], number[source == k] - self._starts[k]
             puzzles = self._puzzles[k]
-            self._fill(batch, at, k, index, np.zeros_like(index), puzzles.inputs[index], puzzles.labels[index])
+            self._fill(
+                batch,
+                at,
+                k,
+                index,
+                np.zeros_like(index),
+                puzzles.inputs[index],
+                puzzles.labels[index],
+            )
 
     def _fill(
-        self, batch: dict[str, np.ndarray], at: np.ndarray, k: int, index: np.ndarray, epoch: np.ndarray,
-        boards: np.ndarray, answers: np.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        batch: dict[str, np.ndarray],
+        at: np.ndarray,
+        k: int,
+        index: np.ndarray,
+        epoch: np.ndarray,
+        boards: np.ndarray,
+        answers: np.ndarray,
+    ) -> None:
         """Write puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
         puzzles, cells = self._puzzles[k], boards.shape[1]
         batch["inputs"][at, :cells] = boards
         batch["labels"][at, :cells] = np.where(answers == 0, IGNORED, answers.astype(np.int32))
         batch["puzzle"][at] = puzzles.puzzle[index] + self._first_id[k]
-        batch["difficulty"][at] = np.searchsorted(EDGES[self._config.sources[k].kind], puzzles.rating[index], side="right")
+        batch["difficulty"][at] = np.searchsorted(
+            EDGES[self._config.sources[k].kind], puzzles.rating[index], side="right"
+        )
         batch["index"][at], batch["epoch"][at], batch["weight"][at] = index, epoch, 1
 
 
@@ -216,7 +273,9 @@ def _n_cells(source: Source, seed: int) -> int:
 def _n_ids(source: Source, seed: int) -> int:
     if not source.path:
         return 1  # `singles`
-    return 1 + max(int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test"))
+    return 1 + max(
+        int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test")
+    )
 
 
 def _split(source: Source, seed: int, split: str) -> Puzzles:
@@ -232,11 +291,16 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
 def _split_once(source: Source, seed: int, split: str, _: files.Stamps) -> Puzzles:
     folder = files.expanded(source.path)
     if (folder / f"{split}.csv").is_file():
-        return read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
+        return read_csv(
+            folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0
+        )
     if (folder / split / "all__inputs.npy").is_file():
         return read_npy(folder / split, source)
     content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
-    raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {content or 'nothing'}")
+    raise DataError(
+        f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds"
+        f" {content or 'nothing'}"
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -245,12 +309,24 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
 
     Raises DataError.
     """
-    made_of = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, source.grade, seed)
+    made_of = (
+        GENERATOR,
+        source.kind,
+        source.n_train,
+        source.n_test,
+        source.blanks,
+        source.side,
+        source.grade,
+        seed,
+    )
     name = f"{source.kind}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.npz"
     path = machine.cache_folder("puzzles", name)
     try:
         arrays = files.arrays(path, most=machine.most_memory())
-        splits = {s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields)) for s in ("train", "test")}
+        splits = {
+            s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields))
+            for s in ("train", "test")
+        }
         if [len(splits[s].inputs) for s in ("train", "test")] == [source.n_train, source.n_test]:
             return splits
     except (files.FileError, KeyError):
@@ -260,8 +336,18 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
     n, seconds = source.n_train + source.n_test, time.perf_counter() - began
     try:
         with atomic_write.shared(path) as place, place.open("wb") as file:
-            np.savez(file, **{f"{s}_{f}": getattr(p, f) for s, p in splits.items() for f in Puzzles._fields})
+            np.savez(
+                file,
+                **{f"{s}_{f}": getattr(p, f) for s, p in splits.items() for f in Puzzles._fields},
+            )
         log.info("generated %d %s puzzles in %.1f s, kept in %s", n, source.kind, seconds, path)
     except OSError as error:
-        log.warning("generated %d %s puzzles in %.1f s; %s cannot keep them: %s", n, source.kind, seconds, path, error.strerror)
+        log.warning(
+            "generated %d %s puzzles in %.1f s; %s cannot keep them: %s",
+            n,
+            source.kind,
+            seconds,
+            path,
+            error.strerror,
+        )
     return splits

@@ -95,7 +95,9 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
     pairs = np.maximum(lengths - 1, 0)
     n_pieces = -(-pairs // context)
     document = np.repeat(np.arange(len(lengths)), n_pieces)
-    offset = (np.arange(len(document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)) * context
+    offset = (
+        np.arange(len(document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
+    ) * context
     length = np.minimum(context, pairs[document] - offset)
     bins, n_bins = best_fit(length, context)
     by_bin = np.argsort(bins, kind="stable")
@@ -106,8 +108,16 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
 class Packed:
     """Rows of documents packed window by window. A seek packs those before it once, to count."""
 
-    def __init__(self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool):
-        self._documents, self._context, self._window, self._seed, self._shuffle = documents, context, window, seed, shuffle
+    def __init__(
+        self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool
+    ):
+        self._documents, self._context, self._window, self._seed, self._shuffle = (
+            documents,
+            context,
+            window,
+            seed,
+            shuffle,
+        )
         self._n_windows = -(-len(documents.length) // window)
         self._ends: list[int] = []  # row number after window w of epoch e, at e n_windows + w
         self._kept: dict[int, Placed] = {}
@@ -135,7 +145,10 @@ class Packed:
                 tokens = self._documents.read(placed.document[k], placed.offset[k], n + 1)
                 span = slice(used, used + n)
                 batch["tokens"][row, span], batch["targets"][row, span] = tokens[:-1], tokens[1:]
-                batch["positions"][row, span], batch["segments"][row, span] = np.arange(n), k - begin + 1
+                batch["positions"][row, span], batch["segments"][row, span] = (
+                    np.arange(n),
+                    k - begin + 1,
+                )
                 used += n
             batch["mask"][row, :used] = 1
             batch["index"][row], batch["epoch"][row] = placed.document[begin], w // self._n_windows
@@ -150,11 +163,18 @@ class Packed:
                 chosen = _rust.permutation(self._seed, epoch, n, chosen)
             placed = pack(self._documents.length[chosen], self._context)
             if self._shuffle and len(placed.stops):
-                placed = _reordered(placed, order.permutation(
-                    int(order.hash_of(SHUFFLE, self._seed, w)[0]), 0, len(placed.stops), np.arange(len(placed.stops))
-                ))  # fmt: skip
+                placed = _reordered(
+                    placed,
+                    order.permutation(
+                        int(order.hash_of(SHUFFLE, self._seed, w)[0]),
+                        0,
+                        len(placed.stops),
+                        np.arange(len(placed.stops)),
+                    ),
+                )
             self._kept[w] = placed._replace(document=chosen[placed.document])
-            while self._shuffle and len(self._kept) > KEPT_WINDOWS:  # else all are needed: rows are asked for in mixed order
+            # else all are needed: rows are asked for in mixed order
+            while self._shuffle and len(self._kept) > KEPT_WINDOWS:
                 del self._kept[next(iter(self._kept))]
             if w == len(self._ends):
                 self._ends.append((self._ends[-1] if w else 0) + len(placed.stops))
@@ -164,7 +184,9 @@ class Packed:
 def _reordered(placed: Placed, rows: np.ndarray) -> Placed:
     sizes = np.diff(placed.stops, prepend=0)
     stops = np.cumsum(sizes[rows])
-    pieces = np.arange(len(placed.length)) + np.repeat((placed.stops - sizes)[rows] - (stops - sizes[rows]), sizes[rows])
+    pieces = np.arange(len(placed.length)) + np.repeat(
+        (placed.stops - sizes)[rows] - (stops - sizes[rows]), sizes[rows]
+    )
     return Placed(placed.document[pieces], placed.offset[pieces], placed.length[pieces], stops)
 
 
@@ -172,16 +194,28 @@ class Windows:
     """Rows of the stream of all documents, one after the other, across their boundaries."""
 
     def __init__(self, documents: Documents, context: int, *, seed: int, packing: str, train: bool):
-        self._documents, self._context, self._seed, self._random = documents, context, seed, train and packing == "random"
+        self._documents, self._context, self._seed, self._random = (
+            documents,
+            context,
+            seed,
+            train and packing == "random",
+        )
         self._ends = np.cumsum(documents.length)  # of each document in the stream
         self._tokens = int(self._ends[-1]) if len(self._ends) else 0
         self._train = train
         if train and self._tokens <= context:
-            raise DataError(f"the source has {self._tokens} tokens to train on, too few for a context of {context}")
+            raise DataError(
+                f"the source has {self._tokens} tokens to train on, too few for a context of"
+                f" {context}"
+            )
 
     def n_rows(self) -> int:
         """Rows of one pass: whole windows in training. In testing the last one may be padded."""
-        return (self._tokens - 1) // self._context if self._train else -(-max(self._tokens - 1, 0) // self._context)
+        return (
+            (self._tokens - 1) // self._context
+            if self._train
+            else -(-max(self._tokens - 1, 0) // self._context)
+        )
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
         n, context = self.n_rows(), self._context
@@ -199,13 +233,20 @@ class Windows:
             batch["tokens"][row, :used], batch["targets"][row, :used] = tokens[:-1], tokens[1:]
             batch["positions"][row, :used] = np.arange(used)
             batch["segments"][row, :used] = batch["mask"][row, :used] = 1
-            batch["index"][row], batch["epoch"][row] = np.searchsorted(self._ends, begin, side="right"), e
+            batch["index"][row], batch["epoch"][row] = (
+                np.searchsorted(self._ends, begin, side="right"),
+                e,
+            )
 
     def _stream(self, begin: int, count: int) -> np.ndarray:
         """``count`` tokens of the stream from place ``begin`` on."""
         parts, document = [], int(np.searchsorted(self._ends, begin, side="right"))
         while count:
             offset = begin - int(self._ends[document]) + int(self._documents.length[document])
-            parts.append(self._documents.read(document, offset, min(count, int(self._documents.length[document]) - offset)))
+            parts.append(
+                self._documents.read(
+                    document, offset, min(count, int(self._documents.length[document]) - offset)
+                )
+            )
             begin, count, document = begin + len(parts[-1]), count - len(parts[-1]), document + 1
         return np.concatenate(parts)

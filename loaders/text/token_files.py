@@ -65,11 +65,14 @@ def _decoded(path: pathlib.Path) -> str:
             return file.read().decode("utf-8-sig")
     except (files.FileError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: cannot be read as UTF-8: {error}; a source is a text file or a folder of token files"
+            f"{path}: cannot be read as UTF-8: {error}; a source is a text file or a folder of"
+            " token files"
         ) from error
 
 
-def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
+def open_splits(
+    path: str, test: str, *, text: str, test_share: float, links: bool = False
+) -> dict[str, Documents]:
     """Return the documents of "train" and "test", opened once, and again when a file has changed.
 
     ``path``: a folder of token files, or a text file. ``test``: the same to test on; empty = test/
@@ -93,34 +96,52 @@ def _open_once(
     folder = path / "train" if (path / "train" / "tokens.json").is_file() else path
     train = _read_text(path, vocabulary) if path.is_file() else _read_folder(folder, links)
     if held_out is not None:
-        other = _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out, links)
+        other = (
+            _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out, links)
+        )
         if other.vocab != train.vocab:
-            raise DataError(f"{held_out} has a vocabulary of {other.vocab}, and {path} one of {train.vocab}")
+            raise DataError(
+                f"{held_out} has a vocabulary of {other.vocab}, and {path} one of {train.vocab}"
+            )
         return {"train": train, "test": other}
     if path.is_file():  # as nanoGPT splits: the beginning is for training
         n = int(len(train.shards[0]) * (1 - test_share))
-        return {"train": _piece(train, 0, n, path, text), "test": _piece(train, n, len(train.shards[0]), path, text)}
+        return {
+            "train": _piece(train, 0, n, path, text),
+            "test": _piece(train, n, len(train.shards[0]), path, text),
+        }
     is_test = order.held_out(np.arange(len(train.length)), test_share)
     sizes = _document_bytes(folder, links)
     return {
         name: train._replace(
-            shard=train.shard[kept], start=train.start[kept], length=train.length[kept],
-            n_bytes=int(sizes[kept].sum()), first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
+            shard=train.shard[kept],
+            start=train.start[kept],
+            length=train.length[kept],
+            n_bytes=int(sizes[kept].sum()),
+            first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
             digest=f"{train.digest} {test_share}",
         )
         for name, kept in (("train", ~is_test), ("test", is_test))
-    }  # fmt: skip
+    }
 
 
 def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
     """Tokens ``begin`` … ``end`` of a text as its only document, or no document without tokens."""
     content = "" if text == "bytes" else _decoded(path)[begin:end]
-    n_bytes, first = (len(content.encode()), len(content[:1].encode())) if content else (end - begin, min(end - begin, 1))
+    n_bytes, first = (
+        (len(content.encode()), len(content[:1].encode()))
+        if content
+        else (end - begin, min(end - begin, 1))
+    )
     only = np.arange(1 if end > begin else 0)
     return whole._replace(
-        shard=only.astype(np.int32), start=only + begin, length=only + end - begin, n_bytes=n_bytes,
-        digest=f"{whole.digest} {begin} {end}", first_bytes=first,
-    )  # fmt: skip
+        shard=only.astype(np.int32),
+        start=only + begin,
+        length=only + end - begin,
+        n_bytes=n_bytes,
+        digest=f"{whole.digest} {begin} {end}",
+        first_bytes=first,
+    )
 
 
 def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
@@ -132,23 +153,32 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
         known = np.array([ord(c) for c in vocabulary], np.uint32)
         tokens = np.searchsorted(known, points)
         if (strange := np.flatnonzero(known[np.minimum(tokens, len(known) - 1)] != points)).size:
-            raise DataError(f"{path}: character {content[strange[0]]!r} at {strange[0]} is not in the training text")
+            raise DataError(
+                f"{path}: character {content[strange[0]]!r} at {strange[0]} is not in the training"
+                " text"
+            )
         tokens = narrowed(tokens, np.uint32, f"the symbols of {path}")
     else:
         tokens = np.frombuffer(encoded, np.uint8)
     digest = hashlib.sha256(encoded + vocabulary.encode()).hexdigest()
     return Documents(
-        shards=(tokens,), shard=np.zeros(1, np.int32), start=np.zeros(1, np.int64),
-        length=np.full(1, len(tokens), np.int64), n_bytes=len(encoded), vocab=len(vocabulary) or 256, digest=digest,
-    )  # fmt: skip
+        shards=(tokens,),
+        shard=np.zeros(1, np.int32),
+        start=np.zeros(1, np.int64),
+        length=np.full(1, len(tokens), np.int64),
+        n_bytes=len(encoded),
+        vocab=len(vocabulary) or 256,
+        digest=digest,
+    )
 
 
 def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
     about = _read_about(folder, links)
     if "ends" not in about and about["vocab"] < (needed := _vocabulary(folder)):
         raise DataError(
-            f"{folder}: tokens.json has a vocabulary of {about['vocab']}, and its tokenizer.json one of {needed}: ids may be "
-            "stored as others; make the tokens again with `jaxtrain tokens`"
+            f"{folder}: tokens.json has a vocabulary of {about['vocab']}, and its tokenizer.json"
+            f" one of {needed}: ids may be stored as others; make the tokens again with `jaxtrain"
+            " tokens`"
         )
     shards, shard, start, length = [], [], [], []
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
@@ -156,19 +186,39 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
         path = files.inside(folder, f"{entry['name']}.tokens", links=links, remedy=files.LINKS)
         if not path.exists():
             expected = entry["tokens"] * dtype.itemsize
-            raise DataError(f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens again")
+            raise DataError(
+                f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens"
+                " again"
+            )
         index = _read_index(folder, entry, links)[:, 0]
         shards.append(_mapped(folder, path.name, dtype, entry["tokens"], links))
         shard.append(np.full(len(index) - 1, i, np.int32))
         start.append(index[:-1])
         length.append(np.diff(index))
-    digest = hashlib.sha256("".join(entry["sha256"] for entry in about["shards"]).encode()).hexdigest()
-    n_bytes, n_tokens = (sum(entry[kind] for entry in about["shards"]) for kind in ("bytes", "tokens"))
+    digest = hashlib.sha256(
+        "".join(entry["sha256"] for entry in about["shards"]).encode()
+    ).hexdigest()
+    n_bytes, n_tokens = (
+        sum(entry[kind] for entry in about["shards"]) for kind in ("bytes", "tokens")
+    )
     # Folders without that number: as many as of any token.
-    firsts = [entry.get("first_bytes", entry["documents"] * n_bytes / max(n_tokens, 1)) for entry in about["shards"]]
+    firsts = [
+        entry.get("first_bytes", entry["documents"] * n_bytes / max(n_tokens, 1))
+        for entry in about["shards"]
+    ]
     joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
     ends = about.get("ends", [] if about.get("eos") is None else [about["eos"]])
-    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest, tuple(ends), sum(firsts))
+    return Documents(
+        tuple(shards),
+        joined[0],
+        joined[1],
+        joined[2],
+        n_bytes,
+        about["vocab"],
+        digest,
+        tuple(ends),
+        sum(firsts),
+    )
 
 
 def _vocabulary(folder: pathlib.Path) -> int:
@@ -181,7 +231,10 @@ def _vocabulary(folder: pathlib.Path) -> int:
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
     """Return the bytes of text of each document, int64 [n]."""
-    parts = [np.diff(_read_index(folder, entry, links)[:, 1]) for entry in _read_about(folder, links)["shards"]]
+    parts = [
+        np.diff(_read_index(folder, entry, links)[:, 1])
+        for entry in _read_about(folder, links)["shards"]
+    ]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -190,12 +243,14 @@ def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
     if not path.exists():
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
         raise DataError(
-            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with `jaxtrain tokens`, which "
-            "also completes an interrupted folder"
+            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with"
+            " `jaxtrain tokens`, which also completes an interrupted folder"
         )
     about = files.read_json(files.inside(folder, path.name, links=links, remedy=files.LINKS))
     if about.get("format") != FORMAT:
-        raise DataError(f"{path} has format {about.get('format')!r}; expected {FORMAT}: make the tokens again")
+        raise DataError(
+            f"{path} has format {about.get('format')!r}; expected {FORMAT}: make the tokens again"
+        )
     if not _is_complete(about):
         raise DataError(f"{path} does not describe token files; make the tokens again")
     return about
@@ -215,19 +270,27 @@ def _is_complete(about: dict[str, Any]) -> bool:
         )
 
     shards = about.get("shards")
-    ends = [about.get("eos") or 0, *(found if isinstance(found := about.get("ends", []), list) else [None])]
-    is_known = about.get("dtype") in ("uint16", "uint32") and all(map(whole, [about.get("vocab"), *ends]))
+    ends = [
+        about.get("eos") or 0,
+        *(found if isinstance(found := about.get("ends", []), list) else [None]),
+    ]
+    is_known = about.get("dtype") in ("uint16", "uint32") and all(
+        map(whole, [about.get("vocab"), *ends])
+    )
     return is_known and isinstance(shards, list) and all(map(complete, shards))
 
 
 def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
     """Return the begins of a shard's documents, int64 [n + 1, 2]. Raises DataError."""
     name = f"{entry['name']}.docs"
-    index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(-1, 2)
+    index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(
+        -1, 2
+    )
     ends = (entry["tokens"], entry["bytes"])
     if index[0].any() or tuple(index[-1].tolist()) != ends or (np.diff(index, axis=0) < 0).any():
         raise DataError(
-            f"{folder / name} does not hold the {entry['documents']} documents that tokens.json names; make the tokens again"
+            f"{folder / name} does not hold the {entry['documents']} documents that tokens.json"
+            " names; make the tokens again"
         )
     return index
 
@@ -238,7 +301,10 @@ def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: boo
     with files.regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != n * dtype.itemsize:
-            raise DataError(f"{path} has {size} bytes, but tokens.json names {n * dtype.itemsize} bytes; make the tokens again")
+            raise DataError(
+                f"{path} has {size} bytes, but tokens.json names {n * dtype.itemsize} bytes; make"
+                " the tokens again"
+            )
         return np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
 
 
@@ -248,9 +314,13 @@ def lengths(folder: pathlib.Path) -> np.ndarray:
 
 
 def write_shard(
-    folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any,
+    folder: pathlib.Path,
+    name: str,
+    documents: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    dtype: Any,
     firsts: Sequence[int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write one shard and return its entry for tokens.json.
 
     ``sizes``: bytes of text of each document. ``firsts``: those of its first token.
@@ -258,27 +328,44 @@ def write_shard(
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])
     index[1:, 1] = np.cumsum(sizes)
-    tokens = np.concatenate([narrowed(d, dtype, f"the tokens of {folder / name}") for d in documents] or [np.empty(0, dtype)])
+    tokens = np.concatenate(
+        [narrowed(d, dtype, f"the tokens of {folder / name}") for d in documents]
+        or [np.empty(0, dtype)]
+    )
     raw = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
     for suffix, content in (("tokens", raw), ("docs", index.tobytes())):
         with whole.file(folder / f"{name}.{suffix}") as file:
             file.write(content)
     digest = hashlib.sha256(raw + index.tobytes()).hexdigest()
     return {
-        "name": name, "documents": len(documents), "tokens": len(tokens), "bytes": int(index[-1, 1]),
-        **({} if firsts is None else {"first_bytes": sum(firsts)}), "sha256": digest,
-    }  # fmt: skip
+        "name": name,
+        "documents": len(documents),
+        "tokens": len(tokens),
+        "bytes": int(index[-1, 1]),
+        **({} if firsts is None else {"first_bytes": sum(firsts)}),
+        "sha256": digest,
+    }
 
 
 def write_about(
-    folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict[str, Any]],
+    folder: pathlib.Path,
+    *,
+    vocab: int,
+    eos: int | None,
+    tokenizer: str | None,
+    shards: Sequence[dict[str, Any]],
     ends: Sequence[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Write tokens.json, after which the folder is complete."""
     about = {
-        "format": FORMAT, "dtype": str(token_dtype(vocab)), "vocab": vocab, "eos": eos, "ends": list(ends),
-        "tokenizer": tokenizer, "shards": list(shards),
-    }  # fmt: skip
+        "format": FORMAT,
+        "dtype": str(token_dtype(vocab)),
+        "vocab": vocab,
+        "eos": eos,
+        "ends": list(ends),
+        "tokenizer": tokenizer,
+        "shards": list(shards),
+    }
     whole.write(folder / "tokens.json", json.dumps(about, indent=1) + "\n")
 
 

@@ -41,7 +41,9 @@ PART = 32 << 20  # [bytes] of a JSONL file in one shard
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
 PARTIAL = ".parts"  # folder of the entries of finished shards
-MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and options, by which the same command knows it
+# file of a finished folder: the digest of its inputs and options, by which the same command knows
+# it
+MADE_OF = "made_of"
 
 
 class TokensError(UserError, ValueError):
@@ -64,7 +66,9 @@ class Part(NamedTuple):
     end: int
 
 
-def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
+def make(
+    out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0
+) -> None:
     """Write the folder ``out``, without up to ``skip`` rows of no text. Raises TokensError."""
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
@@ -72,17 +76,20 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     encoder = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
     own = options.tokenizer != "bytes"
-    companions = tokenizer_lib.read_files(files_lib.expanded(options.tokenizer), links=True) if own else {}
+    companions = (
+        tokenizer_lib.read_files(files_lib.expanded(options.tokenizer), links=True) if own else {}
+    )
     plan = _digest(files, options, encoder.ends, companions)
     if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
         if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
             print(
-                f"{out} is there already, of these inputs: {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
+                f"{out} is there already, of these inputs:"
+                f" {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
             )
             return
         raise TokensError(
-            f"{out} holds token files of other inputs or options already, or with other files of the tokenizer; "
-            "choose another folder"
+            f"{out} holds token files of other inputs or options already, or with other files of"
+            " the tokenizer; choose another folder"
         )
     (out / PARTIAL).mkdir(parents=True, exist_ok=True)
     marker = out / PARTIAL / "plan"
@@ -94,16 +101,23 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     atomic_write.write(marker, plan)
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
     if len(todo) < len(parts):
-        print(f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr)
+        print(
+            f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr
+        )
     began = time.monotonic()
     jobs = ((out, i, parts[i], options) for i in todo)
     # Spawned, not forked: tokenizers and pyarrow have threads.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else contextlib.nullcontext() as pool:
-        for done, _ in enumerate(pool.imap_unordered(_shard, jobs) if pool else map(_shard, jobs), 1):
+    with (
+        context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else contextlib.nullcontext()
+    ) as pool:
+        for done, _ in enumerate(
+            pool.imap_unordered(_shard, jobs) if pool else map(_shard, jobs), 1
+        ):
             seconds = time.monotonic() - began
             print(
-                f"\r{done}/{len(todo)} shards, {seconds:.0f} s, {seconds / done * (len(todo) - done):.0f} s left ",
+                f"\r{done}/{len(todo)} shards, {seconds:.0f} s,"
+                f" {seconds / done * (len(todo) - done):.0f} s left ",
                 end="" if sys.stderr.isatty() else "\n",
                 file=sys.stderr,
             )
@@ -111,7 +125,10 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     bad = [line for entry in entries for line in entry["bad"]]
     if len(bad) > skip:
         listed = "".join(f"\n  {line}" for line in bad[:20])
-        raise TokensError(f"{len(bad)} rows hold no text; fix them, or skip up to N of them with --skip N:{listed}")
+        raise TokensError(
+            f"{len(bad)} rows hold no text; fix them, or skip up to N of them with --skip"
+            f" N:{listed}"
+        )
     for line in bad:
         print(f"skipped: {line}", file=sys.stderr)
     name = None
@@ -122,15 +139,25 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
             with atomic_write.file(out / each) as file:
                 file.write(content)
     shards = [entry["shard"] for entry in entries]
-    token_files.write_about(out, vocab=encoder.vocab, eos=encoder.eos, ends=encoder.ends, tokenizer=name, shards=shards)
+    token_files.write_about(
+        out, vocab=encoder.vocab, eos=encoder.eos, ends=encoder.ends, tokenizer=name, shards=shards
+    )
     if encoder.ends and encoder.eos is None:
         named = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
-        print(f"no document ends with a token; the tokenizer's own files name {named} (--eos)", file=sys.stderr)
+        print(
+            f"no document ends with a token; the tokenizer's own files name {named} (--eos)",
+            file=sys.stderr,
+        )
     if encoder.added:
-        print(f"the tokenizer itself would add {' '.join(encoder.added)} to each text; no such token is added", file=sys.stderr)
+        print(
+            f"the tokenizer itself would add {' '.join(encoder.added)} to each text; no such token"
+            " is added",
+            file=sys.stderr,
+        )
     if held := sum(entry.get("specials", 0) for entry in entries):
         print(
-            f"{held:,} special tokens come from their names inside texts; --specials-as-text splits such a name like any text",
+            f"{held:,} special tokens come from their names inside texts; --specials-as-text splits"
+            " such a name like any text",
             file=sys.stderr,
         )
     for i in range(len(parts)):
@@ -142,7 +169,9 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
 
 def _summary(shards: Sequence[dict[str, Any]]) -> str:
     total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    return f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
+    return (
+        f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
+    )
 
 
 def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
@@ -159,10 +188,16 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
         else:
             inside = [path] if path.is_file() else files_lib.matches(path)
         if not inside:
-            raise TokensError(f"{name} is not a file, nor a folder or glob with files that end in one of: {', '.join(known)}")
+            raise TokensError(
+                f"{name} is not a file, nor a folder or glob with files that end in one of:"
+                f" {', '.join(known)}"
+            )
         for file in inside:
             if _ending(file) not in known:
-                raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; expected one of: {', '.join(known)}")
+                raise TokensError(
+                    f"{file} ends in {file.suffix or 'nothing'}; expected one of:"
+                    f" {', '.join(known)}"
+                )
         every_file += inside
     return every_file
 
@@ -177,11 +212,18 @@ def _is_hidden(path: pathlib.Path, folder: pathlib.Path) -> bool:
 
 def _report_passed_over(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
     """Print how many files below a folder are not read, by their endings."""
-    kinds = ("hidden" if _is_hidden(path, folder) else _ending(path) or "no ending" for path in files)
+    kinds = (
+        "hidden" if _is_hidden(path, folder) else _ending(path) or "no ending" for path in files
+    )
     if files:
-        counts = ", ".join(f"{n:,} {kind}" for kind, n in collections.Counter(kinds).most_common(10))
+        counts = ", ".join(
+            f"{n:,} {kind}" for kind, n in collections.Counter(kinds).most_common(10)
+        )
         example = files[0].relative_to(folder)
-        print(f"{folder}: {len(files):,} files in it are not read ({counts}), for example {example}", file=sys.stderr)
+        print(
+            f"{folder}: {len(files):,} files in it are not read ({counts}), for example {example}",
+            file=sys.stderr,
+        )
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -223,8 +265,10 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
             yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
             return
         split: dict[str, Callable[[str], list[str]]] = {
-            "file": lambda text: [text], "line": files_lib.lines, "paragraph": _paragraphs,
-        }  # fmt: skip
+            "file": lambda text: [text],
+            "line": files_lib.lines,
+            "paragraph": _paragraphs,
+        }
         for i, piece in enumerate(split[options.documents](text)):
             if piece.strip():
                 yield f"{path}: {options.documents} {i}", piece
@@ -238,7 +282,10 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
             while file.tell() < part.end and (line := file.readline(LONGEST_LINE + 1)):
                 if len(line) > LONGEST_LINE:
                     begin = file.tell() - len(line)
-                    raise TokensError(f"{path}: the line at byte {begin:,} is longer than {LONGEST_LINE:,} bytes; split it")
+                    raise TokensError(
+                        f"{path}: the line at byte {begin:,} is longer than {LONGEST_LINE:,} bytes;"
+                        " split it"
+                    )
                 if not line.strip():
                     continue
                 where = f"{path}: line at byte {file.tell() - len(line)}"
@@ -254,20 +301,30 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
     else:
         table = _open(path)
         try:
-            names = (table.schema_arrow if _ending(path) in PARQUET else table[part.begin].schema).names
+            names = (
+                table.schema_arrow if _ending(path) in PARQUET else table[part.begin].schema
+            ).names
         except UnicodeDecodeError as error:
-            raise TokensError(f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})") from error
+            raise TokensError(
+                f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})"
+            ) from error
         if options.column not in names:
-            raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
+            raise TokensError(
+                f"{path} has no column {options.column!r}; expected one of: {', '.join(names)}"
+                " (--column)"
+            )
         try:
             if _ending(path) in PARQUET:
                 rows = table.read_row_group(part.begin, columns=[options.column])
             else:
                 rows = table[part.begin].select([options.column])
-            rows.column(0).validate(full=True)  # pyarrow takes a file's word for where its values lie
+            # pyarrow takes a file's word for where its values lie
+            rows.column(0).validate(full=True)
             values = rows.column(0).to_pylist()
         except (pa.ArrowException, ValueError, OSError, KeyError) as error:
-            raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
+            raise TokensError(
+                f"{path}: part {part.begin} is damaged: {first_line(error)}"
+            ) from error
         for i, value in enumerate(values):
             yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
 
@@ -293,45 +350,75 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
             documents.append(np.asarray([*ids, *end], np.int64))
             held += sum(i in encoder.specials for i in ids)
             sizes.append(len(text.encode()))
-    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts)
-    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": held}))
+    shard = token_files.write_shard(
+        out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts
+    )
+    atomic_write.write(
+        _entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": held})
+    )
 
 
 class _Encoder(NamedTuple):
     vocab: int
     eos: int | None  # id that is added to every document
-    ends: tuple[int, ...]  # ids that end a text: eos, else those that the tokenizer's own files name
+    # ids that end a text: eos, else those that the tokenizer's own files name
+    ends: tuple[int, ...]
     specials: dict[int, str]  # id -> the special token
     added: list[str]  # that the tokenizer would add around a text
-    encode: Callable[[Sequence[str]], list[tuple[list[int], int]]]  # ids of each text, and the bytes of its first token
+    # ids of each text, and the bytes of its first token
+    encode: Callable[[Sequence[str]], list[tuple[list[int], int]]]
 
 
 def _tokenizer(options: Options) -> _Encoder:
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
-        return _Encoder(256, None, (), {}, [], lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts])
+        return _Encoder(
+            256,
+            None,
+            (),
+            {},
+            [],
+            lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts],
+        )
     path = files_lib.expanded(options.tokenizer)
     if not path.is_file():
         inner = path / "tokenizer.json"
-        remedy = f"give {inner}" if inner.is_file() else "give the path of a tokenizer.json of Hugging Face, or bytes"
+        remedy = (
+            f"give {inner}"
+            if inner.is_file()
+            else "give the path of a tokenizer.json of Hugging Face, or bytes"
+        )
         raise TokensError(
-            f"--tokenizer is {options.tokenizer!r}, {'a folder' if path.is_dir() else 'not a file here'}; {remedy}"
+            f"--tokenizer is {options.tokenizer!r},"
+            f" {'a folder' if path.is_dir() else 'not a file here'}; {remedy}"
         )
     tokenizer = open_tokenizer(path, specials=options.specials)
     eos = tokenizer.id_of(options.eos) if options.eos else None
     if options.eos and eos is None:
-        raise TokensError(f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its special tokens")
+        raise TokensError(
+            f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its"
+            " special tokens"
+        )
     ends = tokenizer.ends() if eos is None else (eos,)
-    return _Encoder(tokenizer.vocab, eos, ends, tokenizer.specials, tokenizer.added, tokenizer.measured)
+    return _Encoder(
+        tokenizer.vocab, eos, ends, tokenizer.specials, tokenizer.added, tokenizer.measured
+    )
 
 
 def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
     return out / PARTIAL / f"{number:05}.json"
 
 
-def _digest(files: Sequence[pathlib.Path], options: Options, ends: Sequence[int], companions: Mapping[str, bytes]) -> str:
+def _digest(
+    files: Sequence[pathlib.Path],
+    options: Options,
+    ends: Sequence[int],
+    companions: Mapping[str, bytes],
+) -> str:
     """Identify the inputs and options that an unfinished folder was begun with."""
     content = {name: hashlib.sha256(companions[name]).hexdigest() for name in sorted(companions)}
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps([facts, [*options], content, [*ends], PART]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([facts, [*options], content, [*ends], PART]).encode()
+    ).hexdigest()

@@ -25,16 +25,30 @@ from loaders.io import files
 
 # The files of a tokenizer, which go wherever it goes.
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 TEMPLATES = "additional_chat_templates/*.jinja"  # which go with them
 # The files that say which token ends a text, in the order of their weight: (file, field). A field
 # may list several.
 ENDS = (
-    ("tokens.json", "ends"), ("tokens.json", "eos"), ("generation_config.json", "eos_token_id"),
-    ("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token"), ("special_tokens_map.json", "eos_token"),
-)  # fmt: skip
+    ("tokens.json", "ends"),
+    ("tokens.json", "eos"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+)
 
 
 class Tokenizer(NamedTuple):
@@ -51,12 +65,17 @@ class Tokenizer(NamedTuple):
         """Return the ids of each text, and the bytes of its first token, from the text's begin."""
         found = self.inner.encode_batch(list(texts), add_special_tokens=False)
         ends = [one.offsets[0][1] if one.ids else 0 for one in found]
-        return [(one.ids, len(text[:end].encode())) for one, text, end in zip(found, texts, ends, strict=True)]
+        return [
+            (one.ids, len(text[:end].encode()))
+            for one, text, end in zip(found, texts, ends, strict=True)
+        ]
 
     @property
     def added(self) -> list[str]:
         """The special tokens that Hugging Face's own libraries add around a text."""
-        return [self.specials.get(i, str(i)) for i in self.inner.encode("", add_special_tokens=True).ids]
+        return [
+            self.specials.get(i, str(i)) for i in self.inner.encode("", add_special_tokens=True).ids
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without special tokens."""
@@ -75,14 +94,20 @@ class Tokenizer(NamedTuple):
             inner = about.get("text_config") if name == "config.json" else None
             stated = about.get(field, inner.get(field) if isinstance(inner, dict) else None)
             if stated not in (None, []):
-                return tuple(self._end(x, f"{place}: {field}") for x in (stated if isinstance(stated, list) else [stated]))
+                return tuple(
+                    self._end(x, f"{place}: {field}")
+                    for x in (stated if isinstance(stated, list) else [stated])
+                )
         return ()
 
     def _end(self, stated: Any, where: str) -> int:
         token = stated.get("content") if isinstance(stated, dict) else stated
         found = self.id_of(token) if isinstance(token, str) else token
         if type(found) is not int or not 0 <= found < self.vocab:
-            raise DataError(f"{where} is {str(stated)[:80]!r}, which is no token of {self.path}; fix it, or remove it there")
+            raise DataError(
+                f"{where} is {str(stated)[:80]!r}, which is no token of {self.path}; fix it, or"
+                " remove it there"
+            )
         return found
 
 
@@ -93,7 +118,9 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
     """
     place = files.expanded(path)
     content = files.read(place, most=files.MAX_JSON)
-    return _opened(place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent)))
+    return _opened(
+        place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent))
+    )
 
 
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
@@ -109,11 +136,16 @@ def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
     names += sorted(str(found.relative_to(folder)) for found in folder.glob(TEMPLATES))
     if _is_beside_another(own):
         if names:
-            print(f"{own} lies beside another tokenizer.json, whose are {', '.join(names)}; they are left out", file=sys.stderr)
+            print(
+                f"{own} lies beside another tokenizer.json, whose are {', '.join(names)}; they are"
+                " left out",
+                file=sys.stderr,
+            )
         names = []
     sources = {name: name for name in names} | ({FILES[0]: own.name} if own.is_file() else {})
     return {
-        name: files.read(files.inside(folder, source, links=links), most=files.MAX_JSON) for name, source in sources.items()
+        name: files.read(files.inside(folder, source, links=links), most=files.MAX_JSON)
+        for name, source in sources.items()
     }
 
 
@@ -142,20 +174,35 @@ def _listed(folder: pathlib.Path) -> Iterator[_Added]:
     listed = about.get("added_tokens_decoder")
     where = str(folder / ("added_tokens.json" if listed is None else "tokenizer_config.json"))
     if listed is None:
-        named = [x for each in {**about, **special_map}.values() for x in (each if isinstance(each, list) else [each])]
+        named = [
+            x
+            for each in {**about, **special_map}.values()
+            for x in (each if isinstance(each, list) else [each])
+        ]
         specials = [x.get("content") if isinstance(x, dict) else x for x in named]
-        listed = {i: {"content": content, "special": content in specials} for content, i in older.items()}
+        listed = {
+            i: {"content": content, "special": content in specials} for content, i in older.items()
+        }
     try:
-        found = [_Added(where, int(i), x["content"], bool(x.get("special")), _flags(x)) for i, x in listed.items()]
+        found = [
+            _Added(where, int(i), x["content"], bool(x.get("special")), _flags(x))
+            for i, x in listed.items()
+        ]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{where} lists no tokens by their ids: {error!r}; save the tokenizer again") from error
+        raise DataError(
+            f"{where} lists no tokens by their ids: {error!r}; save the tokenizer again"
+        ) from error
     if wrong := [one for one in found if not isinstance(one.content, str) or not one.content]:
         raise DataError(f"{where} lists {str(wrong[0].content)[:80]!r} as a token; expected a text")
     yield from sorted(found, key=lambda one: one.id)
 
 
 def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    return tuple((name, bool(fields[name])) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields)
+    return tuple(
+        (name, bool(fields[name]))
+        for name in ("lstrip", "rstrip", "single_word", "normalized")
+        if name in fields
+    )
 
 
 def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
@@ -163,7 +210,9 @@ def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
     import tokenizers
 
     there = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}
-    made = [tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags)) for one in listed]
+    made = [
+        tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags)) for one in listed
+    ]
     new = [
         token
         for one, token in zip(listed, made, strict=True)
@@ -174,21 +223,27 @@ def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
     for one in listed:
         if (found := inner.token_to_id(one.content)) != one.id:
             raise DataError(
-                f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is {found}; "
-                "save the tokenizer again, so that both agree"
+                f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is"
+                f" {found}; save the tokenizer again, so that both agree"
             )
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_Added, ...]) -> Tokenizer:
+def _opened(
+    path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_Added, ...]
+) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(f"to read {path}, the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
+        raise DataError(
+            f"to read {path}, the package tokenizers is missing; pip install 'jaxtrain[language]'"
+        ) from error
     try:
         inner = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001  it raises Exception itself
-        raise DataError(f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.reason(error)}") from error
+        raise DataError(
+            f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.reason(error)}"
+        ) from error
     _add(inner, path, listed)
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
@@ -198,7 +253,9 @@ def _opened(path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_A
     if getattr(inner.model, "dropout", None):
         inner.model.dropout = None
     inner.encode_special_tokens = not specials
-    named = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
+    named = {
+        i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special
+    }
     return Tokenizer(path, max(vocabulary.values()) + 1, named, inner)
 
 

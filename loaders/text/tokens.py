@@ -64,18 +64,22 @@ class Source:
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
-    on_resume = checks.OnResume(checks.FREE)  # the fingerprint and the order have those that change a row
+    # the fingerprint and the order have those that change a row
+    on_resume = checks.OnResume(checks.FREE)
 
     sources: tuple[Source, ...] = ()  # [sources] of the rows
     context: int = 1024  # [tokens] of a row
     packing: str = "best_fit"  # [name] best_fit, concat or random
     window: int = 16_384  # [documents] that are packed among themselves
-    text: str = "characters"  # [name] of the tokens of a text file: characters (vocabulary: those in the file) or bytes
-    test_share: float = 0.1  # [share] kept for testing without a path for it: of the documents, or the end of a text
+    # [name] of the tokens of a text file: characters (vocabulary: those in the file) or bytes
+    text: str = "characters"
+    # [share] kept for testing without a path for it: of the documents, or the end of a text
+    test_share: float = 0.1
     follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
     threads: int = 2  # [threads] that read batches ahead
     ahead: int = 4  # [batches] that are read ahead
-    exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
+    # [name] when a source has been read once: repeat, stop (the others take its share), error
+    exhausted: str = "repeat"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
@@ -84,7 +88,10 @@ class Config(checks.DataSection):
             for name in ("path", "test"):
                 path = getattr(source, name)
                 if (path or name == "path") and not files.expanded(path).exists():
-                    yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files"
+                    yield (
+                        f"sources[{i}].{name}",
+                        f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files",
+                    )
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")
@@ -93,7 +100,10 @@ class Config(checks.DataSection):
         yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
         if self.packing == "random" and self.exhausted != "repeat":
-            yield "exhausted", f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'"
+            yield (
+                "exhausted",
+                f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'",
+            )
 
 
 class Tokens(Loader):
@@ -116,38 +126,63 @@ class Tokens(Loader):
         for k, documents in enumerate(self._documents):
             source_seed = seed + (k << 32)  # sources draw independently
             if train and not (documents.length > 1).any():
-                raise DataError(f"sources[{k}].path={config.sources[k].path} has no document of two tokens to train on")
+                raise DataError(
+                    f"sources[{k}].path={config.sources[k].path} has no document of two tokens to"
+                    " train on"
+                )
             self._streams.append(
                 Packed(documents, config.context, config.window, seed=source_seed, shuffle=train)
                 if config.packing == "best_fit"
-                else Windows(documents, config.context, seed=source_seed, packing=config.packing, train=train)
+                else Windows(
+                    documents, config.context, seed=source_seed, packing=config.packing, train=train
+                )
             )
         self._mixture: mixture.Mixture | None = None
         if train:
-            sizes = None if config.exhausted == "repeat" else [stream.n_rows() for stream in self._streams]
+            sizes = (
+                None
+                if config.exhausted == "repeat"
+                else [stream.n_rows() for stream in self._streams]
+            )
             shares = [source.share for source in config.sources]
             self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
-            n = sum(-(-int(documents.length.sum()) // config.context) for documents in self._documents)  # as full rows
+            # as full rows
+            n = sum(
+                -(-int(documents.length.sum()) // config.context) for documents in self._documents
+            )
         else:
             # Rows of all sources in their shares, so that the first batches are of all of them.
             numbers = [np.arange(stream.n_rows()) for stream in self._streams]
             if config.packing == "best_fit":  # whose first rows are the longest documents
                 numbers = [order.permutation(0, 0, max(len(each), 1), each) for each in numbers]
-            due = [(np.arange(len(each)) + 0.5) / source.share for each, source in zip(numbers, config.sources, strict=True)]
+            due = [
+                (np.arange(len(each)) + 0.5) / source.share
+                for each, source in zip(numbers, config.sources, strict=True)
+            ]
             turn = np.argsort(np.concatenate(due), kind="stable")
             self._number = np.concatenate(numbers)[turn]
-            self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[turn]
+            self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[
+                turn
+            ]
             n = len(turn)
-        self._delivered = np.zeros(len(self._streams), np.int64)  # rows of each source, by this process
+        # rows of each source, by this process
+        self._delivered = np.zeros(len(self._streams), np.int64)
         self._epoch = np.zeros(len(self._streams), np.int64)
         super().__init__(
-            element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-n // rows.batch), threads=config.threads,
+            element_spec(config),
+            train=train,
+            rows=rows,
+            seed=seed,
+            n_batches=-(-n // rows.batch),
+            threads=config.threads,
             ahead=config.ahead,
-        )  # fmt: skip
+        )
 
     def __next__(self) -> tuple[int, HostBatch]:
         position, batch = super().__next__()
-        for source, epoch, weight in zip(*(batch[k] for k in ("source", "epoch", "weight")), strict=True):
+        for source, epoch, weight in zip(
+            *(batch[k] for k in ("source", "epoch", "weight")), strict=True
+        ):
             for k in np.unique(source[weight > 0]):
                 chosen = (source == k) & (weight > 0)
                 self._delivered[k] += np.count_nonzero(chosen)
@@ -156,7 +191,9 @@ class Tokens(Loader):
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256("".join(documents.digest for documents in self._documents).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            "".join(documents.digest for documents in self._documents).encode()
+        ).hexdigest()[:16]
 
     @property
     def order(self) -> dict[str, Any]:
@@ -180,7 +217,8 @@ class Tokens(Loader):
         }
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
-        place = position * self._rows.batch + row  # counted over the whole run, or in "test" over the whole split
+        # counted over the whole run, or in "test" over the whole split
+        place = position * self._rows.batch + row
         batch = self._empty(len(place))
         if self._mixture:
             source, number = self._mixture(place)
@@ -190,9 +228,13 @@ class Tokens(Loader):
             source, number = self._source[place[valid]], self._number[place[valid]]
         for k in np.unique(source):
             self._streams[k].fill(batch, valid[source == k], number[source == k])
-        if max(batch[name].max(initial=0) for name in ("tokens", "targets")) >= self._documents[0].vocab:
+        if (
+            max(batch[name].max(initial=0) for name in ("tokens", "targets"))
+            >= self._documents[0].vocab
+        ):
             raise DataError(
-                f"a token is not below the vocabulary of {self._documents[0].vocab} that tokens.json names; {REMAKE}"
+                f"a token is not below the vocabulary of {self._documents[0].vocab} that"
+                f" tokens.json names; {REMAKE}"
             )
         batch["source"][valid], batch["weight"][valid] = source, 1
         return batch
@@ -225,19 +267,28 @@ def dataset_info(config: Config) -> DatasetInfo:
     folder = first / "train" if (first / "train").is_dir() else first
     vocabs = {s["train"].vocab for s in splits}
     if len(vocabs) > 1:
-        raise DataError(f"the sources have different vocabularies: {sorted(vocabs)}; make their tokens with one tokenizer")
+        raise DataError(
+            f"the sources have different vocabularies: {sorted(vocabs)}; make their tokens with one"
+            " tokenizer"
+        )
     if len({table for source in config.sources if (table := _table(source, config))}) > 1:
         paths = " and ".join(source.path for source in config.sources)
-        raise DataError(f"{paths} have other tokens for one id; make their tokens with one tokenizer")
+        raise DataError(
+            f"{paths} have other tokens for one id; make their tokens with one tokenizer"
+        )
     return {
         "vocab": vocabs.pop(),
         "context": config.context,
-        "bytes_per_token": sum(d.n_bytes - d.first_bytes for d in measured)
-        / max(sum(int((d.length - (d.length > 0)).sum()) for d in measured), 1),
+        "bytes_per_token": (
+            sum(d.n_bytes - d.first_bytes for d in measured)
+            / max(sum(int((d.length - (d.length > 0)).sum()) for d in measured), 1)
+        ),
         "n_train": tuple(len(s["train"].length) for s in splits),
         "n_test": tuple(len(s["test"].length) for s in splits),
         "ends": tuple(dict.fromkeys(end for s in splits for end in s["train"].ends)),
-        "tokenizer": str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else "",
+        "tokenizer": (
+            str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else ""
+        ),
         "symbols": symbols(first) if first.is_file() and config.text == "characters" else "",
     }
 
@@ -247,9 +298,17 @@ def _table(source: Source, config: Config) -> str:
     path = files.expanded(source.path)
     if path.is_file():
         return symbols(path) if config.text == "characters" else ""
-    found = [place / "tokenizer.json" for place in (path, path / "train") if (place / "tokenizer.json").is_file()]
+    found = [
+        place / "tokenizer.json"
+        for place in (path, path / "train")
+        if (place / "tokenizer.json").is_file()
+    ]
     return (
-        hashlib.sha256(repr(sorted(open_tokenizer(found[0]).inner.get_vocab().items())).encode()).hexdigest() if found else ""
+        hashlib.sha256(
+            repr(sorted(open_tokenizer(found[0]).inner.get_vocab().items())).encode()
+        ).hexdigest()
+        if found
+        else ""
     )
 
 
@@ -264,4 +323,10 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
 
 
 def _open(source: Source, config: Config) -> dict[str, Documents]:
-    return open_splits(source.path, source.test, text=config.text, test_share=config.test_share, links=config.follow_links)
+    return open_splits(
+        source.path,
+        source.test,
+        text=config.text,
+        test_share=config.test_share,
+        links=config.follow_links,
+    )

@@ -28,7 +28,9 @@ MESHES = [(2, 2, 2), (1, 1, 1), (8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)]
 
 @functools.cache
 def plan(sizes):
-    layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"})
+    layout = make_layout(
+        make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"}
+    )
     return state_lib.make_abstract(TASK, TX, layout, FIELDS, batch=16, ema=True)
 
 
@@ -46,12 +48,24 @@ def state_of(sizes, seed):
 
 
 def bits(state):
-    saved = (state.step, state.variables.params, state.variables.model_state, state.opt_state, state.ema, state.norms)
-    return {jax.tree_util.keystr(p): np.asarray(x).tobytes() for p, x in jax.tree.leaves_with_path(saved)}
+    saved = (
+        state.step,
+        state.variables.params,
+        state.variables.model_state,
+        state.opt_state,
+        state.ema,
+        state.norms,
+    )
+    return {
+        jax.tree_util.keystr(p): np.asarray(x).tobytes()
+        for p, x in jax.tree.leaves_with_path(saved)
+    }
 
 
 def checkpointer(workdir, **options):
-    return Checkpointer(config_lib.Config(workdir=str(workdir), checkpoint=config_lib.Checkpoint(**options)), TASK)
+    return Checkpointer(
+        config_lib.Config(workdir=str(workdir), checkpoint=config_lib.Checkpoint(**options)), TASK
+    )
 
 
 def restore(workdir, sizes=(1, 1, 1), data=DATA):
@@ -82,17 +96,25 @@ def test_promise_5_every_bit_on_any_mesh(written, sizes):
     assert found.step == 4 and bits(found.state) == expected[4]
     wanted = plan(sizes).state
     assert jax.tree.all(
-        jax.tree.map(lambda x, w: x.sharding == w.sharding, found.state.variables.params, wanted.variables.params)
+        jax.tree.map(
+            lambda x, w: x.sharding == w.sharding,
+            found.state.variables.params,
+            wanted.variables.params,
+        )
     )
 
 
 def test_other_data_are_refused(written):
-    with pytest.raises(CheckpointError, match="fingerprint: a saved, b now.*config.resume.data='restart'"):
+    with pytest.raises(
+        CheckpointError, match="fingerprint: a saved, b now.*config.resume.data='restart'"
+    ):
         restore(written[0], data=DATA | {"fingerprint": "b"})
 
 
 @pytest.mark.parametrize("offsets", [1, pytest.param(24, marks=pytest.mark.slow)])
-def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets, tmp_path, caplog, record_property):
+def test_promises_6_and_7_damage_of_every_file_at_many_offsets(
+    written, offsets, tmp_path, caplog, record_property
+):
     """Each file of the newest step is changed in a byte, cut short, emptied or deleted: the
     checksums name it. The step before is restored, bit for bit, which `make test` tries for a
     deleted file and for one other damage of each file, in turn."""
@@ -105,9 +127,18 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
     assert {"state", "data", "meta", "manifest.json"} <= kinds and len(files) >= 12
     for number, path in enumerate(files):
         whole = path.read_bytes()
-        damages = [("gone", None), ("emptied", b""), ("cut", whole[: draw.randrange(1, len(whole))])]
+        damages = [
+            ("gone", None),
+            ("emptied", b""),
+            ("cut", whole[: draw.randrange(1, len(whole))]),
+        ]
         for at in [0, len(whole) - 1, *draw.sample(range(len(whole)), min(offsets, len(whole)))]:
-            damages.append((f"byte {at}", whole[:at] + bytes([whole[at] ^ (1 << draw.randrange(8))]) + whole[at + 1 :]))
+            damages.append(
+                (
+                    f"byte {at}",
+                    whole[:at] + bytes([whole[at] ^ (1 << draw.randrange(8))]) + whole[at + 1 :],
+                )
+            )
         every = offsets > 1 or path.name == checksums.NAME
         restored = damages if every else (damages[0], damages[1 + number % (len(damages) - 1)])
         for what, data in damages:
@@ -126,11 +157,18 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
                 step / "commit_success.txt",
             ):  # these only hold the time of the save
                 assert found.step == 4 and bits(found.state) == expected[4], (path, what)
-            elif path.name == "manifest.json" and data is None:  # another program may leave it out: read with a warning
-                assert found.step == 4 and bits(found.state) == expected[4] and "has no checksums" in caplog.text
+            # another program may leave it out: read with a warning
+            elif path.name == "manifest.json" and data is None:
+                assert (
+                    found.step == 4
+                    and bits(found.state) == expected[4]
+                    and "has no checksums" in caplog.text
+                )
             else:
                 assert found.step == 2 and bits(found.state) == expected[2], (path, what)
-                assert f"{step} is damaged and is skipped" in caplog.text and path.name in caplog.text, (path, what)
+                assert (
+                    f"{step} is damaged and is skipped" in caplog.text and path.name in caplog.text
+                ), (path, what)
         path.write_bytes(whole)
     assert restore(workdir).step == 4, "and put back, it is whole"
     record_property("trials", trials)
@@ -142,7 +180,9 @@ def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
     ours, state, written = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0), []
 
     def write(folder, real=checksums.write):
-        written.append((folder.name, [path.name for path in folder.parent.iterdir() if path.name.isdecimal()]))
+        written.append(
+            (folder.name, [path.name for path in folder.parent.iterdir() if path.name.isdecimal()])
+        )
         if len(written) == 2:
             raise OSError(errno.ENOSPC, "no space")
         real(folder)
@@ -151,10 +191,16 @@ def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
     for step in (2, 4, 6):
         ours.save(step, state, DATA, History())
     ours.close()
-    assert [(name.partition(".")[0], there) for name, there in written] == [("2", []), ("4", ["2"]), ("6", ["2"])]
+    assert [(name.partition(".")[0], there) for name, there in written] == [
+        ("2", []),
+        ("4", ["2"]),
+        ("6", ["2"]),
+    ]
     assert all("orbax-checkpoint-tmp" in name for name, _ in written)
     steps = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in steps] == ["2", "6"] and [checksums.verify(path) for path in steps] == [[], []]
+    assert [path.name for path in steps] == ["2", "6"] and [
+        checksums.verify(path) for path in steps
+    ] == [[], []]
 
 
 def test_parts_of_a_step_that_orbax_cannot_read_are_reported(written, tmp_path):
@@ -162,13 +208,17 @@ def test_parts_of_a_step_that_orbax_cannot_read_are_reported(written, tmp_path):
     shutil.copytree(written[0], workdir)
     noted = workdir / "checkpoints" / "4" / "_CHECKPOINT_METADATA"
     noted.write_text("[]")
-    with pytest.raises(CheckpointError, match=f"{workdir}/checkpoints: .*_CHECKPOINT_METADATA.* delete it"):
+    with pytest.raises(
+        CheckpointError, match=f"{workdir}/checkpoints: .*_CHECKPOINT_METADATA.* delete it"
+    ):
         restore(workdir)
     noted.unlink()
     assert restore(workdir).step == 4
 
 
-def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):
+def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(
+    tmp_path, monkeypatch, caplog
+):
     """On a full disk each of Orbax's threads may fail, in any order. Here its manager fails at
     once, and a file later."""
     ours, state = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0)
@@ -182,7 +232,9 @@ def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next
             raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", full)
-    monkeypatch.setattr(ours._manager._non_blocking_metadata_store, "wait_until_finished", full_at_once)
+    monkeypatch.setattr(
+        ours._manager._non_blocking_metadata_store, "wait_until_finished", full_at_once
+    )
     ours.save(2, state, DATA, History())
     time.sleep(0.2)  # the manager's thread has failed, but the file's has not
     ours.poll()
@@ -190,8 +242,9 @@ def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next
     assert ours.save(4, state, DATA, History()).failures == 1
     ours.close()
     assert [r.message for r in caplog.records if r.name.startswith("jaxtrain")] == [
-        f"checkpoint {tmp_path}/checkpoints/2 could not be written: [Errno {errno.ENOSPC}] no space; there is none yet; "
-        "training continues (config.checkpoint.on_error), and so do later saves"
+        f"checkpoint {tmp_path}/checkpoints/2 could not be written: [Errno {errno.ENOSPC}] no"
+        " space; there is none yet; training continues (config.checkpoint.on_error), and so do"
+        " later saves"
     ]
     assert bits(restore(tmp_path).state) == bits(state)
 
@@ -200,13 +253,18 @@ def test_promise_6_all_damaged_is_an_error_never_a_fresh_start(written, tmp_path
     shutil.copytree(written[0], tmp_path / "run")
     for manifest in (tmp_path / "run").glob("checkpoints/*/state/manifest.ocdbt"):
         manifest.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints \[4, 2\] in .* can be read"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the checkpoints \[4, 2\] in .* can be read"
+    ):
         restore(tmp_path / "run")
 
 
 def test_the_newest_listed_step_is_a_folder(tmp_path):
     """A stray file is not a step. The newest step is of this workdir, or else of the other one."""
-    ours, (mine, others) = checkpointer(tmp_path / "run"), [tmp_path / name / "checkpoints" for name in ("run", "other")]
+    ours, (mine, others) = (
+        checkpointer(tmp_path / "run"),
+        [tmp_path / name / "checkpoints" for name in ("run", "other")],
+    )
     try:
         assert ours.listed() == ours.listed(str(tmp_path / "other")) == 0
         for path in (others / "7", others / "4"):

@@ -26,10 +26,22 @@ def written(tmp_path_factory) -> dict[str, bytes]:
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     with ocp.CheckpointManager(folder) as manager:
         # The array is larger than Orbax stores inside its index, so that data files exist.
-        state = {"w": jax.device_put(jax.random.normal(jax.random.key(0), (64, 512)), sharding), "step": jnp.int32(3)}
-        manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"a": 1})))
+        state = {
+            "w": jax.device_put(jax.random.normal(jax.random.key(0), (64, 512)), sharding),
+            "step": jnp.int32(3),
+        }
+        manager.save(
+            3,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"a": 1})
+            ),
+        )
     checksums.write(folder / "3")
-    return {str(p.relative_to(folder / "3")): p.read_bytes() for p in sorted((folder / "3").rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder / "3")): p.read_bytes()
+        for p in sorted((folder / "3").rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.fixture
@@ -44,7 +56,13 @@ def step(written, tmp_path) -> pathlib.Path:
 def test_an_untouched_step_has_no_problem(step, written):
     assert checksums.verify(step) == []
     kinds = {name.split("/")[-2] if "/" in name else name for name in written}
-    assert {"manifest.json", "d", "meta", "state", "array_metadatas"} <= kinds, "each class of file is there to be damaged"
+    assert {
+        "manifest.json",
+        "d",
+        "meta",
+        "state",
+        "array_metadatas",
+    } <= kinds, "each class of file is there to be damaged"
 
 
 def test_a_flipped_byte_anywhere_names_its_file(step, written):
@@ -56,7 +74,11 @@ def test_a_flipped_byte_anywhere_names_its_file(step, written):
             damaged[place] ^= 0x01
             (step / name).write_bytes(damaged)
             problems = checksums.verify(step)
-            assert len(problems) == 1 and problems[0].startswith(f"{name}:"), (name, place, problems)
+            assert len(problems) == 1 and problems[0].startswith(f"{name}:"), (
+                name,
+                place,
+                problems,
+            )
         (step / name).write_bytes(content)
     assert checksums.verify(step) == []
 
@@ -96,22 +118,31 @@ def test_files_that_nobody_wrote_are_no_damage(step):
 
 def test_the_hashes_are_those_of_sha256sum(step):
     manifest = json.loads((step / checksums.NAME).read_text())["files"]
-    lines = subprocess.run(["sha256sum", *manifest], cwd=step, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert {line.split("  ")[1]: line.split("  ")[0] for line in lines} == {k: v["hash"] for k, v in manifest.items()}
+    lines = subprocess.run(
+        ["sha256sum", *manifest], cwd=step, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {line.split("  ")[1]: line.split("  ")[0] for line in lines} == {
+        k: v["hash"] for k, v in manifest.items()
+    }
 
 
-def test_a_kill_while_the_manifest_is_written_leaves_none_and_the_next_write_is_whole(step, written):
+def test_a_kill_while_the_manifest_is_written_leaves_none_and_the_next_write_is_whole(
+    step, written
+):
     """SIGKILL arrives in the last instant before the rename, in a process of its own."""
     (step / checksums.NAME).unlink()
     program = (
-        "import os, signal, sys; from etils import epath; from jaxtrain.checkpoint import checksums\n"
-        "cls = type(epath.Path(sys.argv[1]))\n"
-        "cls.rename = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "checksums.write(sys.argv[1])\n"
+        "import os, signal, sys; from etils import epath; from jaxtrain.checkpoint import"
+        " checksums\ncls = type(epath.Path(sys.argv[1]))\ncls.rename = lambda self, target:"
+        " os.kill(os.getpid(), signal.SIGKILL)\nchecksums.write(sys.argv[1])\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(step)], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(step)], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert killed.returncode == -signal.SIGKILL
-    assert any(p.name.startswith(".manifest.json.") for p in step.iterdir()), "it was killed where it should be"
+    assert any(p.name.startswith(".manifest.json.") for p in step.iterdir()), (
+        "it was killed where it should be"
+    )
     with pytest.raises(checksums.NoManifest):
         checksums.verify(step)
     checksums.write(step)

@@ -29,7 +29,9 @@ def test_the_best_step_stays_and_progress_needs_more_than_min_delta(tmp_path):
     again = scores(tmp_path)  # as after a restart
     assert kept(again, [20, 30]) == [False, True] and again.progress == 30
     again.add(50, {"loss": 1.75})
-    assert kept(again, [30, 50]) == [False, True] and again.progress == 30, "better, but not by enough to be progress"
+    assert kept(again, [30, 50]) == [False, True] and again.progress == 30, (
+        "better, but not by enough to be progress"
+    )
 
 
 @pytest.mark.parametrize("best", ["-loss", "loss"])
@@ -37,17 +39,24 @@ def test_a_value_that_is_not_finite_is_never_the_best_and_no_progress(tmp_path, 
     ours, odd = scores(tmp_path, best), (math.nan, math.inf, -math.inf)
     for step, loss in enumerate(odd, 1):
         ours.add(step, {"loss": loss})
-    assert kept(ours, [1, 2, 3]) == [False] * 3 and ours.progress == 1, "patience counts from the first evaluation"
+    assert kept(ours, [1, 2, 3]) == [False] * 3 and ours.progress == 1, (
+        "patience counts from the first evaluation"
+    )
     again = scores(tmp_path, best)  # best.json is read as it was written
     assert again.progress == 1 and "NaN" not in (tmp_path / "best.json").read_text()
     again.add(4, {"loss": 2.0})
     for step, loss in enumerate(odd, 5):
         again.add(step, {"loss": loss})
-    assert kept(scores(tmp_path, best), [1, 4, 5, 6, 7]) == [False, True, False, False, False] and again.progress == 4
+    assert (
+        kept(scores(tmp_path, best), [1, 4, 5, 6, 7]) == [False, True, False, False, False]
+        and again.progress == 4
+    )
 
 
 def test_a_nan_of_an_older_version_gives_way_to_the_next_number(tmp_path):
-    (tmp_path / "best.json").write_text('{"step": 5, "value": NaN, "metric": "loss", "progress": {"step": 5, "value": NaN}}')
+    (tmp_path / "best.json").write_text(
+        '{"step": 5, "value": NaN, "metric": "loss", "progress": {"step": 5, "value": NaN}}'
+    )
     ours = scores(tmp_path)
     ours.add(10, {"loss": 3.0})
     assert kept(ours, [5, 10]) == [False, True] and ours.progress == 10
@@ -63,7 +72,9 @@ def test_another_metric_starts_a_new_best(tmp_path, caplog):
     assert kept(other, [2, 3]) == [False, True] and other.progress == 3
 
 
-@pytest.mark.parametrize("content", ["", '{"step": 1', "[]", '{"step": 1}', '{"step": 1, "value": 2.0, "progress": 5}'])
+@pytest.mark.parametrize(
+    "content", ["", '{"step": 1', "[]", '{"step": 1}', '{"step": 1, "value": 2.0, "progress": 5}']
+)
 def test_a_damaged_best_step_is_an_error_that_names_the_file(tmp_path, content):
     (tmp_path / "best.json").write_text(content)
     with pytest.raises(CheckpointError, match="best.json .*remove it"):

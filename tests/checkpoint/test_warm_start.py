@@ -42,11 +42,17 @@ def table(specs_tree=TABLE) -> dict[str, tuple]:
 
 def numbers(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {p: rng.standard_normal(shape).astype(jnp.dtype(dtype)) for p, (shape, dtype) in table().items()}
+    return {
+        p: rng.standard_normal(shape).astype(jnp.dtype(dtype))
+        for p, (shape, dtype) in table().items()
+    }
 
 
 def stored_of(arrays: dict[str, np.ndarray]) -> dict[str, Stored]:
-    return {p: Stored(x.shape, x.dtype, lambda index, x=x: x[index], tuple(p.split("/")), x.shape) for p, x in arrays.items()}
+    return {
+        p: Stored(x.shape, x.dtype, lambda index, x=x: x[index], tuple(p.split("/")), x.shape)
+        for p, x in arrays.items()
+    }
 
 
 def nested(arrays: dict[str, np.ndarray]) -> dict:
@@ -78,7 +84,10 @@ def run(tmp_path_factory) -> pathlib.Path:
         "opt_state": {"mu": jax.tree.map(put, nested(numbers(2)))},
     }
     with ocp.CheckpointManager(folder / "checkpoints") as manager:
-        manager.save(5, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({})))
+        manager.save(
+            5,
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({})),
+        )
     checksums.write(folder / "checkpoints" / "5")
     return folder
 
@@ -92,10 +101,12 @@ def start(matches: warm_start.Matches, abstract, table=TABLE) -> dict[str, np.nd
     run does."""
     loaded = warm_start.load(matches, abstract)
     make = lambda key, loaded: warm_start.overlay(matches, specs.materialise(table, key), loaded)  # noqa: E731
-    made = jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract), donate_argnums=1)(
-        jax.random.key(3), loaded
+    made = jax.jit(
+        make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract), donate_argnums=1
+    )(jax.random.key(3), loaded)
+    assert jax.tree.leaves(
+        jax.tree.map(lambda x, a: x.sharding == a.sharding and x.dtype == a.dtype, made, abstract)
     )
-    assert jax.tree.leaves(jax.tree.map(lambda x, a: x.sharding == a.sharding and x.dtype == a.dtype, made, abstract))
     return dict(zip(specs.paths(made), map(np.asarray, jax.tree.leaves(made)), strict=True))
 
 
@@ -117,7 +128,9 @@ def test_a_run_of_another_mesh_bit_for_bit(run, mesh, ema):
     rules = WarmStart(source=str(run), ema=ema)
     matches = warm_start.match(table(), warm_start.open_source(rules), rules)
     made = start(matches, plan(mesh))
-    assert {p: x.tobytes() for p, x in made.items()} == {p: x.tobytes() for p, x in numbers(int(ema)).items()}
+    assert {p: x.tobytes() for p, x in made.items()} == {
+        p: x.tobytes() for p, x in numbers(int(ema)).items()
+    }
     assert matches.skipped == matches.fresh == matches.unused == matches.notes == ()
 
 
@@ -134,7 +147,9 @@ def test_every_part_is_read_once_and_only_parts(run):
     source = {p: s._replace(read=functools.partial(spy, p, s.read)) for p, s in source.items()}
     warm_start.load(warm_start.match(table(), source, rules), plan((2, 2, 2)))
     parts = [index for path, index in reads if path == "encoder/blocks/w"]
-    assert sorted(parts) == sorted(((0, 2), e, m) for e in ((0, 4), (4, 8)) for m in ((0, 8), (8, 16)))
+    assert sorted(parts) == sorted(
+        ((0, 2), e, m) for e in ((0, 4), (4, 8)) for m in ((0, 8), (8, 16))
+    )
 
 
 def test_all_missing_extra_and_different_arrays_are_reported_together_with_a_remedy():
@@ -145,11 +160,21 @@ def test_all_missing_extra_and_different_arrays_are_reported_together_with_a_rem
     found = problems(arrays, WarmStart(source="there", skip=("^nothing/",)))
     assert len(found) == 5
     dtype, missing, shape, unwanted, idle = found
-    assert missing.startswith("1 parameter not in the source: rename them") and "config.warm_start.skip" in missing
+    assert (
+        missing.startswith("1 parameter not in the source: rename them")
+        and "config.warm_start.skip" in missing
+    )
     assert "\n    encoder/pos [8, 8] (is it 'encoder/positions'?)" in missing
-    assert "\n    head/w: [8, 7] in the source, [8, 4] here" in shape and "crop would do in config.warm_start.reshape" in shape
+    assert (
+        "\n    head/w: [8, 7] in the source, [8, 4] here" in shape
+        and "crop would do in config.warm_start.reshape" in shape
+    )
     assert "head/b: is int32 in the source and float32 here" in dtype
-    assert unwanted.endswith("\n    encoder/positions [8, 8]") and "not in this model" in unwanted and "unused" in unwanted
+    assert (
+        unwanted.endswith("\n    encoder/positions [8, 8]")
+        and "not in this model" in unwanted
+        and "unused" in unwanted
+    )
     assert "'^nothing/' matches nothing" in idle
 
 
@@ -167,29 +192,57 @@ def test_a_remedy_for_several_arrays_is_printed_once():
     }
     here = {f"blocks/{name}": ((2, 3), "float32") for name in "abcdef"}
     here |= {f"wide/{name}": ((3, 8), "float32") for name in "abc"} | {"table": ((8, 5), "float32")}
-    here |= {"pos": ((8, 4), "float32"), "w": ((8, 3), "float32"), "new/a": ((2,), "float32"), "new/b": ((2,), "float32")}
+    here |= {
+        "pos": ((8, 4), "float32"),
+        "w": ((8, 3), "float32"),
+        "new/a": ((2,), "float32"),
+        "new/b": ((2,), "float32"),
+    }
     with pytest.raises(warm_start.WarmStartError) as caught:
         warm_start.match(here, stored_of(source), WarmStart(source="there"))
     missing, crop, pad, grid, fold, surplus = caught.value.problems
-    assert missing.splitlines()[0].startswith("2 parameters not in the source: ") and len(missing.splitlines()) == 3
+    assert (
+        missing.splitlines()[0].startswith("2 parameters not in the source: ")
+        and len(missing.splitlines()) == 3
+    )
     assert crop.splitlines()[1:] == [f"    {', '.join(stack)}: [4, 3] in the source, [2, 3] here"]
     assert crop.startswith(
-        "6 parameters of another shape: crop would do in config.warm_start.reshape (takes the first entries), "
+        "6 parameters of another shape: crop would do in config.warm_start.reshape (takes the first"
+        " entries), "
     )
-    assert "\"--config.warm_start.reshape={'REGEX': 'crop'}\"" in crop and "config.warm_start.skip" in crop
-    assert pad.startswith("4 parameters of another shape: pad would do") and len(pad.splitlines()) == 3
+    assert (
+        "\"--config.warm_start.reshape={'REGEX': 'crop'}\"" in crop
+        and "config.warm_start.skip" in crop
+    )
+    assert (
+        pad.startswith("4 parameters of another shape: pad would do") and len(pad.splitlines()) == 3
+    )
     assert "\n    wide/a, wide/b, wide/c: [2, 4] in the source, [3, 8] here" in pad
-    assert "pad or grid would do" in grid and "grid resamples patches, as in 'grid 32x8 to 16x8'" in grid
+    assert (
+        "pad or grid would do" in grid
+        and "grid resamples patches, as in 'grid 32x8 to 16x8'" in grid
+    )
     assert grid.splitlines()[1:] == ["    pos: [6, 4] in the source, [8, 4] here"]
     assert "fold would do" in fold and "w: [4, 2, 3] in the source, [8, 3] here" in fold
     assert surplus.splitlines()[1:] == ["    x/y [2]"]
     with pytest.raises(warm_start.WarmStartError) as caught:
-        warm_start.match({"w": ((4, 3), "float32")}, stored_of({"w": np.zeros((2, 5), np.float32)}), WarmStart(source="there"))
-    assert "crop, pad, fold and grid do not give it; declare them in config.warm_start.skip" in caught.value.problems[0]
+        warm_start.match(
+            {"w": ((4, 3), "float32")},
+            stored_of({"w": np.zeros((2, 5), np.float32)}),
+            WarmStart(source="there"),
+        )
+    assert (
+        "crop, pad, fold and grid do not give it; declare them in config.warm_start.skip"
+        in caught.value.problems[0]
+    )
 
 
 def test_renames_in_order_skips_and_unused_are_reported():
-    arrays = {f"model/{p.replace('head', 'classifier')}": x for p, x in numbers(0).items() if p != "encoder/pos"}
+    arrays = {
+        f"model/{p.replace('head', 'classifier')}": x
+        for p, x in numbers(0).items()
+        if p != "encoder/pos"
+    }
     arrays["model/extra"] = np.zeros(3)
     rules = WarmStart(
         source="there",
@@ -199,13 +252,24 @@ def test_renames_in_order_skips_and_unused_are_reported():
     )
     matches = warm_start.match(table(), stored_of(arrays), rules)
     assert matches.loaded.keys() == {"encoder/blocks/w", "encoder/blocks/b", "head/w"}
-    assert (matches.skipped, matches.fresh, matches.unused) == (("head/b",), ("encoder/pos",), ("extra",))
+    assert (matches.skipped, matches.fresh, matches.unused) == (
+        ("head/b",),
+        ("encoder/pos",),
+        ("extra",),
+    )
     report = matches.report()
-    for part in ("3 parameters loaded: encoder/blocks/b", "1 skipped, although in the source: head/b"):
+    for part in (
+        "3 parameters loaded: encoder/blocks/b",
+        "1 skipped, although in the source: head/b",
+    ):
         assert part in report
-    assert "1 freshly initialised: encoder/pos" in report and "1 of the source unused: extra" in report
+    assert (
+        "1 freshly initialised: encoder/pos" in report and "1 of the source unused: extra" in report
+    )
     made = start(matches, plan((2, 2, 2)))
-    assert made["encoder/pos"].tobytes() == fresh()["encoder/pos"].tobytes(), "as it would have been without a warm start"
+    assert made["encoder/pos"].tobytes() == fresh()["encoder/pos"].tobytes(), (
+        "as it would have been without a warm start"
+    )
     assert made["head/b"].tolist() == [1, 1, 1, 1]
     assert made["head/w"].tobytes() == numbers(0)["head/w"].tobytes()
 
@@ -220,31 +284,50 @@ def test_layers_that_others_keep_apart_are_stacked(tmp_path):
     arrays = numbers(0)
     blocks = {p: arrays.pop(p) for p in ("encoder/blocks/w", "encoder/blocks/b")}
     flat = {p.replace("/", "."): x for p, x in arrays.items()}
-    flat |= {f"layers.{i}.{p[-1]}": np.ascontiguousarray(x[i]) for p, x in blocks.items() for i in range(2)}
+    flat |= {
+        f"layers.{i}.{p[-1]}": np.ascontiguousarray(x[i])
+        for p, x in blocks.items()
+        for i in range(2)
+    }
     safetensors.numpy.save_file(flat, tmp_path / "model.safetensors")
-    rules = WarmStart(source=str(tmp_path), renames=((r"^layers/(\d+)/(\w)$", r"encoder/blocks/\2[\1]"),))
+    rules = WarmStart(
+        source=str(tmp_path), renames=((r"^layers/(\d+)/(\w)$", r"encoder/blocks/\2[\1]"),)
+    )
     made = start(warm_start.match(table(), warm_start.open_source(rules), rules), plan((2, 2, 2)))
-    assert {p: x.tobytes() for p, x in made.items()} == {p: x.tobytes() for p, x in numbers(0).items()}
+    assert {p: x.tobytes() for p, x in made.items()} == {
+        p: x.tobytes() for p, x in numbers(0).items()
+    }
     gap = WarmStart(source=str(tmp_path), renames=((r"^layers/1/(\w)$", r"encoder/blocks/\1[1]"),))
-    with pytest.raises(warm_start.WarmStartError, match=r"encoder/blocks/w\[…\] cannot be stacked: entries \[1\]"):
+    with pytest.raises(
+        warm_start.WarmStartError, match=r"encoder/blocks/w\[…\] cannot be stacked: entries \[1\]"
+    ):
         warm_start.match(table(), warm_start.open_source(gap), gap)
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 4, 2)], ids=str)
 def test_crop_takes_the_first_and_pad_leaves_the_rest_as_initialised(mesh):
     arrays = numbers(0)
-    long, short = np.random.default_rng(5).standard_normal((2, 12, 20)).astype(np.float32)[:, :, :], np.float32([[7, 8, 9]] * 5)
+    long, short = (
+        np.random.default_rng(5).standard_normal((2, 12, 20)).astype(np.float32)[:, :, :],
+        np.float32([[7, 8, 9]] * 5),
+    )
     arrays["encoder/blocks/w"], arrays["head/w"] = np.concatenate([long, long], axis=0), short
     rules = WarmStart(source="there", reshape={"blocks/w$": "crop", "^head/w$": "pad"})
     matches = warm_start.match(table(), stored_of(arrays), rules)
     assert any("encoder/blocks/w [4, 12, 20] → [2, 8, 16]: crop" in note for note in matches.notes)
     made = start(matches, plan(mesh))
-    assert made["encoder/blocks/w"].tobytes() == np.ascontiguousarray(arrays["encoder/blocks/w"][:2, :8, :16]).tobytes()
+    assert (
+        made["encoder/blocks/w"].tobytes()
+        == np.ascontiguousarray(arrays["encoder/blocks/w"][:2, :8, :16]).tobytes()
+    )
     expected = fresh()["head/w"].copy()
     expected[:5, :3] = short
     assert made["head/w"].tobytes() == expected.tobytes()
     wrong = dataclasses.replace(rules, reshape={"blocks/w$": "pad", "^head/w$": "crop"})
-    assert ["which 'pad' does not fit" in p or "which 'crop' does not fit" in p for p in problems(arrays, wrong)] == [
+    assert [
+        "which 'pad' does not fit" in p or "which 'crop' does not fit" in p
+        for p in problems(arrays, wrong)
+    ] == [
         1,
         1,
     ]
@@ -254,13 +337,20 @@ def test_a_grid_of_positions_is_resampled_along_both_of_its_axes():
     """A plane stays a plane away from the edges, and time and frequency do not mix."""
     arrays = numbers(0)
     t, f = np.meshgrid(np.arange(2), np.arange(2), indexing="ij")
-    arrays["encoder/pos"] = np.stack([t.ravel(), f.ravel(), *[np.ones(4)] * 6], axis=1).astype(np.float32)
+    arrays["encoder/pos"] = np.stack([t.ravel(), f.ravel(), *[np.ones(4)] * 6], axis=1).astype(
+        np.float32
+    )
     rules = WarmStart(source="there", reshape={"pos$": "grid 2x2 to 4x2"})
-    pos = start(warm_start.match(table(), stored_of(arrays), rules), plan((2, 2, 2)))["encoder/pos"].reshape(4, 2, 8)
+    pos = start(warm_start.match(table(), stored_of(arrays), rules), plan((2, 2, 2)))[
+        "encoder/pos"
+    ].reshape(4, 2, 8)
     np.testing.assert_allclose(pos[:, 0, 0], [0, 0.25, 0.75, 1], atol=1e-6)
     np.testing.assert_allclose(pos[..., 1], [[0, 1]] * 4, atol=1e-6)
     np.testing.assert_allclose(pos[..., 2:], 1, atol=1e-6)
-    assert "does not fit" in problems(arrays, dataclasses.replace(rules, reshape={"pos$": "grid 2x2 to 4x3"}))[0]
+    assert (
+        "does not fit"
+        in problems(arrays, dataclasses.replace(rules, reshape={"pos$": "grid 2x2 to 4x3"}))[0]
+    )
 
 
 def test_rounding_of_floats_to_the_tables_dtype_is_reported():
@@ -271,7 +361,10 @@ def test_rounding_of_floats_to_the_tables_dtype_is_reported():
     )
     rules = WarmStart(source="there")
     matches = warm_start.match(table(), stored_of(arrays), rules)
-    assert "encoder/blocks/b: float64 → bfloat16" in matches.notes and "head/b: float16 → float32" in matches.notes
+    assert (
+        "encoder/blocks/b: float64 → bfloat16" in matches.notes
+        and "head/b: float16 → float32" in matches.notes
+    )
     made = start(matches, plan((2, 2, 2)))
     assert made["head/b"].tolist() == arrays["head/b"].astype(np.float32).tolist()
     assert made["encoder/blocks/b"].dtype == jnp.bfloat16
@@ -295,7 +388,9 @@ def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
 def test_an_export_of_another_format_is_refused_by_name(tmp_path):
     safetensors.numpy.save_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / stored.EXPORT).write_text(json.dumps({"format": 1, "config": {"train": {}}}))
-    with pytest.raises(warm_start.WarmStartError, match="is of format 1, and this version reads format 2"):
+    with pytest.raises(
+        warm_start.WarmStartError, match="is of format 1, and this version reads format 2"
+    ):
         warm_start.open_source(WarmStart(source=str(tmp_path), other_front_end=True))
 
 
@@ -306,8 +401,15 @@ def test_errors_of_the_section_are_reported_with_the_configs_others(tmp_path):
     run = config.Config(workdir=str(tmp_path), warm_start=WarmStart(source="/no/such/run"))
     assert "does not exist" in dict(on_this_machine(run))["warm_start.source"]
     assert "is empty" in tell(WarmStart(skip=("x",)))["source"]
-    found = tell(WarmStart(source=str(tmp_path), renames=(("(", ""),), unused=("[",), reshape={"x": "stretch"}))
-    assert found.keys() == {"renames[0]", "unused[0]", "reshape.x"} and "crop, pad" in found["reshape.x"]
+    found = tell(
+        WarmStart(
+            source=str(tmp_path), renames=(("(", ""),), unused=("[",), reshape={"x": "stretch"}
+        )
+    )
+    assert (
+        found.keys() == {"renames[0]", "unused[0]", "reshape.x"}
+        and "crop, pad" in found["reshape.x"]
+    )
     assert config.gloss(WarmStart)["renames"][0] == "(regex, replacement)"
 
 
@@ -326,12 +428,16 @@ def test_a_folded_array_reads_like_numpys_reshape(source, target):
     """The results agree for any part of the array."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=source)
-    one = stored.Stored(source, x.dtype, lambda index: x[index], ("x",), (1, *source[1:]) if source else ())
+    one = stored.Stored(
+        source, x.dtype, lambda index: x[index], ("x",), (1, *source[1:]) if source else ()
+    )
     folded = stored.fold(one, target)
     np.testing.assert_array_equal(folded.read(()), x.reshape(target))
     for _ in range(50):
         starts = [int(rng.integers(0, n)) for n in target]
-        index = tuple(slice(a, int(rng.integers(a + 1, n + 1))) for a, n in zip(starts, target, strict=True))
+        index = tuple(
+            slice(a, int(rng.integers(a + 1, n + 1))) for a, n in zip(starts, target, strict=True)
+        )
         np.testing.assert_array_equal(folded.read(index), x.reshape(target)[index])
     with pytest.raises(stored.StoredError, match="equally many"):
         stored.fold(one, (*target, 2))

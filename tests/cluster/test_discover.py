@@ -6,7 +6,13 @@ import pytest
 
 from jaxtrain.parallel import lease
 from jaxtrain.parallel.cluster import discover
-from jaxtrain.parallel.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
+from jaxtrain.parallel.cluster.discover import (
+    PORTS,
+    Cluster,
+    ClusterError,
+    first_host,
+    from_environment,
+)
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 
@@ -24,7 +30,11 @@ C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 )
 def test_an_explicit_environment(environment, expected):
     found = from_environment(environment)
-    assert (found.processes, found.process, found.coordinator) == expected and not found.local_devices
+    assert (
+        found.processes,
+        found.process,
+        found.coordinator,
+    ) == expected and not found.local_devices
 
 
 @pytest.mark.parametrize(
@@ -52,7 +62,12 @@ def test_an_explicit_environment_that_is_invalid_is_reported_whole(environment, 
 
 
 def slurm(
-    process: int = 0, *, tasks: int = 4, per_node: str = "1(x4)", nodes: str = "node[007-010]", **more: str
+    process: int = 0,
+    *,
+    tasks: int = 4,
+    per_node: str = "1(x4)",
+    nodes: str = "node[007-010]",
+    **more: str,
 ) -> dict[str, str]:
     """The variables of a task of srun: a real step of SLURM 22.05, changed to other numbers."""
     local = int(per_node.partition("(")[0])
@@ -74,7 +89,9 @@ def slurm(
 
 def test_a_slurm_step_has_its_first_node_as_coordinator_and_a_port_of_its_own():
     found = [from_environment(slurm(i)) for i in range(4)]
-    assert [(c.processes, c.process, c.launcher) for c in found] == [(4, i, "SLURM") for i in range(4)]
+    assert [(c.processes, c.process, c.launcher) for c in found] == [
+        (4, i, "SLURM") for i in range(4)
+    ]
     assert len({c.coordinator for c in found}) == 1
     host, port = found[0].coordinator.split(":")
     assert host == "node007" and int(port) in PORTS
@@ -82,7 +99,9 @@ def test_a_slurm_step_has_its_first_node_as_coordinator_and_a_port_of_its_own():
         from_environment(slurm(**{k: v}))
         for k, v in (("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1"), ("SLURM_JOB_ID", "8807"))
     ]
-    assert len({c.coordinator for c in [found[0], *others]}) == 4, "steps, restarts, and jobs 4096 apart do not meet"
+    assert len({c.coordinator for c in [found[0], *others]}) == 4, (
+        "steps, restarts, and jobs 4096 apart do not meet"
+    )
     assert len({c.job for c in [found[0], *others]}) == 4
 
 
@@ -104,14 +123,27 @@ def test_first_host(nodes, first):
 
 def test_a_part_of_slurms_variables_is_one_process_with_a_reason():
     whole = slurm(3)
-    step = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-    shell = {k: v for k, v in whole.items() if k not in (*step, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}  # salloc
+    step = (
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+    )
+    # salloc
+    shell = {
+        k: v
+        for k, v in whole.items()
+        if k not in (*step, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    }
     batch = {k: v for k, v in whole.items() if k not in step}  # the batch script, outside srun
-    for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):  # the last one is left by pam_slurm_adopt
+    # the last one is left by pam_slurm_adopt
+    for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):
         found = from_environment(environment)
         assert (found.processes, found.coordinator) == (1, "")
         assert "4711" in found.note and "SLURM_STEP_ID" in found.note and "srun" in found.note
-    assert from_environment(slurm(tasks=1, per_node="1", nodes="n")) == Cluster(launcher="SLURM", job="4711.0.0")
+    assert from_environment(slurm(tasks=1, per_node="1", nodes="n")) == Cluster(
+        launcher="SLURM", job="4711.0.0"
+    )
 
 
 def test_a_coordinator_alone_overrides_what_slurm_says():
@@ -130,9 +162,14 @@ FOUR = {"tasks": 8, "per_node": "4(x2)", "nodes": "a[1-2]"}
         (slurm(1, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4"), 8, ()),
         (slurm(6, **FOUR), 8, (4, 5)),  # four tasks see eight GPUs: two for each
         (slurm(6, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (2,)),
-        (slurm(6, CUDA_VISIBLE_DEVICES="2", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (0,)),  # bound: ordinal 0, not local rank 2
+        # bound: ordinal 0, not local rank 2
+        (slurm(6, CUDA_VISIBLE_DEVICES="2", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (0,)),
         (slurm(6, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_ON_NODE="8", **FOUR), 8, (0, 1)),
-        (slurm(6, CUDA_VISIBLE_DEVICES="GPU-5f,GPU-6a", SLURM_GPUS_PER_TASK="2", **FOUR), 8, (0, 1)),
+        (
+            slurm(6, CUDA_VISIBLE_DEVICES="GPU-5f,GPU-6a", SLURM_GPUS_PER_TASK="2", **FOUR),
+            8,
+            (0, 1),
+        ),
         (slurm(6, CUDA_VISIBLE_DEVICES="", **FOUR), 8, ()),
     ],
 )
@@ -143,8 +180,14 @@ def test_local_devices_come_from_what_is_visible(environment, gpus, own):
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        (slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8"), "sees 1 of the 8 GPUs of its node"),
-        (slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8", **FOUR), "4 task(s): the rest would idle"),
+        (
+            slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8"),
+            "sees 1 of the 8 GPUs of its node",
+        ),
+        (
+            slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8", **FOUR),
+            "4 task(s): the rest would idle",
+        ),
         (slurm(1, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5", **FOUR), "sees 6 GPUs, which the 4 tasks"),
     ],
 )
@@ -156,17 +199,26 @@ def test_gpus_that_would_idle_are_an_error_that_names_the_process(environment, t
 
 def mpi(rank: int, *, size: int, local: int, **more: str) -> dict[str, str]:
     names = {"SIZE": size, "RANK": rank, "LOCAL_SIZE": local, "LOCAL_RANK": rank % local}
-    return {**{f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()}, "PMIX_NAMESPACE": "prterun-host-1@1", **more}
+    return {
+        **{f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()},
+        "PMIX_NAMESPACE": "prterun-host-1@1",
+        **more,
+    }
 
 
 def test_open_mpi():
     here = from_environment(mpi(1, size=2, local=2), gpus=4)
-    assert here[:2] == (2, 1) and here.coordinator.startswith("127.0.0.1:") and here.local_devices == (2, 3)
+    assert (
+        here[:2] == (2, 1)
+        and here.coordinator.startswith("127.0.0.1:")
+        and here.local_devices == (2, 3)
+    )
     with pytest.raises(ClusterError, match="mpirun -x JAXTRAIN_COORDINATOR=host:port"):
         from_environment(mpi(3, size=4, local=2))
     assert from_environment(mpi(3, size=4, local=2, **{C: "h:5"}))[:3] == (4, 3, "h:5")
     assert from_environment(mpi(0, size=1, local=1))[:3] == (1, 0, "")
-    inside = slurm(0, tasks=2, per_node="1(x2)")  # mpirun's own helpers are tasks of a SLURM step; its ranks count
+    # mpirun's own helpers are tasks of a SLURM step; its ranks count
+    inside = slurm(0, tasks=2, per_node="1(x2)")
     assert from_environment({**inside, **mpi(3, size=4, local=4)})[:2] == (4, 3)
 
 
@@ -174,10 +226,21 @@ def test_tpu_pods():
     gke = {"TPU_WORKER_HOSTNAMES": "w-0.svc,w-1.svc", "TPU_WORKER_ID": "1"}
     assert from_environment(gke)[:3] == (2, 1, "w-0.svc:8482")
     assert from_environment({**gke, "JAX_PLATFORMS": "cpu"}) == Cluster()
-    slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s-0.svc:8080"}
+    slices = {
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": "1",
+        "MEGASCALE_COORDINATOR_ADDRESS": "s-0.svc:8080",
+    }
     assert from_environment({**gke, **slices})[:3] == (4, 3, "s-0.svc:8482")
-    assert from_environment({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})[:3] == (1, 0, "")
-    vm = {"worker-network-endpoints": "unknown:unknown:10.164.0.2,unknown:unknown:10.164.0.3", "agent-worker-number": "1"}
+    assert from_environment({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})[:3] == (
+        1,
+        0,
+        "",
+    )
+    vm = {
+        "worker-network-endpoints": "unknown:unknown:10.164.0.2,unknown:unknown:10.164.0.3",
+        "agent-worker-number": "1",
+    }
     assert from_environment({}, metadata=vm)[:3] == (2, 1, "10.164.0.2:8482")
     vm = {"worker-network-endpoints": "10.0.0.2,10.0.0.3", "agent-worker-number": "0"}
     several = "ACCELERATOR_TYPE: 'v4-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
@@ -205,9 +268,15 @@ def test_processes_of_several_hosts_need_a_secret_and_those_of_one_do_not():
 
 
 STEP = {
-    "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-}  # fmt: skip
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +298,11 @@ STEP = {
         {"SLURM_STEP_ID": "\x1b[31m"},
         {"SLURM_RESTART_COUNT": "9" * 5000},
         {"JAXTRAIN_PROCESSES": "9" * 5000, "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:1"},
-        {"JAXTRAIN_PROCESSES": "2", "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:" + "9" * 5000},
+        {
+            "JAXTRAIN_PROCESSES": "2",
+            "JAXTRAIN_PROCESS": "0",
+            "JAXTRAIN_COORDINATOR": "a:" + "9" * 5000,
+        },
     ],
     ids=lambda changes: str(changes)[:50],
 )
@@ -241,7 +314,10 @@ def test_variables_that_are_invalid_are_one_message(changes):
 
 
 def test_a_job_with_an_odd_name_is_one_process_with_a_printable_reason():
-    assert "SLURM job 'a\\nb'" in (note := from_environment({"SLURM_JOB_ID": "a\nb"}).note) and note.isprintable()
+    assert (
+        "SLURM job 'a\\nb'" in (note := from_environment({"SLURM_JOB_ID": "a\nb"}).note)
+        and note.isprintable()
+    )
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e30", "-1", "nan", "٣\n", ""])

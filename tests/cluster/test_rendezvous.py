@@ -26,7 +26,19 @@ def port():
         return s.getsockname()[1]
 
 
-def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal="", **more):
+def call(
+    port,
+    *processes,
+    of,
+    timeout=10.0,
+    facts=None,
+    job="run",
+    leave=None,
+    delay=None,
+    secret="",
+    refusal="",
+    **more,
+):
     """The result of each process, which is None or its error, and the seconds it took."""
 
     def one(process):
@@ -55,7 +67,9 @@ def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, 
 
 def test_processes_may_arrive_in_any_order_and_the_port_is_free_afterwards(port):
     for _ in range(2):
-        assert [error for error, _ in call(port, 2, 1, 0, 3, of=4, delay={0: 0.5, 3: 0.8})] == [None] * 4
+        assert [error for error, _ in call(port, 2, 1, 0, 3, of=4, delay={0: 0.5, 3: 0.8})] == [
+            None
+        ] * 4
 
 
 def test_late_processes_are_named_to_all_within_the_bound(port):
@@ -64,7 +78,12 @@ def test_late_processes_are_named_to_all_within_the_bound(port):
         assert "processes 1, 3, 4 of 5 did not connect" in str(error) and "within 1 s" in str(error)
         assert seconds < 20
     ((error, seconds),) = call(port, 1, of=2, timeout=1.0)
-    assert "process 1" in str(error) and "no process 0" in str(error) and "refused" in str(error) and seconds < 20
+    assert (
+        "process 1" in str(error)
+        and "no process 0" in str(error)
+        and "refused" in str(error)
+        and seconds < 20
+    )
 
 
 def knock(port, message, secret="", wait=0.0, change=lambda sent: sent):
@@ -120,7 +139,10 @@ def test_a_process_that_leaves_and_returns_is_counted_once(port):
 
 
 def test_differences_between_processes_name_the_process_and_the_field(port):
-    facts = {i: {"config": {"train": {"batch": 8}, "lr": 1}, "versions": {"jax": "0.10"}} for i in range(4)}
+    facts = {
+        i: {"config": {"train": {"batch": 8}, "lr": 1}, "versions": {"jax": "0.10"}}
+        for i in range(4)
+    }
     facts[2] = {"config": {"train": {"batch": 16}, "lr": 1}, "versions": {"jax": "0.11"}}
     for error, _ in call(port, 0, 1, 2, 3, of=4, facts=facts):
         lines = str(error).splitlines()
@@ -133,13 +155,19 @@ def test_process_0_may_be_the_one_that_differs_and_a_missing_field_is_a_differen
     told = [{"process": p, "facts": {"a": 1, "b": {}}} for p in range(3)]
     assert differences(told) == ""
     told[0]["facts"] = {"a": 2}
-    assert "process 0: a is 2, elsewhere 1" in differences(told) and "b is nothing, elsewhere {}" in differences(told)
+    assert "process 0: a is 2, elsewhere 1" in differences(
+        told
+    ) and "b is nothing, elsewhere {}" in differences(told)
 
 
 def test_a_port_that_is_taken_is_an_error_of_process_0_soon(port):
     with socket.create_server(("", port)):
         ((error, seconds),) = call(port, 0, of=2, timeout=2.0)
-    assert f"cannot listen on port {port}" in str(error) and "in use" in str(error) and "process 0" in str(error)
+    assert (
+        f"cannot listen on port {port}" in str(error)
+        and "in use" in str(error)
+        and "process 0" in str(error)
+    )
     assert seconds < 20
 
 
@@ -163,7 +191,9 @@ def test_two_processes_of_one_number(port):
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_signal_ends_the_wait_of_all(port, who):
     began = time.monotonic()
-    found = call(port, 0, 1, of=3, timeout=30.0, leave={who: lambda: time.monotonic() - began > 0.7})
+    found = call(
+        port, 0, 1, of=3, timeout=30.0, leave={who: lambda: time.monotonic() - began > 0.7}
+    )
     assert all(isinstance(error, Stopped) and f"process {who}" in str(error) for error, _ in found)
     assert all(seconds < 20 for _, seconds in found)
 
@@ -229,7 +259,9 @@ def test_unauthenticated_peers_receive_only_random_bytes(port):
                 b"[" * 100_000,
             )
         ]
-        assert {len(x) for x in heard} <= {0, handshake.NONCE} and len(set(heard)) == len([x for x in heard if x]) + 1
+        assert {len(x) for x in heard} <= {0, handshake.NONCE} and len(set(heard)) == len(
+            [x for x in heard if x]
+        ) + 1
         with pytest.raises(ConnectionError, match="JAXTRAIN_SECRET"):
             knock(port, hello(processes=2), secret="another")
         assert [error for error, _ in run.result()] == [None, None]
@@ -286,7 +318,10 @@ def test_messages_of_another_kind_admit_nobody(port):
         for message in odd:
             verdict = knock(port, message, secret=SECRET)
             assert verdict in (None, "closed") or verdict["error"], message
-        for change in (lambda sent: sent[:-1] + bytes([sent[-1] ^ 1]), lambda sent: b"\xff" * 4 + sent):
+        for change in (
+            lambda sent: sent[:-1] + bytes([sent[-1] ^ 1]),
+            lambda sent: b"\xff" * 4 + sent,
+        ):
             # One message was changed on its way, and the other claims 4 GB.
             assert knock(port, hello(), secret=SECRET, change=change) == "closed"
         assert [error for error, _ in run.result()] == [None] * 3
@@ -302,7 +337,9 @@ await_peers("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, t
 print("met")
 """
     root = pathlib.Path(jaxtrain.__file__).parents[1]
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True
+    )
     idle = []
     try:
         deadline = time.monotonic() + 30
@@ -337,7 +374,8 @@ def test_a_listener_that_answers_byte_by_byte_is_not_waited_for_beyond_the_timeo
     with here:
         here.setblocking(False)
         thread.start()
-        with pytest.raises(TimeoutError):  # the timeout comes first, before the end of the connection
+        # the timeout comes first, before the end of the connection
+        with pytest.raises(TimeoutError):
             asyncio.run(wait())
         thread.join()
 
@@ -365,20 +403,30 @@ def test_process_0_listens_at_the_coordinators_address(port):
 
 
 def test_the_address_that_process_0_listens_on():
-    assert rendezvous.addresses("127.0.0.1", 1) == ["127.0.0.1"] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
-    assert rendezvous.addresses("192.0.2.1", 1) == [], "an address that is another machine's: every interface"
+    assert rendezvous.addresses("127.0.0.1", 1) == [
+        "127.0.0.1"
+    ] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
+    assert rendezvous.addresses("192.0.2.1", 1) == [], (
+        "an address that is another machine's: every interface"
+    )
     assert rendezvous.addresses("no-such-host.invalid", 1) == []
 
 
-def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(port, tmp_path, monkeypatch):
+def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(
+    port, tmp_path, monkeypatch
+):
     """The processes are like two wheels of one version, one of them built from other sources."""
     found = threading.local()
     monkeypatch.setattr(processes, "digest_of_files", lambda: found.digest)
 
     def join(process):
         found.digest = "0123456789ab" if process else "ba9876543210"
-        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's files is \"0123456789ab\""):
-            processes.initialize(Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path)))
+        with pytest.raises(
+            RendezvousError, match=r"process 1 .*the digest of jaxtrain's files is \"0123456789ab\""
+        ):
+            processes.initialize(
+                Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path))
+            )
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(join, range(2)))

@@ -73,7 +73,9 @@ def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
     found = {}
     for file in sorted(set(index["weight_map"].values())):
         found |= safetensors.numpy.load_file(folder / file)
-    assert {name: (folder / file).name for name, file in index["weight_map"].items()}.keys() == found.keys()
+    assert {
+        name: (folder / file).name for name, file in index["weight_map"].items()
+    }.keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
     return found
 
@@ -100,35 +102,63 @@ def test_the_formats_own_library_reads_every_bit_bfloat16_included(saved, tmp_pa
 def test_the_average_and_another_dtype(saved, tmp_path):
     assert call(saved, "--ema", "--dtype", "bf16", "--out", tmp_path / "out") == 0
     for name, x in read(tmp_path / "out").items():
-        assert same(x, runs.numbers(runs.params(1000))[name.replace(".", "/")].astype(ml_dtypes.bfloat16)), name
+        assert same(
+            x, runs.numbers(runs.params(1000))[name.replace(".", "/")].astype(ml_dtypes.bfloat16)
+        ), name
 
 
 def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_path):
     for out in ("a", "b"):
         assert call(saved, "--shard-size", "60kB", "--out", tmp_path / out) == 0
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path / "a", capture_output=True, text=True)
-    assert checked.returncode == 0 and checked.stdout.count(": OK") == len(content(tmp_path / "a")) - 1
+    checked = subprocess.run(
+        ["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path / "a", capture_output=True, text=True
+    )
+    assert (
+        checked.returncode == 0 and checked.stdout.count(": OK") == len(content(tmp_path / "a")) - 1
+    )
 
 
 def test_an_export_of_a_part_of_a_model_is_labelled_as_a_part(named, tmp_path, capsys):
     """transformers would fill the missing arrays with random numbers, and the metrics are of the
     whole model."""
-    for only, is_part, left_out in (("^head/", True, 4), ("w_qkv", True, 5), ("^encoder/", False, 2), ("", False, 0)):
+    for only, is_part, left_out in (
+        ("^head/", True, 4),
+        ("w_qkv", True, 5),
+        ("^encoder/", False, 2),
+        ("", False, 0),
+    ):
         out = tmp_path / f"out-{left_out}"
         assert call(named, "--workload", "named_workload", "--only", only, "--out", out) == 0
         said, card = capsys.readouterr().out, (out / "README.md").read_text()
-        expected = f"a part of the model (--only={only}), for warm starts" if is_part else "loaded by transformers"
-        assert expected in said and ("transformers" in card) != is_part and ("| test | loss |" in card) != is_part
+        expected = (
+            f"a part of the model (--only={only}), for warm starts"
+            if is_part
+            else "loaded by transformers"
+        )
+        assert (
+            expected in said
+            and ("transformers" in card) != is_part
+            and ("| test | loss |" in card) != is_part
+        )
         assert ("architectures" in (out / "config.json").read_text()) != is_part
-        assert (f"whose path matches `{only}`: {left_out} arrays are left out" in card) == bool(left_out)
+        assert (f"whose path matches `{only}`: {left_out} arrays are left out" in card) == bool(
+            left_out
+        )
     assert call("--reverse", tmp_path / "out-4", "--out", tmp_path / "back") == 0
 
 
 def test_files_are_no_larger_than_asked_and_split_between_layers(named, tmp_path):
-    assert call(named, "--workload", "named_workload", "--shard-size", "60kB", "--out", tmp_path / "out") == 0
+    assert (
+        call(
+            named, "--workload", "named_workload", "--shard-size", "60kB", "--out", tmp_path / "out"
+        )
+        == 0
+    )
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
-    assert [p.name for p in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert [p.name for p in files] == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
     assert len(files) >= 3 and max(p.stat().st_size for p in files) <= 60_000
     found, expected = read(tmp_path / "out"), runs.numbers(runs.params(0))
     assert found.keys() == {"encoder_w_patch", "encoder_scale", "head_w", "head_b"} | {
@@ -136,7 +166,10 @@ def test_files_are_no_larger_than_asked_and_split_between_layers(named, tmp_path
     }
     for i in range(3):
         assert same(found[f"layer.{i}.w_qkv"], expected["encoder/blocks/w_qkv"][i])
-    layers = {json.loads((tmp_path / "out" / stored.INDEX).read_text())["weight_map"][f"layer.{i}.w_qkv"] for i in range(3)}
+    layers = {
+        json.loads((tmp_path / "out" / stored.INDEX).read_text())["weight_map"][f"layer.{i}.w_qkv"]
+        for i in range(3)
+    }
     assert len(layers) > 1, "one stack went into several files"
 
     # On the way back, the stack is a stack again.
@@ -153,10 +186,16 @@ def test_a_round_trip_is_bit_exact(saved, tmp_path):
     assert after.keys() == {p for p in before if p.startswith("params/")} | {"step"}
     assert all(same(after[p].read(()), before[p].read(())) for p in after)
     meta = stored.read_json(tmp_path / "back" / "checkpoints" / "10", "meta")
-    assert meta["weights_only"] and meta["config"]["model"] == {"depth": 3} and meta["parameters"] == "abc123"
+    assert (
+        meta["weights_only"]
+        and meta["config"]["model"] == {"depth": 3}
+        and meta["parameters"] == "abc123"
+    )
     assert call(tmp_path / "back", "--shard-size", "60kB", "--out", tmp_path / "again") == 0
     weights = {name for name in content(tmp_path / "out") if name.endswith(".safetensors")}
-    assert {n: content(tmp_path / "again")[n] for n in weights} == {n: content(tmp_path / "out")[n] for n in weights}
+    assert {n: content(tmp_path / "again")[n] for n in weights} == {
+        n: content(tmp_path / "out")[n] for n in weights
+    }
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -169,7 +208,9 @@ def test_a_checkpoint_of_several_processes_is_read_by_one_without_their_mesh(tmp
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     program = [sys.executable, runs.__file__, str(tmp_path / "run"), str(port), str(processes)]
     writers = [
-        subprocess.Popen([*program, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*program, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for i in range(processes)
     ]
     outputs = [p.communicate(timeout=300)[0] for p in writers]
@@ -178,11 +219,20 @@ def test_a_checkpoint_of_several_processes_is_read_by_one_without_their_mesh(tmp
     wrote = {p.parent.parent.name for p in state.glob("ocdbt.process_*/d/*")}
     assert wrote == {f"ocdbt.process_{i}" for i in range(processes)}, "each wrote a part"
     env |= {"XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "tools.orbax_to_safetensors", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.orbax_to_safetensors",
+        str(tmp_path / "run"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     subprocess.run(command, env=env, cwd=ROOT, check=True, timeout=300)
     expected = {path.replace("/", "."): x for path, x in runs.numbers(runs.params(0)).items()}
     found = read(tmp_path / "out")
-    assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() and all(
+        same(found[name], expected[name]) for name in expected
+    )
 
 
 def test_the_model_card_and_the_config(saved, tmp_path):
@@ -191,7 +241,9 @@ def test_the_model_card_and_the_config(saved, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "step 10" in card and '"depth": 3' in card and f"jax {jax.__version__}" in card
     assert "| test | loss | 1.0 | the minimised sum of its terms" in card, "with its meaning"
-    assert card.index("| test | loss |") < card.index("| train | loss |"), "how good the model is comes first"
+    assert card.index("| test | loss |") < card.index("| train | loss |"), (
+        "how good the model is comes first"
+    )
     assert "0.9" not in card, f"the last of {records.read_text()}"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == runs.config(depth=3)
 
@@ -215,7 +267,10 @@ def test_a_number_too_large_for_the_dtype_is_an_error(tmp_path, capsys):
     state["params"]["norm"] = jnp.array([1.0, -7e4, jnp.inf])
     runs.save(tmp_path / "run", 10, state, run=runs.config(depth=3))
     assert call(tmp_path / "run", "--dtype", "f16", "--out", tmp_path / "out") == 2
-    assert "norm holds 7e+04, which float16 cannot hold; choose another --dtype" in capsys.readouterr().err
+    assert (
+        "norm holds 7e+04, which float16 cannot hold; choose another --dtype"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
     assert call(tmp_path / "run", "--dtype", "bf16", "--out", tmp_path / "out") == 0
 
@@ -241,7 +296,9 @@ class Hub:
         self.files = {name: (pathlib.Path(folder_path) / name).read_bytes() for name in chosen}
 
 
-def test_an_upload_sends_what_was_exported_alone_in_one_commit(saved, tmp_path, monkeypatch, capsys):
+def test_an_upload_sends_what_was_exported_alone_in_one_commit(
+    saved, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "out"
     assert call(saved, "--license", "cc-by-4.0", "--shard-size", "60kB", "--out", out) == 0
     made = content(out)
@@ -250,7 +307,10 @@ def test_an_upload_sends_what_was_exported_alone_in_one_commit(saved, tmp_path, 
     hub = Hub(breaks=True)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
     assert call(out, "--push", "birds", "--private") == 2
-    assert "birds could not be uploaded: the line broke; rerun the same command to resume" in capsys.readouterr().err
+    assert (
+        "birds could not be uploaded: the line broke; rerun the same command to resume"
+        in capsys.readouterr().err
+    )
     assert hub.private and not hub.files
     hub.breaks = False
     assert call(out, "--push", "birds") == 0
@@ -274,7 +334,8 @@ def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
         "loss",
         1.0,
     )
-    assert huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").text.count("\n| ") == 3  # a header, test and train
+    # a header, test and train
+    assert huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").text.count("\n| ") == 3
 
 
 def flipped(content: bytes) -> bytes:
@@ -293,11 +354,15 @@ def test_a_damaged_source_is_refused_both_ways(saved, tmp_path, capsys):
     model = tmp_path / "out" / "model.safetensors"
     model.write_bytes(flipped(model.read_bytes()))
     assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 2
-    assert "model.safetensors differs" in capsys.readouterr().err and not (tmp_path / "back").exists()
+    assert (
+        "model.safetensors differs" in capsys.readouterr().err and not (tmp_path / "back").exists()
+    )
 
 
 def test_impossible_exports_are_reported(saved, tmp_path, capsys):
-    runs.save(tmp_path / "plain", 1, {"step": jnp.int32(1), "params": {"w": jnp.zeros(2)}, "ema": ()})
+    runs.save(
+        tmp_path / "plain", 1, {"step": jnp.int32(1), "params": {"w": jnp.zeros(2)}, "ema": ()}
+    )
     assert call(tmp_path / "plain", "--ema", "--out", tmp_path / "out") == 2
     assert "kept no average" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
@@ -311,7 +376,11 @@ def test_impossible_exports_are_reported(saved, tmp_path, capsys):
 
 
 def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
-    arrays = {"a.w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False]), "c": np.array(3, np.int64)}
+    arrays = {
+        "a.w": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "b": np.array([True, False]),
+        "c": np.array(3, np.int64),
+    }
     arrays["d.e"] = np.zeros((0, 4), np.float32)
     safetensors.numpy.save_file(arrays, tmp_path / "other.safetensors")
     for place in (tmp_path, tmp_path / "other.safetensors"):
@@ -319,7 +388,9 @@ def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
         found = stored.open_safetensors(place)
         assert {p.replace("/", ".") for p in found} == arrays.keys()
         assert all(same(one.read(()), arrays[p.replace("/", ".")]) for p, one in found.items())
-    assert stored.open_safetensors(tmp_path)["a/w"].read((slice(1, 2), slice(0, 2))).tolist() == [[3, 4]]
+    assert stored.open_safetensors(tmp_path)["a/w"].read((slice(1, 2), slice(0, 2))).tolist() == [
+        [3, 4]
+    ]
 
 
 def written(folder, **files):
@@ -331,7 +402,8 @@ def written(folder, **files):
             (folder / name).write_text(json.dumps(content))
         else:
             safetensors.numpy.save_file(
-                {k: np.full(2, v, np.float32) for k, v in content.items()}, folder / f"{name}.safetensors"
+                {k: np.full(2, v, np.float32) for k, v in content.items()},
+                folder / f"{name}.safetensors",
             )
     return folder
 
@@ -340,9 +412,15 @@ def test_a_stray_file_next_to_the_model_is_not_read(tmp_path, caplog):
     """transformers does the same: a file that sorts last is not a model."""
     folder = written(tmp_path / "x", model={"a": 1, "b": 2}, model_old={"a": 3, "c": 4})
     found = stored.open_safetensors(folder)
-    assert {name: one.read(()).tolist() for name, one in found.items()} == {"a": [1, 1], "b": [2, 2]}
+    assert {name: one.read(()).tolist() for name, one in found.items()} == {
+        "a": [1, 1],
+        "b": [2, 2],
+    }
     assert "model.safetensors is read; not read: model_old.safetensors" in caplog.text
-    assert stored.open_safetensors(written(tmp_path / "parts", x={"a": 1}, y={"b": 2})).keys() == {"a", "b"}
+    assert stored.open_safetensors(written(tmp_path / "parts", x={"a": 1}, y={"b": 2})).keys() == {
+        "a",
+        "b",
+    }
 
 
 INDEX = "model.safetensors.index.json"
@@ -356,9 +434,22 @@ INDEX = "model.safetensors.index.json"
             {"x": {"a": 1, "b": 1}, INDEX: {"weight_map": {"a": "x.safetensors"}}},
             "does not fit x.safetensors, which holds, too: b",
         ),
-        ({"x": {"a": 1}, INDEX: {"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}}, "which lacks: b"),
-        ({"x": {"a": 1}, "y": {"b": 1}, INDEX: {"weight_map": {"a": "y.safetensors", "b": "x.safetensors"}}}, "does not fit"),
-        ({"x": {"a": 1}, "model": {"a": 2}, INDEX: {"weight_map": {"a": "x.safetensors"}}}, "names other files"),
+        (
+            {"x": {"a": 1}, INDEX: {"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}},
+            "which lacks: b",
+        ),
+        (
+            {
+                "x": {"a": 1},
+                "y": {"b": 1},
+                INDEX: {"weight_map": {"a": "y.safetensors", "b": "x.safetensors"}},
+            },
+            "does not fit",
+        ),
+        (
+            {"x": {"a": 1}, "model": {"a": 2}, INDEX: {"weight_map": {"a": "x.safetensors"}}},
+            "names other files",
+        ),
         (
             {"model": {"a": 1}, "config.json": {"quantization_config": {"quant_method": "fp8"}}},
             "quantization_config is set .fp8",
@@ -376,7 +467,13 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"w": np.zeros((8, 8), np.float32)}, path)
     raw = path.read_bytes()
-    path.write_bytes({"cut": raw[:-8], "header": b"\xff" * 8 + raw[8:], "offsets": raw.replace(b"[8,8]", b"[8,9]")}[damage])
+    path.write_bytes(
+        {
+            "cut": raw[:-8],
+            "header": b"\xff" * 8 + raw[8:],
+            "offsets": raw.replace(b"[8,8]", b"[8,9]"),
+        }[damage]
+    )
     with pytest.raises(stored.StoredError, match="model.safetensors"):
         stored.open_safetensors(tmp_path)
 
@@ -404,16 +501,30 @@ def test_memory_is_one_array_not_the_model(tmp_path):
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.standard_normal((2500, 10_000), np.float32) for i in range(12)}
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
-        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"step": np.int32(1), "params": params})))
+        manager.save(
+            1,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave({"step": np.int32(1), "params": params})
+            ),
+        )
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
     def peak(*args: object) -> float:
         """The peak of memory [MB]."""
         program = (
-            "import sys, resource; from jaxtrain.commands import export as t; c = t.main(sys.argv[1:]) if sys.argv[1:] else 0"
+            "import sys, resource; from jaxtrain.commands import export as t; c ="
+            " t.main(sys.argv[1:]) if sys.argv[1:] else 0"
         )
-        program += "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr); sys.exit(c)"
-        done = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=env, stderr=subprocess.PIPE, text=True)
+        program += (
+            "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr);"
+            " sys.exit(c)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, args)],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         return float(done.stderr.split()[-1])
 

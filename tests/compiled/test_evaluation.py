@@ -32,7 +32,9 @@ def test_rows_of_the_recursive_models_evaluation_stay_on_their_device(tmp_path, 
     """Earlier there were 16 gathers of rows over data, and 50 exchanges of rows and widths."""
     path = os.pathsep.join([environment.path(environment.find("tpu")), *sys.path])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     moves = json.loads(done.stdout.splitlines()[-1])
     assert {kind for kind, *_ in moves} == {"all-gather", "all-reduce"}

@@ -13,7 +13,8 @@ from jaxtrain import plan
 from jaxtrain.plan import hlo, worker
 from tools import compile_table
 
-KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}  # attention; XLA's own keeps all weights
+# attention; XLA's own keeps all weights
+KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}
 WORKLOADS = list(compile_table.WORKLOADS)
 HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet uses float32
 WIDE = 0.02  # largest share of products in float32, except the embedding of patches
@@ -21,7 +22,9 @@ WIDE = 0.02  # largest share of products in float32, except the embedding of pat
 # tokens, two layers and a head of 256 × 1,024. The backward pass has twice the products of the
 # forward pass, and each layer repeats all products but its last one.
 _ATTENTION, _MLP = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
-LANGUAGE_FLOPS = 1024 * (6 * (2 * (_ATTENTION + _MLP) + 256 * 1024) + 2 * 2 * (_ATTENTION + _MLP - 256 * 512))
+LANGUAGE_FLOPS = 1024 * (
+    6 * (2 * (_ATTENTION + _MLP) + 256 * 1024) + 2 * 2 * (_ATTENTION + _MLP - 256 * 512)
+)
 CASES = [
     # Each workload compiles for a GPU once. The workloads of the last line have their kernels and
     # products at their published sizes.
@@ -53,13 +56,28 @@ def answers(folder, request):
     this session for one kind of chips, at the first request for one of them."""
     known: dict = {}
     specs = [getattr(item, "callspec", None) for item in request.session.items]
-    chosen = [tuple(spec.params.get(part) for part in ("target", "name", "size", "mesh")) for spec in specs if spec]
+    chosen = [
+        tuple(spec.params.get(part) for part in ("target", "name", "size", "mesh"))
+        for spec in specs
+        if spec
+    ]
 
     def ask(*case):
         if case not in known:
-            cases = dict.fromkeys([case, *(each for each in CASES if each in chosen and each[0][:3] == case[0][:3])])
-            jobs = [compile_table.jobs(each[0], *([part] for part in each[1:]), folder) for each in cases]
-            known.update(zip(cases, worker.ask([job for [job] in (found.values() for found in jobs)]), strict=True))
+            cases = dict.fromkeys(
+                [case, *(each for each in CASES if each in chosen and each[0][:3] == case[0][:3])]
+            )
+            jobs = [
+                compile_table.jobs(each[0], *([part] for part in each[1:]), folder)
+                for each in cases
+            ]
+            known.update(
+                zip(
+                    cases,
+                    worker.ask([job for [job] in (found.values() for found in jobs)]),
+                    strict=True,
+                )
+            )
         return known[case]
 
     return ask
@@ -76,13 +94,17 @@ def check(answer, target, name, size, mesh):
         share = sum(one.flops for one in wide) / sum(one.flops for one in products)
         assert share < WIDE, [one.line for one in wide]
     if on_gpus and (name, size) == ("language", "small") and mesh != "mixed":
-        assert sum(one.flops for one in hlo.Program(found.text).products()) == pytest.approx(LANGUAGE_FLOPS, rel=0.01)
+        assert sum(one.flops for one in hlo.Program(found.text).products()) == pytest.approx(
+            LANGUAGE_FLOPS, rel=0.01
+        )
     if kernel := KERNELS.get(name) if on_gpus else None:
         assert any(kernel in call for call in found.library_calls), found.library_calls
     spanned = {axis for _, axes in found.collectives for axis in axes}
     kinds = {kind for kind, _ in found.collectives}
     if mesh == "data":
-        assert spanned == {"data"} and kinds == {"all-reduce"}, "replicas exchange sums, and nothing else"
+        assert spanned == {"data"} and kinds == {"all-reduce"}, (
+            "replicas exchange sums, and nothing else"
+        )
     elif mesh == "fsdp":
         assert spanned == {"fsdp"} and kinds >= {"all-gather"}
         assert kinds & {"reduce-scatter", "all-reduce"}
@@ -91,13 +113,18 @@ def check(answer, target, name, size, mesh):
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "size", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+    ("target", "name", "size", "mesh"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
 )
-def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(target, name, size, mesh, answers, folder, request):
+def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(
+    target, name, size, mesh, answers, folder, request
+):
     request.getfixturevalue(f"{target[:3]}_compiler")
     answer = answers(target, name, size, mesh)
     check(answer, target, name, size, mesh)
-    config = compile_table.WORKLOADS[name].config(size, mesh, plan.parse_target(target).count, folder)
+    config = compile_table.WORKLOADS[name].config(
+        size, mesh, plan.parse_target(target).count, folder
+    )
     assembly = plan.abstractly(config, devices := plan.parse_target(target))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     least = plan.bound(assembly, traced, devices)
@@ -106,7 +133,10 @@ def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(target, na
 
 def shapes(text):
     """(dtype, dims) of all arrays of a program, also of those inside fusions."""
-    return {(dtype, tuple(map(int, dims.split(",")))) for dtype, dims in re.findall(r"\b(\w+)\[([\d,]+)\]", text)}
+    return {
+        (dtype, tuple(map(int, dims.split(","))))
+        for dtype, dims in re.findall(r"\b(\w+)\[([\d,]+)\]", text)
+    }
 
 
 def test_an_encoder_keeps_no_float32_for_every_layer_and_token(answers, gpu_compiler):
@@ -159,4 +189,6 @@ def test_a_plan_has_the_compilers_figures(answers, folder, gpu_compiler, monkeyp
     assert asked == [worker.Job(config, target, None)]
     assert "compiled for it, in " in text and "not compiled" not in text
     assert "__cudnn$fmhaSoftmaxBackward" in text and "FLOP bf16 x bf16" in text
-    assert re.search(r"all-gather +over fsdp .* sent, [\d.]+ ms of the links, \d+ of them asynchronous", text)
+    assert re.search(
+        r"all-gather +over fsdp .* sent, [\d.]+ ms of the links, \d+ of them asynchronous", text
+    )

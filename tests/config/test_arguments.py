@@ -16,7 +16,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_errors_of_the_command_line_are_reported_together():
     with pytest.raises(ConfigError) as error:
-        load("--confg.train.steps=3", "train.steps=4", "--plan-setup=cpu", "--config.seed", source="configs/tyo.py")
+        load(
+            "--confg.train.steps=3",
+            "train.steps=4",
+            "--plan-setup=cpu",
+            "--config.seed",
+            source="configs/tyo.py",
+        )
     text = str(error.value)
     assert len(error.value.problems) == 5 and text.startswith("the config has 5 errors:")
     for part in (
@@ -31,20 +37,24 @@ def test_errors_of_the_command_line_are_reported_together():
 
 def test_an_empty_value_is_a_value():
     """As a shell passes an empty variable on."""
-    given = config.parse_args(["--config", "toy.py", "--config.resume.path", "", "--config.seed="], find=False)
+    given = config.parse_args(
+        ["--config", "toy.py", "--config.resume.path", "", "--config.seed="], find=False
+    )
     assert given.source == "toy.py" and given.overrides == [("resume.path", ""), ("seed", "")]
 
 
 def test_the_command_line_is_read_without_the_workload(here):
     """The workload's module may import packages that take a second."""
     program = (
-        "import sys\n"
-        "from jaxtrain import config\n"
-        "given = config.parse_args(['--config=configs/toy.py', '--config.model.whole=3'])\n"
-        "assert given.overrides == [('model.whole', '3')] and 'toy_workload' not in sys.modules and 'jax' not in sys.modules\n"
+        "import sys\nfrom jaxtrain import config\ngiven ="
+        " config.parse_args(['--config=configs/toy.py', '--config.model.whole=3'])\nassert"
+        " given.overrides == [('model.whole', '3')] and 'toy_workload' not in sys.modules and 'jax'"
+        " not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=here, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -63,18 +73,27 @@ def test_a_single_error_is_one_line(argument, line):
 
 def command(here, *arguments):
     """Run the command in a process without a valid platform, so that any use of a device fails."""
-    environment = {**os.environ, "JAX_PLATFORMS": "nonexistent", "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "nonexistent",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{here}",
+    }
     return subprocess.run(
         [sys.executable, "-m", "jaxtrain.main", "--config=configs/toy.py", *arguments],
-        cwd=here, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_errors_are_reported_before_a_device_is_touched(here):
     done = command(here, "--config.train.bacth=3", "--config.model.whole=x")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "config.train.bacth" in done.stderr and "config.model.whole" in done.stderr
-    assert "nonexistent" in command(here).stderr  # without errors a device is requested, and the missing platform is reported
+    # without errors a device is requested, and the missing platform is reported
+    assert "nonexistent" in command(here).stderr
 
 
 def test_explain_touches_no_device_and_trains_nothing(here):
@@ -91,7 +110,13 @@ def test_the_command_finds_the_users_modules_like_python_m(here, where):
     if where == "elsewhere":
         (here / "configs" / "toy.py").rename(here / "toy.py")
         file, folder = "../toy.py", here / "configs"
-    command = [str(pathlib.Path(sys.executable).with_name("jaxtrain")), "explain", f"--config={file}"]
+    command = [
+        str(pathlib.Path(sys.executable).with_name("jaxtrain")),
+        "explain",
+        f"--config={file}",
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and "config.model.n_classes" in done.stdout, done.stderr

@@ -54,17 +54,23 @@ def test_a_file_takes_an_argument_with_any_text():
     ],
 )
 def test_a_field_of_every_type_is_read_from_the_command_line(argument, value):
-    found = getattr(load(f"--config.model.{argument}").model, argument.partition("=")[0].partition(".")[0])
+    found = getattr(
+        load(f"--config.model.{argument}").model, argument.partition("=")[0].partition(".")[0]
+    )
     assert found == value and type(found) is type(value)
     if isinstance(value, tuple):
         assert [type(x) for x in found] == [type(x) for x in value]
 
 
 def test_sections_within_sections_are_read_too():
-    model = load("--config.model.first.width=5", "--config.model.layers=({'width': 3}, {'bias': False})").model
+    model = load(
+        "--config.model.first.width=5", "--config.model.layers=({'width': 3}, {'bias': False})"
+    ).model
     assert (model.first.width, model.first.bias) == (5, True)
     assert [(layer.width, layer.bias) for layer in model.layers] == [(3, True), (8, False)]
-    assert load("--config.optim.groups=({'match': '^probe/', 'lr': 1},)").optim.groups == (Group("^probe/", lr=1.0),)
+    assert load("--config.optim.groups=({'match': '^probe/', 'lr': 1},)").optim.groups == (
+        Group("^probe/", lr=1.0),
+    )
     assert load("--config.mesh.axis_rules.vocab=fsdp?").mesh.axis_rules == {"vocab": "fsdp?"}
 
 
@@ -131,7 +137,8 @@ def test_a_wrong_type_is_reported_with_the_one_that_is_expected(argument, wanted
 
 
 @pytest.mark.parametrize(
-    ("value", "where"), [("(1, 'x')", "model.pair"), ("('x',)", "model.many"), ("{'a': 'x'}", "model.table")]
+    ("value", "where"),
+    [("(1, 'x')", "model.pair"), ("('x',)", "model.many"), ("{'a': 'x'}", "model.table")],
 )
 def test_a_wrong_type_within_a_value_is_reported(value, where):
     assert "'x'" in errors(f"--config.{where}={value}")[where]
@@ -140,7 +147,14 @@ def test_a_wrong_type_within_a_value_is_reported(value, where):
 @pytest.mark.parametrize("value", ["1", True, 1.0, None, [1]])
 def test_a_file_is_held_to_its_types_without_guessing(value):
     with pytest.raises(ConfigError) as error:
-        config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", "model": {"whole": value}})
+        config_lib.from_dict(
+            {
+                "workload": "toy_workload",
+                "loader": "toy_loader",
+                "workdir": "runs",
+                "model": {"whole": value},
+            }
+        )
     assert dict(error.value.problems).keys() == {"model.whole"}
 
 
@@ -148,7 +162,9 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
 @pytest.mark.parametrize("name", ["workload", "loader"])
 def test_an_invalid_module_name_is_one_error(name, value):
     with pytest.raises(ConfigError) as error:
-        config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
+        config_lib.from_dict(
+            {"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value}
+        )
     ((path, text),) = error.value.problems
     assert path == name and text.startswith(f"is {value!r}") and "; expected " in text
 
@@ -157,7 +173,9 @@ def test_an_invalid_module_name_is_one_error(name, value):
 @pytest.mark.parametrize("name", ["model", "data", "checkpoint"])
 def test_a_section_of_the_wrong_type_is_an_error(name, value):
     with pytest.raises(ConfigError) as error:
-        config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
+        config_lib.from_dict(
+            {"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value}
+        )
     ((path, text),) = error.value.problems
     assert path == name and text.startswith(f"is {value!r}; it is a section with the fields ")
 
@@ -186,14 +204,19 @@ def test_a_shipped_config_is_found_by_its_name_anywhere(here):
     assert config.workload == "jaxtrain.workloads.trm" and config.train.steps == 600
     found = errors(source="trm_sudoko:4x4")[""]
     assert "trm_sudoko does not exist" in found and "did you mean 'trm_sudoku'?" in found
-    assert errors(source="configs/xcm.py")[""].endswith("the config that jaxtrain ships is --config=xcm")
+    assert errors(source="configs/xcm.py")[""].endswith(
+        "the config that jaxtrain ships is --config=xcm"
+    )
     (here / "text").write_text(FILE)
     assert errors(source="text")[""] == "file text is no config; its name must end in .py"
 
 
 @installed.needs("trm")
 def test_a_users_config_can_change_a_shipped_one(here):
-    own = "from jaxtrain.configs import trm_sudoku\n\n\ndef get_config():\n    config = trm_sudoku.get_config('4x4')\n"
+    own = (
+        "from jaxtrain.configs import trm_sudoku\n\n\ndef get_config():\n    config ="
+        " trm_sudoku.get_config('4x4')\n"
+    )
     (here / "mine.py").write_text(f"{own}    config.train.steps = 70\n    return config\n")
     config = config_lib.load("mine.py", [("train.batch", "8"), ("train.eval_every", "0")])
     assert (config.train.steps, config.train.batch, config.optim.name) == (70, 8, "adam_atan2")
@@ -220,19 +243,27 @@ def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here)
     (here / "configs" / "with_wrong.py").write_text(f"import {imported}\n{FILE}")
     source = f"configs/{imported if name == 'wrong' else name}.py"
     found = errors(source=source)[""]
-    assert found == f"file {source} cannot be imported: {here}/configs/{imported}.py, line {line}: {why}"
+    assert (
+        found
+        == f"file {source} cannot be imported: {here}/configs/{imported}.py, line {line}: {why}"
+    )
 
 
 def test_a_workload_that_cannot_be_imported_is_reported(here):
-    assert errors("--config.workload=toy_wrkload")["workload"] == (
-        "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named 'toy_wrkload'; "
-        "did you mean 'toy_workload'?"
+    assert (
+        errors("--config.workload=toy_wrkload")["workload"]
+        == "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named"
+        " 'toy_wrkload'; did you mean 'toy_workload'?"
     )
     (here / "configs" / "cut_short.py").write_text("class Config(:\n")
     text = FILE.replace("toy_workload", "cut_short")
     (here / "configs" / "of_it.py").write_text(text)
     found = errors(source="configs/of_it.py")["workload"]
-    assert found == f"is 'cut_short', and importing it failed: {here}/configs/cut_short.py, line 1: invalid syntax"
+    assert (
+        found
+        == f"is 'cut_short', and importing it failed: {here}/configs/cut_short.py, line 1: invalid"
+        " syntax"
+    )
 
 
 def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
@@ -240,25 +271,38 @@ def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
     (here / "configs" / "default.py").write_text(text)
     assert errors(source="configs/default.py")[""].endswith("says: mine and nothing else")
     assert errors(source="configs/default.py:other")[""].endswith("says: other and nothing else")
-    (here / "configs" / "picky.py").write_text('def get_config(path=""):\n    raise ValueError(f"no data at {path!r}")\n')
+    (here / "configs" / "picky.py").write_text(
+        'def get_config(path=""):\n    raise ValueError(f"no data at {path!r}")\n'
+    )
     assert errors(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
 
 
 @installed.needs("giblet")
 def test_names_are_taken_as_a_shell_has_them(here):
-    load_giblet = lambda *o: config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])  # noqa: E731
-    assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == ("viewer-1", "viewer-3")
+    def load_giblet(*o):
+        return config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])  # noqa: E731
+
+    assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == (
+        "viewer-1",
+        "viewer-3",
+    )
     assert load_giblet(("data.subjects", "viewer-1")).data.subjects == ("viewer-1",)
     assert load_giblet(("data.subjects", "('viewer-2',)")).data.subjects == ("viewer-2",)
     for text in ("('viewer-1',", "viewer-{1,2}"):
-        with pytest.raises(ConfigError, match=r"data.subjects is .*; expected a tuple, for example \('a', 'b'\)"):
+        with pytest.raises(
+            ConfigError, match=r"data.subjects is .*; expected a tuple, for example \('a', 'b'\)"
+        ):
             load_giblet(("data.subjects", text))
-    with pytest.raises(ConfigError, match=r"optim.moments is 'int8', and adafactor keep no such moments"):
+    with pytest.raises(
+        ConfigError, match=r"optim.moments is 'int8', and adafactor keep no such moments"
+    ):
         load_giblet(("optim.name", "adafactor"), ("optim.moments", "int8"))
 
 
 def test_an_argument_that_a_file_does_not_take_is_reported(here):
-    (here / "configs" / "fixed.py").write_text(FILE.replace('argument=""', "").replace('argument or "a"', '"a"'))
+    (here / "configs" / "fixed.py").write_text(
+        FILE.replace('argument=""', "").replace('argument or "a"', '"a"')
+    )
     assert load(source="configs/fixed.py").model.text == "a"
     assert "takes no argument, and '/data' is given" in errors(source="configs/fixed.py:/data")[""]
 

@@ -29,7 +29,8 @@ def config_of(model, data, **sections):
     return Config(model=model(), data=data(), optim=Optim(groups=(Group(),)), **sections)
 
 
-decoder = functools.partial(config_of, Decoder, tokens.Config)  # a run of layers that workloads share
+# a run of layers that workloads share
+decoder = functools.partial(config_of, Decoder, tokens.Config)
 
 
 def compare(before, now, digests=None):
@@ -42,9 +43,19 @@ def test_every_field_of_every_section_has_a_kind(name):
     data = importlib.import_module(LOADERS[name.rpartition(".")[2]]).Config
     kinds = dict(changes.kinds(config_of(workload.of(name).get("config"), data)))
     assert [path for path, kind in kinds.items() if kind not in (FREE, FUNCTION, STATE)] == []
-    assert {kinds["train.steps"], kinds["optim.lr"], kinds["metrics.every"], kinds["mesh.data"]} == {FREE}
+    assert {
+        kinds["train.steps"],
+        kinds["optim.lr"],
+        kinds["metrics.every"],
+        kinds["mesh.data"],
+    } == {FREE}
     assert {kinds["lora.alpha"], kinds["seed"], kinds["model.dtype"]} == {FUNCTION}
-    assert {kinds["optim.name"], kinds["train.ema"], kinds["lora.rank"], kinds["optim.groups[0].freeze"]} == {STATE}
+    assert {
+        kinds["optim.name"],
+        kinds["train.ema"],
+        kinds["lora.rank"],
+        kinds["optim.groups[0].freeze"],
+    } == {STATE}
 
 
 def test_declarations_name_fields_of_their_own_class():
@@ -52,8 +63,16 @@ def test_declarations_name_fields_of_their_own_class():
     for cls in seen:
         seen += [each for each in cls.__subclasses__() if each not in seen]
         declared = vars(cls).get("on_resume")
-        for names in declared[1:] if declared and cls.__module__.startswith(("jaxtrain.", "loaders.")) else ():
-            wrong += [f"{cls.__module__}.{cls.__name__}.{n}" for n in names if n not in inspect.get_annotations(cls)]
+        for names in (
+            declared[1:]
+            if declared and cls.__module__.startswith(("jaxtrain.", "loaders."))
+            else ()
+        ):
+            wrong += [
+                f"{cls.__module__}.{cls.__name__}.{n}"
+                for n in names
+                if n not in inspect.get_annotations(cls)
+            ]
     assert len(seen) > 25 and wrong == []
 
 
@@ -63,7 +82,9 @@ def test_a_change_names_the_field_and_both_values():
         before,
         lora=Lora(rank=2, alpha=64.0),
         train=Train(steps=20),
-        model=dataclasses.replace(before.model, window=2, rope=dataclasses.replace(before.model.rope, theta=5e5)),
+        model=dataclasses.replace(
+            before.model, window=2, rope=dataclasses.replace(before.model.rope, theta=5e5)
+        ),
         optim=Optim(groups=(Group(lr=0.5),)),
     )
     assert compare(before, now) == [
@@ -75,7 +96,11 @@ def test_a_change_names_the_field_and_both_values():
     ]
     assert compare(before, before) == []
     change = config_lib.Change("model.rope.theta", FUNCTION, 1e4, 5e5)
-    assert change.is_allowed(["model.rope"]) and change.is_allowed(["model.rope.theta"]) and not change.is_allowed(["model.ro"])
+    assert (
+        change.is_allowed(["model.rope"])
+        and change.is_allowed(["model.rope.theta"])
+        and not change.is_allowed(["model.ro"])
+    )
 
 
 def test_sections_that_nothing_reads_are_not_compared():
@@ -90,7 +115,9 @@ def test_an_older_config_had_the_defaults_of_fields_that_it_lacks():
     assert config_lib.compare(saved, decoder(), {}) == []
     now = decoder()
     now = dataclasses.replace(now, model=dataclasses.replace(now.model, window=3))
-    assert [str(c) for c in config_lib.compare(saved, now, {})] == ["config.model.window: 0 saved, 3 now"]
+    assert [str(c) for c in config_lib.compare(saved, now, {})] == [
+        "config.model.window: 0 saved, 3 now"
+    ]
 
 
 def test_a_users_section_without_declarations_is_compared():
@@ -103,7 +130,10 @@ def test_a_users_section_without_declarations_is_compared():
         on_resume = OnResume(FREE)
         also_mine: int = 1
 
-    before, now = Config(model=Own(), data=Data()), Config(model=Own(mine=2, remat="full"), data=Data(also_mine=2))
+    before, now = (
+        Config(model=Own(), data=Data()),
+        Config(model=Own(mine=2, remat="full"), data=Data(also_mine=2)),
+    )
     assert compare(before, now) == [
         ("model.remat", FREE, "none", "full"),
         ("model.mine", FUNCTION, 1, 2),
@@ -112,8 +142,16 @@ def test_a_users_section_without_declarations_is_compared():
 
 
 def test_an_allowed_name_must_be_a_field(tmp_path):
-    tree = {"workload": "tests.support.toy", "loader": "tests.support.toy_rows", "workdir": str(tmp_path)}
+    tree = {
+        "workload": "tests.support.toy",
+        "loader": "tests.support.toy_rows",
+        "workdir": str(tmp_path),
+    }
     for name in ("lora.alfa", "model.nothing"):
-        with pytest.raises(config_lib.ConfigError, match=f"resume.allow names '{name}', which is no field"):
+        with pytest.raises(
+            config_lib.ConfigError, match=f"resume.allow names '{name}', which is no field"
+        ):
             config_lib.from_dict(tree | {"resume": {"allow": (name,)}})
-    config_lib.from_dict(tree | {"resume": {"allow": ("lora.alpha", "model", "data.exclude", "warm_start.source")}})
+    config_lib.from_dict(
+        tree | {"resume": {"allow": ("lora.alpha", "model", "data.exclude", "warm_start.source")}}
+    )

@@ -9,14 +9,22 @@ from tests.config.toys import errors, load
 
 
 def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla():
-    assert load("--config.compiler.xla_a=true", "--config.compiler.xla_b=98304", "--config.compiler.xla_c=/d").compiler == {
+    assert load(
+        "--config.compiler.xla_a=true",
+        "--config.compiler.xla_b=98304",
+        "--config.compiler.xla_c=/d",
+    ).compiler == {
         "xla_a": "true",
         "xla_b": 98304,
         "xla_c": "/d",
     }
-    found = errors("--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)")
+    found = errors(
+        "--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)"
+    )
     assert "say xla_a" in found["compiler.--xla_a"] and "begin with xla_" in found["compiler.fast"]
-    assert found["compiler.xla_b"] == "is (1, 2) (tuple); expected true or false, a number or a string"
+    assert (
+        found["compiler.xla_b"] == "is (1, 2) (tuple); expected true or false, a number or a string"
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,7 +32,11 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
     [
         (["train.batch=10", "train.accumulate=4"], "train.batch", "accumulate=4"),
         (["train.batch=36", "mesh.data=8"], "train.batch", "32 and 40"),
-        (["train.batch=32", "mesh.data=2", "mesh.fsdp=2", "train.accumulate=16"], "train.batch", "64"),
+        (
+            ["train.batch=32", "mesh.data=2", "mesh.fsdp=2", "train.accumulate=16"],
+            "train.batch",
+            "64",
+        ),
         (["train.steps=0"], "train.steps", "at least 1"),
         (["train.ema=1"], "train.ema", "[0, 1)"),
         (["optim.schedule=cosin"], "optim.schedule", "did you mean 'cosine'?"),
@@ -32,7 +44,11 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (["optim.lr=0"], "optim.lr", "positive"),
         (["optim.decay=5"], "optim.decay", "schedule is 'cosine'"),
         (["optim.warmup=50", "train.steps=40"], "optim.warmup", "train.steps=40"),
-        (["optim.schedule=wsd", "optim.warmup=30", "optim.decay=20", "train.steps=40"], "optim.decay", "train.steps=40"),
+        (
+            ["optim.schedule=wsd", "optim.warmup=30", "optim.decay=20", "train.steps=40"],
+            "optim.decay",
+            "train.steps=40",
+        ),
         (["optim.b2=1"], "optim.b2", "[0, 1)"),
         (["optim.decayed=("], "optim.decayed", "not a regular expression"),
         (["optim.groups=({'match': '['},)"], "optim.groups[0].match", "not a regular expression"),
@@ -49,9 +65,21 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (["model.n_classes=5"], "model.n_classes", "3 classes"),
         (["data.path=/nowhere/at/all"], "data.path", "does not exist"),
         (["workload=toy_wrkload"], "workload", "toy_wrkload"),
-        (["workload=json"], "workload", "without a dataclass named Config, the function 'make_task'"),
-        (["workload=toy_loader"], "workload", "whose Config is not a ModelSection; derive it from jaxtrain.config"),
-        (["loader=toy_workload"], "loader", "whose Config is not a DataSection; derive it from loaders.io.checks.DataSection"),
+        (
+            ["workload=json"],
+            "workload",
+            "without a dataclass named Config, the function 'make_task'",
+        ),
+        (
+            ["workload=toy_loader"],
+            "workload",
+            "whose Config is not a ModelSection; derive it from jaxtrain.config",
+        ),
+        (
+            ["loader=toy_workload"],
+            "loader",
+            "whose Config is not a DataSection; derive it from loaders.io.checks.DataSection",
+        ),
         (["train.batch.size=3"], "train.batch.size", "not a section"),
     ],
 )
@@ -63,9 +91,16 @@ def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, to
 
 @pytest.mark.parametrize(
     ("owner", "function"),
-    [("workload", "make_task"), ("loader", "element_spec"), ("loader", "dataset_info"), ("loader", "make_loader")],
+    [
+        ("workload", "make_task"),
+        ("loader", "element_spec"),
+        ("loader", "dataset_info"),
+        ("loader", "make_loader"),
+    ],
 )
-def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(here, monkeypatch, owner, function):
+def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(
+    here, monkeypatch, owner, function
+):
     load()
     monkeypatch.delattr(sys.modules[f"toy_{owner}"], function)
     found = errors()
@@ -81,7 +116,9 @@ def test_a_workdir_that_cannot_be_written_is_reported(here, workdir):
     if workdir.startswith("/") and not pathlib.Path(workdir).parents[-2].exists():
         pytest.skip("not a Linux machine")
     found = errors(f"--config.workdir={workdir}")
-    assert list(found) == ["workdir"] and workdir in found["workdir"] and "choose" in found["workdir"]
+    assert (
+        list(found) == ["workdir"] and workdir in found["workdir"] and "choose" in found["workdir"]
+    )
 
 
 def test_looking_at_a_workdir_leaves_nothing_behind(here):
@@ -106,35 +143,71 @@ def test_all_errors_are_reported_together(here):
         "--config.workdir=file/runs",
     )
     assert set(found) == {
-        "trian", "train.bacth", "train.batch", "model.whole", "model.first.width", "model.nothing", "optim.lr", "optim.lr.peak",
-        "data.path", "workdir",
-    }  # fmt: skip
+        "trian",
+        "train.bacth",
+        "train.batch",
+        "model.whole",
+        "model.first.width",
+        "model.nothing",
+        "optim.lr",
+        "optim.lr.peak",
+        "data.path",
+        "workdir",
+    }
 
 
 @pytest.mark.parametrize("steps", [10, 200, 4_000])
 def test_a_share_of_the_run_is_so_many_steps(steps):
     """A share such as 0.05 fits a run of any length, so shortening the run needs no second flag."""
-    given = ["optim.warmup=0.05", "optim.decay=0.2", "optim.schedule=wsd", "train.eval_every=0.1", "checkpoint.every=0.5"]
-    config = load(*(f"--config.{text}" for text in [*given, "metrics.every=0.001", f"train.steps={steps}"]))
-    assert (config.optim.warmup, config.optim.decay) == (max(1, round(0.05 * steps)), round(0.2 * steps))
+    given = [
+        "optim.warmup=0.05",
+        "optim.decay=0.2",
+        "optim.schedule=wsd",
+        "train.eval_every=0.1",
+        "checkpoint.every=0.5",
+    ]
+    config = load(
+        *(f"--config.{text}" for text in [*given, "metrics.every=0.001", f"train.steps={steps}"])
+    )
+    assert (config.optim.warmup, config.optim.decay) == (
+        max(1, round(0.05 * steps)),
+        round(0.2 * steps),
+    )
     assert (config.train.eval_every, config.checkpoint.every) == (steps // 10, steps // 2)
     assert config.metrics.every == max(1, steps // 1000), "at least one step"
-    assert all(type(x) is int for x in (config.optim.warmup, config.train.eval_every, config.metrics.every))
+    assert all(
+        type(x) is int for x in (config.optim.warmup, config.train.eval_every, config.metrics.every)
+    )
     neither = errors("--config.optim.warmup=1.5")["optim.warmup"]
     assert "a whole number, or a share of the run between 0 and 1" in neither
-    assert errors("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), "a share of what"
+    assert errors("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), (
+        "a share of what"
+    )
 
 
 def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     long = ["--config.optim.schedule=wsd", "--config.optim.warmup=100", "--config.optim.decay=2000"]
     found = errors("--config.train.steps=40", *long)
     assert set(found) == {"optim.warmup", "optim.decay"}, "both at once"
-    assert found["optim.warmup"].endswith("set config.optim.warmup=2, or config.optim.warmup=0.05 of any run")
-    assert found["optim.decay"].endswith("set config.optim.decay=8, or config.optim.decay=0.2 of any run")
-    for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):  # these values are accepted
-        assert load("--config.train.steps=40", *long, *(f"--config.optim.{text}" for text in remedies)).optim.decay == 8
+    assert found["optim.warmup"].endswith(
+        "set config.optim.warmup=2, or config.optim.warmup=0.05 of any run"
+    )
+    assert found["optim.decay"].endswith(
+        "set config.optim.decay=8, or config.optim.decay=0.2 of any run"
+    )
+    # these values are accepted
+    for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):
+        assert (
+            load(
+                "--config.train.steps=40", *long, *(f"--config.optim.{text}" for text in remedies)
+            ).optim.decay
+            == 8
+        )
     text = errors(
-        "--config.train.steps=40", "--config.optim.schedule=wsd", "--config.optim.warmup=30", "--config.optim.decay=20"
+        "--config.train.steps=40",
+        "--config.optim.schedule=wsd",
+        "--config.optim.warmup=30",
+        "--config.optim.decay=20",
     )
     assert text["optim.decay"].endswith("at most 10 fits")
 
@@ -161,22 +234,40 @@ def test_a_default_that_replaces_a_value_of_the_wrong_type_is_not_reported(wrong
 
 def test_an_interval_that_never_comes_up_is_reported_with_one_that_does(caplog):
     """The run still starts: its last step is saved, evaluated and recorded."""
-    longer = ["--config.train.eval_every=1000", "--config.checkpoint.every=500", "--config.metrics.every=5"]
+    longer = [
+        "--config.train.eval_every=1000",
+        "--config.checkpoint.every=500",
+        "--config.metrics.every=5",
+    ]
     load("--config.train.steps=40", *longer)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage() == (
-        "train.eval_every=1000, checkpoint.every=500: longer than train.steps=40, so that only the last step counts; "
-        "--config.train.eval_every=4 --config.checkpoint.every=4 would do, or 0.1 of any run"
+    assert (
+        record.getMessage()
+        == "train.eval_every=1000, checkpoint.every=500: longer than train.steps=40, so that only"
+        " the last step counts; --config.train.eval_every=4 --config.checkpoint.every=4 would"
+        " do, or 0.1 of any run"
     )
     caplog.clear()
-    load("--config.train.steps=40", *longer, "--config.train.eval_every=4", "--config.checkpoint.every=0.1")
-    patient = ["--config.train.steps=1000", "--config.checkpoint.best=-loss", "--config.train.patience=5"]
+    load(
+        "--config.train.steps=40",
+        *longer,
+        "--config.train.eval_every=4",
+        "--config.checkpoint.every=0.1",
+    )
+    patient = [
+        "--config.train.steps=1000",
+        "--config.checkpoint.best=-loss",
+        "--config.train.patience=5",
+    ]
     load(*patient, "--config.train.eval_every=50")
     assert not caplog.records
     load(*patient, "--config.train.eval_every=200")
     assert (
         caplog.records[0]
         .getMessage()
-        .endswith("the run has 5 evaluations, so that it never ends early; --config.train.eval_every=50 would do")
+        .endswith(
+            "the run has 5 evaluations, so that it never ends early; --config.train.eval_every=50"
+            " would do"
+        )
     )

@@ -24,9 +24,19 @@ def parts(hint):
 
 def sections():
     """Every dataclass in the config of a real run, of each installed workload."""
-    own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
+    own = [
+        f.default_factory
+        for f in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(f.default_factory)
+    ]
     models = [workload.of(name).get("config") for name in workload.shipped()]
-    return list(dict.fromkeys(each for cls in (Config, Group, spectrogram.Config, *own, *models) for each in parts(cls)))
+    return list(
+        dict.fromkeys(
+            each
+            for cls in (Config, Group, spectrogram.Config, *own, *models)
+            for each in parts(cls)
+        )
+    )
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda c: f"{c.__module__}.{c.__name__}")
@@ -38,7 +48,9 @@ def test_every_field_has_a_unit_and_a_meaning(cls):
         assert meaning or unit == "section", name
 
 
-@pytest.mark.parametrize("cls", [c for c in sections() if c is not Config], ids=lambda c: f"{c.__module__}.{c.__name__}")
+@pytest.mark.parametrize(
+    "cls", [c for c in sections() if c is not Config], ids=lambda c: f"{c.__module__}.{c.__name__}"
+)
 def test_every_field_has_a_default_which_is_fine(cls):
     """Defaults are only on the dataclasses, and a config that sets nothing has no errors."""
     assert list(getattr(cls(), "validate", list)()) == []
@@ -82,7 +94,9 @@ def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
     fields = {line.split()[0]: line for line in told.out.splitlines() if line.startswith("config.")}
     assert "config.train.steps" in fields and " 5 " in fields["config.model.first.width"]
     assert told.err.splitlines()[0] == "error: the config has 2 errors:"
-    assert "config.train.steps is 'many'" in told.err and "config.data.path is '/nowhere'" in told.err
+    assert (
+        "config.train.steps is 'many'" in told.err and "config.data.path is '/nowhere'" in told.err
+    )
     assert train.main([*wrong, "--explain"]) == 2 and capsys.readouterr() == told
     assert not (here / "runs").exists()
 
@@ -92,15 +106,25 @@ def test_nothing_is_made_to_explain_a_config(here, capsys):
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()
-    unmade = "    def exists(self):\n        return self.path != 'made at the first use'\n\n    def validate"
+    unmade = (
+        "    def exists(self):\n        return self.path != 'made at the first use'\n\n    def"
+        " validate"
+    )
     loader = loader.replace("    def validate", unmade, 1).replace(
         "if self.path and", "if self.path != 'made at the first use' and self.path and"
     )
-    made = "    if config.path == 'made at the first use':\n        open('made', 'w').close()\n    return {"
+    made = (
+        "    if config.path == 'made at the first use':\n        open('made', 'w').close()\n   "
+        " return {"
+    )
     (here / "toy_loader.py").write_text(loader.replace("    return {", made, 1))
     for arguments, classes in (([], "3"), (["--config.data.path=made at the first use"], "None")):
         assert explain.main(["--config=configs/toy.py", *arguments]) == 0
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("config.model.n_classes")]
+        (line,) = [
+            x
+            for x in capsys.readouterr().out.splitlines()
+            if x.startswith("config.model.n_classes")
+        ]
         assert line.split()[1] == classes and not (here / "made").exists()
     load("--config.data.path=made at the first use")
     assert (here / "made").exists(), "a run makes them"
@@ -109,9 +133,13 @@ def test_nothing_is_made_to_explain_a_config(here, capsys):
 def test_a_config_that_needs_an_argument_is_explained_as_far_as_it_goes_without(here, capsys):
     from jaxtrain.commands import explain
 
-    (here / "needs.py").write_text("def get_config(path):\n    return dict(model=open(path).read())\n")
+    (here / "needs.py").write_text(
+        "def get_config(path):\n    return dict(model=open(path).read())\n"
+    )
     assert explain.main(["--config=needs.py"]) == 2
     told = capsys.readouterr()
     sections = {line.split(".")[1] for line in told.out.splitlines() if line.startswith("config.")}
     assert {"train", "optim", "checkpoint"} <= sections and not {"model", "data"} & sections
-    assert "file needs.py says: [Errno 2]" in told.err and told.err.endswith("come with --config=FILE:ARGUMENT\n")
+    assert "file needs.py says: [Errno 2]" in told.err and told.err.endswith(
+        "come with --config=FILE:ARGUMENT\n"
+    )

@@ -25,15 +25,24 @@ from loaders.io import machine
 from tests.support import installed, small_runs
 from tests.support.processes import ROOT, at, free_port
 
-NAMED = {"workload": "tests.support.toy", "loader": "loaders.film.multimodal"}  # data that are not generated
+# data that are not generated
+NAMED = {"workload": "tests.support.toy", "loader": "loaders.film.multimodal"}
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))}
-    env = inherited | {"PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))
+    }
+    env = inherited | {
+        "PYTHONPATH": f"{ROOT}:{folder}",
+        "JAX_PLATFORMS": "cpu",
+        "NO_GCE_CHECK": "true",
+    }
     env |= {"JAXTRAIN_CACHE": str(folder / "cache")} | environment
     command = [*inside, sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", *arguments]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True, preexec_fn=limits)
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True, preexec_fn=limits
+    )
 
 
 def found(process, *, code):
@@ -77,15 +86,25 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
     told, nothing = (found(process, code=1) for process in both)
     assert nothing is None and told["processes"] == 2 and not told["ok"]
     wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
-    assert "process 1" in (packages := wrong["software", "same packages"])["text"] and 'optax is "99.0.1"' in packages["text"]
+    assert (
+        "process 1" in (packages := wrong["software", "same packages"])["text"]
+        and 'optax is "99.0.1"' in packages["text"]
+    )
     files = wrong["software", "same files of jaxtrain"]
     assert files["text"].startswith("process 1 (") and "the same wheel" in files["remedy"]
     assert ("software", "same extension of jaxtrain") not in odd, "it is the same file"
     assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
-    assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
+    assert (
+        wrong["host", "open files"]["processes"] == [1]
+        and "ulimit -n" in wrong["host", "open files"]["remedy"]
+    )
     assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
     missing = wrong["config", "file"]
-    assert missing["processes"] == [0] and "nothere.py does not exist" in missing["text"] and "copy it" in missing["remedy"]
+    assert (
+        missing["processes"] == [0]
+        and "nothere.py does not exist" in missing["text"]
+        and "copy it" in missing["remedy"]
+    )
     assert "process 0" in wrong["software", "same config"]["text"]
     assert well["processes", "present"] and well["devices", "product"]["processes"] == [0, 1]
     assert well["network", "clocks"]["processes"] == [0, 1]
@@ -105,7 +124,10 @@ def test_alone_with_a_config(folder, corpus, monkeypatch):
     monkeypatch.setattr(data, "COUNTING", 0.2)
     (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
     assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
-    assert "of 2 shards" in train.text and (train.name, test.name) == ("train examples", "test examples")
+    assert "of 2 shards" in train.text and (train.name, test.name) == (
+        "train examples",
+        "test examples",
+    )
     assert rate.verdict == WARN and "a step needs 1,000,000,000 of this process" in rate.text
 
 
@@ -130,13 +152,19 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):
     looked, _ = data.examine(**tiny(folder, broken))
     (wrong,) = [check for check in looked if check.verdict == FAIL]
     assert wrong.name == f"{split} examples", looked
-    assert "cannot be read; row" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
+    assert (
+        "cannot be read; row" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [
-        (f"def get_config():\n    return dict(train=dict(stepps=3), **{NAMED})\n", "fields", "stepps"),
+        (
+            f"def get_config():\n    return dict(train=dict(stepps=3), **{NAMED})\n",
+            "fields",
+            "stepps",
+        ),
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
@@ -156,13 +184,25 @@ def test_each_error_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):
     text = f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3), **{NAMED})\n"
     (folder / "wrong.py").write_text(text)
     looked, _ = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
-    assert [name for check in looked for name in names if f"config.train.{name} does not exist" in check.text] == names
-    assert all(check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked)
+    assert [
+        name
+        for check in looked
+        for name in names
+        if f"config.train.{name} does not exist" in check.text
+    ] == names
+    assert all(
+        check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked
+    )
 
 
 def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
     reasons = [f"process {p} has another value" for p in range(60)]
-    check = fail("software", "same config", "\n".join(["they differ:", *(f"  {x}" for x in reasons)]), "use one")
+    check = fail(
+        "software",
+        "same config",
+        "\n".join(["they differ:", *(f"  {x}" for x in reasons)]),
+        "use one",
+    )
     assert check.text == f"they differ: {'; '.join(reasons)}"
     told = output.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
     assert reasons[-1] in json.loads(output.as_json(told))["checks"][0]["text"]
@@ -176,7 +216,10 @@ def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, mo
 
     monkeypatch.setattr("loaders.audio.spectrogram.make_loader", make_loader)
     (wrong,), _ = data.examine(**tiny(folder, corpus))
-    assert (wrong.verdict, wrong.name) == (FAIL, "loader") and "loaders.audio.spectrogram failed: KeyError" in wrong.text
+    assert (wrong.verdict, wrong.name) == (
+        FAIL,
+        "loader",
+    ) and "loaders.audio.spectrogram failed: KeyError" in wrong.text
     assert "no such column" in wrong.text and ", line " in wrong.text
     assert "file system" not in wrong.remedy and "report it" in wrong.remedy
 
@@ -209,7 +252,8 @@ def test_errors_of_jax_and_of_a_config_are_separate_findings(folder):
     wrong = checks(told, FAIL)
     assert set(wrong) == {("devices", "jax"), ("config", "file")}
     assert (
-        "with JAX_PLATFORMS=cuda" in wrong["devices", "jax"]["text"] and "jaxtrain[cuda12]" in wrong["devices", "jax"]["remedy"]
+        "with JAX_PLATFORMS=cuda" in wrong["devices", "jax"]["text"]
+        and "jaxtrain[cuda12]" in wrong["devices", "jax"]["remedy"]
     )
     assert "nothing_of_this_name" in wrong["config", "file"]["text"]
     assert ("disk", "cache") in {(x["group"], x["name"]) for x in told["checks"]}
@@ -221,7 +265,9 @@ def test_data_in_a_store_are_not_copied(folder, monkeypatch):
     given = tiny(folder, "http://127.0.0.1:9/birds")
     (index,), facts = data.examine(**given)
     assert index.verdict == WARN and "not here yet" in index.text and not facts
-    looked, facts = config.examine(source=given["source"], overrides=given["overrides"], count=1, kind="cpu")
+    looked, facts = config.examine(
+        source=given["source"], overrides=given["overrides"], count=1, kind="cpu"
+    )
     assert [check.verdict for check in looked] == [OK] and "workdir" in facts
 
 
@@ -244,13 +290,19 @@ def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
 
     monkeypatch.setattr(jax, "jit", broken)
     (check,) = devices._products(jax.devices()[:1])
-    assert check.verdict == FAIL and "computed a product of small integers wrongly" in check.text and len(calls) == 2
+    assert (
+        check.verdict == FAIL
+        and "computed a product of small integers wrongly" in check.text
+        and len(calls) == 2
+    )
 
 
 def nvidia_smi(folder, monkeypatch, *lines):
     """A stand-in for nvidia-smi, because the machines of the tests have none. With ``--id`` it
     lists only the named GPUs."""
-    rows = "".join(f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines)
+    rows = "".join(
+        f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines
+    )
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}exit 0\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -260,10 +312,19 @@ def nvidia_smi(folder, monkeypatch, *lines):
 def test_values_of_nvidia_smi_are_checked_against_limits(tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, "0, 470.82.01, 40000, 81559, 0", "1, 470.82.01, 1, 81559, 3")
     judged = {check.name: check for check in devices._driver([])}
-    assert judged["driver"].text == "470.82.01, of 2 GPUs memory in use and memory errors" and judged["driver"].verdict == OK
-    assert judged["memory"].verdict == WARN and "GPU 0: 41.9 GB of 85.5 GB are in use" in judged["memory"].text
+    assert (
+        judged["driver"].text == "470.82.01, of 2 GPUs memory in use and memory errors"
+        and judged["driver"].verdict == OK
+    )
+    assert (
+        judged["memory"].verdict == WARN
+        and "GPU 0: 41.9 GB of 85.5 GB are in use" in judged["memory"].text
+    )
     assert judged["ECC"].verdict == FAIL and "GPU 1 has had 3 memory errors" in judged["ECC"].text
-    assert {check.name for check in devices._driver([0])} == {"memory", "driver"}, "GPU 1 is another process's"
+    assert {check.name for check in devices._driver([0])} == {
+        "memory",
+        "driver",
+    }, "GPU 1 is another process's"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert {check.name for check in devices._driver([])} == {"ECC", "driver"}
 
@@ -350,8 +411,12 @@ class Gpu:
         (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, OK, "2 ×"),
     ],
 )
-def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(monkeypatch, found, environment, verdict, says):
-    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)])
+def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(
+    monkeypatch, found, environment, verdict, says
+):
+    monkeypatch.setattr(
+        devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)]
+    )
     check = devices._found([Gpu()] * found, [], environment)
     assert check.verdict == verdict and says in check.text
 
@@ -365,21 +430,28 @@ def device(platform, **more):
     [
         (["vfio/0", "vfio/1"], ["0x1ae0", "0x1ae0"], {}, FAIL, "this machine has 2 TPU chips"),
         (["accel0"], [], {}, FAIL, "this machine has 1 TPU chips"),
-        (["vfio/0", "vfio/1"], ["0x10de", "0x8086"], {}, OK, "1 × cpu"),  # a host of virtual machines
+        # a host of virtual machines
+        (["vfio/0", "vfio/1"], ["0x10de", "0x8086"], {}, OK, "1 × cpu"),
         (["vfio/0", "vfio/1"], [], {}, OK, "1 × cpu"),
         (["vfio/0"], ["0x1ae0"], {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
         (["kfd"], [], {}, OK, "1 × cpu"),
     ],
 )
-def test_accelerators_that_jax_leaves_alone_are_seen(tmp_path, monkeypatch, paths, vendors, environment, verdict, says):
+def test_accelerators_that_jax_leaves_alone_are_seen(
+    tmp_path, monkeypatch, paths, vendors, environment, verdict, says
+):
     for group, vendor in enumerate(vendors):
         place = tmp_path / "kernel" / "iommu_groups" / str(group) / "devices" / "0000:00:05.0"
         place.mkdir(parents=True)
         (place / "vendor").write_text(f"{vendor}\n")
-    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path("/dev", path) for path in paths])
+    monkeypatch.setattr(
+        devices.machine, "accelerators", lambda: [pathlib.Path("/dev", path) for path in paths]
+    )
     found = devices.accelerators(str(tmp_path))
     monkeypatch.setattr(devices, "accelerators", lambda: found)
-    check = devices._found([types.SimpleNamespace(platform="cpu", device_kind="cpu")], [], environment)
+    check = devices._found(
+        [types.SimpleNamespace(platform="cpu", device_kind="cpu")], [], environment
+    )
     assert check.verdict == verdict and says in check.text
 
 
@@ -389,16 +461,23 @@ def reports(*facts):
 
 def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
     same = {"commit": "a"}
-    (wrong, well) = software.compare(reports(same | {"workdir": "/a/x"}, same | {"workdir": "/b/x"}))
-    assert wrong.verdict == FAIL and wrong.name == "same workdir" and "/b/x" in wrong.text and well.verdict == OK
-    (wrong, well) = software.compare(reports(same | {"config": {"seed": 1}}, same, same | {"config": {"seed": 1}}))
+    wrong, well = software.compare(reports(same | {"workdir": "/a/x"}, same | {"workdir": "/b/x"}))
+    assert (
+        wrong.verdict == FAIL
+        and wrong.name == "same workdir"
+        and "/b/x" in wrong.text
+        and well.verdict == OK
+    )
+    wrong, well = software.compare(
+        reports(same | {"config": {"seed": 1}}, same, same | {"config": {"seed": 1}})
+    )
     assert (
         wrong.verdict == FAIL
         and wrong.text == "process 1 (node1) has none; known of 2 of 3 processes"
         and "--config" in wrong.remedy
     )
     assert "config" not in well.text
-    (late, _) = software.compare(reports(same | {"data": {"test": "f"}}, same))
+    late, _ = software.compare(reports(same | {"data": {"test": "f"}}, same))
     assert late.verdict == WARN, "it makes its own at its first start"
 
 
@@ -409,9 +488,13 @@ def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
     one = software.facts()
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
     (well,) = software.compare(reports(one, software.facts()))
-    assert well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
+    assert (
+        well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
+    )
     wrong, _ = software.compare(reports(one, one | {"files of jaxtrain": "0"}))
-    assert wrong.verdict == FAIL and wrong.text.startswith("process 1 (node1): files of jaxtrain is")
+    assert wrong.verdict == FAIL and wrong.text.startswith(
+        "process 1 (node1): files of jaxtrain is"
+    )
     odd, _ = software.compare(reports(one, one | {"extension of jaxtrain": "0"}))
     assert odd.verdict == WARN, "a run trains where each host built it"
 
@@ -420,13 +503,25 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
     package = tmp_path / "jaxtrain" / "doctor"
     package.mkdir(parents=True)
     (package / "crash.py").write_text(
-        "import os, sys\ndef examine():\n    print('the driver says no', file=sys.stderr)\n    os.abort()\n"
+        "import os, sys\ndef examine():\n    print('the driver says no', file=sys.stderr)\n   "
+        " os.abort()\n"
     )
     (package / "hang.py").write_text("import time\ndef examine():\n    time.sleep(60)\n")
-    more = f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport jaxtrain.doctor.in_subprocess"
-    monkeypatch.setattr(in_subprocess, "PROGRAM", in_subprocess.PROGRAM.replace("import jaxtrain.doctor.in_subprocess", more))
+    more = (
+        f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport"
+        " jaxtrain.doctor.in_subprocess"
+    )
+    monkeypatch.setattr(
+        in_subprocess,
+        "PROGRAM",
+        in_subprocess.PROGRAM.replace("import jaxtrain.doctor.in_subprocess", more),
+    )
     (check,), _ = in_subprocess.examine("crash", {}, within=100, remedy="see dmesg")
-    assert check.verdict == FAIL and "ended by SIGABRT: the driver says no" in check.text and check.remedy == "see dmesg"
+    assert (
+        check.verdict == FAIL
+        and "ended by SIGABRT: the driver says no" in check.text
+        and check.remedy == "see dmesg"
+    )
     (check,), _ = in_subprocess.examine("hang", {}, within=1, remedy="mount it again")
     assert check.verdict == FAIL and "no answer within 1 s" in check.text
 
@@ -434,7 +529,9 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
 def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
     same = [(p, ok("host", "cores", f"{p} of 8 cores")) for p in range(6)]
     wrong = [(p, fail("disk", "workdir", "it is full", "free some")) for p in (1, 2, 4)]
-    told = output.Report([*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False)
+    told = output.Report(
+        [*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False
+    )
     assert list(output.lines(told)) == [
         "6 of 6 processes: 0-3 on node0, 4-5 on node1",
         "ok    host: cores    [0-5] 0 of 8 cores",
@@ -461,13 +558,22 @@ def test_a_healthy_pair(folder, corpus):
         ("data", "rate"),
         ("software", "the same"),
     } <= set(well)
-    assert "config" in well["software", "the same"]["text"] and "data" in well["software", "the same"]["text"]
+    assert (
+        "config" in well["software", "the same"]["text"]
+        and "data" in well["software", "the same"]["text"]
+    )
 
 
 def between(names, folder, *arguments, **more):
     environment = {"JAXTRAIN_COORDINATOR": "10.77.0.1:27508", "JAXTRAIN_SECRET": "5e" * 16}
     return [
-        start(folder, *arguments, inside=["ip", "netns", "exec", name], **at(27508, p) | environment, **more)
+        start(
+            folder,
+            *arguments,
+            inside=["ip", "netns", "exec", name],
+            **at(27508, p) | environment,
+            **more,
+        )
         for p, name in enumerate(names)
     ]
 
@@ -482,7 +588,9 @@ def test_two_hosts_and_a_cut_cable(folder, hosts):
     zero, one = (found(process, code=1) for process in between(names, folder, "--wait=5"))
     assert "process 1 of 2 did not connect" in checks(zero, FAIL)["processes", "present"]["text"]
     problem = checks(one, FAIL)["processes", "rendezvous"]
-    assert "10.77.0.1:27508" in problem["text"] and ("route" in problem["remedy"] or "firewall" in problem["remedy"])
+    assert "10.77.0.1:27508" in problem["text"] and (
+        "route" in problem["remedy"] or "firewall" in problem["remedy"]
+    )
 
 
 @pytest.mark.slow
@@ -491,7 +599,8 @@ def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
     firewalls."""
     names, _ = hosts
     for rule in (
-        ("add", "pref", "10", "lookup", "local"),  # this rule is first by default, and takes everything for this host
+        # this rule is first by default, and takes everything for this host
+        ("add", "pref", "10", "lookup", "local"),
         ("del", "pref", "0"),
         ("add", "pref", "5", "iif", "cable", "ipproto", "tcp", "dport", "30000-65534", "blackhole"),
     ):
@@ -502,7 +611,12 @@ def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
     wrong = checks(told, FAIL)
     assert set(wrong) == {("network", "ports")}, "they met, and everything else is well"
     text, remedy = (wrong["network", "ports"][name] for name in ("text", "remedy"))
-    assert "process 0" in text and "cannot be reached" in text and "timed out" in text and "open all" in remedy
+    assert (
+        "process 0" in text
+        and "cannot be reached" in text
+        and "timed out" in text
+        and "open all" in remedy
+    )
 
 
 @pytest.mark.slow
@@ -511,11 +625,16 @@ def test_a_clock_that_is_ahead_in_one_process(folder):
     if not library:
         pytest.skip("no libfaketime here: apt-get install faketime")
     port = free_port()
-    both = [start(folder, **at(port, 0)), start(folder, **at(port, 1), LD_PRELOAD=library, FAKETIME="+90s")]
+    both = [
+        start(folder, **at(port, 0)),
+        start(folder, **at(port, 1), LD_PRELOAD=library, FAKETIME="+90s"),
+    ]
     told, _ = (found(process, code=1) for process in both)
     wrong = checks(told, FAIL)
     assert set(wrong) == {("network", "clocks")}
-    assert re.search(r"clock is (89|90)\.\d s ahead of process 0's", wrong["network", "clocks"]["text"])
+    assert re.search(
+        r"clock is (89|90)\.\d s ahead of process 0's", wrong["network", "clocks"]["text"]
+    )
     assert wrong["network", "clocks"]["processes"] == [1]
 
 
@@ -525,7 +644,10 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
         port = taken.getsockname()[1]
         told = found(start(folder, "--wait=2", **at(port, 0)), code=1)
     problem = checks(told, FAIL)["processes", "rendezvous"]
-    assert f"cannot listen on port {port}" in problem["text"] and "choose another port" in problem["text"]
+    assert (
+        f"cannot listen on port {port}" in problem["text"]
+        and "choose another port" in problem["text"]
+    )
     assert f"ss -ltnp sport = :{port}" in problem["remedy"]
 
 
@@ -536,7 +658,11 @@ def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corp
     that."""
     port, elsewhere = free_port(), folder / "elsewhere"
     elsewhere.mkdir()
-    config = (f"--config={folder}/tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram", "--config.train.batch=6")
+    config = (
+        f"--config={folder}/tiny.py:{corpus}",
+        "--config.loader=loaders.audio.spectrogram",
+        "--config.train.batch=6",
+    )
     three = [
         start(folder, *config, **at(port, 0, 3)),
         start(folder, *config, inside=["env", "-C", str(elsewhere)], **at(port, 1, 3)),
@@ -557,8 +683,21 @@ def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
     port = free_port()
     (folder / "runs").mkdir()
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
-    elsewhere = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"']
-    both = [start(folder, *config, **at(port, 0)), start(folder, *config, inside=elsewhere, **at(port, 1))]
+    elsewhere = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"',
+    ]
+    both = [
+        start(folder, *config, **at(port, 0)),
+        start(folder, *config, inside=elsewhere, **at(port, 1)),
+    ]
     told, _ = (found(process, code=1) for process in both)
-    blind = {x["processes"][0]: x["text"] for x in told["checks"] if x["name"] == "shared" and x["verdict"] == FAIL}
+    blind = {
+        x["processes"][0]: x["text"]
+        for x in told["checks"]
+        if x["name"] == "shared" and x["verdict"] == FAIL
+    }
     assert "a new file of process 1" in blind[0] and "a new file of process 0" in blind[1]

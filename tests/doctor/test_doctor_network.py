@@ -38,11 +38,27 @@ def met(monkeypatch):
 def whole(peers):
     """Hold each rendezvous of a process that has findings and facts."""
     process = peers.process
-    checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
+    checks = [
+        list(
+            fail("disk", "workdir", "it is full", "free some")
+            if process == 2
+            else ok("disk", "workdir", "well")
+        )
+    ]
     facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}
-    own = {"machine": f"host{process}", "port": 1, "folder": "/runs/x" if process else "/runs/y", "checks": checks}
+    own = {
+        "machine": f"host{process}",
+        "port": 1,
+        "folder": "/runs/x" if process else "/runs/y",
+        "checks": checks,
+    }
     plan = peers.hold("the findings of each", own | {"facts": facts}, peers.found, 60.0)
-    return peers.token, plan, peers.hold("the check of each other", {"checks": []}, peers.saw, 60.0), peers
+    return (
+        peers.token,
+        plan,
+        peers.hold("the check of each other", {"checks": []}, peers.saw, 60.0),
+        peers,
+    )
 
 
 def test_process_0_collects_and_compares_findings_and_sends_every_process_the_verdict(met):
@@ -80,18 +96,31 @@ def test_processes_that_never_arrive_or_leave_are_named_and_the_others_continue(
 
 def test_a_process_that_cannot_reach_process_0_reports_the_reason(met):
     (check,) = met(free_port(), 1, of=2, wait=0.5)
-    assert "found no process 0" in check.text and "refused" in check.text and "start process 0 on 127.0.0.1" in check.remedy
+    assert (
+        "found no process 0" in check.text
+        and "refused" in check.text
+        and "start process 0 on 127.0.0.1" in check.remedy
+    )
     zero, one = met(port := free_port(), 0, 1, of=2, wait=3.0, job={0: "a", 1: "b"}, then=whole)
-    assert "another run's process 0" in one.text and "the doctor of a" in one.text and "a port of its own" in one.remedy
+    assert (
+        "another run's process 0" in one.text
+        and "the doctor of a" in one.text
+        and "a port of its own" in one.remedy
+    )
     assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)
     with socket.create_server(("127.0.0.1", port)):
         (check,) = met(port, 0, of=2, wait=0.5)
-    assert f"cannot listen on port {port}" in check.text and f"ss -ltnp sport = :{port}" in check.remedy
+    assert (
+        f"cannot listen on port {port}" in check.text
+        and f"ss -ltnp sport = :{port}" in check.remedy
+    )
 
 
 def test_processes_with_other_secrets_say_so(met, monkeypatch):
     secrets = iter("ab")
-    monkeypatch.setattr("jaxtrain.doctor.peers.discover.secret_of", lambda *given: next(secrets) * 16)
+    monkeypatch.setattr(
+        "jaxtrain.doctor.peers.discover.secret_of", lambda *given: next(secrets) * 16
+    )
     zero, one = met(free_port(), 0, 1, of=2, wait=2.0, then=whole)
     assert "another JAXTRAIN_SECRET" in one.text and "one JAXTRAIN_SECRET" in one.remedy
     assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)
@@ -100,7 +129,11 @@ def test_processes_with_other_secrets_say_so(met, monkeypatch):
 def test_clocks_that_differ_are_judged_by_process():
     assert [check.verdict for _, check in network.clocks({0: 0.0, 1: 0.3, 2: -0.4})] == [OK] * 3
     _, (_, ahead), (process, behind) = network.clocks({0: 0.0, 1: 90.0, 2: -5.0})
-    assert ahead.verdict == FAIL and "90.0 s ahead of process 0's" in ahead.text and "time server" in ahead.remedy
+    assert (
+        ahead.verdict == FAIL
+        and "90.0 s ahead of process 0's" in ahead.text
+        and "time server" in ahead.remedy
+    )
     assert (process, behind.verdict) == (2, WARN) and "5.0 s behind process 0's" in behind.text
 
 
@@ -108,7 +141,10 @@ def test_hosts_are_connected_to_and_those_that_cannot_be_reached_are_named(monke
     with socket.create_server(("127.0.0.1", 0)) as listener:
         places = [(4 * i, f"host{i}", "127.0.0.1", listener.getsockname()[1]) for i in range(4)]
         (check,) = network.ports(4, places)
-        assert check.verdict == OK and check.text == "3 of 3 other hosts reached, at ports that they picked"
+        assert (
+            check.verdict == OK
+            and check.text == "3 of 3 other hosts reached, at ports that they picked"
+        )
         assert not list(network.ports(1, places)), "another process of its host connects"
         assert not list(network.ports(0, places[:1])), "there is no other host"
         monkeypatch.setattr(network, "NEIGHBOURS", 2)
@@ -116,13 +152,18 @@ def test_hosts_are_connected_to_and_those_that_cannot_be_reached_are_named(monke
         assert check.text.startswith("2 of 3 other hosts")
         places[0] = (0, "host0", "127.0.0.1", free_port())
         (check,) = network.ports(12, places)
-        assert check.verdict == FAIL and "process 0 (host0) cannot be reached at 127.0.0.1:" in check.text
+        assert (
+            check.verdict == FAIL
+            and "process 0 (host0) cannot be reached at 127.0.0.1:" in check.text
+        )
         assert "refused" in check.text and "open all" in check.remedy
 
 
 def test_a_host_name_that_leads_home_fails(monkeypatch):
     def leads_to(address):
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: [(socket.AF_INET, 1, 6, "", (address, 0))])
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda *given, **more: [(socket.AF_INET, 1, 6, "", (address, 0))]
+        )
 
     leads_to("127.0.1.1")
     check = network.host_name(several_hosts=True)

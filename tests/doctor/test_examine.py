@@ -24,7 +24,11 @@ def asked(monkeypatch):
     calls, answers, more = [], {}, {}
 
     def answer(group, arguments, *, within, remedy, crashed=""):
-        calls.append(types.SimpleNamespace(**{k: v for k, v in locals().items() if k not in ("calls", "answers", "more")}))
+        calls.append(
+            types.SimpleNamespace(
+                **{k: v for k, v in locals().items() if k not in ("calls", "answers", "more")}
+            )
+        )
         what = arguments.get("what", group)
         check = answers.get(what, ok(group, what, "well"))
         return [check], FACTS | more if group == "config" and check.verdict != FAIL else {}
@@ -39,15 +43,22 @@ def alone(process=0, source="x.py", overrides=()):
 
 def test_room_and_sharing_are_those_of_the_checkpoints_folder(asked):
     _, facts = alone()
-    looked = {each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"}
+    looked = {
+        each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"
+    }
     assert set(looked) == {"TMPDIR", "cache", "workdir", "checkpoints"}
-    assert looked["checkpoints"]["checkpoints"] == ["/saves/x", 4, 1000] and "checkpoints" not in looked["workdir"]
+    assert (
+        looked["checkpoints"]["checkpoints"] == ["/saves/x", 4, 1000]
+        and "checkpoints" not in looked["workdir"]
+    )
     assert facts["shared"] == "/saves/x"
 
     asked.found.clear()
     asked.more["folder"] = ""
     _, facts = alone()
-    looked = {each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"}
+    looked = {
+        each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"
+    }
     assert looked["workdir"]["checkpoints"] and facts["shared"] == "/runs/x"
     asked.more["folder"] = "gs://bucket/x"
     assert alone()[1]["shared"] == "", "every host sees a store"
@@ -61,19 +72,30 @@ def test_a_folder_that_failed_is_not_waited_for_again(asked):
 def test_the_network_of_one_process_is_looked_at(asked, monkeypatch):
     for name in cluster.discover.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    found = {check.name: check for _, check in examine.examine("", [], wait=1).checks if check.group == "network"}
+    found = {
+        check.name: check
+        for _, check in examine.examine("", [], wait=1).checks
+        if check.group == "network"
+    }
     assert set(found) == {"host name"}
 
 
 def test_config_errors_are_not_blamed_on_the_driver(asked):
     alone()
     remedies = {each.group: each.remedy for each in asked.found}
-    assert "nvidia-smi" in remedies["devices"] and "nvidia-smi" not in remedies["config"] + remedies["data"]
+    assert (
+        "nvidia-smi" in remedies["devices"]
+        and "nvidia-smi" not in remedies["config"] + remedies["data"]
+    )
     (devices,) = [each for each in asked.found if each.group == "devices"]
     assert "source" not in devices.arguments
     for each in asked.found:
         if each.group in ("config", "data"):
-            assert "ends the process" in each.crashed and "hang" not in each.crashed and "answers" not in each.crashed
+            assert (
+                "ends the process" in each.crashed
+                and "hang" not in each.crashed
+                and "answers" not in each.crashed
+            )
 
 
 def test_each_error_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
@@ -81,8 +103,14 @@ def test_each_error_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAXTRAIN_COORDINATOR", "nowhere")
     monkeypatch.setenv("JAXTRAIN_PROCESSES", "two")
-    wrong = [check.text for _, check in examine.examine("", [], wait=1).checks if check.verdict == FAIL]
-    assert len(wrong) == 3 and wrong[0].startswith("JAXTRAIN_PROCESS is not set") and "host:port" in wrong[2], wrong
+    wrong = [
+        check.text for _, check in examine.examine("", [], wait=1).checks if check.verdict == FAIL
+    ]
+    assert (
+        len(wrong) == 3
+        and wrong[0].startswith("JAXTRAIN_PROCESS is not set")
+        and "host:port" in wrong[2]
+    ), wrong
 
 
 def test_all_waits_together_are_within_their_bounds(asked):

@@ -18,7 +18,10 @@ def rows_of(config, *, batch, n=None):
     loader = tokens.make_loader(config, split="test", rows=Rows(batch, ((0, batch),)), seed=0)
     loader.seek(0)
     batches = [next(loader)[1] for _ in range(n or loader.n_batches)]
-    return {name: np.concatenate([b[name][0] for b in batches]) for name in ("source", "tokens", "weight", "index")}
+    return {
+        name: np.concatenate([b[name][0] for b in batches])
+        for name in ("source", "tokens", "weight", "index")
+    }
 
 
 @pytest.fixture
@@ -27,7 +30,9 @@ def sources(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{letter}{letter.upper()}" * 10 * n)
     paths = [str(tmp_path / f"{name}.txt") for name in "abc"]
     shares = (1.0, 2.0, 1.0)
-    sources = tuple(tokens.Source(path, path, share) for path, share in zip(paths, shares, strict=True))
+    sources = tuple(
+        tokens.Source(path, path, share) for path, share in zip(paths, shares, strict=True)
+    )
     return tokens.Config(sources=sources, context=20, packing="concat", text="bytes")
 
 
@@ -50,23 +55,41 @@ def test_a_short_evaluation_is_like_the_whole_one(tmp_path):
     (tmp_path / "a").mkdir()
     shard = token_files.write_shard(tmp_path / "a", "00000", documents, length.tolist(), np.uint16)
     token_files.write_about(tmp_path / "a", vocab=64, eos=None, tokenizer=None, shards=[shard])
-    config = tokens.Config(sources=(tokens.Source(str(tmp_path / "a")),), context=64, packing="best_fit", test_share=0.99)
+    config = tokens.Config(
+        sources=(tokens.Source(str(tmp_path / "a")),),
+        context=64,
+        packing="best_fit",
+        test_share=0.99,
+    )
     whole, short = rows_of(config, batch=64), rows_of(config, batch=64, n=4)
     again = rows_of(config, batch=64, n=4)
     assert all((short[name] == again[name]).all() for name in short)
     assert abs(mean_of(short) / mean_of(whole) - 1) < 0.1
     documents = np.unique(whole["index"][whole["weight"] > 0])
-    assert len(documents) > 3000 and sorted(map(bytes, short["tokens"])) != sorted(map(bytes, whole["tokens"][-256:]))
+    assert len(documents) > 3000 and sorted(map(bytes, short["tokens"])) != sorted(
+        map(bytes, whole["tokens"][-256:])
+    )
 
 
 def test_the_best_of_other_evaluations_is_not_compared_with(tmp_path, caplog):
     planned, record = toy_task.planned(), {"loss": 1.0}
     for step, batches in ((1, 0), (2, 0), (3, 2)):
-        train, checkpoint = config_lib.Train(eval_batches=batches), config_lib.Checkpoint(best="-loss")
-        ours = Checkpointer(config_lib.Config(workdir=str(tmp_path / "w"), train=train, checkpoint=checkpoint), toy_task.TASK)
+        train, checkpoint = (
+            config_lib.Train(eval_batches=batches),
+            config_lib.Checkpoint(best="-loss"),
+        )
+        ours = Checkpointer(
+            config_lib.Config(workdir=str(tmp_path / "w"), train=train, checkpoint=checkpoint),
+            toy_task.TASK,
+        )
         assert bool(ours.restore(planned, {"position": 0})) == (step > 1)
         assert ("config.train.eval_batches: 0 saved, 2 now" in caplog.text) == (batches > 0)
-        ours.save(step, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.state), {"position": 0}, History())
+        ours.save(
+            step,
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.state),
+            {"position": 0},
+            History(),
+        )
         ours.score(step, record)
         record = {"loss": record["loss"] + 1}
         ours.close()

@@ -41,9 +41,17 @@ def test_everything_that_is_left_out_is_counted(recordings, tmp_path, capsys):
     (recordings / "._a.wav").write_bytes(bytes(99))
     (recordings / "more.zip").write_bytes(b"PK\x03\x04")
     assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
-    assert counts(tmp_path / "out") == {"unread-sound": 4, "unread-table": 2, "hidden-file": 1, "other-file": 1}
+    assert counts(tmp_path / "out") == {
+        "unread-sound": 4,
+        "unread-table": 2,
+        "hidden-file": 1,
+        "other-file": 1,
+    }
     n, told = len(corpus.RECORDINGS), capsys.readouterr()
-    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, 1 other-file, listed in {tmp_path / 'out'}/errors.csv"
+    listed = (
+        "1 hidden-file, 2 unread-table, 4 unread-sound, 1 other-file, listed in"
+        f" {tmp_path / 'out'}/errors.csv"
+    )
     assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
 
 
@@ -59,8 +67,17 @@ def test_recordings_in_folders_of_the_system_are_counted(recordings, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("unread-sound", "a.voc a.sph a.dsf a.snd a.wve a.gsm a.amr a.mka a.3gp a.mov a.wma a.aac a.zc sphere-without-ending"),
-        ("unread-table", "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data a.csv list.txt"),
+        (
+            "unread-sound",
+            (
+                "a.voc a.sph a.dsf a.snd a.wve a.gsm a.amr a.mka a.3gp a.mov a.wma a.aac a.zc"
+                " sphere-without-ending"
+            ),
+        ),
+        (
+            "unread-table",
+            "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data a.csv list.txt",
+        ),
         ("other-file", "a.jpg Thumbs.db notes.txt LICENSE settings.ini"),
     ],
 )
@@ -68,14 +85,18 @@ def test_every_other_file_is_counted_by_its_kind(tmp_path, kind, names):
     (tmp_path / "rec" / "index").mkdir(parents=True)
     (tmp_path / "rec" / "a.wav").write_bytes(encode(noise(0, 1.0, 8000), 8000))
     for name in names.split():
-        (tmp_path / "rec" / name).write_bytes({"sp": b"NIST_1A\n   1024\n", "li": b"a.wav robin"}.get(name[:2], b"anything"))
+        (tmp_path / "rec" / name).write_bytes(
+            {"sp": b"NIST_1A\n   1024\n", "li": b"a.wav robin"}.get(name[:2], b"anything")
+        )
     for _ in range(2):  # the command's own index, in the same folder, is not one of them
         assert index(tmp_path / "rec", "--out", tmp_path / "rec" / "index") == 0
         assert counts(tmp_path / "rec" / "index") == {kind: len(names.split())}
 
 
 def test_recordings_that_a_table_does_not_name_are_counted(recordings, tmp_path):
-    (tmp_path / "events.csv").write_text("file,start,end,label\na.wav,2,3,robin\nA/x.wav,2,3,robin\n")
+    (tmp_path / "events.csv").write_text(
+        "file,start,end,label\na.wav,2,3,robin\nA/x.wav,2,3,robin\n"
+    )
     assert index(tmp_path / "events.csv", "--audio", recordings, "--out", tmp_path / "out") == 0
     assert counts(tmp_path / "out") == {"no-table": len(corpus.RECORDINGS) - 2}
     (tmp_path / "events.csv").rename(recordings / "events.csv")
@@ -98,22 +119,32 @@ def test_tables_next_to_recordings(recordings, tmp_path):
     """Tables of BirdNET and Raven are read. An empty table is a recording without events, and
     recordings without a table are counted."""
     line = "1\tSpectrogram 1\t1\t{}\t{}\t1\t9\t{}\n"
-    (recordings / "a.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line.format(2, 3, 'robin')}")
-    (recordings / "A" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n{line.format(4, 5, 'wren')}")
+    (recordings / "a.BirdNET.selection.table.txt").write_text(
+        f"{corpus.RAVEN}\tCommon Name\n{line.format(2, 3, 'robin')}"
+    )
+    (recordings / "A" / "x.Table.1.selections.txt").write_text(
+        f"{corpus.RAVEN}\tSpecies\n{line.format(4, 5, 'wren')}"
+    )
     (recordings / "B" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n")
     assert index(recordings, "--out", tmp_path / "out", "--windows=15") == 0
     found = [row[1:] for row in rows_of(tmp_path / "out")]
     assert found == [
-        ("A/x.wav", 0.0, 15.0, ("wren",)), ("A/x.wav", 15.0, 30.0, ()), ("B/x.wav", 0.0, 15.0, ()), ("B/x.wav", 15.0, 30.0, ()),
-        ("a.wav", 0.0, 15.0, ("robin",)), ("a.wav", 15.0, 30.0, ()),
-    ]  # fmt: skip
+        ("A/x.wav", 0.0, 15.0, ("wren",)),
+        ("A/x.wav", 15.0, 30.0, ()),
+        ("B/x.wav", 0.0, 15.0, ()),
+        ("B/x.wav", 15.0, 30.0, ()),
+        ("a.wav", 0.0, 15.0, ("robin",)),
+        ("a.wav", 15.0, 30.0, ()),
+    ]
     assert counts(tmp_path / "out") == {"no-events": 1, "no-table": len(corpus.RECORDINGS) - 3}
 
 
 def test_subfolders_or_tables_are_the_labels(recordings, tmp_path, capsys):
     """BirdNET writes its tables next to recordings, which a person may have sorted by class."""
     line = "1\tSpectrogram 1\t1\t2\t3\t1\t9\trobin\n"
-    (recordings / "A" / "x.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line}")
+    (recordings / "A" / "x.BirdNET.selection.table.txt").write_text(
+        f"{corpus.RAVEN}\tCommon Name\n{line}"
+    )
     assert index(recordings, "--out", tmp_path / "out") == 2
     assert "--labels folder" in capsys.readouterr().err
     assert index(recordings, "--labels=folder", "--out", tmp_path / "out") == 0
@@ -128,18 +159,33 @@ def test_result_tables_in_another_tree_find_the_recording_of_their_folder(record
         tables[-1].parent.mkdir(parents=True)
         tables[-1].write_text(BIRDNET.format(f"bird of {folder}"))
     assert index(*tables, "--audio", recordings, "--out", tmp_path / "out") == 0
-    assert [row[1::3] for row in rows_of(tmp_path / "out")] == [("A/x.wav", ("bird of A",)), ("B/x.wav", ("bird of B",))]
+    assert [row[1::3] for row in rows_of(tmp_path / "out")] == [
+        ("A/x.wav", ("bird of A",)),
+        ("B/x.wav", ("bird of B",)),
+    ]
     tables[0].rename(tmp_path / "x.BirdNET.results.csv")
-    assert index(tmp_path / "x.BirdNET.results.csv", "--audio", recordings, "--out", tmp_path / "out") == 2
+    assert (
+        index(tmp_path / "x.BirdNET.results.csv", "--audio", recordings, "--out", tmp_path / "out")
+        == 2
+    )
 
 
 def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    comment = b"Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth 24F3190361DBF81E at medium gain. "
+    comment = (
+        b"Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth 24F3190361DBF81E at medium gain. "
+    )
     item = b"ICMT" + len(comment).to_bytes(4, "little") + comment
-    wav = encode(noise(0, 0.5, 8000), 8000, "WAV", "PCM_16") + b"LIST" + (4 + len(item)).to_bytes(4, "little") + b"INFO" + item
-    for name in ("20210623_181730.WAV", "20210623_191730.WAV", "20210623_201730.WAV"):  # in UTC, in local time, and wrong
+    wav = (
+        encode(noise(0, 0.5, 8000), 8000, "WAV", "PCM_16")
+        + b"LIST"
+        + (4 + len(item)).to_bytes(4, "little")
+        + b"INFO"
+        + item
+    )
+    # in UTC, in local time, and wrong
+    for name in ("20210623_181730.WAV", "20210623_191730.WAV", "20210623_201730.WAV"):
         (folder / name).write_bytes(wav)
     assert index(folder, "--out", tmp_path / "out", "--on=duplicate-content=keep") == 0
     assert counts(tmp_path / "out")["other-time"] == 1
@@ -148,31 +194,53 @@ def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
 
 def test_a_dry_run_prints_the_meaning_of_every_column(recordings, tmp_path, capsys):
     (tmp_path / "t.csv").write_text(
-        "Filename,Start (ms),End (ms),Species,notes\na.wav,2000,3000,robin,loud\nnone.wav,1,2,wren,\n"
+        "Filename,Start (ms),End"
+        " (ms),Species,notes\na.wav,2000,3000,robin,loud\nnone.wav,1,2,wren,\n"
     )
     assert index(tmp_path / "t.csv", "--audio", recordings, "--dry-run") == 1
     told = capsys.readouterr().out
-    for text in ("start        Start (ms) [ms]", "label        Species", "ignored      notes", "a.wav [2, 3) s: robin"):
+    for text in (
+        "start        Start (ms) [ms]",
+        "label        Species",
+        "ignored      notes",
+        "a.wav [2, 3) s: robin",
+    ):
         assert text in told, told
-    assert "missing-file: 1 (refused)" in told and sorted(path.name for path in tmp_path.iterdir()) == ["recordings", "t.csv"]
+    assert "missing-file: 1 (refused)" in told and sorted(
+        path.name for path in tmp_path.iterdir()
+    ) == ["recordings", "t.csv"]
 
 
-def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_reported(recordings, tmp_path, capsys):
+def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_reported(
+    recordings, tmp_path, capsys
+):
     table = tmp_path / "species.csv"
     table.write_text("file,label\na.wav,robin\na.wav,wren\nb.wav,robin\n")
     assert index(table, "--audio", tmp_path / "recording", "--out", tmp_path / "out") == 2
-    assert f"is not a folder; name the folder of the recordings; did you mean '{recordings}'?" in capsys.readouterr().err
+    assert (
+        f"is not a folder; name the folder of the recordings; did you mean '{recordings}'?"
+        in capsys.readouterr().err
+    )
     assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
-    assert "nothing was written; correct it, or add --on conflicting-labels=" in capsys.readouterr().err
+    assert (
+        "nothing was written; correct it, or add --on conflicting-labels="
+        in capsys.readouterr().err
+    )
     table.write_text("file,label\na.wav,robin\n")
-    assert index(table, "--audio", recordings, "--split", "recording=0.01", "--out", tmp_path / "out") == 0
+    assert (
+        index(table, "--audio", recordings, "--split", "recording=0.01", "--out", tmp_path / "out")
+        == 0
+    )
     assert "--split recording=0.01 put no recording into test; of few" in capsys.readouterr().err
 
 
 def test_a_date_that_contradicts_the_files_name_is_reported(tmp_path):
     """Two of four dates have the day first, and the fourth, with its month first, decides the
     column."""
-    names = [f"A_2024{month}{day}_053000.wav" for month, day in (("05", "01"), ("05", "12"), ("06", "03"), ("06", "14"))]
+    names = [
+        f"A_2024{month}{day}_053000.wav"
+        for month, day in (("05", "01"), ("05", "12"), ("06", "03"), ("06", "14"))
+    ]
     (tmp_path / "audio").mkdir()
     for seed, name in enumerate(names):
         (tmp_path / "audio" / name).write_bytes(encode(noise(seed, 1.0, 8_000), 8_000))
@@ -197,15 +265,21 @@ def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path
     raven = f"{corpus.RAVEN}\tBegin File\tSpecies\n1\tS\t1\t2\t3\t1\t9\t{{}}\trobin\n"
     trees = {"A/z.txt": "2\t3\trobin\n", "A/z.Table.1.selections.txt": raven.format("z.flac")}
     for name, text in {**trees, "A/x.Table.1.selections.txt": raven.format("x.wav")}.items():
-        table = tmp_path / "tables" / name  # the recordings have a folder A, and z.flac lies in B/deep
+        # the recordings have a folder A, and z.flac lies in B/deep
+        table = tmp_path / "tables" / name
         table.parent.mkdir(parents=True, exist_ok=True)
         table.write_text(text)
-        assert index(table, "--audio", recordings, "--out", tmp_path / "out") == (2 if name in trees else 0)
+        assert index(table, "--audio", recordings, "--out", tmp_path / "out") == (
+            2 if name in trees else 0
+        )
         assert ("missing-file: 1 (refused)" in capsys.readouterr().err) == (name in trees)
     assert [row[1] for row in rows_of(tmp_path / "out")] == ["A/x.wav"]
     (tmp_path / "t.csv").write_text("file,label\nB/x.wav,robin\n")
     assert index(tmp_path / "t.csv", "--audio", recordings / "A", "--out", tmp_path / "out") == 2
-    assert f"which is not below {recordings / 'A'}, but {recordings / 'B' / 'x.wav'}" in capsys.readouterr().err
+    assert (
+        f"which is not below {recordings / 'A'}, but {recordings / 'B' / 'x.wav'}"
+        in capsys.readouterr().err
+    )
     (recordings / "YSM1.wav").write_bytes((recordings / "a.wav").read_bytes()[:-400])
     (tmp_path / "t.csv").write_text("file,start,end,label\nSM1,2,3,robin\n")
     assert index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "out") == 2
@@ -217,12 +291,24 @@ def test_channels_of_a_table_are_used_or_asked_for(tmp_path, capsys):
     for name, seed in (("a.wav", 0), ("b.wav", 1)):
         stereo = np.stack([noise(seed, 1.0, 8000), noise(seed + 2, 1.0, 8000)], 1)
         soundfile.write(tmp_path / "rec" / name, stereo, 8000)
-    argv = (tmp_path / "t.csv", "--audio", tmp_path / "rec", "--out", tmp_path / "out", "--channels=table")
+    argv = (
+        tmp_path / "t.csv",
+        "--audio",
+        tmp_path / "rec",
+        "--out",
+        tmp_path / "out",
+        "--channels=table",
+    )
     for column, more in (("Kanal", ()), ("ch", ()), ("side", ("--channel-column=side",))):
-        (tmp_path / "t.csv").write_text(f"file,start,end,label,{column}\na.wav,0.2,0.5,robin,2\nb.wav,0.2,0.5,wren,1\n")
+        (tmp_path / "t.csv").write_text(
+            f"file,start,end,label,{column}\na.wav,0.2,0.5,robin,2\nb.wav,0.2,0.5,wren,1\n"
+        )
         assert index(*argv, *more) == 0
         rows = pq.read_table(tmp_path / "out" / "data").sort_by("channel")
-        assert (rows["channel"].to_pylist(), [each["path"] for each in rows["audio"].to_pylist()]) == (
+        assert (
+            rows["channel"].to_pylist(),
+            [each["path"] for each in rows["audio"].to_pylist()],
+        ) == (
             [0, 1],
             ["b.wav", "a.wav"],
         )

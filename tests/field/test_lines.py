@@ -42,16 +42,26 @@ def documents(folder):
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
 def test_tokens_are_those_of_the_text(tmp_path, ending):
-    lines = [ODD, "second"] if ending == "txt" else [json.dumps({"text": x}, ensure_ascii=False) for x in (ODD, "second")]
+    lines = (
+        [ODD, "second"]
+        if ending == "txt"
+        else [json.dumps({"text": x}, ensure_ascii=False) for x in (ODD, "second")]
+    )
     text = "\r\n".join([*lines, ""])
     (tmp_path / f"x.{ending}").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    tokenise.make(tmp_path / "out", [str(tmp_path / f"x.{ending}")], tokenise.Options("bytes", "", "text", "line", True))
+    tokenise.make(
+        tmp_path / "out",
+        [str(tmp_path / f"x.{ending}")],
+        tokenise.Options("bytes", "", "text", "line", True),
+    )
     assert documents(tmp_path / "out") == [ODD, "second"]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + b"hello " * 30)
-    info = tokens.dataset_info(tokens.Config(sources=(tokens.Source(str(tmp_path / "x.txt")),), test_share=0.5))
+    info = tokens.dataset_info(
+        tokens.Config(sources=(tokens.Source(str(tmp_path / "x.txt")),), test_share=0.5)
+    )
     assert info["symbols"] == " ehlo"
     (tmp_path / "prompts.txt").write_bytes(f"\ufeff{ODD}\r\nsecond".encode())
     assert generate.read_prompts(str(tmp_path / "prompts.txt")) == [ODD, "second"]
@@ -72,7 +82,10 @@ def test_the_second_writer_of_a_folder_is_reported(tmp_path):
     other = context.Process(target=hold, args=(tmp_path / "out", began), daemon=True)
     other.start()
     assert began.wait(60)
-    with pytest.raises(OSError, match="another process writes it now.*out"), atomic_write.folder(tmp_path / "out"):
+    with (
+        pytest.raises(OSError, match="another process writes it now.*out"),
+        atomic_write.folder(tmp_path / "out"),
+    ):
         pass
     assert (tmp_path / ".out.partial" / "mine").exists(), "nothing of the other's is touched"
     other.kill()
@@ -94,6 +107,14 @@ def test_two_writers_of_tokens(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(tokenise, "make", make)
     assert tokens_command.main(argv) == 0 and seen == [2]
-    assert re.search(r"out is in use by another run: process \d+ .*choose another folder", capsys.readouterr().err)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("shard")) != []
+    assert re.search(
+        r"out is in use by another run: process \d+ .*choose another folder",
+        capsys.readouterr().err,
+    )
+    assert (
+        sorted(
+            path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("shard")
+        )
+        != []
+    )
     assert not (tmp_path / "out" / "lease.json").exists()

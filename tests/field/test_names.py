@@ -18,12 +18,14 @@ RECORDERS = {
     "SMM01_20160506+175304.wav": "2016-05-06 17:53:04 SMM01",
     "SM3_0+1_20160506_175304.wav": "2016-05-06 17:53:04 SM3",
     "SM4_0+1_20160506$175304_000.wav": "2016-05-06 17:53:04 SM4",
-    "S20240815T095156.839419+1000_E20240815T100151.840193+1000_-31.51+143.13.wav": (
-        "2024-08-15 09:51:56+10:00 -31.51 143.13"  # Frontier Labs
+    "S20240815T095156.839419+1000_E20240815T100151.840193+1000_-31.51+143.13.wav": (  # Frontier Labs
+        "2024-08-15 09:51:56+10:00 -31.51 143.13"
     ),
     "S20240815T095156+1000_E20240815T100151+1000.wav": "2024-08-15 09:51:56+10:00",
     "20190401T120000+1000_REC.flac": "2019-04-01 12:00:00+10:00",  # BAR-LT
-    "20190401T120000+1000_REC [-27.3819 152.8735].flac": "2019-04-01 12:00:00+10:00 -27.3819 152.8735",
+    "20190401T120000+1000_REC [-27.3819 152.8735].flac": (
+        "2019-04-01 12:00:00+10:00 -27.3819 152.8735"
+    ),
     "SWIFT01_20190526_053000Z.flac": "2019-05-26 05:30:00+00:00 SWIFT01",
     "SWIFT01_20190526_053000-0400.flac": "2019-05-26 05:30:00-04:00 SWIFT01",
     "AM1-2015-06-01_08-30.flac": "2015-06-01 08:30:00 AM1",  # Arbimon
@@ -45,23 +47,32 @@ RECORDERS = {
 @pytest.mark.parametrize("name, values", RECORDERS.items())
 def test_names_of_recorders(name, values):
     found = recorders.from_name(name)
-    assert [found[key] for key in ("date", "time", "site", "latitude", "longitude") if key in found] == values.split()
+    assert [
+        found[key] for key in ("date", "time", "site", "latitude", "longitude") if key in found
+    ] == values.split()
 
 
 def test_a_header_that_contradicts_its_name():
     at = {"date": "2023-05-01", "time": "05:30:00"}
     assert not recorders.differ(at, {"date": "2023-05-01", "time": "05:30:00+02:00"}), "both local"
-    assert not recorders.differ(at, {"date": "2023-05-01", "time": "07:30:00+02:00"}), "the name is in UTC"
+    assert not recorders.differ(at, {"date": "2023-05-01", "time": "07:30:00+02:00"}), (
+        "the name is in UTC"
+    )
     assert recorders.differ(at, {"date": "2023-05-01", "time": "08:30:00+02:00"})
     assert recorders.differ(at, {"date": "2023-05-02", "time": "05:30:00"})
-    assert not recorders.differ({"date": "2023-05-01"}, {"date": "2023-05-02", "time": "05:30:00"}), "a name without a time"
+    assert not recorders.differ(
+        {"date": "2023-05-01"}, {"date": "2023-05-02", "time": "05:30:00"}
+    ), "a name without a time"
 
 
 def test_the_longest_part_of_a_path_that_agrees_decides():
     names = Names(["A/x.wav", "B/x.wav", "y.flac", "B/deep/z.wav"])
     assert names.match("A/x.wav") == (["A/x.wav"], ["B/x.wav"])
     assert names.match("C:\\data\\B\\x.WAV") == (["B/x.wav"], ["A/x.wav"])
-    assert names.match("C/x.wav") == ([], ["A/x.wav", "B/x.wav"]), "another folder is another recording"
+    assert names.match("C/x.wav") == (
+        [],
+        ["A/x.wav", "B/x.wav"],
+    ), "another folder is another recording"
     assert names.match("x") == (["A/x.wav", "B/x.wav"], [])
     assert names.match("/elsewhere/y.wav") == (["y.flac"], []), "no folder of it contradicts"
     assert names.match("A/deep/z.wav") == ([], ["B/deep/z.wav"])

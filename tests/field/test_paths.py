@@ -29,12 +29,21 @@ def test_steps_are_saved_found_and_copied(tmp_path, name):
         ours = Checkpointer(config, toy_task.TASK)
         found = ours.restore(planned, {"position": 0})
         assert (found.step if found else 0) == step - 2
-        ours.save(step, jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), planned.state), {"position": 0}, History())
+        ours.save(
+            step,
+            jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), planned.state),
+            {"position": 0},
+            History(),
+        )
         ours.close()
     source = source_lib.find(str(tmp_path / name))
     assert source.damage() == [] and source.path.name == "4"
-    assert all(np.isfinite(np.asarray(one.read(()), np.float32)).all() for one in source.arrays().values())
-    assert checkpoint.main(["export", str(tmp_path / name), "--out", str(tmp_path / f"{name} 2")]) == 0
+    assert all(
+        np.isfinite(np.asarray(one.read(()), np.float32)).all() for one in source.arrays().values()
+    )
+    assert (
+        checkpoint.main(["export", str(tmp_path / name), "--out", str(tmp_path / f"{name} 2")]) == 0
+    )
 
 
 def train(workdir, **fields):
@@ -53,35 +62,69 @@ def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch,
     train(adapted, lora__rank="2", warm_start__source=run, warm_start__keep="true")
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps("one ") + "\n")
-    out = {name: str(folder / f"{name}{HARD}") for name in ("x", "peft", "merged", "back", "r.html", "m.csv", "g.jsonl", "t")}
+    out = {
+        name: str(folder / f"{name}{HARD}")
+        for name in ("x", "peft", "merged", "back", "r.html", "m.csv", "g.jsonl", "t")
+    }
     commands = [
         (export, [run, "--out", out["x"]]),
         (export, [adapted, "--out", out["merged"]]),
         (lora_to_peft, [adapted, "--out", out["peft"]]),
         (export, ["--reverse", out["x"], "--out", out["back"]]),
-        *((checkpoint, [action, path]) for action in ("inspect", "verify") for path in (run, out["x"])),
+        *(
+            (checkpoint, [action, path])
+            for action in ("inspect", "verify")
+            for path in (run, out["x"])
+        ),
         (report, [run, "--out", out["r.html"]]),
         (metrics, [run, "--out", out["m.csv"]]),
         (runs_command, [str(folder)]),
-        *((generate, [path, "--prompts", str(prompts), "--tokens", "2", "--out", f"{out['g.jsonl']}{i}"])
-          for i, path in enumerate((run, out["merged"]))),
+        *(
+            (
+                generate,
+                [path, "--prompts", str(prompts), "--tokens", "2", "--out", f"{out['g.jsonl']}{i}"],
+            )
+            for i, path in enumerate((run, out["merged"]))
+        ),
         (tokens, [out["t"], str(folder / "p*.jsonl"), "--tokenizer", "bytes", "--skip", "1"]),
-    ]  # fmt: skip
+    ]
     for command, argv in commands:
         assert command.main(argv) == 0, (command.__name__, capsys.readouterr().err)
     train(str(folder / "warm"), warm_start__source=out["merged"])
 
 
 FILES = (
-    "fit --out", "search --out", "review --out", "solve --out", "generate --out", "predict --out", "predict --correlation",
-    "encode-audio --out", "train-codec", "report --out", "metrics --out",
-)  # fmt: skip
+    "fit --out",
+    "search --out",
+    "review --out",
+    "solve --out",
+    "generate --out",
+    "predict --out",
+    "predict --correlation",
+    "encode-audio --out",
+    "train-codec",
+    "report --out",
+    "metrics --out",
+)
 FOLDERS = (
-    "detect --out", "embed --out", "index --out", "index --pictures", "index --unpack", "probe --out", "benchmark esc10 --out",
+    "detect --out",
+    "embed --out",
+    "index --out",
+    "index --pictures",
+    "index --unpack",
+    "probe --out",
+    "benchmark esc10 --out",
     "prepare --out",
-    "generate-audio --out", "prepare-giblet --out", "tokens", "sudoku", "export --out", "lora-to-peft --out",
-    "checkpoint export --out", "replay --out", "prove --out",
-)  # fmt: skip
+    "generate-audio --out",
+    "prepare-giblet --out",
+    "tokens",
+    "sudoku",
+    "export --out",
+    "lora-to-peft --out",
+    "checkpoint export --out",
+    "replay --out",
+    "prove --out",
+)
 
 
 @pytest.mark.parametrize("command", [*FILES, *FOLDERS])
@@ -89,8 +132,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, c
     """The rest of the command line is ignored."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    wrong = {f"{tmp_path}/file/x": "Not a directory", str(tmp_path / ("n" * 256)): "File name too long"}
-    wrong |= {f"{tmp_path}/folder": "Is a directory"} if command in FILES else {f"{tmp_path}/file": "Not a directory"}
+    wrong = {
+        f"{tmp_path}/file/x": "Not a directory",
+        str(tmp_path / ("n" * 256)): "File name too long",
+    }
+    wrong |= (
+        {f"{tmp_path}/folder": "Is a directory"}
+        if command in FILES
+        else {f"{tmp_path}/file": "Not a directory"}
+    )
     for out, why in wrong.items():
         with pytest.raises(SystemExit) as ended:
             cli.main([*command.split(), out])
@@ -99,15 +149,26 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, c
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("a\\b", "backslash"), ("gs:", "address"), ("x\udc80", "no UTF-8"), ("gs://bucket/run", "is an address")],
+    [
+        ("a\\b", "backslash"),
+        ("gs:", "address"),
+        ("x\udc80", "no UTF-8"),
+        ("gs://bucket/run", "is an address"),
+    ],
     ids=ascii,
 )
-def test_paths_that_orbax_cannot_write_are_refused_before_the_first_step(tmp_path, monkeypatch, name, why):
+def test_paths_that_orbax_cannot_write_are_refused_before_the_first_step(
+    tmp_path, monkeypatch, name, why
+):
     monkeypatch.chdir(tmp_path)
     tree = {"workload": "jaxtrain.workloads.trm", "loader": "loaders.sudoku.sudoku"}
-    with pytest.raises(config_lib.ConfigError, match=f"(?s)config.workdir is .*{why}.*choose another folder"):
+    with pytest.raises(
+        config_lib.ConfigError, match=f"(?s)config.workdir is .*{why}.*choose another folder"
+    ):
         config_lib.from_dict(tree | {"workdir": name})
     assert list(tmp_path.iterdir()) == []
     if "://" not in name:
-        with pytest.raises(config_lib.ConfigError, match=f"(?s)config.checkpoint.folder is .*{why}"):
+        with pytest.raises(
+            config_lib.ConfigError, match=f"(?s)config.checkpoint.folder is .*{why}"
+        ):
             config_lib.from_dict(tree | {"workdir": "w", "checkpoint": {"folder": name}})

@@ -45,7 +45,9 @@ def runs(tmp_path_factory):
         shutil.copytree("B", "before")
         ended = adapters("before", train__steps="4")
         assert export.main(["B", "--out", "exported"]) == 0
-        assert not any(path.stat().st_nlink > 1 for path in pathlib.Path("K/base").rglob("*") if path.is_file())
+        assert not any(
+            path.stat().st_nlink > 1 for path in pathlib.Path("K/base").rglob("*") if path.is_file()
+        )
         train("A", train__steps="4")
     return folder, ended
 
@@ -62,7 +64,9 @@ def weights(folder):
 
 
 def test_a_base_that_trains_on_changes_nothing(runs, folder):
-    record = json.loads((folder / "B" / "checkpoints" / "2" / "data" / "metadata").read_text())["base"]
+    record = json.loads((folder / "B" / "checkpoints" / "2" / "data" / "metadata").read_text())[
+        "base"
+    ]
     assert record["source"] == str(runs[0] / "A" / "checkpoints" / "2") and record["named"] == "A"
     assert adapters("B", train__steps="4") == runs[1]
     assert export.main(["B", "--step", "2", "--out", "again"]) == 0
@@ -83,7 +87,9 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
         assert command(f"out{i}") != 0 and not (folder / f"out{i}").exists()
         found = capsys.readouterr().err
         assert f"{folder}/A/checkpoints/2, digest " in found and "gone or differ" in found
-    with pytest.raises(CheckpointError, match=r"gone or differ.*--config.resume.allow=warm_start.source"):
+    with pytest.raises(
+        CheckpointError, match=r"gone or differ.*--config.resume.allow=warm_start.source"
+    ):
         adapters("B", train__steps="4")
     assert export.main(["B", "--base", "A", "--out", "wrong"]) != 0
     assert "holds other weights" in capsys.readouterr().err
@@ -105,28 +111,61 @@ def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
 def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
     adapters("rounded", lora__dtype="bfloat16", warm_start__source="A/checkpoints/2")
     base, merged, trained = (folder / name for name in ("base", "merged", "adapters"))
-    assert export.main(["A", "--step", "2", "--out", "base"]) == export.main(["rounded", "--out", "merged"]) == 0
+    assert (
+        export.main(["A", "--step", "2", "--out", "base"])
+        == export.main(["rounded", "--out", "merged"])
+        == 0
+    )
     assert lora_to_peft.main(["rounded", "--base", "A/checkpoints/2", "--out", "adapters"]) == 0
     about = json.loads((trained / "adapter_config.json").read_text())
-    assert about["base_model_name_or_path"] == str(folder / "A" / "checkpoints" / "2"), "peft may read it anywhere"
-    base, merged = (safetensors.numpy.load_file(place / "model.safetensors") for place in (base, merged))
+    assert about["base_model_name_or_path"] == str(folder / "A" / "checkpoints" / "2"), (
+        "peft may read it anywhere"
+    )
+    base, merged = (
+        safetensors.numpy.load_file(place / "model.safetensors") for place in (base, merged)
+    )
     factors = safetensors.numpy.load_file(trained / "adapter_model.safetensors")
     for name, x in merged.items():
         kept = base[name].astype(ml_dtypes.bfloat16).astype("f8")
-        a, b = (factors.get(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight") for side in "AB")
-        assert name == "model.embed_tokens.weight" or "norm" in name or "head" in name or a is not None, name
-        np.testing.assert_allclose(x, kept + (0 if a is None else 8 / 2 * b.astype("f8") @ a), atol=1e-7)
+        a, b = (
+            factors.get(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight")
+            for side in "AB"
+        )
+        assert (
+            name == "model.embed_tokens.weight" or "norm" in name or "head" in name or a is not None
+        ), name
+        np.testing.assert_allclose(
+            x, kept + (0 if a is None else 8 / 2 * b.astype("f8") @ a), atol=1e-7
+        )
 
 
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"lora__alpha": "64", "model__window": "2"}, r"model.window: 0 saved, 2 now; .*lora.alpha: 8.0 saved, 64.0 now"),
-        ({"optim__name": "lion", "train__ema": "0.9"}, r"other arrays.*ema: 0.0 saved, 0.9 now; .*'adamw' saved, 'lion' now"),
-        ({"train__batch": "16"}, r"config.train.batch: 8 saved, 16 now; order: .*resume.data='restart'"),
-        ({"warm_start__source": ""}, r"would be random \(config.warm_start.source: 'A' saved, '' now\)"),
-        ({"warm_start__source": "A/checkpoints/4"}, r"'A' saved, 'A/checkpoints/4' now; .* holds other weights"),
-        ({"warm_start__step": "4"}, r"config.warm_start.step: the run froze .*/A/checkpoints/2, 4 now"),
+        (
+            {"lora__alpha": "64", "model__window": "2"},
+            r"model.window: 0 saved, 2 now; .*lora.alpha: 8.0 saved, 64.0 now",
+        ),
+        (
+            {"optim__name": "lion", "train__ema": "0.9"},
+            r"other arrays.*ema: 0.0 saved, 0.9 now; .*'adamw' saved, 'lion' now",
+        ),
+        (
+            {"train__batch": "16"},
+            r"config.train.batch: 8 saved, 16 now; order: .*resume.data='restart'",
+        ),
+        (
+            {"warm_start__source": ""},
+            r"would be random \(config.warm_start.source: 'A' saved, '' now\)",
+        ),
+        (
+            {"warm_start__source": "A/checkpoints/4"},
+            r"'A' saved, 'A/checkpoints/4' now; .* holds other weights",
+        ),
+        (
+            {"warm_start__step": "4"},
+            r"config.warm_start.step: the run froze .*/A/checkpoints/2, 4 now",
+        ),
     ],
     ids=str,
 )
@@ -139,10 +178,23 @@ def test_a_changed_field_is_named_and_nothing_is_trained(runs, monkeypatch, fiel
 
 def test_a_change_that_is_meant_is_trained_and_then_recorded(folder, caplog):
     with caplog.at_level("INFO", "jaxtrain"):
-        adapters("B", train__steps="4", lora__alpha="16", optim__clip="0.5", resume__allow="lora.alpha")
-        assert "config.optim.clip: 1.0 saved, 0.5 now; config.lora.alpha: 8.0 saved, 16.0 now" in caplog.text
-        adapters("B", train__steps="6", lora__alpha="16", warm_start__source="A/checkpoints/4", resume__allow="warm_start")
-    record = json.loads((folder / "B" / "checkpoints" / "6" / "data" / "metadata").read_text())["base"]
+        adapters(
+            "B", train__steps="4", lora__alpha="16", optim__clip="0.5", resume__allow="lora.alpha"
+        )
+        assert (
+            "config.optim.clip: 1.0 saved, 0.5 now; config.lora.alpha: 8.0 saved, 16.0 now"
+            in caplog.text
+        )
+        adapters(
+            "B",
+            train__steps="6",
+            lora__alpha="16",
+            warm_start__source="A/checkpoints/4",
+            resume__allow="warm_start",
+        )
+    record = json.loads((folder / "B" / "checkpoints" / "6" / "data" / "metadata").read_text())[
+        "base"
+    ]
     assert record["source"] == str(folder / "A" / "checkpoints" / "4")
 
 
@@ -158,10 +210,17 @@ def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "model.safetensors").write_text(name)
         rules = config_lib.WarmStart(source=str(tmp_path / name / "model"))
-        place = base_weights.keep(rules, str(tmp_path / "run"), {"one": "00000aa", "other": "00000bb"}[name])
-        assert base_weights.keep(base_weights.at(rules, place), str(tmp_path / "run"), "00000cc") == place, "a copy of its own"
+        place = base_weights.keep(
+            rules, str(tmp_path / "run"), {"one": "00000aa", "other": "00000bb"}[name]
+        )
+        assert (
+            base_weights.keep(base_weights.at(rules, place), str(tmp_path / "run"), "00000cc")
+            == place
+        ), "a copy of its own"
         places.append(place)
-        base = base_weights.Base(rules.source, rules.source, f"{pathlib.Path(place).name.partition('-')[0]}123")
+        base = base_weights.Base(
+            rules.source, rules.source, f"{pathlib.Path(place).name.partition('-')[0]}123"
+        )
         assert base_weights.places(base, [tmp_path / "run"]) == [place, rules.source]
         assert (pathlib.Path(place) / "model.safetensors").read_text() == name
     assert places[0] != places[1]
@@ -171,11 +230,21 @@ def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
     """A run on bytes or characters, or with its own tokenizer, has none of its base's names for
     tokens."""
     assert export.main(["A", "--step", "2", "--out", "base"]) == 0
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "owl": 255}, unk_token="[unk]")).save("base/tokenizer.json")
+    tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[unk]": 0, "owl": 255}, unk_token="[unk]")
+    ).save("base/tokenizer.json")
     for name in ("config.json", "generation_config.json"):
-        about = json.loads((folder / "base" / name).read_text()) if (folder / "base" / name).exists() else {"top_k": 5}
-        (folder / "base" / name).write_text(json.dumps(about | {"eos_token_id": 7, "bos_token_id": 8, "pad_token_id": 9}))
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "one": 1}, unk_token="[unk]")).save("own.json")
+        about = (
+            json.loads((folder / "base" / name).read_text())
+            if (folder / "base" / name).exists()
+            else {"top_k": 5}
+        )
+        (folder / "base" / name).write_text(
+            json.dumps(about | {"eos_token_id": 7, "bos_token_id": 8, "pad_token_id": 9})
+        )
+    tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[unk]": 0, "one": 1}, unk_token="[unk]")
+    ).save("own.json")
     (folder / "base" / "own.json").write_bytes((folder / "own.json").read_bytes())
     for name, fields, found in (
         ("bytes", {}, None),
@@ -188,7 +257,13 @@ def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
         out = folder / f"{name}-out"
         assert (out / "tokenizer.json").exists() == bool(found)
         assert not found or (out / "tokenizer.json").read_bytes() == (folder / found).read_bytes()
-        config, generation = (json.loads((out / f"{each}.json").read_text()) for each in ("config", "generation_config"))
+        config, generation = (
+            json.loads((out / f"{each}.json").read_text())
+            for each in ("config", "generation_config")
+        )
         ids = [config.get(f"{each}_token_id") for each in ("eos", "bos", "pad")]
-        assert ids == ([7, 8, 9] if found == "base/tokenizer.json" else [None] * 3) and generation["top_k"] == 5
+        assert (
+            ids == ([7, 8, 9] if found == "base/tokenizer.json" else [None] * 3)
+            and generation["top_k"] == 5
+        )
         assert generation.get("bos_token_id") == ids[1]

@@ -23,12 +23,20 @@ HERE = pathlib.Path(__file__).parents[1] / "data" / "field"
 RATE, N = 44_100, 11_027
 REMEDY = "convert it: ffmpeg -i OLD NEW.flac"
 FFMPEG = shutil.which("ffmpeg")
-needs_ffmpeg = pytest.mark.skipif(not FFMPEG, reason="there is no ffmpeg to encode and compare with")
+needs_ffmpeg = pytest.mark.skipif(
+    not FFMPEG, reason="there is no ffmpeg to encode and compare with"
+)
 
 
 def tones(channels: int = 1, n: int = N, rate: int = RATE) -> np.ndarray:
     t = np.arange(n) / rate
-    return np.stack([0.3 * np.sin(2 * np.pi * f * t * (1 + 0.2 * t)) for f in (440, 1000, 1500, 700, 300, 200)[:channels]], 1)
+    return np.stack(
+        [
+            0.3 * np.sin(2 * np.pi * f * t * (1 + 0.2 * t))
+            for f in (440, 1000, 1500, 700, 300, 200)[:channels]
+        ],
+        1,
+    )
 
 
 def ffmpeg(path: pathlib.Path, channels: int) -> np.ndarray:
@@ -50,7 +58,18 @@ READ = {
     "OGG": {"VORBIS", "OPUS"},
     "RF64": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
     "W64": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
-    "WAV": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM"},
+    "WAV": {
+        "PCM_U8",
+        "PCM_16",
+        "PCM_24",
+        "PCM_32",
+        "FLOAT",
+        "DOUBLE",
+        "ULAW",
+        "ALAW",
+        "IMA_ADPCM",
+        "MS_ADPCM",
+    },
     "WAVEX": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
 }
 
@@ -63,12 +82,17 @@ def test_a_format_of_libsndfile_is_read_to_its_length_or_refused(tmp_path, kind,
         rate = 48_000 if subtype == "OPUS" else RATE
         try:
             soundfile.write(path, tones(channels), rate, format=kind, subtype=subtype)
-        except (soundfile.LibsndfileError, ValueError):  # the format does not have this number of channels
+        # the format does not have this number of channels
+        except (soundfile.LibsndfileError, ValueError):
             continue
         try:
             wave, found, frames = _rust.decode(path.read_bytes())
         except ValueError as error:
-            assert REMEDY in str(error) or str(error).startswith("not a WAV"), (kind, subtype, error)
+            assert REMEDY in str(error) or str(error).startswith("not a WAV"), (
+                kind,
+                subtype,
+                error,
+            )
             assert subtype not in READ.get(kind, ()), (kind, subtype, error)
             continue
         expected, _ = soundfile.read(path, always_2d=True)
@@ -102,7 +126,12 @@ ENCODED = [
     ("in24.mov", ["-c:a", "pcm_s24be"], 0, "in24"),
     ("five.m4a", ["-c:a", "aac", "-ac", "6"], 0, "AAC of more than 2 channels"),
     ("empty_moov.mp4", ["-c:a", "aac", "-movflags", "frag_keyframe+empty_moov"], 0, "fragmented"),
-    ("moof.mp4", ["-c:a", "aac", "-movflags", "frag_keyframe+default_base_moof", "-frag_duration", "50000"], 0, "fragmented"),
+    (
+        "moof.mp4",
+        ["-c:a", "aac", "-movflags", "frag_keyframe+default_base_moof", "-frag_duration", "50000"],
+        0,
+        "fragmented",
+    ),
     ("flac.mp4", ["-c:a", "flac", "-strict", "-2"], 0, "fLaC"),
     ("opus.mp4", ["-c:a", "libopus", "-ar", "48000"], 0, "Opus"),
     ("a.aac", ["-c:a", "aac"], 0, "AAC in ADTS"),
@@ -119,11 +148,35 @@ ENCODED = [
 
 
 @needs_ffmpeg
-@pytest.mark.parametrize("name, arguments, slack, refused", ENCODED, ids=[each[0] for each in ENCODED])
-def test_a_format_of_ffmpeg_is_read_to_its_length_or_refused(tmp_path, name, arguments, slack, refused):
+@pytest.mark.parametrize(
+    "name, arguments, slack, refused", ENCODED, ids=[each[0] for each in ENCODED]
+)
+def test_a_format_of_ffmpeg_is_read_to_its_length_or_refused(
+    tmp_path, name, arguments, slack, refused
+):
     path = tmp_path / name
-    raw = ["ffmpeg", "-v", "error", "-f", "f32le", "-ar", str(RATE), "-ac", "2", "-i", "-", *arguments, str(path)]
-    made = subprocess.run(raw, input=tones(2, 22_051).astype("<f4").tobytes(), capture_output=True, timeout=60, check=False)
+    raw = [
+        "ffmpeg",
+        "-v",
+        "error",
+        "-f",
+        "f32le",
+        "-ar",
+        str(RATE),
+        "-ac",
+        "2",
+        "-i",
+        "-",
+        *arguments,
+        str(path),
+    ]
+    made = subprocess.run(
+        raw,
+        input=tones(2, 22_051).astype("<f4").tobytes(),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     if made.returncode:
         pytest.skip(f"this ffmpeg does not write it: {made.stderr.decode()[-80:]}")
     if refused:
@@ -149,24 +202,53 @@ def cut_files(kind: str, folder: pathlib.Path) -> dict[str, bytes]:
             )
     for name, arguments, _, refused in ENCODED if kind == "ffmpeg" and FFMPEG else ():
         for more in (
-            ([], ["-movflags", "faststart"]) if name.endswith(("m4a", "mov")) and not refused else ([],) * (not refused)
+            ([], ["-movflags", "faststart"])
+            if name.endswith(("m4a", "mov")) and not refused
+            else ([],) * (not refused)
         ):
-            command = ["ffmpeg", "-v", "error", "-y", "-f", "f32le", "-ar", str(RATE), "-ac", "2", "-i", "-", *arguments, *more]
+            command = [
+                "ffmpeg",
+                "-v",
+                "error",
+                "-y",
+                "-f",
+                "f32le",
+                "-ar",
+                str(RATE),
+                "-ac",
+                "2",
+                "-i",
+                "-",
+                *arguments,
+                *more,
+            ]
             path = folder / name
             data = wave.astype("<f4").tobytes()
-            if not subprocess.run([*command, str(path)], input=data, capture_output=True, timeout=60, check=False).returncode:
+            if not subprocess.run(
+                [*command, str(path)], input=data, capture_output=True, timeout=60, check=False
+            ).returncode:
                 found[f"{name} {' '.join(more)}"] = path.read_bytes()
     return found
 
 
 @pytest.mark.parametrize("kind", [*READ, "ffmpeg"])
-def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_refused(tmp_path, kind):
+def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_refused(
+    tmp_path, kind
+):
     path = tmp_path / "cut"
     for name, data in cut_files(kind, tmp_path).items():
         whole = _rust.decode(data)[0]
         path.write_bytes(data)
         assert _rust.recording_doubts(path)[0] <= len(whole), name
-        for size in (len(data) - 1, len(data) - 10, len(data) * 9 // 10, len(data) // 2, 100, 60, 20):
+        for size in (
+            len(data) - 1,
+            len(data) - 10,
+            len(data) * 9 // 10,
+            len(data) // 2,
+            100,
+            60,
+            20,
+        ):
             path.write_bytes(data[:size])
             try:
                 _, frames, *_ = _rust.recording_info(path)
@@ -174,8 +256,12 @@ def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_
                 assert not str(error).startswith("not a") or size <= 100, (name, size, error)
                 continue
             wave = _rust.decode(data[:size])[0]  # of its whole length
-            assert frames == len(wave) < len(whole) and _rust.recording_doubts(path)[0] > frames, (name, size)
-            assert size < len(data) - 10 or len(whole) - frames < 48_000, (name, size)  # a page of Ogg: up to a second
+            assert frames == len(wave) < len(whole) and _rust.recording_doubts(path)[0] > frames, (
+                name,
+                size,
+            )
+            # a page of Ogg: up to a second
+            assert size < len(data) - 10 or len(whole) - frames < 48_000, (name, size)
             assert abs(wave - whole[:frames]).max() < 1e-4, (name, size)
 
 
@@ -188,18 +274,33 @@ ZEROS = bytes(8192)
 TAG = b"TAG" + bytes(5000)
 
 
-def wav(stated: int | None, data: bytes, after: bytes = b"", tag: int = 1, bits: int = 16, block: int | None = None) -> bytes:
+def wav(
+    stated: int | None,
+    data: bytes,
+    after: bytes = b"",
+    tag: int = 1,
+    bits: int = 16,
+    block: int | None = None,
+) -> bytes:
     block = bits // 8 if block is None else block
     form = struct.pack("<HHIIHH", tag, 1, RATE, RATE * block, block, bits)
     stated = len(data) if stated is None else stated
     return (
-        b"RIFF" + struct.pack("<I", (36 + stated) & 0xFFFFFFFF) + b"WAVEfmt \x10\0\0\0" + form
-        + b"data" + struct.pack("<I", stated) + data + after
-    )  # fmt: skip
+        b"RIFF"
+        + struct.pack("<I", (36 + stated) & 0xFFFFFFFF)
+        + b"WAVEfmt \x10\0\0\0"
+        + form
+        + b"data"
+        + struct.pack("<I", stated)
+        + data
+        + after
+    )
 
 
 @pytest.mark.parametrize("stated", [0, 44, 2000, 0xFFFFFFFF, 0x7FFFFFFF, None])
-@pytest.mark.parametrize("after", [b"", CHUNK, CHUNK + ZEROS, TAG], ids=["end", "chunk", "zeros", "tag"])
+@pytest.mark.parametrize(
+    "after", [b"", CHUNK, CHUNK + ZEROS, TAG], ids=["end", "chunk", "zeros", "tag"]
+)
 def test_samples_behind_a_stale_header_are_read_and_chunks_are_not(tmp_path, stated, after):
     (tmp_path / "a.wav").write_bytes(wav(stated, SAMPLES.tobytes(), after))
     wave, _, frames = _rust.decode((tmp_path / "a.wav").read_bytes())
@@ -217,7 +318,9 @@ def test_a_recording_without_samples_stays_empty():
 
 @pytest.mark.parametrize("block, bits", [(1, 16), (0, 16), (2, 12)])
 def test_a_wrong_block_is_read_as_others_read_it(block, bits):
-    assert np.array_equal(_rust.decode(wav(None, SAMPLES.tobytes(), bits=bits, block=block))[0] * 32768, SAMPLES)
+    assert np.array_equal(
+        _rust.decode(wav(None, SAMPLES.tobytes(), bits=bits, block=block))[0] * 32768, SAMPLES
+    )
 
 
 def test_24_bits_in_4_bytes_lie_at_either_end():
@@ -233,7 +336,15 @@ def test_24_bits_in_4_bytes_lie_at_either_end():
 def test_open_lengths_of_caf_and_au_go_to_the_end():
     big = SAMPLES.astype(">i2").tobytes()
     desc = struct.pack(">d4s5I", RATE, b"lpcm", 0, 2, 1, 1, 16)
-    caf = b"caff\0\x01\0\0desc" + struct.pack(">q", 32) + desc + b"data" + struct.pack(">q", -1) + bytes(4) + big
+    caf = (
+        b"caff\0\x01\0\0desc"
+        + struct.pack(">q", 32)
+        + desc
+        + b"data"
+        + struct.pack(">q", -1)
+        + bytes(4)
+        + big
+    )
     au = b".snd" + struct.pack(">5I", 24, 0xFFFFFFFF, 3, RATE, 1) + big
     for data in (caf, au):
         assert np.array_equal(_rust.decode(data)[0] * 32768, SAMPLES)
@@ -242,7 +353,10 @@ def test_open_lengths_of_caf_and_au_go_to_the_end():
 @pytest.mark.parametrize(
     "data, name",
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a Git LFS pointer.*git lfs pull"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+            "a Git LFS pointer.*git lfs pull",
+        ),
         (b"<!DOCTYPE html><title>404</title>", "a web page"),
         (bytes(9000), "a file of zeros"),
         (b"PK\x03\x04" + bytes(100), "a ZIP archive"),
@@ -265,12 +379,23 @@ def opus(seed: int, seconds: float, channels: int = 1) -> bytes:
 
 def slices_agree(data: bytes, tolerance: float = 1e-5) -> None:
     whole, _, frames = _rust.decode(data)
-    for start, length in ((0, 100), (frames // 3 - 500, 2000), (frames // 2 - 5000, 10_000), (frames - 1000, 1000)):
-        np.testing.assert_allclose(_rust.decode(data, start, length)[0], whole[start : start + length], atol=tolerance)
+    for start, length in (
+        (0, 100),
+        (frames // 3 - 500, 2000),
+        (frames // 2 - 5000, 10_000),
+        (frames - 1000, 1000),
+    ):
+        np.testing.assert_allclose(
+            _rust.decode(data, start, length)[0], whole[start : start + length], atol=tolerance
+        )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda i: opus(i, 1.0 + i / 10), lambda i: corpus.encode(corpus.noise(i, 1 + i / 10, RATE), RATE, "OGG")]
+    "make",
+    [
+        lambda i: opus(i, 1.0 + i / 10),
+        lambda i: corpus.encode(corpus.noise(i, 1 + i / 10, RATE), RATE, "OGG"),
+    ],
 )
 def test_chained_ogg_is_read_whole(make):
     parts = [make(0), make(1), make(0)]  # the last one has the serial number of the first
@@ -292,18 +417,25 @@ def test_a_long_chain_of_one_serial_number_is_found():
 @pytest.mark.parametrize(
     "data, what",
     [
-        (lambda: opus(0, 1.0) + opus(1, 1.0, 2), r"number of channels changes from 1 to 2 after 1.000 s \(joined files\)"),
         (
-            lambda: b"".join(corpus.encode(corpus.noise(0, 1, rate), rate, "OGG") for rate in (RATE, 16_000)),
+            lambda: opus(0, 1.0) + opus(1, 1.0, 2),
+            r"number of channels changes from 1 to 2 after 1.000 s \(joined files\)",
+        ),
+        (
+            lambda: b"".join(
+                corpus.encode(corpus.noise(0, 1, rate), rate, "OGG") for rate in (RATE, 16_000)
+            ),
             "rate changes from 44100 to 16000 Hz after 1.000 s",
         ),
         (
-            lambda: b"".join(corpus.encode(corpus.noise(0, 1, rate), rate, "MP3") for rate in (RATE, 16_000)),
+            lambda: b"".join(
+                corpus.encode(corpus.noise(0, 1, rate), rate, "MP3") for rate in (RATE, 16_000)
+            ),
             "rate changes from 44100 to 16000 Hz after 1.0",
         ),
     ],
     ids=["opus", "vorbis", "mp3"],
-)  # fmt: skip
+)
 def test_joined_files_of_several_rates_are_refused(data, what):
     with pytest.raises(ValueError, match=rf"{what}.*{REMEDY}"):
         _rust.decode(data())
@@ -322,10 +454,14 @@ def test_joined_mp3s_are_read_whole(tmp_path, mode):
     path = tmp_path / "joined.mp3"
     path.write_bytes(data)
     frames = _rust.decode(data)[2]
-    assert 0 <= frames / 22_050 - 6.0 < 0.3, "the parts, and the delay and padding of the encoder between them"
+    assert 0 <= frames / 22_050 - 6.0 < 0.3, (
+        "the parts, and the delay and padding of the encoder between them"
+    )
     if FFMPEG:
         extra = len(ffmpeg(path, 1)) - frames
-        assert extra in (0, 2 * 576), "which decodes the first frames of the later parts, that hold no sound"
+        assert extra in (0, 2 * 576), (
+            "which decodes the first frames of the later parts, that hold no sound"
+        )
     slices_agree(data)
 
 
@@ -367,9 +503,16 @@ def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
     tone = 0.3 * np.sin(np.arange(24_000) / 7)
     (folder / "inverted.wav").write_bytes(corpus.encode(np.stack([tone, -tone], 1), 8000))
     (folder / "stale.wav").write_bytes(wav(44, SAMPLES.tobytes() * 4))
-    assert cli.main(["index", str(folder), "--labels", "none", "--out", str(tmp_path / "index")]) == 2
+    assert (
+        cli.main(["index", str(folder), "--labels", "none", "--out", str(tmp_path / "index")]) == 2
+    )
     refused = capsys.readouterr().err
-    assert cli.main(["index", str(folder), "--out", str(tmp_path / "index"), "--on", "unreadable-file=drop"]) == 0
+    assert (
+        cli.main(
+            ["index", str(folder), "--out", str(tmp_path / "index"), "--on", "unreadable-file=drop"]
+        )
+        == 0
+    )
     assert "train: 2 rows of 2 recordings" in capsys.readouterr().out
     errors = windows.lenient()
     cut = windows.cut([str(folder)], seconds=1.0, hop=1.0, errors=errors)
@@ -392,13 +535,21 @@ DATA = SAMPLES.tobytes()
 
 
 def riff(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
-    body = b"".join(name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) & 1) for name, data in chunks)
+    body = b"".join(
+        name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) & 1)
+        for name, data in chunks
+    )
     return b"RIFF" + struct.pack("<I", 4 + len(body) if size is None else size) + b"WAVE" + body
 
 
 def float_wav() -> bytes:
     fmt = struct.pack("<HHIIHH", 3, 1, 96_000, 4 * 96_000, 4, 32)
-    return riff((b"bext", bytes(602)), (b"iXML", b"<x/>"), (b"fmt ", fmt), (b"data", (SAMPLES / 32768).astype("<f4").tobytes()))
+    return riff(
+        (b"bext", bytes(602)),
+        (b"iXML", b"<x/>"),
+        (b"fmt ", fmt),
+        (b"data", (SAMPLES / 32768).astype("<f4").tobytes()),
+    )
 
 
 def mp3(wave: np.ndarray = SAMPLES / 32768) -> bytes:
@@ -415,20 +566,28 @@ def flac() -> bytes:
 
 WHOLE = {
     "librosa/librosa#876": lambda: wav(138, DATA),
-    "librosa/librosa#749": lambda: wav(None, DATA, b"PAD " + struct.pack("<I", 30_000) + bytes(30_000)),
+    "librosa/librosa#749": lambda: wav(
+        None, DATA, b"PAD " + struct.pack("<I", 30_000) + bytes(30_000)
+    ),
     "lhotse-speech/lhotse#913": lambda: wav(0x7FFFFFFF, DATA),
     "kyutai-labs/sphn#20": lambda: wav(0xFFFFFFFF, DATA),
     "JamesHeinrich/getID3#468": lambda: b"RIFF\0\0\0\0" + wav(0, DATA)[8:],
-    "pdeljanov/Symphonia#380": lambda: riff((b"fmt ", FMT), (b"data", DATA), size=4 + 24 + len(DATA)),
+    "pdeljanov/Symphonia#380": lambda: riff(
+        (b"fmt ", FMT), (b"data", DATA), size=4 + 24 + len(DATA)
+    ),
     "pdeljanov/Symphonia#327": lambda: b"RIFF\xff\xff\xff\xff" + wav(0xFFFFFFFF, DATA)[8:],
     "pdeljanov/Symphonia#247": lambda: riff(
         (b"fmt ", struct.pack("<HHIIHH", 3, 1, RATE, 4 * RATE, 4, 32) + bytes(24)),
         (b"data", (SAMPLES / 32768).astype("<f4").tobytes()),
     ),
-    "meta-pytorch/torchcodec#1378": lambda: corpus.encode(SAMPLES / 32768, RATE, "WAV", "PCM_24") + CHUNK,
+    "meta-pytorch/torchcodec#1378": lambda: (
+        corpus.encode(SAMPLES / 32768, RATE, "WAV", "PCM_24") + CHUNK
+    ),
     "ruuda/hound#14": lambda: riff((b"fmt ", FMT + bytes(24)), (b"data", DATA)),
     "libsndfile/libsndfile#86": lambda: riff((b"fmt ", FMT), (b"smpl", bytes(32)), (b"data", DATA)),
-    "libsndfile/libsndfile#370": lambda: riff((b"fmt ", FMT), (b"LIST", bytes(393_164)), (b"data", DATA)),
+    "libsndfile/libsndfile#370": lambda: riff(
+        (b"fmt ", FMT), (b"LIST", bytes(393_164)), (b"data", DATA)
+    ),
     "FFmpeg/FFmpeg#13": lambda: riff((b"bext", bytes(603)), (b"fmt ", FMT), (b"data", DATA)),
     "mpruett/audiofile#3": lambda: riff((b"fmt ", FMT), (b"data", DATA), (b"ID3 ", bytes(9000))),
     "quodlibet/mutagen#630": lambda: id3(1000) + wav(None, DATA),
@@ -443,7 +602,11 @@ def test_a_reported_file_is_read_whole(make):
     assert frames == 5000 and np.array_equal(wave * 32768, SAMPLES)
 
 
-@pytest.mark.parametrize("head", [id3(300_000), id3(10) + id3(2000)], ids=["birdnet-team/BirdNET-Analyzer#65", "two tags"])
+@pytest.mark.parametrize(
+    "head",
+    [id3(300_000), id3(10) + id3(2000)],
+    ids=["birdnet-team/BirdNET-Analyzer#65", "two tags"],
+)
 def test_an_mp3_behind_large_tags_is_read_whole(head):
     data = mp3()
     assert np.array_equal(_rust.decode(head + data)[0], _rust.decode(data)[0])
@@ -469,12 +632,17 @@ def test_a_reported_file_is_refused_by_name(tmp_path, make, name):
 
 @pytest.mark.parametrize("others", [[1.0], [0.4], [1.7], [1.0, 1.0], [1.0] * 4, [0.5, 0.8]])
 def test_joined_flac_of_any_length_is_found(tmp_path, others):
-    parts = [corpus.encode(corpus.noise(i, seconds, RATE), RATE, "FLAC") for i, seconds in enumerate([1.0, *others])]
+    parts = [
+        corpus.encode(corpus.noise(i, seconds, RATE), RATE, "FLAC")
+        for i, seconds in enumerate([1.0, *others])
+    ]
     (tmp_path / "a").write_bytes(b"".join(parts))
     with pytest.raises(ValueError, match="joined byte by byte"):
         _rust.recording_info(tmp_path / "a")
     (tmp_path / "a").write_bytes(parts[0][: len(parts[0]) * 2 // 3])
-    assert _rust.recording_doubts(tmp_path / "a")[0] == RATE, "one that was cut short is read as far as it goes"
+    assert _rust.recording_doubts(tmp_path / "a")[0] == RATE, (
+        "one that was cut short is read as far as it goes"
+    )
 
 
 def test_recordings_that_were_cut_short_are_reported(tmp_path, capsys):
@@ -504,7 +672,9 @@ def test_m4a_of_several_tracks_and_rates(tmp_path, name, sources, refused):
     offset = ["-itsoffset", "1"] if name == "late.mp4" else []
     inputs = [each for source in sources for each in (*offset, "-f", "lavfi", "-i", source)]
     maps = [each for i in range(len(sources)) for each in ("-map", str(i))]
-    subprocess.run(["ffmpeg", "-v", "error", *inputs, *maps, "-c:a", "aac", str(path)], check=True, timeout=60)
+    subprocess.run(
+        ["ffmpeg", "-v", "error", *inputs, *maps, "-c:a", "aac", str(path)], check=True, timeout=60
+    )
     if refused:
         with pytest.raises(ValueError, match=refused):
             _rust.recording_info(path)
@@ -515,6 +685,11 @@ def test_m4a_of_several_tracks_and_rates(tmp_path, name, sources, refused):
 
 def test_channels_that_cancel_are_found_in_any_number(tmp_path):
     tone = tones()[:, 0]
-    for channels, cancels in (([tone, -tone] * 2, True), ([tone, -0.5 * tone], False), ([tone, tone], False), ([tone], False)):
+    for channels, cancels in (
+        ([tone, -tone] * 2, True),
+        ([tone, -0.5 * tone], False),
+        ([tone, tone], False),
+        ([tone], False),
+    ):
         (tmp_path / "a.flac").write_bytes(corpus.encode(np.stack(channels, 1), RATE, "FLAC"))
         assert _rust.recording_doubts(tmp_path / "a.flac") == (N, cancels)

@@ -25,7 +25,8 @@ class Attack(NamedTuple):
     beside: tuple[Callable, ...] = ()  # other inputs, which are whole
     short: int = LIGHT  # cases in CI; 0: the long form alone
     most: int = 120  # cases of the long form
-    named: tuple[str, ...] = ()  # files that the user names in the arguments: the user chooses where they link to
+    # files that the user names in the arguments: the user chooses where they link to
+    named: tuple[str, ...] = ()
 
 
 def _attack(name: str, text: str, make: Callable, *beside: Callable, **options) -> Attack:
@@ -46,16 +47,46 @@ ATTACKS = (
     _attack("compare runs", "checkpoint diff {input} {birds}", inputs.birds, inputs.birds),
     _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
     _attack("export a run", "export {input} --out {out}", inputs.birds, short=6),
-    _attack("export a run as ONNX", "export {input} --format onnx --out {out}", inputs.birds_with_head, short=2),
-    _attack("export a run for timm", "export {input} --format timm --out {out}", inputs.birds_with_head, short=0, most=60),
+    _attack(
+        "export a run as ONNX",
+        "export {input} --format onnx --out {out}",
+        inputs.birds_with_head,
+        short=2,
+    ),
+    _attack(
+        "export a run for timm",
+        "export {input} --format timm --out {out}",
+        inputs.birds_with_head,
+        short=0,
+        most=60,
+    ),
     _attack("export a language model", "export {input} --out {out}", inputs.language),
     _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=6),
     _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),
-    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=2, most=75),
     _attack(
-        "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=50
+        "embed with a run",
+        f"embed {{input}} {EMBED} {{recordings}}",
+        inputs.birds,
+        inputs.recordings,
+        short=2,
+        most=75,
     ),
-    _attack("embed with timm's", f"embed {{input}} {EMBED} {{recordings}}", inputs.timm, inputs.recordings, short=2, most=50),
+    _attack(
+        "embed with an export",
+        f"embed {{input}} {EMBED} {{recordings}}",
+        inputs.export,
+        inputs.recordings,
+        short=2,
+        most=50,
+    ),
+    _attack(
+        "embed with timm's",
+        f"embed {{input}} {EMBED} {{recordings}}",
+        inputs.timm,
+        inputs.recordings,
+        short=2,
+        most=50,
+    ),
     _attack(
         "score on a benchmark",
         "benchmark birdset HSN {birds_with_head} --data {input} --out {out} --draws 3 --batch 2",
@@ -80,7 +111,14 @@ ATTACKS = (
         short=0,
         most=30,
     ),
-    _attack("embed recordings", f"embed {{birds}} {EMBED} {{input}}", inputs.recordings, inputs.birds, short=2, most=30),
+    _attack(
+        "embed recordings",
+        f"embed {{birds}} {EMBED} {{input}}",
+        inputs.recordings,
+        inputs.birds,
+        short=2,
+        most=30,
+    ),
     _attack(
         "embed several classes",
         f"embed {{birds}} {EMBED} {{input}} --label labels --multilabel",
@@ -142,7 +180,8 @@ ATTACKS = (
     ),
     _attack(
         "index a folder",
-        "index {input} --out {out} --on duplicate-content=drop --on unreadable-file=drop --on empty-file=drop",
+        "index {input} --out {out} --on duplicate-content=drop --on unreadable-file=drop --on"
+        " empty-file=drop",
         inputs.recordings,
     ),
     _attack(
@@ -151,9 +190,22 @@ ATTACKS = (
         inputs.annotated,
         named=("labels.csv",),
     ),
-    _attack("index again", "index {annotated} --out {input}", inputs.index, inputs.annotated, short=0, most=50),
+    _attack(
+        "index again",
+        "index {annotated} --out {input}",
+        inputs.index,
+        inputs.annotated,
+        short=0,
+        most=50,
+    ),
     _attack("prepare an index", "prepare {input} --out {out}", inputs.index, short=0, most=50),
-    _attack("pictures of an index", "index --show {input} --pictures {out}", inputs.index, short=0, most=75),
+    _attack(
+        "pictures of an index",
+        "index --show {input} --pictures {out}",
+        inputs.index,
+        short=0,
+        most=75,
+    ),
     _attack("show an index", "index --show {input}", inputs.index),
     _attack("make tokens", "tokens {out} {input} --tokenizer bytes", inputs.texts),
     _attack(
@@ -177,7 +229,9 @@ ATTACKS = (
         most=50,
         named=("manifest.json",),
     ),
-    _attack("fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=3, most=50),
+    _attack(
+        "fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=3, most=50
+    ),
     _attack(
         "fit by a table",
         "fit {whole_rows} --labels {input}/labels.csv --out {out}.npz",
@@ -196,7 +250,9 @@ ATTACKS = (
         short=1,
         most=30,
     ),
-    _attack("search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=50),
+    _attack(
+        "search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=50
+    ),
     _attack(
         "search by a recording",
         "search {input} --like {annotated}/0.wav --run {birds}",
@@ -215,7 +271,13 @@ ATTACKS = (
         most=50,
         named=("head.npz",),
     ),
-    _attack("continue prompts", "generate {input} ! --tokenizer bytes --tokens 2", inputs.language, short=2, most=30),
+    _attack(
+        "continue prompts",
+        "generate {input} ! --tokenizer bytes --tokens 2",
+        inputs.language,
+        short=2,
+        most=30,
+    ),
     _attack(
         "predict with a run",
         "predict {input} {masked_film} --out {out}.nii",
@@ -225,11 +287,29 @@ ATTACKS = (
         most=30,
     ),
     _attack(
-        "predict of a film", "predict {brains} {input} --out {out}.nii", inputs.masked_film, inputs.brains, short=3, most=30
+        "predict of a film",
+        "predict {brains} {input} --out {out}.nii",
+        inputs.masked_film,
+        inputs.brains,
+        short=3,
+        most=30,
     ),
-    _attack("solve with a run", "solve {input} {puzzles}/test.csv", inputs.solver, inputs.puzzles, short=2, most=30),
     _attack(
-        "solve boards", "solve {solver} {input}/test.csv", inputs.puzzles, inputs.solver, short=3, most=30, named=("test.csv",)
+        "solve with a run",
+        "solve {input} {puzzles}/test.csv",
+        inputs.solver,
+        inputs.puzzles,
+        short=2,
+        most=30,
+    ),
+    _attack(
+        "solve boards",
+        "solve {solver} {input}/test.csv",
+        inputs.puzzles,
+        inputs.solver,
+        short=3,
+        most=30,
+        named=("test.csv",),
     ),
     _attack(
         "generate with a run",
@@ -242,18 +322,35 @@ ATTACKS = (
     _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=4),
     _attack(
         "explain a film",
-        "explain --config=configs/giblet.py:{input} --config.workdir={out} --config.data.test_share=0",
+        "explain --config=configs/giblet.py:{input} --config.workdir={out}"
+        " --config.data.test_share=0",
         inputs.film,
     ),
     _attack("list runs", "runs {input}", inputs.workdir),
-    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=30),
-    _attack("steps of two runs", "diff {input} {workdir}", inputs.workdir, inputs.workdir, short=2, most=30),
+    _attack(
+        "metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=30
+    ),
+    _attack(
+        "steps of two runs",
+        "diff {input} {workdir}",
+        inputs.workdir,
+        inputs.workdir,
+        short=2,
+        most=30,
+    ),
     _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=5),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=20),
     _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=20),
     _attack("train on the Hub's shards", f"train {BIRDS}", inputs.parquet, short=0, most=20),
-    _attack("train from an export", f"train {OTHER} {FROM}", inputs.export, inputs.recordings, short=0, most=20),
+    _attack(
+        "train from an export",
+        f"train {OTHER} {FROM}",
+        inputs.export,
+        inputs.recordings,
+        short=0,
+        most=20,
+    ),
     _attack(
         "resume a run",
         f"train {OTHER} --config.resume.path={{input}} --config.train.steps=2",
@@ -273,24 +370,55 @@ ATTACKS = (
 )
 
 PROBES = (
-    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=200),
-    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=12, most=200),
+    _attack(
+        "classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=200
+    ),
+    _attack(
+        "classes of the Hub's recordings",
+        "call class_lists {input}",
+        inputs.class_lists_parquet,
+        short=12,
+        most=200,
+    ),
     _attack("read recordings", "call recordings {input}", inputs.recordings, short=12, most=200),
-    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=200),
+    _attack(
+        "read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=200
+    ),
     _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=50),
     _attack("read an index", "call index {input}", inputs.index, short=5, most=150),
     _attack("read documents", "call documents {input}", inputs.tokens, short=12, most=200),
     _attack("read boards", "call puzzles {input}", inputs.boards, short=6, most=100),
-    _attack("read codes", "call codes {input}", inputs.codes, short=6, most=100, named=("codes.npz", "codes.parquet")),
+    _attack(
+        "read codes",
+        "call codes {input}",
+        inputs.codes,
+        short=6,
+        most=100,
+        named=("codes.npz", "codes.parquet"),
+    ),
 )
 
 HARMLESS = {
-    "replay": "it reads as `diff` and trains as `train`, which are attacked; tests/test_replay.py gives it foreign modules",
+    "replay": (
+        "it reads as `diff` and trains as `train`, which are attacked; tests/test_replay.py gives"
+        " it foreign modules"
+    ),
     "prove": "it reads only the runs that it has made",
-    "profile": "it asks a run that lives, and reads what it writes then; traces are attacked by `report`",
+    "profile": (
+        "it asks a run that lives, and reads what it writes then; traces are attacked by `report`"
+    ),
     "watch": "it serves the pages of `report`, which is attacked, until Ctrl-C",
-    "review": "it serves until it is ended: tests/workloads/bird/test_review.py gives it tables, links and requests that lie",
-    "doctor": "it reads data as `train` does, which is attacked, and in a process of its own: tests/doctor damages a shard",
+    "review": (
+        "it serves until it is ended: tests/workloads/bird/test_review.py gives it tables, links"
+        " and requests that lie"
+    ),
+    "doctor": (
+        "it reads data as `train` does, which is attacked, and in a process of its own:"
+        " tests/doctor damages a shard"
+    ),
     "sudoku": "it reads no file: its boards follow from its arguments",
-    "prepare-giblet": "FFmpeg reads its film: trusted, says docs/security.md; readers.py attacks its scans, codes and sheets",
+    "prepare-giblet": (
+        "FFmpeg reads its film: trusted, says docs/security.md; readers.py attacks its scans, codes"
+        " and sheets"
+    ),
 }

@@ -34,13 +34,64 @@ TEXTS = {  # of a JSON file
     "deep within": b'{"config": ' + b"[" * 500 + b"]" * 500 + b"}",
 }
 VALUES = (  # of an entry of a JSON file
-    None, -1, 0, 3_000_000_000, 10**30, 1.5, float("nan"), True, "x", "", "\0", "a\nb", [], {}, [1, 2], [-1], {"a": {}}, SECRET,
-    f"../../../{OUTSIDE}/secret.json", "/dev/zero", "payload", "os", "os:system", "~no-such-user/x", "x" * 5000,
-)  # fmt: skip
-NUMBERS = ("-1", "0", "1e400", "nan", "inf", "-inf", "9" * 400, "1e-320", "0x10", "1:2:3", "1_0", "٣", "1,5", "--", "")
+    None,
+    -1,
+    0,
+    3_000_000_000,
+    10**30,
+    1.5,
+    float("nan"),
+    True,
+    "x",
+    "",
+    "\0",
+    "a\nb",
+    [],
+    {},
+    [1, 2],
+    [-1],
+    {"a": {}},
+    SECRET,
+    f"../../../{OUTSIDE}/secret.json",
+    "/dev/zero",
+    "payload",
+    "os",
+    "os:system",
+    "~no-such-user/x",
+    "x" * 5000,
+)
+NUMBERS = (
+    "-1",
+    "0",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 400,
+    "1e-320",
+    "0x10",
+    "1:2:3",
+    "1_0",
+    "٣",
+    "1,5",
+    "--",
+    "",
+)
 CELLS = (  # of a table
-    *NUMBERS, SECRET, "/dev/zero", "\0", "\ud7ff", "\u202e", "'", '"', "a;b", "a\tb", "=1+1", "x" * 5000, "[" * 900,
-)  # fmt: skip
+    *NUMBERS,
+    SECRET,
+    "/dev/zero",
+    "\0",
+    "\ud7ff",
+    "\u202e",
+    "'",
+    '"',
+    "a;b",
+    "a\tb",
+    "=1+1",
+    "x" * 5000,
+    "[" * 900,
+)
 
 
 class Case(NamedTuple):
@@ -76,7 +127,9 @@ def cases(folder: pathlib.Path, *, most: int = 400, named: Sequence[str] = ()) -
 def some(folder: pathlib.Path, n: int, seed: str, *, named: Sequence[str] = ()) -> list[Case]:
     """``n`` of the damages, drawn by a seed."""
     found = cases(folder, named=named)
-    return [found[i] for i in sorted(random.Random(seed).sample(range(len(found)), min(n, len(found))))]
+    return [
+        found[i] for i in sorted(random.Random(seed).sample(range(len(found)), min(n, len(found))))
+    ]
 
 
 def make(case: Case, source: pathlib.Path, target: pathlib.Path) -> None:
@@ -95,14 +148,23 @@ def seal(folder: pathlib.Path) -> None:
         for path in sorted(folder.rglob(name)):
             if path.is_symlink() or not path.is_file():
                 continue
-            files = [p for p in sorted(path.parent.rglob("*")) if p.is_file() and not p.is_symlink() and p != path]
+            files = [
+                p
+                for p in sorted(path.parent.rglob("*"))
+                if p.is_file() and not p.is_symlink() and p != path
+            ]
             if name == "manifest.json":
-                listed = {str(p.relative_to(path.parent)): _entry(p) for p in files if p.name[0] != "."}
+                listed = {
+                    str(p.relative_to(path.parent)): _entry(p) for p in files if p.name[0] != "."
+                }
                 for apart in checksums.UNLISTED:
                     listed.pop(apart, None)
                 path.write_bytes(checksums._encode(listed))
             else:
-                lines = (f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(path.parent)}\n" for p in files)
+                lines = (
+                    f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(path.parent)}\n"
+                    for p in files
+                )
                 path.write_text("".join(lines))
 
 
@@ -117,20 +179,32 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _of_file(folder: pathlib.Path, file: pathlib.Path, is_named: bool) -> Iterator[Case]:
     content, rng = (folder / file).read_bytes(), random.Random(str(file))
-    bytes_of = {"empty": b"", "half": content[: len(content) // 2], "with more": content + b"\0" * 999}
+    bytes_of = {
+        "empty": b"",
+        "half": content[: len(content) // 2],
+        "with more": content + b"\0" * 999,
+    }
     for i in range(3):
         at = rng.randrange(max(len(content), 1))
         bytes_of[f"byte {i}"] = content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
     for i in range(3):  # lengths, counts and offsets are small numbers somewhere near the beginning
         at = rng.randrange(max(min(len(content), 400), 1))
-        bytes_of[f"word {i}"] = content[:at] + rng.choice([b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f"]) + content[at + 4 :]
+        bytes_of[f"word {i}"] = (
+            content[:at]
+            + rng.choice([b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f"])
+            + content[at + 4 :]
+        )
     tree = _json(content)
     if tree is not None:
         bytes_of |= TEXTS
     for what, new in bytes_of.items():
         yield Case(f"{file}: {what}", _writer(file, new))
     yield Case(f"{file}: missing", lambda copy: (copy / file).unlink())
-    for what, kind in (("a link out", SECRET), ("a link to a device", "/dev/zero"), ("a link to itself", file.name)):
+    for what, kind in (
+        ("a link out", SECRET),
+        ("a link to a device", "/dev/zero"),
+        ("a link to itself", file.name),
+    ):
         if is_named and kind == SECRET:
             continue
         yield Case(f"{file}: {what}", _linker(file, kind))
@@ -139,7 +213,10 @@ def _of_file(folder: pathlib.Path, file: pathlib.Path, is_named: bool) -> Iterat
     if tree is not None:
         for place in list(_places(tree)):
             for value in VALUES:
-                yield Case(f"{file}: {'.'.join(map(str, place))} = {str(value)[:20]!r}", _setter(file, place, value))
+                yield Case(
+                    f"{file}: {'.'.join(map(str, place))} = {str(value)[:20]!r}",
+                    _setter(file, place, value),
+                )
 
 
 def _json(content: bytes) -> Any:
@@ -152,7 +229,13 @@ def _json(content: bytes) -> Any:
 
 def _places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
     """The path of every entry."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         yield (*path, key)
         yield from _places(value, (*path, key))
 
@@ -170,7 +253,9 @@ def _linker(file: pathlib.Path, target: str) -> Callable[[pathlib.Path], None]:
     return apply
 
 
-def _replacer(file: pathlib.Path, make_one: Callable[[pathlib.Path], None]) -> Callable[[pathlib.Path], None]:
+def _replacer(
+    file: pathlib.Path, make_one: Callable[[pathlib.Path], None]
+) -> Callable[[pathlib.Path], None]:
     def apply(copy: pathlib.Path) -> None:
         (copy / file).unlink()
         make_one(copy / file)
@@ -201,9 +286,9 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
         if kind < 2:
             changed[at] = rng.randrange(256)
         elif kind == 2:
-            changed[at : at + 8] = rng.choice((2**31 - 1, 2**32 - 1, 2**62, 0, 2**63)).to_bytes(8, "little")[
-                : len(changed) - at
-            ]
+            changed[at : at + 8] = rng.choice((2**31 - 1, 2**32 - 1, 2**62, 0, 2**63)).to_bytes(
+                8, "little"
+            )[: len(changed) - at]
         elif kind == 3:
             changed[at : at + 4] = rng.randrange(2**32).to_bytes(4, "little")[: len(changed) - at]
         elif kind == 4:
@@ -233,7 +318,9 @@ def _of_json(name: str, content: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.1 and isinstance(node, dict):
             del node[last]
         else:
-            node[last] = rng.choice((*VALUES, node[last] * 2 if isinstance(node[last], int | str | list) else 0))
+            node[last] = rng.choice(
+                (*VALUES, node[last] * 2 if isinstance(node[last], int | str | list) else 0)
+            )
     return json.dumps(tree).encode()
 
 
@@ -256,7 +343,19 @@ def _npy(name: str, content: bytes, rng: random.Random) -> bytes:
     header = content[10 : 10 + length].decode("latin-1")
     found = list(re.finditer(r"\d+|'[^']*'|True|False", header))
     one = rng.choice(found)
-    new = rng.choice((*NUMBERS, "'O'", "'V8'", "[('a','<f4')]", "True", "2**60", "4611686018427387904", "'<U1000000000'", "()"))
+    new = rng.choice(
+        (
+            *NUMBERS,
+            "'O'",
+            "'V8'",
+            "[('a','<f4')]",
+            "True",
+            "2**60",
+            "4611686018427387904",
+            "'<U1000000000'",
+            "()",
+        )
+    )
     header = header[: one.start()] + new + header[one.end() :]
     data = header.encode("utf-8", "replace")[:65535]
     return content[:8] + len(data).to_bytes(2, "little") + data + content[10 + length :]
@@ -264,11 +363,17 @@ def _npy(name: str, content: bytes, rng: random.Random) -> bytes:
 
 def _zip(name: str, content: bytes, rng: random.Random) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as old,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         chosen = rng.choice(old.infolist()).filename
         for info in old.infolist():
             data = old.read(info)
-            new.writestr(info.filename, changed(info.filename, data, rng) if info.filename == chosen else data)
+            new.writestr(
+                info.filename,
+                changed(info.filename, data, rng) if info.filename == chosen else data,
+            )
     return out.getvalue()
 
 
@@ -295,6 +400,14 @@ def _parquet(name: str, content: bytes, rng: random.Random) -> bytes:
 
 
 INNER: dict[str, Callable[[str, bytes, random.Random], bytes]] = {
-    "json": _of_json, "jsonl": _jsonl, "safetensors": _safetensors, "npy": _npy, "npz": _zip, "xlsx": _zip, "gz": _gzip,
-    "csv": _text, "txt": _text, "parquet": _parquet,
-}  # fmt: skip
+    "json": _of_json,
+    "jsonl": _jsonl,
+    "safetensors": _safetensors,
+    "npy": _npy,
+    "npz": _zip,
+    "xlsx": _zip,
+    "gz": _gzip,
+    "csv": _text,
+    "txt": _text,
+    "parquet": _parquet,
+}

@@ -20,10 +20,17 @@ ROOT = HERE.parents[1]
 CODES = (0, 1, 2, 75, 130)  # jaxtrain.commands.arguments documents them
 SECONDS = 300  # [s] of a clock, on a shared machine: more counts as a hang
 CPU = 60  # [s] of a core
-MEMORY = 6 << 30  # [bytes] of address space beyond that of the imports; compilers and thread pools reserve much
+# [bytes] of address space beyond that of the imports; compilers and thread pools reserve much
+MEMORY = 6 << 30
 PEAK = 2 << 30  # [bytes] resident
 DESCRIPTORS = 256
-CRASHES = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "LEAKED DESCRIPTOR", "terminate called")
+CRASHES = (
+    "Traceback (most recent call last)",
+    "panicked at",
+    "Fatal Python error",
+    "LEAKED DESCRIPTOR",
+    "terminate called",
+)
 
 
 class Outcome(NamedTuple):
@@ -43,7 +50,11 @@ class Zygote:
 
     def __init__(self, cache: pathlib.Path, *, xla_flags: str = ""):
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("JAX_", "XLA_", "SLURM_"))
+            },
             "JAX_PLATFORMS": "cpu",
             "JAXTRAIN_CACHE": str(cache),
             "NO_GCE_CHECK": "true",
@@ -63,16 +74,29 @@ class Zygote:
         )
         assert self._process.stdout.readline().strip() == "ready"
 
-    def run(self, argv: list[str], folder: pathlib.Path, *, protected: pathlib.Path | None = None, codes=CODES) -> Outcome:
+    def run(
+        self,
+        argv: list[str],
+        folder: pathlib.Path,
+        *,
+        protected: pathlib.Path | None = None,
+        codes=CODES,
+    ) -> Outcome:
         """Runs jaxtrain with ``argv`` in ``folder``. It may leave nothing of ``input`` open.
 
         ``protected``: a folder whose files must not be opened, and to which nothing may be added.
         """
         log = folder / "command.log"
         request = {
-            "argv": argv, "log": str(log), "folder": str(folder), "input": str(folder / "input"),
-            "seconds": SECONDS, "cpu": CPU, "memory": MEMORY, "descriptors": DESCRIPTORS,
-        }  # fmt: skip
+            "argv": argv,
+            "log": str(log),
+            "folder": str(folder),
+            "input": str(folder / "input"),
+            "seconds": SECONDS,
+            "cpu": CPU,
+            "memory": MEMORY,
+            "descriptors": DESCRIPTORS,
+        }
         before = sorted(protected.iterdir()) if protected else []
         with Watch(before) as watch:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -115,7 +139,9 @@ class Watch:
             libc = ctypes.CDLL(None, use_errno=True)
             self._descriptor = libc.inotify_init1(self.NONBLOCK | self.CLOEXEC)
             for file in self._files:
-                self._names[libc.inotify_add_watch(self._descriptor, os.fsencode(file), self.OPENED)] = str(file)
+                self._names[
+                    libc.inotify_add_watch(self._descriptor, os.fsencode(file), self.OPENED)
+                ] = str(file)
         return self
 
     def __exit__(self, *_) -> None:

@@ -18,12 +18,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 AUDIO = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 BIRDS = dict(embed=16, depth=1, heads=1, patch=(16, 16), n_frames=32, n_mels=128, dtype="float32")
 SMALL = (
-    "--config.model.n_frames=32 --config.model.embed=16 --config.model.depth=1 --config.model.heads=1 "
-    "--config.model.patch=(16,16) --config.data.clip_seconds=0.3 --config.data.n_frames=32 --config.data.threads=1 "
-    "--config.data.label=label --config.data.test_share=0 --config.train.batch=2 --config.train.steps=1 "
-    "--config.optim.warmup=0 --config.train.eval_every=0"
+    "--config.model.n_frames=32 --config.model.embed=16 --config.model.depth=1"
+    " --config.model.heads=1 --config.model.patch=(16,16) --config.data.clip_seconds=0.3"
+    " --config.data.n_frames=32 --config.data.threads=1 --config.data.label=label"
+    " --config.data.test_share=0 --config.train.batch=2 --config.train.steps=1"
+    " --config.optim.warmup=0 --config.train.eval_every=0"
 )
-LANGUAGE = dict(embed=16, depth=1, heads=2, kv_heads=1, mlp=32, vocab=64, context=16, dtype="float32")
+LANGUAGE = dict(
+    embed=16, depth=1, heads=2, kv_heads=1, mlp=32, vocab=64, context=16, dtype="float32"
+)
 
 
 def tone(seconds: float = 0.3, rate: int = 32_000) -> bytes:
@@ -41,9 +44,15 @@ def tone(seconds: float = 0.3, rate: int = 32_000) -> bytes:
 def table(rows: int = 4, *, lists: bool = False, paths: bool = False) -> pa.Table:
     """Recordings with a class each, or a list of classes. Every other recording, or every one, is
     the path of a file."""
-    audio = [{"bytes": None if paths or i % 2 else tone(0.25), "path": f"{i}.wav"} for i in range(rows)]
+    audio = [
+        {"bytes": None if paths or i % 2 else tone(0.25), "path": f"{i}.wav"} for i in range(rows)
+    ]
     label = {"names": ["a", "b", "c"], "_type": "ClassLabel"}
-    features = {"audio": {"_type": "Audio"}, "label": label, "labels": {"feature": label, "_type": "List"}}
+    features = {
+        "audio": {"_type": "Audio"},
+        "label": label,
+        "labels": {"feature": label, "_type": "List"},
+    }
     name, values, kind = "label", [0, 1, 2, 1], pa.int64()
     if lists:
         name, values, kind = "labels", [[0, 1], [], [2], None], pa.list_(pa.int64())
@@ -64,7 +73,9 @@ def recordings(folder: pathlib.Path) -> None:
         _arrow(folder / name, table())
     for i in (1, 3):
         (folder / f"{i}.wav").write_bytes(tone(0.22))
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
 
 
 def parquet(folder: pathlib.Path) -> None:
@@ -106,7 +117,10 @@ def events(folder: pathlib.Path) -> None:
     found = table(lists=True)
     for name, values in (("start_time", [0.0, 0.1, 0.2, 0.0]), ("end_time", [0.1, 0.2, 0.3, 0.1])):
         found = found.append_column(name, pa.array(values))
-    _arrow(folder / "events.arrow", found.append_column("filepath", pa.array(["0.wav", "0.wav", "1.wav", "1.wav"])))
+    _arrow(
+        folder / "events.arrow",
+        found.append_column("filepath", pa.array(["0.wav", "0.wav", "1.wav", "1.wav"])),
+    )
 
 
 def class_lists_parquet(folder: pathlib.Path) -> None:
@@ -120,15 +134,28 @@ def sounds(folder: pathlib.Path) -> None:
     rng = np.random.default_rng(0)
     for i in range(2):
         (folder / f"{i}.wav").write_bytes(tone(0.4 + 0.2 * i))
-    audio = [{"type": "audio", "audio_url": f"{i}.wav", "offset": 0.0, "duration": 0.2} for i in range(2)]
+    audio = [
+        {"type": "audio", "audio_url": f"{i}.wav", "offset": 0.0, "duration": 0.2} for i in range(2)
+    ]
     samples = [
-        {"messages": [{"role": "user", "content": "play"}, {"role": "assistant", "content": [audio[0]]}], "start_index": 0},
-        {"messages": [{"role": "user", "content": ["what?", audio[1]]}, {"role": "assistant", "content": "a tone"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "play"},
+                {"role": "assistant", "content": [audio[0]]},
+            ],
+            "start_index": 0,
+        },
+        {
+            "messages": [
+                {"role": "user", "content": ["what?", audio[1]]},
+                {"role": "assistant", "content": "a tone"},
+            ]
+        },
     ]
     (folder / "manifest.json").write_text(json.dumps(samples))
-    codec.train(rng.normal(size=(40, 512)).astype("f4"), codebooks=2, size=16, components=8, rounds=1).save(
-        folder / "codec.npz"
-    )
+    codec.train(
+        rng.normal(size=(40, 512)).astype("f4"), codebooks=2, size=16, components=8, rounds=1
+    ).save(folder / "codec.npz")
     demo_chat.tokenizer(folder / "tokenizer.json")
 
 
@@ -146,7 +173,9 @@ def tokens(folder: pathlib.Path) -> None:
     from loaders.text import token_files
 
     documents = [np.arange(5 + i) for i in range(6)]
-    shards = [token_files.write_shard(folder, f"{i:05}", documents, [9] * 6, np.uint16) for i in range(2)]
+    shards = [
+        token_files.write_shard(folder, f"{i:05}", documents, [9] * 6, np.uint16) for i in range(2)
+    ]
     token_files.write_about(folder, vocab=64, eos=None, tokenizer=None, shards=shards)
 
 
@@ -161,7 +190,10 @@ def film(folder: pathlib.Path) -> None:
     np.save(folder / "text.npy", rng.normal(size=(10, 3)).astype("f4"))
     for name in "ab":
         np.save(folder / "fmri" / f"{name}.npy", rng.normal(size=(10, 5)).astype("f4"))
-    film_files.write(folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "features", "subjects": ["a", "b"]})
+    film_files.write(
+        folder,
+        {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "features", "subjects": ["a", "b"]},
+    )
 
 
 def boards(folder: pathlib.Path) -> None:
@@ -183,9 +215,13 @@ def embeddings(folder: pathlib.Path) -> None:
     """The output of `jaxtrain embed`."""
     n, rng = 12, np.random.default_rng(0)
     arrays = {
-        "mean": rng.normal(size=(n, 4)).astype("f4"), "label": np.arange(n) % 2, "weight": np.ones(n, "f4"),
-        "index": np.arange(n), "scores": rng.normal(size=(n, 2)).astype("f4"), "fold": np.arange(n) % 3,
-    }  # fmt: skip
+        "mean": rng.normal(size=(n, 4)).astype("f4"),
+        "label": np.arange(n) % 2,
+        "weight": np.ones(n, "f4"),
+        "index": np.arange(n),
+        "scores": rng.normal(size=(n, 2)).astype("f4"),
+        "fold": np.arange(n) % 3,
+    }
     for name, x in arrays.items():
         np.save(folder / f"{name}.npy", x)
     about = {
@@ -204,8 +240,14 @@ def whole_rows(folder: pathlib.Path) -> None:
     """Embeddings that state the places of their rows."""
     embeddings(folder)
     n = len(np.load(folder / "mean.npy"))
-    places = {"path": [f"{i % 3}.wav" for i in range(n)], "start": [0.1 * (i // 3) for i in range(n)]}
-    pq.write_table(pa.table({**places, "end": [x + 0.2 for x in places["start"]], "clock": [""] * n}), folder / "rows.parquet")
+    places = {
+        "path": [f"{i % 3}.wav" for i in range(n)],
+        "start": [0.1 * (i // 3) for i in range(n)],
+    }
+    pq.write_table(
+        pa.table({**places, "end": [x + 0.2 for x in places["start"]], "clock": [""] * n}),
+        folder / "rows.parquet",
+    )
 
 
 def head(folder: pathlib.Path) -> None:
@@ -213,7 +255,10 @@ def head(folder: pathlib.Path) -> None:
     from jaxtrain.workloads.bird.inference import heads
 
     arrays = {"w": np.ones((4, 1), "f4"), "b": np.zeros(1, "f4")}
-    heads.save(folder / "head.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("a",), "", np.ones(1, "f4")))
+    heads.save(
+        folder / "head.npz",
+        heads.Head("linear", "mean", "sigmoid", arrays, ("a",), "", np.ones(1, "f4")),
+    )
 
 
 def head_of_run(folder: pathlib.Path) -> None:
@@ -221,23 +266,37 @@ def head_of_run(folder: pathlib.Path) -> None:
     from jaxtrain.workloads.bird.inference import heads
 
     n = BIRDS["embed"]
-    arrays = {"mean": np.zeros(n, "f4"), "prototypes": np.ones((1, 2, n), "f4"), "scale": np.ones(1, "f4")}
+    arrays = {
+        "mean": np.zeros(n, "f4"),
+        "prototypes": np.ones((1, 2, n), "f4"),
+        "scale": np.ones(1, "f4"),
+    }
     arrays["b"] = np.zeros(1, "f4")
-    heads.save(folder / "head.npz", heads.Head("patches", "mean", "sigmoid", arrays, ("a",), "", np.full(1, 0.5, "f4")))
+    heads.save(
+        folder / "head.npz",
+        heads.Head("patches", "mean", "sigmoid", arrays, ("a",), "", np.full(1, 0.5, "f4")),
+    )
 
 
 def codes(folder: pathlib.Path) -> None:
     """Codes from another program."""
     np.savez(folder / "codes.npz", **{"0.wav": np.ones((2, 5), np.int16)})
-    pq.write_table(pa.Table.from_pylist([{"audio_url": "0.wav", "codes": [[1, 2], [3, 4]]}]), folder / "codes.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"audio_url": "0.wav", "codes": [[1, 2], [3, 4]]}]),
+        folder / "codes.parquet",
+    )
 
 
 def jobs(folder: pathlib.Path) -> None:
     """The notes that `jaxtrain launch` keeps about submitted jobs."""
     (folder / "slurm").mkdir()
-    (folder / "slurm" / "jobs.jsonl").write_text(json.dumps({"job": "12", "workdir": str(folder)}) + "\n")
+    (folder / "slurm" / "jobs.jsonl").write_text(
+        json.dumps({"job": "12", "workdir": str(folder)}) + "\n"
+    )
     (folder / "config.json").write_text(json.dumps({"train": {"steps": 30}}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n"
+    )
 
 
 def birds(folder: pathlib.Path) -> None:
@@ -262,7 +321,18 @@ def detected(folder: pathlib.Path) -> None:
     for place, make in ((run, birds_with_head), (source, annotated)):
         place.mkdir(exist_ok=True)
         make(place)
-    command = [sys.executable, "-m", "jaxtrain.cli", "detect", str(run), str(source), "--out", str(folder), "--batch", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain.cli",
+        "detect",
+        str(run),
+        str(source),
+        "--out",
+        str(folder),
+        "--batch",
+        "2",
+    ]
     environment = {**os.environ, "XLA_FLAGS": ""}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
 
@@ -272,7 +342,10 @@ def trained(folder: pathlib.Path) -> None:
     data = folder.parent / "trained-on" / "recordings"
     data.mkdir(parents=True, exist_ok=True)
     recordings(data)
-    config = f"--config={ROOT / 'configs' / 'xcm.py'}:{data} --config.workdir={folder} --config.train.steps=1"
+    config = (
+        f"--config={ROOT / 'configs' / 'xcm.py'}:{data} --config.workdir={folder}"
+        " --config.train.steps=1"
+    )
     command = [sys.executable, "-m", "jaxtrain.main", *config.split(), *SMALL.split()]
     environment = {**os.environ, "XLA_FLAGS": ""}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
@@ -290,9 +363,27 @@ def solver(folder: pathlib.Path) -> None:
     """A run of the recursive model on boards of 4 × 4."""
     from jaxtrain.workloads.trm import model as trm
 
-    model = dict(n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=16, heads=2, depth=1, inner_multiple=16)
-    model |= dict(puzzle_tokens=1, puzzle_embed=16, cycles_high=1, cycles_low=1, halt_steps=2, dtype="float32")
-    _run(folder, trm, model, {}, trm.make_specs, model_state={name: np.ones(16, "f4") for name in ("init_h", "init_l")})
+    model = dict(
+        n_cells=16,
+        vocab=6,
+        n_puzzles=1,
+        n_difficulties=1,
+        embed=16,
+        heads=2,
+        depth=1,
+        inner_multiple=16,
+    )
+    model |= dict(
+        puzzle_tokens=1, puzzle_embed=16, cycles_high=1, cycles_low=1, halt_steps=2, dtype="float32"
+    )
+    _run(
+        folder,
+        trm,
+        model,
+        {},
+        trm.make_specs,
+        model_state={name: np.ones(16, "f4") for name in ("init_h", "init_l")},
+    )
 
 
 def masked_film(folder: pathlib.Path) -> None:
@@ -301,7 +392,9 @@ def masked_film(folder: pathlib.Path) -> None:
 
     film(folder)
     voxels = np.load(sorted((folder / "fmri").glob("*.npy"))[0]).shape[1]
-    nibabel.save(nibabel.Nifti1Image(np.ones((voxels, 1, 1), np.uint8), np.eye(4)), folder / "mask.nii.gz")
+    nibabel.save(
+        nibabel.Nifti1Image(np.ones((voxels, 1, 1), np.uint8), np.eye(4)), folder / "mask.nii.gz"
+    )
 
 
 def brains(folder: pathlib.Path) -> None:
@@ -316,25 +409,49 @@ def brains(folder: pathlib.Path) -> None:
     source.mkdir(exist_ok=True)
     film(source)
     info = multimodal.dataset_info(multimodal.Config(path=str(source), test_share=0.0))
-    widths = dict(video_widths=(4, 4, 4), audio_widths=(4, 4), text_widths=(4, 4), trunk_widths=(4, 4), bottleneck=4)
-    widths |= dict(head_width=4, decoder_widths=(4, 4, 4, 4), decode_video_widths=(4, 4), decode_audio_widths=(4, 4))
+    widths = dict(
+        video_widths=(4, 4, 4),
+        audio_widths=(4, 4),
+        text_widths=(4, 4),
+        trunk_widths=(4, 4),
+        bottleneck=4,
+    )
+    widths |= dict(
+        head_width=4,
+        decoder_widths=(4, 4, 4, 4),
+        decode_video_widths=(4, 4),
+        decode_audio_widths=(4, 4),
+    )
     model = {**widths, "decode_text_widths": (4, 4), "dtype": "float32"}
     model |= {name: info[name] for name in (*giblet.SIZES, "audio")}
     model_state = giblet.make_model_state(giblet.Config(**model))
-    leaves = zip(specs.paths(model_state), jax.tree.leaves(model_state, is_leaf=specs.is_spec), strict=True)
-    _run(folder, giblet, model, {}, giblet.make_specs, model_state={path: np.ones(spec.shape, "f4") for path, spec in leaves})
+    leaves = zip(
+        specs.paths(model_state), jax.tree.leaves(model_state, is_leaf=specs.is_spec), strict=True
+    )
+    _run(
+        folder,
+        giblet,
+        model,
+        {},
+        giblet.make_specs,
+        model_state={path: np.ones(spec.shape, "f4") for path, spec in leaves},
+    )
 
 
 def puzzles(folder: pathlib.Path) -> None:
     """Boards as `jaxtrain sudoku` writes them."""
-    (folder / "test.csv").write_text("source,question,answer,rating\na,1.34341221434.21,1234341221434321,0\n")
+    (folder / "test.csv").write_text(
+        "source,question,answer,rating\na,1.34341221434.21,1234341221434321,0\n"
+    )
 
 
 def adapters(folder: pathlib.Path) -> None:
     """The adapters of a language model."""
     from jaxtrain.workloads.language import model as workload
 
-    given = {"blocks": {"w_q": {"w_a": np.ones((1, 2, 16), "f4"), "w_b": np.ones((1, 2, 8, 2), "f4")}}}
+    given = {
+        "blocks": {"w_q": {"w_a": np.ones((1, 2, 16), "f4"), "w_b": np.ones((1, 2, 8, 2), "f4")}}
+    }
     _run(folder, workload, LANGUAGE, {}, lambda c: {}, adapters=given)
 
 
@@ -344,7 +461,13 @@ def speech(folder: pathlib.Path) -> None:
 
     model = {**LANGUAGE, "codebooks": 2, "codebook_size": 16}
     names = ("manifest", "tokenizer", "codec")
-    data = dict(zip(names, ("sounds/manifest.json", "sounds/tokenizer.json", "sounds/codec.npz"), strict=True))
+    data = dict(
+        zip(
+            names,
+            ("sounds/manifest.json", "sounds/tokenizer.json", "sounds/codec.npz"),
+            strict=True,
+        )
+    )
     _run(folder, audio_language, model, data, audio_language.make_specs)
 
 
@@ -370,9 +493,16 @@ def birdset(folder: pathlib.Path) -> None:
     for i in range(4):
         (folder / f"{i}.wav").write_bytes(tone(0.3 + 0.01 * i))
     codes = (["a"], ["b"], [], ["a", "b"])
-    rows = [{"filepath": f"{i}.wav", "ebird_code": None, "ebird_code_multilabel": each} for i, each in enumerate(codes)]
+    rows = [
+        {"filepath": f"{i}.wav", "ebird_code": None, "ebird_code_multilabel": each}
+        for i, each in enumerate(codes)
+    ]
     schema = pa.schema(
-        [("filepath", pa.string()), ("ebird_code", pa.string()), ("ebird_code_multilabel", pa.list_(pa.string()))]
+        [
+            ("filepath", pa.string()),
+            ("ebird_code", pa.string()),
+            ("ebird_code_multilabel", pa.list_(pa.string())),
+        ]
     )
     pq.write_table(pa.Table.from_pylist(rows, schema), folder / "HSN_metadata_test_5s.parquet")
 
@@ -382,7 +512,9 @@ def clips_in_folds(folder: pathlib.Path) -> None:
     for name in ("audio", "meta"):
         (folder / name).mkdir()
     lines = [f"{fold}-{k}.wav,{fold},{k},{'ab'[k]},True" for fold in range(1, 6) for k in range(2)]
-    (folder / "meta" / "esc50.csv").write_text("\n".join(["filename,fold,target,category,esc10", *lines]) + "\n")
+    (folder / "meta" / "esc50.csv").write_text(
+        "\n".join(["filename,fold,target,category,esc10", *lines]) + "\n"
+    )
     for i, line in enumerate(lines):
         (folder / "audio" / line.partition(",")[0]).write_bytes(tone(0.3 + 0.01 * i))
 
@@ -393,8 +525,24 @@ def embedded(folder: pathlib.Path) -> None:
     for place, make in ((run, birds), (source, index)):
         place.mkdir(exist_ok=True)
         make(place)
-    command = [sys.executable, "-m", "jaxtrain.cli", "embed", str(run), "--data", str(source), "--out", str(folder)]
-    subprocess.run([*command, "--batch", "2"], cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain.cli",
+        "embed",
+        str(run),
+        "--data",
+        str(source),
+        "--out",
+        str(folder),
+    ]
+    subprocess.run(
+        [*command, "--batch", "2"],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        check=True,
+        capture_output=True,
+    )
 
 
 def _vit():
@@ -431,12 +579,19 @@ def _run(
     for name, x in (model_state or {}).items():
         arrays[f"model_state/{name}"] = _stored(Stored, x, ("model_state", *name.split("/")))
     config = {
-        "workload": workload.__package__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
-        "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},
-    }  # fmt: skip
+        "workload": workload.__package__,
+        "model": dataclasses.asdict(c),
+        "data": data,
+        "train": {"steps": 10},
+        "seed": 0,
+        "warm_start": {"source": ""},
+        "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},
+    }
     meta = {"config": config, "parameters": "abc", "versions": {"jax": "0.10"}}
     saved_steps.save_weights(str(folder), 10, arrays, data={"position": 10, "seed": 0}, meta=meta)
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n"
+    )
 
 
 def _stored(cls, x: np.ndarray, keys: tuple):
@@ -446,7 +601,11 @@ def _stored(cls, x: np.ndarray, keys: tuple):
 def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
     found = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= (
+            _flat(value, f"{prefix}{key}/")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -457,11 +616,19 @@ def workdir(folder: pathlib.Path) -> None:
 
     from jaxtrain.telemetry import goodput
 
-    (folder / "config.json").write_text(json.dumps({"workload": "x", "train": {"steps": 9}, "optim": {"lr": 1.5}}))
-    lines = [{"step": s, "split": split, "loss": 1 / s, "skipped": 0.0} for s in (1, 2, 3) for split in ("train", "test")]
+    (folder / "config.json").write_text(
+        json.dumps({"workload": "x", "train": {"steps": 9}, "optim": {"lr": 1.5}})
+    )
+    lines = [
+        {"step": s, "split": split, "loss": 1 / s, "skipped": 0.0}
+        for s in (1, 2, 3)
+        for split in ("train", "test")
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "schedule.json").write_text(json.dumps({"step": [0, 5, 9], "lr": [0.0, 1.0, 0.5]}))
-    (folder / "generations.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
+    (folder / "generations.jsonl").write_text(
+        json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n"
+    )
     line = {
         "step": 2,
         "n": 5,
@@ -473,14 +640,20 @@ def workdir(folder: pathlib.Path) -> None:
     }
     (folder / "classes.jsonl").write_text(json.dumps(line) + "\n")
     clock = goodput.Clock()
-    clock.open(str(folder), process=0, processes=1, facts={"versions": {"jax": "1"}, "commit": "abc"})
+    clock.open(
+        str(folder), process=0, processes=1, facts={"versions": {"jax": "1"}, "commit": "abc"}
+    )
     clock.close("ended")
     (folder / "logs").mkdir()
-    (folder / "logs" / "process-0.log").write_text("2026-01-01 00:00:00,000 WARNING step 2 skipped\n")
+    (folder / "logs" / "process-0.log").write_text(
+        "2026-01-01 00:00:00,000 WARNING step 2 skipped\n"
+    )
     (folder / "pictures").mkdir()
     for name in ("input_0.png", "step000002_restored_0.png"):
         Image.fromarray(np.zeros((2, 2), np.uint8)).save(folder / "pictures" / name)
-    (folder / "traces" / "steps-000001-000002-process-0" / "plugins" / "profile" / "now").mkdir(parents=True)
+    (folder / "traces" / "steps-000001-000002-process-0" / "plugins" / "profile" / "now").mkdir(
+        parents=True
+    )
     [place] = (folder / "traces").glob("*/plugins/profile/now")
     (place / "host.xplane.pb").write_bytes(xspace())
 
@@ -492,13 +665,25 @@ def xspace() -> bytes:
     def field(number: int, value: bytes | int) -> bytes:
         if isinstance(value, int):
             return bytes([number << 3, value])
-        size = bytes([len(value)]) if len(value) < 128 else bytes([len(value) & 127 | 128, len(value) >> 7])
+        size = (
+            bytes([len(value)])
+            if len(value) < 128
+            else bytes([len(value) & 127 | 128, len(value) >> 7])
+        )
         return bytes([number << 3 | 2]) + size + value
 
-    instruction = field(1, b"dot.1") + field(7, field(2, b"jit(step)/loss_and_grad/jvp(x)/dot_general"))
+    instruction = field(1, b"dot.1") + field(
+        7, field(2, b"jit(step)/loss_and_grad/jvp(x)/dot_general")
+    )
     program = field(1, field(3, field(2, instruction)))
-    kind = field(4, field(1, 1) + field(2, field(1, 1) + field(2, b"dot") + field(5, field(1, 9) + field(6, program))))
+    kind = field(
+        4,
+        field(1, 1)
+        + field(2, field(1, 1) + field(2, b"dot") + field(5, field(1, 9) + field(6, program))),
+    )
     stat = field(5, field(1, 3) + field(2, field(1, 3) + field(2, b"hlo_op")))
-    event = field(4, field(1, 1) + field(2, 5) + field(3, 100) + field(4, field(1, 3) + field(5, b"dot.1")))
+    event = field(
+        4, field(1, 1) + field(2, 5) + field(3, 100) + field(4, field(1, 3) + field(5, b"dot.1"))
+    )
     plane = field(1, field(2, b"/host:CPU") + kind + stat + field(3, field(2, b"thread") + event))
     return plane

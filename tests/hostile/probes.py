@@ -26,17 +26,29 @@ def _refused(action) -> int:
 
 def class_lists(folder: str, label: str = "labels") -> int:
     """Reads the whole column of labels of a folder of shards, as data.multilabel does."""
-    return _refused(lambda: shards_lib.read_class_lists(shards_lib.find_shards(folder, "train"), label).hot(np.arange(3)))
+    return _refused(
+        lambda: shards_lib.read_class_lists(shards_lib.find_shards(folder, "train"), label).hot(
+            np.arange(3)
+        )
+    )
 
 
 def recordings(folder: str) -> int:
     """A pass over a folder of recordings, as training reads it."""
     config = spectrogram.Config(
-        train=folder, label="label", clip_seconds=0.2, n_frames=20, test_share=0.0, bad_budget=1.0, threads=1
+        train=folder,
+        label="label",
+        clip_seconds=0.2,
+        n_frames=20,
+        test_share=0.0,
+        bad_budget=1.0,
+        threads=1,
     )
 
     def read() -> None:
-        loader = spectrogram.make_loader(config, split="train", rows=Rows(2, ((0, 2),)), seed=0, in_order=True)
+        loader = spectrogram.make_loader(
+            config, split="train", rows=Rows(2, ((0, 2),)), seed=0, in_order=True
+        )
         for _ in zip(range(4), loader, strict=False):
             pass
         for _, reason in loader.diagnostics().get("bad_list", ()):
@@ -53,18 +65,25 @@ def index(folder: str) -> int:
 def documents(folder: str) -> int:
     """A batch of a folder of token files."""
     config = tokens.Config(sources=(tokens.Source(folder),), context=8, threads=1)
-    return _refused(lambda: next(tokens.make_loader(config, split="train", rows=Rows(2, ((0, 2),)), seed=0)))
+    return _refused(
+        lambda: next(tokens.make_loader(config, split="train", rows=Rows(2, ((0, 2),)), seed=0))
+    )
 
 
 def puzzles(folder: str) -> int:
     """A batch of a folder of boards in numpy's files."""
     config = sudoku.Config(sources=(sudoku.Source(path=folder),))
-    return _refused(lambda: next(sudoku.make_loader(config, split="train", rows=Rows(2, ((0, 2),)), seed=0)))
+    return _refused(
+        lambda: next(sudoku.make_loader(config, split="train", rows=Rows(2, ((0, 2),)), seed=0))
+    )
 
 
 def codes(folder: str) -> int:
     """The tables of codes in a folder."""
-    return max(_refused(lambda p=path: codec.read_many(p)) for path in sorted(pathlib.Path(folder).iterdir()))
+    return max(
+        _refused(lambda p=path: codec.read_many(p))
+        for path in sorted(pathlib.Path(folder).iterdir())
+    )
 
 
 def problems(folder: str) -> int:

@@ -48,21 +48,46 @@ from tests.hostile import damage, inputs, probes
 from tests.hostile.harness import ROOT, Watch
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
-MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to its memory for whole files
+# [bytes] that all damaged files of a reader together may add to its memory for whole files
+MEMORY = 600 << 20
 REFUSALS = (
-    DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError,
-    chatml.ExampleError, WorkdirError,
-)  # fmt: skip
+    DataError,
+    stored.StoredError,
+    warm_start.WarmStartError,
+    InferenceError,
+    hugging_face.HuggingFaceError,
+    chatml.ExampleError,
+    WorkdirError,
+)
 # The paths that a reader opens besides its files: those of the program, of the cache, and those
 # that Python looks up in the system.
 INSTALLED = tuple(
     pathlib.Path(os.path.realpath(path))
-    for path in (sys.prefix, sys.base_prefix, ROOT, machine.cache_folder(), "/etc", "/proc", "/sys", "/usr", "/dev/null")
+    for path in (
+        sys.prefix,
+        sys.base_prefix,
+        ROOT,
+        machine.cache_folder(),
+        "/etc",
+        "/proc",
+        "/sys",
+        "/usr",
+        "/dev/null",
+    )
 )
-FORBIDDEN = ("pickle.find_class", "subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.exec", "socket.connect")
+FORBIDDEN = (
+    "pickle.find_class",
+    "subprocess.Popen",
+    "os.system",
+    "os.posix_spawn",
+    "os.fork",
+    "os.exec",
+    "socket.connect",
+)
 
 
-HEARD, TEMPORARY = "heard-for-index", "temporary"  # next to the readers' folders: recordings, and files that openpyxl unpacks
+# next to the readers' folders: recordings, and files that openpyxl unpacks
+HEARD, TEMPORARY = "heard-for-index", "temporary"
 
 
 class Reader(NamedTuple):
@@ -88,15 +113,32 @@ def tables(folder: pathlib.Path) -> None:
     """Annotations of every kind that `jaxtrain index` reads."""
     for i in range(3):
         (folder / f"{i}.wav").write_bytes(inputs.tone(0.1))
-    (folder / "labels.csv").write_text("file,start,end,label\n0.wav,0.0,0.05,a\n1.wav,0.01,0.05,\"['a', 'b']\"\n")
-    (folder / "semicolons.csv").write_bytes("file;start;end;label\n0.wav;0,0;0,05;Bl\xe4\n".encode("latin-1"))
+    (folder / "labels.csv").write_text(
+        "file,start,end,label\n0.wav,0.0,0.05,a\n1.wav,0.01,0.05,\"['a', 'b']\"\n"
+    )
+    (folder / "semicolons.csv").write_bytes(
+        "file;start;end;label\n0.wav;0,0;0,05;Bl\xe4\n".encode("latin-1")
+    )
     (folder / "0.selections.txt").write_text(
-        "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tLow Freq (Hz)\tSpecies\n1\ts\t1\t0\t0.05\t100\ta\n"
+        "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tLow Freq"
+        " (Hz)\tSpecies\n1\ts\t1\t0\t0.05\t100\ta\n"
     )
     (folder / "1.txt").write_text("0.0\t0.05\ta\n0.01\t0.05\tb\n")
-    (folder / "id.csv").write_text("INDIR,FOLDER,IN FILE,OFFSET,DURATION,MANUAL ID\n,,2.wav,0,0.05,a\n")
+    (folder / "id.csv").write_text(
+        "INDIR,FOLDER,IN FILE,OFFSET,DURATION,MANUAL ID\n,,2.wav,0,0.05,a\n"
+    )
     (folder / "list.txt").write_text("0.wav\n1.wav\n")
-    found = [{"id": "1", "gen": "a", "sp": "b", "file-name": "0.wav", "time": "10:00", "date": "2020-01-01", "lat": "1.0"}]
+    found = [
+        {
+            "id": "1",
+            "gen": "a",
+            "sp": "b",
+            "file-name": "0.wav",
+            "time": "10:00",
+            "date": "2020-01-01",
+            "lat": "1.0",
+        }
+    ]
     (folder / "xc.json").write_text(json.dumps({"recordings": found}))
 
 
@@ -129,22 +171,46 @@ def indexed(folder: pathlib.Path) -> None:
     inputs.annotated(heard)
     made = folder / "made"
     reading = columns.Options(audio=str(heard))
-    indexing.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), errors=Errors())
+    indexing.make(
+        [str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), errors=Errors()
+    )
 
 
 def configs(folder: pathlib.Path) -> None:
     """A config.json from other projects' models."""
     llama = dict(
-        model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, vocab_size=64, max_position_embeddings=16, rms_norm_eps=1e-5, rope_theta=10000.0, head_dim=8,
-        tie_word_embeddings=True, hidden_act="silu",
-        rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                      "original_max_position_embeddings": 8},
-    )  # fmt: skip
+        model_type="llama",
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        vocab_size=64,
+        max_position_embeddings=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        head_dim=8,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    )
     gpt2 = dict(
-        model_type="gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=16, vocab_size=64, activation_function="gelu_new",
-        layer_norm_epsilon=1e-5, n_inner=None,
-    )  # fmt: skip
+        model_type="gpt2",
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=16,
+        vocab_size=64,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        n_inner=None,
+    )
     for name, content in (("llama", llama), ("gpt2", gpt2)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(content))
@@ -273,7 +339,11 @@ READERS = (
     Reader("a head", inputs.head, lambda folder: heads.read(folder / "head.npz")),
     Reader("embeddings", inputs.whole_rows, read_embeddings),
     Reader("boards", inputs.boards, _probe(probes.puzzles)),
-    Reader("puzzles", inputs.puzzles, lambda folder: solve.read_puzzles(str(folder / "test.csv"), "sudoku4", 4)),
+    Reader(
+        "puzzles",
+        inputs.puzzles,
+        lambda folder: solve.read_puzzles(str(folder / "test.csv"), "sudoku4", 4),
+    ),
     Reader("documents", inputs.tokens, _probe(probes.documents)),
     Reader("records of a run", inputs.workdir, read_report),
 )
@@ -300,7 +370,10 @@ def watched(folder: pathlib.Path) -> Iterator[None]:
     outside = folder.parent / damage.OUTSIDE
     _may_open[:] = [
         *INSTALLED,
-        *(pathlib.Path(os.path.realpath(folder.parent / name)) for name in (folder.name, HEARD, TEMPORARY)),
+        *(
+            pathlib.Path(os.path.realpath(folder.parent / name))
+            for name in (folder.name, HEARD, TEMPORARY)
+        ),
     ]
     try:
         with Watch(sorted(outside.iterdir())) as watch:
@@ -338,13 +411,24 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
         faulthandler.dump_traceback_later(300, exit=True)
         began, text = time.process_time(), ""
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), watched(folder):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+                watched(folder),
+            ):
                 reader.read(folder)
         except REFUSALS as error:
             refused += 1
             said = plain(str(error))  # as it is printed
-            lines = said.splitlines() if not isinstance(error, warm_start.WarmStartError) else [said]  # which lists misfits
-            if len(lines) > 1 or len(said) > 9000 or (str(folder) not in said and path.name not in said):
+            # which lists misfits
+            lines = (
+                said.splitlines() if not isinstance(error, warm_start.WarmStartError) else [said]
+            )
+            if (
+                len(lines) > 1
+                or len(said) > 9000
+                or (str(folder) not in said and path.name not in said)
+            ):
                 text = f"it said {said[:500]!r}"
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked for
             text = f"it raised {type(error).__name__}: {str(error)[:300]}"
@@ -379,7 +463,15 @@ def main() -> None:
         refused, problems = attack(reader, folder / str(number), n)
         seconds = time.process_time() - began
         print(
-            json.dumps({"reader": reader.name, "refused": refused, "problems": problems, "cpu": round(seconds, 2)}), flush=True
+            json.dumps(
+                {
+                    "reader": reader.name,
+                    "refused": refused,
+                    "problems": problems,
+                    "cpu": round(seconds, 2),
+                }
+            ),
+            flush=True,
         )
     assert os.listdir(".") == before, "something was written where it ran"
 

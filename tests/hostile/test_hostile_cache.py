@@ -30,7 +30,9 @@ def damage(path, kind: str, ran) -> None:
     content = {
         "garbage": b"\x80\x04garbage" * 9,
         "a pickle": pickle.dumps(Payload(str(ran))),
-        "of other kinds": gzip.compress(b'{"arguments": "x", "temporaries": [], "peak": {}, "seconds": 0, "text": 5}'),
+        "of other kinds": gzip.compress(
+            b'{"arguments": "x", "temporaries": [], "peak": {}, "seconds": 0, "text": 5}'
+        ),
         "a bomb": gzip.compress(bytes(4 << 20)),
     }
     path.unlink()
@@ -83,14 +85,18 @@ def test_a_damaged_cache_entry_is_not_used(cache, tmp_path, kind):
     assert remote._prepare(file, copy)
     if kind != "a folder":
         damage(copy / ".a.arrow.json", kind, tmp_path / "ran")
-    assert remote._prepare(file, copy) and json.loads((copy / ".a.arrow.json").read_text()) == {"tag": "tag"}
+    assert remote._prepare(file, copy) and json.loads((copy / ".a.arrow.json").read_text()) == {
+        "tag": "tag"
+    }
     assert not (tmp_path / "ran").exists()
 
 
 def test_nothing_of_numpys_files_is_unpickled(tmp_path):
     from loaders.io import files
 
-    np.savez(tmp_path / "a.npz", x=np.array([Payload(str(tmp_path / "ran"))], object), allow_pickle=True)
+    np.savez(
+        tmp_path / "a.npz", x=np.array([Payload(str(tmp_path / "ran"))], object), allow_pickle=True
+    )
     with pytest.raises(files.FileError):
         files.arrays(tmp_path / "a.npz")
     assert not (tmp_path / "ran").exists()

@@ -51,7 +51,9 @@ def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
     content = (tmp_path / "b.npz").read_bytes()
     whole = (len(array.getvalue()) + (64 << 20)).to_bytes(4, "little")
     assert content.count(whole) == 2
-    (tmp_path / "b.npz").write_bytes(content.replace(whole, len(array.getvalue()).to_bytes(4, "little")))
+    (tmp_path / "b.npz").write_bytes(
+        content.replace(whole, len(array.getvalue()).to_bytes(4, "little"))
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(files.FileError, match="CRC"):
         files.arrays(tmp_path / "b.npz")
@@ -71,20 +73,39 @@ def scan(path, shape, content: bytes, *, offset: int = 544, kind=nibabel.Nifti1H
     return path
 
 
-@pytest.mark.parametrize("kind", [nibabel.Nifti1Header, nibabel.Nifti2Header], ids=["version 1", "version 2"])
+@pytest.mark.parametrize(
+    "kind", [nibabel.Nifti1Header, nibabel.Nifti2Header], ids=["version 1", "version 2"]
+)
 @pytest.mark.parametrize("name", ["a.nii", "a.nii.gz", "A.NII.GZ"])
 def test_a_scan_that_claims_more_than_its_file_can_hold_is_named(tmp_path, capsys, name, kind):
-    path = scan(tmp_path / name.lower(), (2000, 2000, 2000, 5), bytes(1000), kind=kind).rename(tmp_path / name)
+    path = scan(tmp_path / name.lower(), (2000, 2000, 2000, 5), bytes(1000), kind=kind).rename(
+        tmp_path / name
+    )
     (tmp_path / "other").write_bytes(b"")
     other = str(tmp_path / "other")
-    argv = ["--video", other, "--codes", other, "--embeddings", other, "--out", str(tmp_path / "out")]
+    argv = [
+        "--video",
+        other,
+        "--codes",
+        other,
+        "--embeddings",
+        other,
+        "--out",
+        str(tmp_path / "out"),
+    ]
     said = said_by(capsys, "prepare-giblet", "--fmri", str(path), *argv)
     size = path.stat().st_size
-    most = f"its {size:,} bytes cannot unpack to more than {1032 * size:,}" if "gz" in name.lower() else f"it has {size:,}"
+    most = (
+        f"its {size:,} bytes cannot unpack to more than {1032 * size:,}"
+        if "gz" in name.lower()
+        else f"it has {size:,}"
+    )
     claim = "its header claims 320,000,000,544 bytes, shape (2000, 2000, 2000, 5), and "
     assert said == f"error: {path} cannot be read: {claim}{most}\n"
     mask = scan(tmp_path / predict.MASK, (1000, 1000, 1000), b"", kind=kind)
-    with pytest.raises(files.FileError, match=f"{mask} cannot be read: its header claims 8,000,000,"):
+    with pytest.raises(
+        files.FileError, match=f"{mask} cannot be read: its header claims 8,000,000,"
+    ):
         predict.read_brain(str(tmp_path), 5)
 
 
@@ -99,7 +120,10 @@ def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monk
     monkeypatch.setattr(machine, "most_memory", lambda: 1 << 20)
     path = scan(tmp_path / "a.nii", (64, 64, 64, 8), b"")
     os.truncate(path, 544 + 8 * 64**3 * 8)
-    with pytest.raises(base.DataError, match=f"{path} takes 16,777,216 bytes for 8 volumes, and this machine has 1,048,576"):
+    with pytest.raises(
+        base.DataError,
+        match=f"{path} takes 16,777,216 bytes for 8 volumes, and this machine has 1,048,576",
+    ):
         fmri.read_volumes(path, 8)
 
 
@@ -121,28 +145,49 @@ def test_header_extensions_of_a_scan_are_not_read(tmp_path, length):
 def sheet(path, rows: str, *, packing: int = zipfile.ZIP_DEFLATED):
     """A workbook whose only sheet has these rows, in the XML of such files."""
     openpyxl.Workbook().save(path.with_suffix(".plain"))
-    with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w", packing, compresslevel=1) as file:
+    with (
+        zipfile.ZipFile(path.with_suffix(".plain")) as plain,
+        zipfile.ZipFile(path, "w", packing, compresslevel=1) as file,
+    ):
         for name in plain.namelist():
             content = plain.read(name)
             if name == "xl/worksheets/sheet1.xml":
-                head = b'<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">'
-                content = head + b'<dimension ref="A1:XFD1048576"/><sheetData>' + rows.encode() + b"</sheetData></worksheet>"
+                head = (
+                    b'<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">'
+                )
+                content = (
+                    head
+                    + b'<dimension ref="A1:XFD1048576"/><sheetData>'
+                    + rows.encode()
+                    + b"</sheetData></worksheet>"
+                )
             file.writestr(name, content)
     return path
 
 
 def cells(number: int, *values: str) -> str:
-    inside = "".join(f'<c r="{"ABC"[i]}{number}" t="inlineStr"><is><t>{x}</t></is></c>' for i, x in enumerate(values))
+    inside = "".join(
+        f'<c r="{"ABC"[i]}{number}" t="inlineStr"><is><t>{x}</t></is></c>'
+        for i, x in enumerate(values)
+    )
     return f'<row r="{number}">{inside}</row>'
 
 
 @pytest.mark.parametrize(
     "rows, packing, reason",
     [
-        (cells(2, "x" * (65 << 20)), zipfile.ZIP_DEFLATED, "at most 67,108,864 are read; save the sheet as CSV"),
+        (
+            cells(2, "x" * (65 << 20)),
+            zipfile.ZIP_DEFLATED,
+            "at most 67,108,864 are read; save the sheet as CSV",
+        ),
         (cells(2, "0", "1"), zipfile.ZIP_BZIP2, "is neither stored nor deflated"),
         (cells(1 << 40, "0", "1"), zipfile.ZIP_DEFLATED, "has more than 10,000 rows"),
-        ("".join(f'<row r="{n}"><c r="XFD{n}"><v>1</v></c></row>' for n in range(2, 200)), zipfile.ZIP_DEFLATED, "cells, with"),
+        (
+            "".join(f'<row r="{n}"><c r="XFD{n}"><v>1</v></c></row>' for n in range(2, 200)),
+            zipfile.ZIP_DEFLATED,
+            "cells, with",
+        ),
     ],
     ids=["one long cell", "bzip2", "a far row", "far columns"],
 )
@@ -189,7 +234,9 @@ def of(begin: int, end: int) -> dict:
 )
 def test_arrays_of_safetensors_have_a_place_and_a_path_each(tmp_path, capsys, header, reason):
     folder = safetensors(tmp_path / "in", header, 8)
-    assert reason in said_by(capsys, "export", "--reverse", str(folder), "--out", str(tmp_path / "out"))
+    assert reason in said_by(
+        capsys, "export", "--reverse", str(folder), "--out", str(tmp_path / "out")
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -200,16 +247,24 @@ def test_a_number_with_thousands_of_digits_is_part_of_a_name(tmp_path):
 
 def test_a_sparse_file_is_not_read_into_more_memory_than_there_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "most_memory", lambda: 1 << 20)
-    safetensors(tmp_path, {"a": {"dtype": "U8", "shape": [1, 1 << 30], "data_offsets": [0, 1 << 30]}}, 1 << 30)
+    safetensors(
+        tmp_path,
+        {"a": {"dtype": "U8", "shape": [1, 1 << 30], "data_offsets": [0, 1 << 30]}},
+        1 << 30,
+    )
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert "a: cannot be read: " in (out := capsys.readouterr().out) and "this machine has 1,048,576" in out
+    assert (
+        "a: cannot be read: " in (out := capsys.readouterr().out)
+        and "this machine has 1,048,576" in out
+    )
 
 
 @pytest.mark.parametrize(
     "name, size, ok",
     [
         ("a/0.0", 10 << 30, False),
-        ("a/0.0", (1 << 30) + (1 << 24), True),  # a chunk that does not get smaller, although the disk gave it few blocks
+        # a chunk that does not get smaller, although the disk gave it few blocks
+        ("a/0.0", (1 << 30) + (1 << 24), True),
         ("b/c/0", 10 << 30, False),
         ("b/zarr.json", 10 << 30, False),
         ("manifest.ocdbt", 10 << 30, False),
@@ -231,7 +286,9 @@ def test_a_sparse_file_is_not_given_to_tensorstore_whole(tmp_path, name, size, o
         file.truncate(size)
     if ok:
         return stored.check_files(epath.Path(tmp_path))
-    with pytest.raises(stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and its contents take at most "):
+    with pytest.raises(
+        stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and its contents take at most "
+    ):
         stored.check_files(epath.Path(tmp_path))
 
 
@@ -240,18 +297,32 @@ def test_the_size_that_an_archive_claims_for_a_member_is_bounded(tmp_path, capsy
     first, second = tarfile.TarInfo("a"), tarfile.TarInfo("b.wav")
     second.type, second.size = kind, 1 << 40
     with gzip.open(tmp_path / "a.tar.gz", "wb") as file:
-        file.write(first.tobuf(tarfile.GNU_FORMAT) + second.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
+        file.write(
+            first.tobuf(tarfile.GNU_FORMAT) + second.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)
+        )
     said = said_by(
-        capsys, "index", str(tmp_path / "a.tar.gz"), "--unpack", str(tmp_path / "in"), "--out", str(tmp_path / "out")
+        capsys,
+        "index",
+        str(tmp_path / "a.tar.gz"),
+        "--unpack",
+        str(tmp_path / "in"),
+        "--out",
+        str(tmp_path / "out"),
     )
     assert "it describes a member with 1,099,511,627,776 bytes" in said
 
 
 def test_names_in_a_trace_are_looked_through_once():
     name, scope = ".1" * 300_000 + "x", "jit(a)/" + "b" * 1_000_000
-    found = trace._summary([(name, "", 2 * i, 2 * i + 1) for i in range(1000)] + [("dot", scope, 5000, 5001)] * 5000)
+    found = trace._summary(
+        [(name, "", 2 * i, 2 * i + 1) for i in range(1000)] + [("dot", scope, 5000, 5001)] * 5000
+    )
     assert found.scopes[0][0] == "b" * 120 and found.scopes[1][0] == name
-    assert trace._short("dot.12_3", "") == "dot" and trace._short("dot1.2", "") == "dot1" and trace._short("1.2", "") == "1"
+    assert (
+        trace._short("dot.12_3", "") == "dot"
+        and trace._short("dot1.2", "") == "dot1"
+        and trace._short("1.2", "") == "1"
+    )
 
 
 def test_a_line_that_takes_all_memory_is_not_read(tmp_path, capsys, monkeypatch):
@@ -259,8 +330,17 @@ def test_a_line_that_takes_all_memory_is_not_read(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(machine, "most_memory", lambda: 2000)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n' + b"x" * 1001 + b"\n")
     (tmp_path / "a.txt").write_bytes(bytes(2001))
-    for name, reason in (("a.jsonl", "the line at byte 14 is longer than 1,000 bytes"), ("a.txt", "more than the 2,000 bytes")):
-        argv = ["tokens", str(tmp_path / f"out-{name}"), str(tmp_path / name), "--tokenizer", "bytes"]
+    for name, reason in (
+        ("a.jsonl", "the line at byte 14 is longer than 1,000 bytes"),
+        ("a.txt", "more than the 2,000 bytes"),
+    ):
+        argv = [
+            "tokens",
+            str(tmp_path / f"out-{name}"),
+            str(tmp_path / name),
+            "--tokenizer",
+            "bytes",
+        ]
         assert reason in said_by(capsys, *argv)
 
 
@@ -278,7 +358,9 @@ def test_lines_of_a_name_or_a_text_are_none_of_ours(tmp_path, capsys):
         json.dumps({"format": stored.FORMAT, "meta": meta, "config": {"a": 1}, "step": 1})
     )
     assert cli.main(["checkpoint", "inspect", str(tmp_path / "export")]) == 0
-    assert {"versions jax 1 0 problems", "parameter table x no problems"} <= set(capsys.readouterr().out.splitlines())
+    assert {"versions jax 1 0 problems", "parameter table x no problems"} <= set(
+        capsys.readouterr().out.splitlines()
+    )
 
 
 class Liar(http.server.BaseHTTPRequestHandler):
@@ -315,7 +397,10 @@ class Liar(http.server.BaseHTTPRequestHandler):
         (b'<a href="a/"><a href="b/">', "more than 20 pages of links"),
         (b'<a href="a%s.arrow">' % (b"b" * 300), "a name that no file should have"),
         (b'<a href="a.arrow"><a href="a.arrow/b.arrow">', "which lies in another file"),
-        (b'<a href="http://127.0.0.2/a.arrow"><a href="/b.arrow"><a href="../c.arrow">', "holds no Arrow or Parquet shards"),
+        (
+            b'<a href="http://127.0.0.2/a.arrow"><a href="/b.arrow"><a href="../c.arrow">',
+            "holds no Arrow or Parquet shards",
+        ),
     ],
     ids=["endless page", "endless file", "endless pages", "long", "nested", "elsewhere"],
 )

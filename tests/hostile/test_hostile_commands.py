@@ -13,15 +13,19 @@ from tests.hostile.attacks import ATTACKS, HARMLESS, PROBES
 from tests.hostile.harness import ROOT
 
 NAMED = {attack.name: attack for attack in (*ATTACKS, *PROBES)}
-PAYLOAD = "import pathlib\npathlib.Path(__file__).with_name('it-ran').write_text('')\nraise SystemExit(55)\n"
+PAYLOAD = (
+    "import pathlib\npathlib.Path(__file__).with_name('it-ran').write_text('')\nraise"
+    " SystemExit(55)\n"
+)
 
 
 def test_every_command_is_attacked():
     attacked = {attack.argv[0] for attack in ATTACKS}
     missing = set(commands.table()) - attacked - set(HARMLESS)
     assert not missing, (
-        f"`jaxtrain {sorted(missing)[0]}` is in no list of tests/hostile/attacks.py. If it reads files, add an Attack to"
-        " ATTACKS there (its arguments, and a function of inputs.py that makes a small input); else a line to HARMLESS."
+        f"`jaxtrain {sorted(missing)[0]}` is in no list of tests/hostile/attacks.py. If it reads"
+        " files, add an Attack to ATTACKS there (its arguments, and a function of inputs.py that"
+        " makes a small input); else a line to HARMLESS."
     )
     assert not (attacked | set(HARMLESS)) - set(commands.table()), "a command of the lists is gone"
 
@@ -32,7 +36,11 @@ def attack_with(attack, cases, zygote, whole, tmp_path):
     for number, case in enumerate(cases):
         place = pathlib.Path(os.path.realpath(tmp_path)) / f"case-{number}"
         _set_up(place)
-        damage.make(case, whole(attack.make), place / "input") if case else shutil.copytree(whole(attack.make), place / "input")
+        (
+            damage.make(case, whole(attack.make), place / "input")
+            if case
+            else shutil.copytree(whole(attack.make), place / "input")
+        )
         folders = {"input": place / "input", "out": place / "out", "root": ROOT}
         for make in attack.beside:
             name = make.__name__
@@ -42,7 +50,10 @@ def attack_with(attack, cases, zygote, whole, tmp_path):
         argv = [part.format(**folders) for part in attack.argv]
         outcome = zygote.run(argv, place, protected=place / damage.OUTSIDE)
         if outcome.problems or (case is None and outcome.code != 0):
-            problems.append(f"{case.name if case else 'whole'}{' (sealed)' if case and case.sealed else ''}: {outcome}")
+            problems.append(
+                f"{case.name if case else 'whole'}{' (sealed)' if case and case.sealed else ''}:"
+                f" {outcome}"
+            )
         shutil.rmtree(place)
     return problems
 
@@ -61,7 +72,11 @@ def _set_up(place: pathlib.Path) -> None:
 def test_some_damages(name, zygote, whole, tmp_path):
     attack = NAMED[name]
     problems = attack_with(
-        attack, damage.some(whole(attack.make), attack.short, name, named=attack.named), zygote, whole, tmp_path
+        attack,
+        damage.some(whole(attack.make), attack.short, name, named=attack.named),
+        zygote,
+        whole,
+        tmp_path,
     )
     assert not problems, "\n\n".join(problems)
 

@@ -22,16 +22,35 @@ HEADERS = {
     **{
         f"entry {json.dumps(entry)[:40]}": json.dumps({"a": entry}).encode()
         for entry in (
-            5, None, [], "x", {}, {**F32, "dtype": 5}, {**F32, "dtype": ["F32"]}, {**F32, "dtype": "F31"}, {**F32, "shape": 4},
-            {**F32, "shape": [-2, -2]}, {**F32, "shape": [2.0, 2]}, {**F32, "shape": [True, 4]}, {**F32, "shape": ["2", 2]},
-            {**F32, "shape": [2**62, 2**62]}, {**F32, "shape": [2**64]}, {**F32, "shape": [1] * 100}, {**F32, "shape": None},
-            {**F32, "data_offsets": [0]}, {**F32, "data_offsets": [16, 0]}, {**F32, "data_offsets": [-16, 0]},
-            {**F32, "data_offsets": [0, 2**63]}, {**F32, "data_offsets": None}, {**F32, "data_offsets": [0.0, 16.0]},
-            {**F32, "data_offsets": {"0": 0, "1": 16}}, {**F32, "data_offsets": [1, 17]},
+            5,
+            None,
+            [],
+            "x",
+            {},
+            {**F32, "dtype": 5},
+            {**F32, "dtype": ["F32"]},
+            {**F32, "dtype": "F31"},
+            {**F32, "shape": 4},
+            {**F32, "shape": [-2, -2]},
+            {**F32, "shape": [2.0, 2]},
+            {**F32, "shape": [True, 4]},
+            {**F32, "shape": ["2", 2]},
+            {**F32, "shape": [2**62, 2**62]},
+            {**F32, "shape": [2**64]},
+            {**F32, "shape": [1] * 100},
+            {**F32, "shape": None},
+            {**F32, "data_offsets": [0]},
+            {**F32, "data_offsets": [16, 0]},
+            {**F32, "data_offsets": [-16, 0]},
+            {**F32, "data_offsets": [0, 2**63]},
+            {**F32, "data_offsets": None},
+            {**F32, "data_offsets": [0.0, 16.0]},
+            {**F32, "data_offsets": {"0": 0, "1": 16}},
+            {**F32, "data_offsets": [1, 17]},
             {**F32, "shape": [0, 2**62], "data_offsets": [0, 16]},
         )
     },
-}  # fmt: skip
+}
 
 
 def write(folder: pathlib.Path, header: bytes, *, length: int | None = None) -> pathlib.Path:
@@ -66,9 +85,14 @@ def test_a_step_that_is_no_number_of_a_step_is_refused(tmp_path, step):
 
 
 def test_paths_that_lie_within_each_other_are_refused(tmp_path):
-    header = {name: {**F32, "shape": [2], "data_offsets": [at, at + 8]} for at, name in ((0, "a"), (8, "a.b"))}
+    header = {
+        name: {**F32, "shape": [2], "data_offsets": [at, at + 8]}
+        for at, name in ((0, "a"), (8, "a.b"))
+    }
     with pytest.raises(stored.StoredError, match="path of a folder"):
-        safetensors.reverse(str(write(tmp_path / "in", json.dumps(header).encode())), str(tmp_path / "out"))
+        safetensors.reverse(
+            str(write(tmp_path / "in", json.dumps(header).encode())), str(tmp_path / "out")
+        )
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/dev/zero", "", "\0", 5, None])
@@ -90,4 +114,6 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
     snapshot = repository / "snapshots" / "123"
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
-    np.testing.assert_array_equal(stored.open_safetensors(snapshot)["a"].read(()), np.zeros((2, 2), np.float32))
+    np.testing.assert_array_equal(
+        stored.open_safetensors(snapshot)["a"].read(()), np.zeros((2, 2), np.float32)
+    )

@@ -30,7 +30,18 @@ from tests.hostile.inputs import tone
         lambda: _rust.sudoku_generate(4, start=2**64 - 2),
         lambda: _rust.sudoku_solve(np.zeros((1, 81), np.uint8), threads=2**20),
     ],
-    ids=["frames", "many frames", "rate", "up", "down", "long", "puzzles", "threads", "start", "solve"],
+    ids=[
+        "frames",
+        "many frames",
+        "rate",
+        "up",
+        "down",
+        "long",
+        "puzzles",
+        "threads",
+        "start",
+        "solve",
+    ],
 )
 def test_a_size_beyond_all_bounds_is_an_error(call):
     with pytest.raises(ValueError, match="must|expected|at most|more than"):
@@ -48,7 +59,8 @@ def test_a_recording_that_claims_a_rate_beyond_bounds_is_refused_by_every_reader
 def test_a_bomb_in_a_codec_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "codec.npz", version=1, mean=np.zeros(300 << 10, np.float32))
     content = bytearray((tmp_path / "codec.npz").read_bytes())
-    at = content.rindex(b"PK\x01\x02") + 24  # the place of the array's size in the archive's directory
+    # the place of the array's size in the archive's directory
+    at = content.rindex(b"PK\x01\x02") + 24
     assert int.from_bytes(content[at : at + 4], "little") == (300 << 12) + 128
     content[at : at + 4] = (300 << 22).to_bytes(4, "little")
     (tmp_path / "codec.npz").write_bytes(content)
@@ -59,7 +71,10 @@ def test_a_bomb_in_a_codec_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"train": {"steps": 3_000_000_000}}, "config.train.steps is 3000000000; it must be at most 2147483647"),
+        (
+            {"train": {"steps": 3_000_000_000}},
+            "config.train.steps is 3000000000; it must be at most 2147483647",
+        ),
         ({"data": {"threads": 1_000_000}}, "config.data.threads is 1000000; expected 0 to 1024"),
     ],
 )
@@ -69,7 +84,9 @@ def test_numbers_of_a_config(changes, where, tmp_path):
         config_lib.from_dict({**names, "workdir": str(tmp_path), **changes})
 
 
-@pytest.mark.parametrize("field, value", [("n_frames", 10**30), ("threads", -(2**63) - 1), ("clip_seconds", 10**400)])
+@pytest.mark.parametrize(
+    "field, value", [("n_frames", 10**30), ("threads", -(2**63) - 1), ("clip_seconds", 10**400)]
+)
 def test_a_number_that_no_machine_has(field, value):
     with pytest.raises(config_lib.ConfigError, match="expected a number of at most 63 bits"):
         config_lib.section(spectrogram.Config, {field: value})
@@ -82,7 +99,9 @@ def test_a_config_file_that_returns_no_config(returned, tmp_path):
         config_lib.load(str(tmp_path / "five.py"))
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 3)), np.zeros((2, 4), np.float32), np.zeros((3, 3), np.float32)])
+@pytest.mark.parametrize(
+    "wrong", [np.zeros((2, 3)), np.zeros((2, 4), np.float32), np.zeros((3, 3), np.float32)]
+)
 def test_a_loader_that_gives_other_rows_than_it_declares_is_refused(wrong):
     class Wrong(base.Loader):
         order, fingerprint = {}, ""
@@ -91,12 +110,16 @@ def test_a_loader_that_gives_other_rows_than_it_declares_is_refused(wrong):
             return {"x": wrong}
 
     fields = {"x": base.Field((3,), np.dtype(np.float32))}
-    with pytest.raises(base.DataError, match=r"field 'x' as float.*element_spec\(\) declares float32 \[2, 3\]"):
+    with pytest.raises(
+        base.DataError, match=r"field 'x' as float.*element_spec\(\) declares float32 \[2, 3\]"
+    ):
         next(Wrong(fields, train=True, rows=base.Rows(2, ((0, 2),)), seed=0, n_batches=1))
 
 
 def test_a_size_of_a_model_has_31_bits():
-    with pytest.raises(StoredError, match="config.model.window is 3000000000; expected a number of at most 31 bits"):
+    with pytest.raises(
+        StoredError, match="config.model.window is 3000000000; expected a number of at most 31 bits"
+    ):
         run_workload.model_of({"model": {"depth": 1, "window": 3_000_000_000}})
 
 

@@ -38,7 +38,9 @@ def exchange(folder: pathlib.Path, what: str) -> None:
         a.write_bytes(b"fine")
     else:
         (folder / "b").write_bytes(b"fine")
-        a.symlink_to({"a link": outside / "a", "a device": "/dev/zero", "a link inside": folder / "b"}[what])
+        a.symlink_to(
+            {"a link": outside / "a", "a device": "/dev/zero", "a link inside": folder / "b"}[what]
+        )
 
 
 @pytest.mark.parametrize("what", ["a link", "the folder", "a pipe", "a device"])
@@ -68,7 +70,10 @@ def test_a_file_that_is_exchanged_all_the_time_is_never_another(folder):
 
     def exchanges():
         while not done.is_set():
-            for make in (lambda: other.symlink_to(folder.parent / "out" / "deep" / "a"), lambda: other.write_bytes(b"fine")):
+            for make in (
+                lambda: other.symlink_to(folder.parent / "out" / "deep" / "a"),
+                lambda: other.write_bytes(b"fine"),
+            ):
                 make()
                 other.replace(a)
 

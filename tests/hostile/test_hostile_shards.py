@@ -14,7 +14,8 @@ from tests.hostile import inputs
 from tests.hostile.damage import mutated
 from tests.hostile.harness import ROOT
 
-N = {"short": 310, "long": 12_000}  # the 303rd ended the process, as long as times were not validated
+# the 303rd ended the process, as long as times were not validated
+N = {"short": 310, "long": 12_000}
 CODE = """
 import faulthandler, json, pathlib, sys
 faulthandler.enable()
@@ -61,6 +62,10 @@ def test_a_damaged_shard_is_an_error(tmp_path, size):
     command = [sys.executable, "-c", CODE, str(tmp_path), str(N[size])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     number = (tmp_path / "number").read_text()
-    assert done.returncode == 0, f"mutation {number} ended the process ({done.returncode}): {done.stderr[-2000:]}"
+    assert done.returncode == 0, (
+        f"mutation {number} ended the process ({done.returncode}): {done.stderr[-2000:]}"
+    )
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert sum(counts.values()) == N[size] and counts["refused"] > N[size] // 10 and counts["read"] > 0
+    assert (
+        sum(counts.values()) == N[size] and counts["refused"] > N[size] // 10 and counts["read"] > 0
+    )

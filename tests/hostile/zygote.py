@@ -77,7 +77,13 @@ def serve(request: dict) -> dict:
     stopped = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
     peak = used.ru_maxrss * (1024 if sys.platform == "linux" else 1)
-    return {"code": code, "signal": stopped, "hung": hung, "cpu": used.ru_utime + used.ru_stime, "peak": peak}
+    return {
+        "code": code,
+        "signal": stopped,
+        "hung": hung,
+        "cpu": used.ru_utime + used.ru_stime,
+        "peak": peak,
+    }
 
 
 def run(request: dict) -> None:
@@ -88,7 +94,11 @@ def run(request: dict) -> None:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.chdir(request["folder"])
-    mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+    mapped = (
+        int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        if sys.platform == "linux"
+        else 0
+    )
     for what, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, request["cpu"]),
@@ -139,7 +149,9 @@ def left_open(folder: str) -> list[str]:
         except OSError:  # the descriptor of the listing itself
             continue
         # The run's own log in its workdir, which stays open to the end of its process.
-        is_log = flags & os.O_ACCMODE == os.O_WRONLY and re.fullmatch(r"process-\d+\.log", os.path.basename(target))
+        is_log = flags & os.O_ACCMODE == os.O_WRONLY and re.fullmatch(
+            r"process-\d+\.log", os.path.basename(target)
+        )
         if target.startswith(folder) and target not in mapped_files and not is_log:
             found.append(target)
     return found

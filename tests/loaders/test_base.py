@@ -19,7 +19,15 @@ class Numbers(Loader):
     def __init__(self, *, train=True, n_batches=5, **options):
         small = {"number": SCALAR, "index": SCALAR}
         large = {**small, "wide": Field((3,), np.dtype(np.float32))}
-        super().__init__(small, large, train=train, rows=Rows(BATCH, RANGES), seed=7, n_batches=n_batches, **options)
+        super().__init__(
+            small,
+            large,
+            train=train,
+            rows=Rows(BATCH, RANGES),
+            seed=7,
+            n_batches=n_batches,
+            **options,
+        )
 
     fingerprint = "digest"
     order = {"batch": BATCH}
@@ -41,7 +49,9 @@ def numbers(batch):
     return [x.tolist() for x in batch["number"]]
 
 
-@pytest.mark.parametrize("options", [{}, {"threads": 2, "ahead": 3}], ids=["asked for", "read ahead"])
+@pytest.mark.parametrize(
+    "options", [{}, {"threads": 2, "ahead": 3}], ids=["asked for", "read ahead"]
+)
 def test_a_batch_is_a_function_of_its_position(options):
     loader = Numbers(**options)
     for start in (0, 40, 3):
@@ -57,7 +67,9 @@ def test_a_batch_is_a_function_of_its_position(options):
         next(loader)
 
 
-@pytest.mark.parametrize("options", [{}, {"threads": 1, "ahead": 2}], ids=["asked for", "read ahead"])
+@pytest.mark.parametrize(
+    "options", [{}, {"threads": 1, "ahead": 2}], ids=["asked for", "read ahead"]
+)
 def test_a_test_split_ends_and_begins_again(options):
     loader = Numbers(train=False, **options)
     assert [after for after, _ in loader] == [1, 2, 3, 4, 5]
@@ -88,7 +100,12 @@ def test_methods_that_a_loader_may_leave_out_have_defaults():
     loader = Plain()
     assert loader.element_spec == loader.buckets[-1] and loader.bucket_at(3) == 0
     assert loader.population is None and loader.diagnostics() == {}
-    assert loader.state(11) == {"position": 11, "seed": 7, "fingerprint": "digest", "order": {"batch": BATCH}}
+    assert loader.state(11) == {
+        "position": 11,
+        "seed": 7,
+        "fingerprint": "digest",
+        "order": {"batch": BATCH},
+    }
 
 
 def test_a_field_that_a_loader_does_not_make_is_named():
@@ -105,14 +122,21 @@ def test_a_loader_may_set_its_fingerprint_and_order_and_lacks_them_by_name():
     with pytest.raises(AttributeError, match="fingerprint"):
         loader.state(3)
     loader.fingerprint, loader.order = "digest", {"batch": 1}
-    assert loader.state(3) == {"position": 3, "seed": 5, "fingerprint": "digest", "order": {"batch": 1}}
+    assert loader.state(3) == {
+        "position": 3,
+        "seed": 5,
+        "fingerprint": "digest",
+        "order": {"batch": 1},
+    }
 
 
 def test_epochs_draw_each_recording_once_and_once_ends():
     epoch, recording = order.epochs(3, 10, np.arange(35))
     assert epoch.tolist() == [i // 10 for i in range(35)]
     for e in range(3):
-        np.testing.assert_array_equal(recording[epoch == e], order.permutation(3, e, 10, np.arange(10)))
+        np.testing.assert_array_equal(
+            recording[epoch == e], order.permutation(3, e, 10, np.arange(10))
+        )
     np.testing.assert_array_equal(order.epochs(3, 10, np.array([27, 4]))[1], recording[[27, 4]])
     there, recording = order.once(10, np.arange(7, 13))
     assert there.tolist() == [0, 1, 2] and set(recording.tolist()) < set(range(10))

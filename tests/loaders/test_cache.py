@@ -21,7 +21,14 @@ def shards(tmp_path):
 
 def content(index):
     read = [index.encoded(row) for row in range(len(index)) if row % 5 != 3]
-    return index.labels.tolist(), index.class_names, index.fingerprint, index.first_rows.tolist(), index.paths(), read
+    return (
+        index.labels.tolist(),
+        index.class_names,
+        index.fingerprint,
+        index.first_rows.tolist(),
+        index.paths(),
+        read,
+    )
 
 
 def open_cached(shards, folder, label="label"):
@@ -57,7 +64,11 @@ def test_a_broken_cache_is_made_again(shards, tmp_path):
     good = file.read_bytes()
     rng = np.random.default_rng(0)
     cuts = [good[:size] for size in (0, 1, 17, 40, len(good) // 2, len(good) - 1)]
-    for broken in (*cuts, good + b"x", *(flip(good, int(at)) for at in rng.integers(len(good), size=200))):
+    for broken in (
+        *cuts,
+        good + b"x",
+        *(flip(good, int(at)) for at in rng.integers(len(good), size=200)),
+    ):
         file.write_bytes(broken)
         assert open_cached(shards, tmp_path / "cache") == fresh
         assert file.read_bytes() == good
@@ -69,5 +80,9 @@ def flip(data: bytes, at: int) -> bytes:
 
 def test_a_folder_that_cannot_be_written_costs_nothing(shards, tmp_path):
     (tmp_path / "file").write_text("")
-    assert open_cached(shards, tmp_path / "file" / "cache") == open_cached(shards, tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [next((tmp_path / "cache").iterdir()).name]
+    assert open_cached(shards, tmp_path / "file" / "cache") == open_cached(
+        shards, tmp_path / "cache"
+    )
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [
+        next((tmp_path / "cache").iterdir()).name
+    ]

@@ -32,7 +32,8 @@ def numbers():
 
 def test_the_delay_pattern_equals_the_originals_and_is_undone():
     g = np.load(DATA / "delay.npz")
-    size = json.loads((DATA / "config.json").read_text())["delay_bos"]  # the beginning token is the first after the codes
+    # the beginning token is the first after the codes
+    size = json.loads((DATA / "config.json").read_text())["delay_bos"]
     for i in range(len(g["shapes"])):
         codes = g[f"case{i}.codes"]
         columns = chatml.delayed(codes, size)
@@ -46,40 +47,65 @@ def test_the_delay_pattern_equals_the_originals_and_is_undone():
 
 def test_a_conversation_is_rendered_as_the_original_does():
     for case in json.loads((DATA / "chatml.json").read_text())["samples"]:
-        found = [(p.kind, p.text, p.is_label, *([p.clip.url] if p.clip else [])) for p in chatml.render(case["sample"])]
+        found = [
+            (p.kind, p.text, p.is_label, *([p.clip.url] if p.clip else []))
+            for p in chatml.render(case["sample"])
+        ]
         keys = ("kind", "text", "is_label", "audio_url")
         assert found == [tuple(s[key] for key in keys if key in s) for s in case["segments"]]
 
 
 def test_a_recipient_is_a_label_wherever_it_stands():
-    messages = [{"role": "assistant", "content": "a", "recipient": "tool"}, {"role": "user", "content": "b"}]
+    messages = [
+        {"role": "assistant", "content": "a", "recipient": "tool"},
+        {"role": "user", "content": "b"},
+    ]
     found = {p.kind: p for p in chatml.render({"messages": messages, "start_index": 2})}
-    assert found["recipient"].is_label and found["recipient"].text == "tool<|recipient|>" and not found["text"].is_label
+    assert (
+        found["recipient"].is_label
+        and found["recipient"].text == "tool<|recipient|>"
+        and not found["text"].is_label
+    )
 
 
 def test_places_and_labels_equal_the_originals(numbers):
     """The predicted codes are those of the recording at that place, even if a reference precedes
     it."""
     golden = json.loads((DATA / "config.json").read_text())
-    ids, size, codebooks = (golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks"))
+    ids, size, codebooks = (
+        golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks")
+    )
     segments = numbers["expanded.audio_out_segment"]
     for i in range(len(segments)):
-        audios = np.split(numbers[f"sample{i}.codes"], np.cumsum(numbers[f"sample{i}.code_lengths"])[:-1], axis=1)
+        audios = np.split(
+            numbers[f"sample{i}.codes"], np.cumsum(numbers[f"sample{i}.code_lengths"])[:-1], axis=1
+        )
         tokens, labels = numbers[f"sample{i}.input_ids"], numbers[f"sample{i}.label_ids"]
         x = chatml.expand(
-            tokens, labels, audios, audio_in=ids["<|AUDIO|>"], audio_out=ids["<|AUDIO_OUT|>"], size=size, codebooks=codebooks
+            tokens,
+            labels,
+            audios,
+            audio_in=ids["<|AUDIO|>"],
+            audio_out=ids["<|AUDIO_OUT|>"],
+            size=size,
+            codebooks=codebooks,
         )
         n = len(x.tokens)
         assert n == numbers["expanded.attention_mask"][i].sum()
         for name in ("tokens", "codes", "text_labels", "audio_labels"):
-            np.testing.assert_array_equal(getattr(x, name), numbers[f"expanded.{name}"][i, :n], err_msg=name)
+            np.testing.assert_array_equal(
+                getattr(x, name), numbers[f"expanded.{name}"][i, :n], err_msg=name
+            )
         t = chatml.targets(x)
         for at, wanted in zip(t.audio_at, t.audio, strict=True):
             assert segments[i, at] == segments[i, at + 1] >= 0, "never over the edge of a recording"
             known = wanted != chatml.NONE
             np.testing.assert_array_equal(wanted[known], x.codes[at + 1][known])
         np.testing.assert_array_equal(t.text, x.tokens[t.text_at + 1])
-        shape = tuple(int(v) + 3 for v in ((x.recording < 0).sum(), (x.recording >= 0).sum(), len(t.text), len(t.audio)))
+        shape = tuple(
+            int(v) + 3
+            for v in ((x.recording < 0).sum(), (x.recording >= 0).sum(), len(t.text), len(t.audio))
+        )
         row = chatml.row(x, shape, 7)
         np.testing.assert_array_equal(row["slot"][row["place"]], np.arange(len(row["slot"])))
         both = np.concatenate([row["text"], np.full(shape[1], -1)])[row["slot"]][:n]
@@ -91,7 +117,9 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
     recording is encoded again."""
     config = chat.corpus(tmp_path, n=12)
     decoded = []
-    monkeypatch.setattr(codec._rust, "decode", lambda data, *a: decoded.append(len(data)) or chat.DECODE(data, *a))
+    monkeypatch.setattr(
+        codec._rust, "decode", lambda data, *a: decoded.append(len(data)) or chat.DECODE(data, *a)
+    )
     for _ in range(2):
         loader = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
         for _ in range(2 * loader.n_batches):
@@ -103,12 +131,16 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
     kept = sorted(tmp_path.glob("*.npy"))
     assert [path.name.split(".rvq")[0] for path in kept] == ["0.wav", "1.wav", "2.wav"]
     wave, rate = soundfile.read(tmp_path / "0.wav")
-    soundfile.write(tmp_path / "0.wav", np.random.default_rng(0).uniform(-0.5, 0.5, wave.shape), rate)
+    soundfile.write(
+        tmp_path / "0.wav", np.random.default_rng(0).uniform(-0.5, 0.5, wave.shape), rate
+    )
     later = kept[0].stat().st_mtime_ns + 10**9
     os.utime(tmp_path / "0.wav", ns=(later, later))
     again = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     assert len(decoded) == 4
-    assert again.fingerprint != loader.fingerprint and again.order == loader.order, "a resume would train on other sound"
+    assert again.fingerprint != loader.fingerprint and again.order == loader.order, (
+        "a resume would train on other sound"
+    )
 
 
 def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
@@ -116,7 +148,9 @@ def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
     tools = chat_examples.tools_of(config, config.manifest)
     chat_examples.encode_all(config, config.manifest)
     whole = tools.codes(chatml.Clip("0.wav"))
-    np.testing.assert_array_equal(tools.codes(chatml.Clip("0.wav", offset=0.2, duration=0.4)), whole[:, 5:15])
+    np.testing.assert_array_equal(
+        tools.codes(chatml.Clip("0.wav", offset=0.2, duration=0.4)), whole[:, 5:15]
+    )
     raw = chat.base64_of(tmp_path / "0.wav")
     codec.encode(codec.Source(None, raw), chat_examples.open_codec(config), str(tmp_path / "cache"))
     found = np.load(next((tmp_path / "cache").glob("*.npy")))
@@ -131,7 +165,9 @@ def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
     info = chat_audio.dataset_info(config)
-    assert len(loader.buckets) == 3 == len(info["buckets"]) and loader.buckets[-1] == chat_audio.element_spec(config)
+    assert len(loader.buckets) == 3 == len(info["buckets"]) and loader.buckets[
+        -1
+    ] == chat_audio.element_spec(config)
     assert sum(b[-1] for b in info["buckets"]) == pytest.approx(1)
     seen, batches = {}, []
     for position in range(60):
@@ -140,20 +176,27 @@ def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
         assert after == position + 1
         batches.append(batch)
         for name, field in loader.buckets[shape].items():
-            assert batch[name][0].shape == (4, *field.shape) and batch[name][0].dtype == field.dtype, name
+            assert (
+                batch[name][0].shape == (4, *field.shape) and batch[name][0].dtype == field.dtype
+            ), name
         for index, epoch in zip(batch["index"][0], batch["epoch"][0], strict=True):
             seen.setdefault((shape, int(epoch)), []).append(int(index))
     first = [set(seen[shape, 0]) for shape in range(3)]
     assert sum(map(len, first)) == 40 and set.union(*first) == set(range(40))
     for (shape, _), indices in seen.items():
         assert len(set(indices)) == len(indices) and set(indices) <= first[shape]
-    halves = [chat_audio.make_loader(config, split="train", rows=one(4, r), seed=3) for r in (((0, 2),), ((2, 3), (3, 4)))]
+    halves = [
+        chat_audio.make_loader(config, split="train", rows=one(4, r), seed=3)
+        for r in (((0, 2),), ((2, 3), (3, 4)))
+    ]
     for half in halves:
         half.seek(50)
     for position in range(50, 60):
         parts = [next(half)[1] for half in halves]
         for name, whole in batches[position].items():
-            np.testing.assert_array_equal(np.concatenate([x for part in parts for x in part[name]]), whole[0], err_msg=name)
+            np.testing.assert_array_equal(
+                np.concatenate([x for part in parts for x in part[name]]), whole[0], err_msg=name
+            )
 
 
 def test_an_evaluation_has_every_sample_once_and_padding_that_counts_for_nothing(tmp_path):
@@ -166,7 +209,11 @@ def test_an_evaluation_has_every_sample_once_and_padding_that_counts_for_nothing
             assert (batch[name][0][weight == 0] < 0).all()
     train = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     ids = {i for _ in range(40) for i in next(train)[1]["index"][0].tolist()}
-    assert sorted(found) == sorted(set(found)) and set(found) | ids == set(range(23)) and not set(found) & ids
+    assert (
+        sorted(found) == sorted(set(found))
+        and set(found) | ids == set(range(23))
+        and not set(found) & ids
+    )
 
 
 def test_scales_make_the_means_of_the_global_batch(tmp_path):
@@ -176,7 +223,8 @@ def test_scales_make_the_means_of_the_global_batch(tmp_path):
     assert (scale == scale[0]).all()
     n_text, n_audio = ((batch[name][0] >= 0).sum() for name in ("text_target", "audio_target"))
     assert scale[0, 0] == pytest.approx(4 / n_text)
-    np.testing.assert_allclose(scale[0, 1:], 4 / n_audio)  # over 2 codebooks, each with half of the labels
+    # over 2 codebooks, each with half of the labels
+    np.testing.assert_allclose(scale[0, 1:], 4 / n_audio)
 
 
 def test_buckets_are_those_with_the_least_padding():
@@ -189,7 +237,11 @@ def test_buckets_are_those_with_the_least_padding():
     costs = [cost(buckets.partition(sizes, n)) for n in range(1, 6)]
     assert costs == sorted(costs, reverse=True) and costs[1] < 0.7 * costs[0]
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
-    best = min(cost([by_length[:a], by_length[a:b], by_length[b:]]) for a in range(1, 17) for b in range(a + 1, 18))
+    best = min(
+        cost([by_length[:a], by_length[a:b], by_length[b:]])
+        for a in range(1, 17)
+        for b in range(a + 1, 18)
+    )
     assert costs[2] == best
 
 
@@ -234,22 +286,37 @@ def test_codes_that_were_made_elsewhere(tmp_path):
     np.savez(tmp_path / "codes.npz", **codes)
     table = pa.table({"audio_url": list(codes), "codes": [x.tolist() for x in codes.values()]})
     pq.write_table(table, tmp_path / "codes.parquet")
-    with pa.OSFile(str(tmp_path / "codes.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(tmp_path / "codes.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
     np.save(tmp_path / "all.npy", np.concatenate(list(codes.values()), axis=1))
     (expected,) = [next(chat_audio.make_loader(config, split="train", rows=one(), seed=0))[1]]
     other = dataclasses.replace(config, codec="", codebooks=2, codebook_size=chat.SIZE)
     for name in ("codes.npz", "codes.parquet", "codes.arrow"):
         _, found = next(
-            chat_audio.make_loader(dataclasses.replace(other, codes=str(tmp_path / name)), split="train", rows=one(), seed=0)
+            chat_audio.make_loader(
+                dataclasses.replace(other, codes=str(tmp_path / name)),
+                split="train",
+                rows=one(),
+                seed=0,
+            )
         )
         for field, x in expected.items():
             np.testing.assert_array_equal(found[field][0], x[0], err_msg=field)
-    own = dataclasses.replace(other, codec="tests.support.chat:loudness", cache=str(tmp_path / "own"))
+    own = dataclasses.replace(
+        other, codec="tests.support.chat:loudness", cache=str(tmp_path / "own")
+    )
     loader = chat_audio.make_loader(own, split="train", rows=one(), seed=0)
-    assert len(list((tmp_path / "own").glob("*chat.loudness.npy"))) == 3 and next(loader)[1]["codes"][0].max() > 0
+    assert (
+        len(list((tmp_path / "own").glob("*chat.loudness.npy"))) == 3
+        and next(loader)[1]["codes"][0].max() > 0
+    )
     with pytest.raises(DataError, match="at most|cannot be used"):
-        chat_audio.dataset_info(dataclasses.replace(own, codebook_size=1, cache=str(tmp_path / "small")))
+        chat_audio.dataset_info(
+            dataclasses.replace(own, codebook_size=1, cache=str(tmp_path / "small"))
+        )
 
 
 @pytest.mark.parametrize(
@@ -299,10 +366,14 @@ def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, caps
     chat.corpus(tmp_path, n=12)
     command = [str(tmp_path / "manifest.json"), "--codec", str(tmp_path / "codec.npz")]
     assert encode_audio.main(command) == 0
-    assert capsys.readouterr().out.startswith("3 recordings encoded, 0 were there already, 0 could not be encoded; ")
+    assert capsys.readouterr().out.startswith(
+        "3 recordings encoded, 0 were there already, 0 could not be encoded; "
+    )
     before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     assert encode_audio.main(command) == 0
-    assert capsys.readouterr().out.startswith("0 recordings encoded, 3 were there already, 0 could not be encoded; ")
+    assert capsys.readouterr().out.startswith(
+        "0 recordings encoded, 3 were there already, 0 could not be encoded; "
+    )
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
 
 

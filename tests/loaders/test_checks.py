@@ -40,7 +40,9 @@ def test_an_unknown_name_comes_with_those_that_are_allowed_and_the_nearest():
     assert found(checks.choice, "cosin", allowed) == [
         ("a", "is 'cosin'; expected one of: constant, cosine; did you mean 'cosine'?")
     ]
-    assert found(checks.choice, "x", allowed) == [("a", "is 'x'; expected one of: constant, cosine")]
+    assert found(checks.choice, "x", allowed) == [
+        ("a", "is 'x'; expected one of: constant, cosine")
+    ]
     assert found(checks.choice, 3, (4, 8)) == [("a", "is 3; expected one of: 4, 8")]
 
 

@@ -19,7 +19,12 @@ def chirps(seed, seconds=1.0, rate=32_000):
     rng = np.random.default_rng(seed)
     t = np.arange(int(rate * seconds)) / rate
     f = rng.uniform(300, 3000) * np.exp(rng.uniform(-1, 1) * t)
-    x = rng.uniform(0.1, 0.5) * np.sin(2 * np.pi * np.cumsum(f) / rate) * (1 + np.sin(2 * np.pi * rng.uniform(2, 8) * t)) / 2
+    x = (
+        rng.uniform(0.1, 0.5)
+        * np.sin(2 * np.pi * np.cumsum(f) / rate)
+        * (1 + np.sin(2 * np.pi * rng.uniform(2, 8) * t))
+        / 2
+    )
     return (x + 0.003 * rng.normal(size=len(t))).astype("f4")
 
 
@@ -49,7 +54,9 @@ def test_every_codebook_makes_the_error_smaller_also_of_sound_it_has_not_learned
     each, alone = codec.errors(learned, x)
     assert alone > each[0] > each[1] > each[2] > each[3] and each[3] < 0.6 * alone
     again = learned.decode(learned.quantise(x).T)
-    assert each[3] == pytest.approx(float(np.sqrt(((again.reshape(x.shape) - x) ** 2).mean())), rel=1e-5)
+    assert each[3] == pytest.approx(
+        float(np.sqrt(((again.reshape(x.shape) - x) ** 2).mean())), rel=1e-5
+    )
 
 
 def test_codes_are_the_nearest_entries(learned):
@@ -57,7 +64,9 @@ def test_codes_are_the_nearest_entries(learned):
     codes = learned.encode(chirps(7), 32_000)
     for k, book in enumerate(learned.books):
         brute = ((rest[:, None] - book[None]) ** 2).sum(-1)
-        np.testing.assert_allclose(brute[np.arange(len(rest)), codes[k]], brute.min(1), rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            brute[np.arange(len(rest)), codes[k]], brute.min(1), rtol=1e-3, atol=1e-3
+        )
         rest = rest - book[codes[k]]
 
 
@@ -89,15 +98,32 @@ def test_the_tools_train_encode_and_play(tmp_path, capsys):
         soundfile.write(tmp_path / f"{i}.wav", chirps(i, 0.5), 32_000)
     (tmp_path / "bad.wav").write_bytes(b"nothing")
     out = str(tmp_path / "codec.npz")
-    args = [out, str(tmp_path), "--codebooks=3", "--size=16", "--components=16", "--rounds=4", "--test-share=0.3"]
+    args = [
+        out,
+        str(tmp_path),
+        "--codebooks=3",
+        "--size=16",
+        "--components=16",
+        "--rounds=4",
+        "--test-share=0.3",
+    ]
     assert train_codec.main(args) == 0
     told = capsys.readouterr()
     assert "bad.wav is skipped" in told.err
-    rows = [[float(x) for x in re.findall(r"\d+\.\d{3}", line)] for line in told.out.splitlines() if "codebooks  " in line]
-    assert len(rows) == 3 and all(a > b for col in zip(*rows, strict=True) for a, b in zip(col, col[1:], strict=False))
+    rows = [
+        [float(x) for x in re.findall(r"\d+\.\d{3}", line)]
+        for line in told.out.splitlines()
+        if "codebooks  " in line
+    ]
+    assert len(rows) == 3 and all(
+        a > b for col in zip(*rows, strict=True) for a, b in zip(col, col[1:], strict=False)
+    )
     made = codec.open_codec(out, codebooks=0, size=0, frame_rate=0)
     assert (made.codebooks, made.size) == (3, 16)
-    assert train_codec.main(args) == 0 and codec.open_codec(out, codebooks=0, size=0, frame_rate=0).name == made.name
+    assert (
+        train_codec.main(args) == 0
+        and codec.open_codec(out, codebooks=0, size=0, frame_rate=0).name == made.name
+    )
 
     parts = [{"type": "audio", "audio_url": name} for name in ("3.wav", "bad.wav")]
     samples = [{"messages": [{"role": "assistant", "content": part}]} for part in parts]
@@ -106,9 +132,16 @@ def test_the_tools_train_encode_and_play(tmp_path, capsys):
     assert encode_audio.main([str(tmp_path / "manifest.json"), "--codec", out]) == 1
     told = capsys.readouterr().out
     assert "1 recordings encoded" in told and "1 could not be" in told and "bad.wav" in told
-    np.testing.assert_array_equal(np.load(tmp_path / f"3.wav.{made.name}.npy"), made.encode(chirps(3, 0.5), 32_000))
+    np.testing.assert_array_equal(
+        np.load(tmp_path / f"3.wav.{made.name}.npy"), made.encode(chirps(3, 0.5), 32_000)
+    )
     played = tmp_path / "again.wav"
-    assert encode_audio.main(["--listen", str(tmp_path / "3.wav"), "--codec", out, "--out", str(played)]) == 0
+    assert (
+        encode_audio.main(
+            ["--listen", str(tmp_path / "3.wav"), "--codec", out, "--out", str(played)]
+        )
+        == 0
+    )
     samples, rate, _ = _rust.decode(played.read_bytes())
     assert rate == 32_000 and np.abs(samples).max() > 0.02
     assert encode_audio.main([str(tmp_path / "manifest.json"), "--codec", "nowhere.npz"]) == 2

@@ -24,7 +24,9 @@ def test_a_process_that_ends_as_soon_as_it_has_read_a_table_is_not_aborted(tmp_p
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({name: range(7) for name in "abcdefghij"}), path)
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(path)]
-    ended = [subprocess.run(command, capture_output=True, text=True, timeout=120) for _ in range(12)]
+    ended = [
+        subprocess.run(command, capture_output=True, text=True, timeout=120) for _ in range(12)
+    ]
     assert [(each.returncode, each.stdout, each.stderr) for each in ended] == [(0, "7\n", "")] * 12
 
 

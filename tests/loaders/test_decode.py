@@ -16,7 +16,8 @@ from loaders import _rust
 from tests.support import corpus
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "decode"
-LOSSY = 1e-5  # how far a crop of MP3, Vorbis or Opus may be from the slice of the whole; WAV and FLAC are exact
+# how far a crop of MP3, Vorbis or Opus may be from the slice of the whole; WAV and FLAC are exact
+LOSSY = 1e-5
 
 
 def song(rate: int, n: int, channels: int) -> np.ndarray:
@@ -103,7 +104,9 @@ def test_mp3_clicks_that_switch_the_blocks_of_one_channel():
     check(corpus.encode(wave, 44100, "MP3"), LOSSY)
 
 
-@pytest.mark.parametrize("name", ["vorbis_32k_mono.ogg", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"])
+@pytest.mark.parametrize(
+    "name", ["vorbis_32k_mono.ogg", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"]
+)
 def test_the_kept_recordings(name):
     check((HERE / name).read_bytes(), 0 if name.endswith("flac") else LOSSY)
 
@@ -138,7 +141,9 @@ def frames_of(mp3: bytes) -> list[int]:
         (word,) = struct.unpack(">I", mp3[at : at + 4])
         assert word >> 21 == 0x7FF
         found.append(at)
-        at += 144 * bit_rates[word >> 12 & 15] * 1000 // [44100, 48000, 32000][word >> 10 & 3] + (word >> 9 & 1)
+        at += 144 * bit_rates[word >> 12 & 15] * 1000 // [44100, 48000, 32000][word >> 10 & 3] + (
+            word >> 9 & 1
+        )
     return found
 
 
@@ -155,7 +160,9 @@ def test_an_mp3_without_a_xing_frame_is_counted_frame_by_frame():
     # LAME's delay of 576 samples and the decoder's own 529.
     np.testing.assert_allclose(whole[1105 : 1105 + len(tagged)], tagged, atol=1e-6)
     for start in (0, 1, 40_000, n - 5000):
-        np.testing.assert_allclose(_rust.decode(bare, start, 5000)[0], whole[start : start + 5000], atol=LOSSY)
+        np.testing.assert_allclose(
+            _rust.decode(bare, start, 5000)[0], whole[start : start + 5000], atol=LOSSY
+        )
 
 
 def mp3(wave: np.ndarray, rate: int, mode: str) -> bytes:
@@ -173,7 +180,9 @@ def test_a_sound_xing_tag_says_the_length_so_that_nothing_after_the_crop_is_read
         blank = bytearray(len(data))
         for part in (slice(0, 2000), slice(len(data) // 10, len(data) // 3), slice(-2000, None)):
             blank[part] = data[part]
-        np.testing.assert_array_equal(_rust.decode(bytes(blank), 30_000, 20_000)[0], whole[30_000:50_000])
+        np.testing.assert_array_equal(
+            _rust.decode(bytes(blank), 30_000, 20_000)[0], whole[30_000:50_000]
+        )
         return
     blank = data[: len(data) // 2] + bytes(len(data) - len(data) // 2)
     crop, _, frames = _rust.decode(blank, 30_000, 20_000)
@@ -190,7 +199,13 @@ def test_a_xing_tag_that_lies_is_not_believed(mode):
     at = data.index(b"Xing" if mode == "VARIABLE" else b"Info")
     frames, size = struct.unpack(">II", data[at + 8 : at + 16])
     assert frames == len(frames_of(data)) - 1
-    for words in ((frames * 5, size), (frames + 7, size), (0xFFFFFFFF, size), (frames, size * 2), (frames, 7)):
+    for words in (
+        (frames * 5, size),
+        (frames + 7, size),
+        (0xFFFFFFFF, size),
+        (frames, size * 2),
+        (frames, 7),
+    ):
         lie = data[: at + 8] + struct.pack(">II", *words) + data[at + 16 :]
         got, _, found = _rust.decode(lie)
         # The tag's length includes the padding at the end.
@@ -218,7 +233,9 @@ def test_a_vbri_tag_says_the_length():
     assert found == n
     np.testing.assert_array_equal(crop, whole[30_000:50_000])
     for at, lie in ((50, b"\0\0\1\0"), (46, b"\0\0\1\0"), (64, b"\1\1")):
-        np.testing.assert_array_equal(_rust.decode(tagged[:at] + lie + tagged[at + len(lie) :])[0], whole)
+        np.testing.assert_array_equal(
+            _rust.decode(tagged[:at] + lie + tagged[at + len(lie) :])[0], whole
+        )
 
 
 def test_tags_after_an_mp3_are_no_frames():
@@ -254,7 +271,9 @@ def test_an_mp3_of_a_changing_rate_that_lost_a_frame_is_read_to_its_end():
     got, _, found = _rust.decode(data[:at] + b"\0\0\0\0" + data[at + 4 :])
     assert found == n
     np.testing.assert_allclose(got[: 98 * 1152], whole[: 98 * 1152], atol=LOSSY)
-    np.testing.assert_allclose(got[105 * 1152 : -3 * 1152], whole[106 * 1152 : -2 * 1152], atol=LOSSY)
+    np.testing.assert_allclose(
+        got[105 * 1152 : -3 * 1152], whole[106 * 1152 : -2 * 1152], atol=LOSSY
+    )
 
 
 @pytest.mark.parametrize("rate", [44100, 48000, 32000])
@@ -286,7 +305,9 @@ def test_mp3_stereo_modes(joint, rate):
     whole, _, n = _rust.decode(bytes(data))
     np.testing.assert_allclose(whole, expected[:n], atol=1e-5)
     for start in (5000, 30_000, n - 3000):
-        np.testing.assert_allclose(_rust.decode(bytes(data), start, 3000)[0], whole[start : start + 3000], atol=LOSSY)
+        np.testing.assert_allclose(
+            _rust.decode(bytes(data), start, 3000)[0], whole[start : start + 3000], atol=LOSSY
+        )
 
 
 @pytest.mark.parametrize("kind", ["OGG", "MP3", "FLAC", "WAV"])
@@ -320,13 +341,25 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (b"fLaC" + bytes(3), "cut off"),
         (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A"),
         # The first frame of a FLAC file begins as those of AAC in ADTS do.
-        (b"\xff\xf8" + (HERE / "flac_48k_stereo.flac").read_bytes().split(b"\xff\xf8", 1)[1], "not a WAV, FLAC"),
+        (
+            b"\xff\xf8" + (HERE / "flac_48k_stereo.flac").read_bytes().split(b"\xff\xf8", 1)[1],
+            "not a WAV, FLAC",
+        ),
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
     ],
     # The files have names: libsndfile writes the time [s] of creation into a float WAV, and workers
     # must collect the same names.
-    ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "flac-frames", "no-samples", "nan"],
+    ids=[
+        "empty",
+        "no-chunk",
+        "ogg-cut-off",
+        "flac-cut-off",
+        "png",
+        "flac-frames",
+        "no-samples",
+        "nan",
+    ],
 )
 def test_a_recording_that_cannot_be_decoded_names_the_reason(data, message):
     with pytest.raises(ValueError, match=message):
@@ -439,7 +472,9 @@ def test_damage_inside_the_crop_is_an_error_and_outside_is_not():
         with pytest.raises(ValueError, match="checksum|decoded|begin"):
             _rust.decode(broken)
         for start in (0, 140_000):
-            np.testing.assert_allclose(_rust.decode(broken, start, 10_000)[0], whole[start : start + 10_000], atol=LOSSY)
+            np.testing.assert_allclose(
+                _rust.decode(broken, start, 10_000)[0], whole[start : start + 10_000], atol=LOSSY
+            )
 
 
 def test_a_lying_length_costs_no_memory():

@@ -32,11 +32,17 @@ print(demo.ensure(pathlib.Path(sys.argv[1]), n_train={N_TRAIN}, n_test={N_TEST})
 
 def start_maker(cache: pathlib.Path) -> subprocess.Popen:
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", MAKER, cache], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKER, cache], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def contents(corpus: pathlib.Path) -> dict[str, bytes]:
-    return {str(path.relative_to(corpus)): path.read_bytes() for path in sorted(corpus.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(corpus)): path.read_bytes()
+        for path in sorted(corpus.rglob("*"))
+        if path.is_file()
+    }
 
 
 def rows(corpus: pathlib.Path, split: str) -> list[dict]:
@@ -56,14 +62,20 @@ def test_layout_is_what_datasets_writes(corpus):
         shards = sorted(path.name for path in (corpus / split).glob("*.arrow"))
         assert shards == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
         state = json.loads((corpus / split / "state.json").read_text())
-        assert [entry["filename"] for entry in state["_data_files"]] == shards and len(state["_fingerprint"]) == 16
+        assert [entry["filename"] for entry in state["_data_files"]] == shards and len(
+            state["_fingerprint"]
+        ) == 16
         info = json.loads((corpus / split / "dataset_info.json").read_text())
         for shard in shards:
             schema = pa.ipc.open_stream((corpus / split / shard).read_bytes()).schema
             assert schema.names == ["audio", "ebird_code"]
-            assert schema.field("audio").type == pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+            assert schema.field("audio").type == pa.struct(
+                [("bytes", pa.binary()), ("path", pa.string())]
+            )
             assert schema.field("ebird_code").type == pa.int64()
-            assert json.loads(schema.metadata[b"huggingface"]) == {"info": {"features": info["features"]}}
+            assert json.loads(schema.metadata[b"huggingface"]) == {
+                "info": {"features": info["features"]}
+            }
         assert info["features"]["audio"] == {"_type": "Audio"}
         assert info["features"]["ebird_code"]["_type"] == "ClassLabel"
         assert len(set(info["features"]["ebird_code"]["names"])) == len(demo_birds.SPECIES) >= 12
@@ -89,10 +101,13 @@ def test_every_codec_decodes(corpus, tmp_path):
     for row in rows(corpus, "train") + rows(corpus, "test"):
         path = row["audio"]["path"]
         rec = demo_birds.recording(int(path.partition("-")[0]))
-        (tmp_path / path).write_bytes(row["audio"]["bytes"])  # libsndfile 1.2.2 sometimes reads nothing from MP3 in memory
+        # libsndfile 1.2.2 sometimes reads nothing from MP3 in memory
+        (tmp_path / path).write_bytes(row["audio"]["bytes"])
         with soundfile.SoundFile(tmp_path / path) as sound:
             suffix = path.rpartition(".")[2]
-            assert (sound.format, sound.subtype, sound.samplerate, sound.channels) == expected[suffix]
+            assert (sound.format, sound.subtype, sound.samplerate, sound.channels) == expected[
+                suffix
+            ]
             samples = sound.read(dtype="float32")
         assert (path, row["ebird_code"]) == (rec.path, rec.label)
         assert len(samples) == round(rec.seconds * rec.codec.rate) and 3 <= rec.seconds <= 60
@@ -104,7 +119,9 @@ def test_every_codec_decodes(corpus, tmp_path):
 def test_encoded_sound_is_the_waveform(corpus):
     """Only lossless files can show this to the last bit. The recipe's number determines the
     waveform."""
-    lossless = [row for row in rows(corpus, "train") if row["audio"]["path"].endswith(("flac", "wav"))][:3]
+    lossless = [
+        row for row in rows(corpus, "train") if row["audio"]["path"].endswith(("flac", "wav"))
+    ][:3]
     for row in lossless:
         samples, _ = soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")
         rec = demo_birds.recording(int(row["audio"]["path"].partition("-")[0]))
@@ -114,7 +131,9 @@ def test_encoded_sound_is_the_waveform(corpus):
 def test_full_corpus_is_balanced_small_and_free_of_codec_hints():
     recs = [demo_birds.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
     for split, n in ((recs[: demo.N_TRAIN], demo.N_TRAIN), (recs[demo.N_TRAIN :], demo.N_TEST)):
-        assert set(collections.Counter(rec.label for rec in split).values()) == {n // len(demo_birds.SPECIES)}
+        assert set(collections.Counter(rec.label for rec in split).values()) == {
+            n // len(demo_birds.SPECIES)
+        }
         assert len({(rec.label, rec.codec) for rec in split}) == len(demo_birds.SPECIES) * 4
     assert sum(rec.seconds * rec.codec.kb_per_s for rec in recs) < 80_000  # kB
     seconds = [rec.seconds for rec in recs]
@@ -126,7 +145,10 @@ def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
     monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
     monkeypatch.setattr(demo, "N_TEST", N_TEST)
     with outline._birds.__wrapped__() as folder:
-        info = [spectrogram.dataset_info(spectrogram.Config(train=str(path))) for path in (corpus, folder)]
+        info = [
+            spectrogram.dataset_info(spectrogram.Config(train=str(path)))
+            for path in (corpus, folder)
+        ]
     assert info[0] == info[1] and info[0]["n_train"] == N_TRAIN
 
 
@@ -140,9 +162,16 @@ def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     for name in ("JAXTRAIN_XCM", "JAXTRAIN_GIBLET"):
         monkeypatch.delenv(name, raising=False)
-    given = {"mesh.data": "1", "mesh.fsdp": "3", "train.batch": "33", "workdir": str(tmp_path / "run")}
+    given = {
+        "mesh.data": "1",
+        "mesh.fsdp": "3",
+        "train.batch": "33",
+        "workdir": str(tmp_path / "run"),
+    }
     run = config_lib.load(config, given.items())
-    assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, "the info is there all the same"
+    assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, (
+        "the info is there all the same"
+    )
     with pytest.raises(layout.LayoutError, match="3"):
         loop.run(run)
     assert not list((tmp_path / "cache").glob("*"))
@@ -250,14 +279,18 @@ def test_learnable_but_not_trivial():
         rate, sound = rec.codec.rate, demo_birds.waveform(rec).mean(axis=1)
         start = max(len(sound) - 5 * rate, 0) // 2
         frame = rate // 40
-        frames = np.lib.stride_tricks.sliding_window_view(sound[start : start + 5 * rate], frame)[:: rate // 100]
+        frames = np.lib.stride_tricks.sliding_window_view(sound[start : start + 5 * rate], frame)[
+            :: rate // 100
+        ]
         power_tk = np.abs(np.fft.rfft(frames * np.hanning(frame).astype(np.float32))) ** 2 / frame
         edges = 1127 * np.log1p(np.array([200, 10_500]) / 700)
         edges = 700 * np.expm1(np.linspace(*edges, 66) / 1127)
         bin_k = np.fft.rfftfreq(frame, 1 / rate)
         rise = (bin_k - edges[:-2, None]) / np.diff(edges)[:-1, None]
         fall = (edges[2:, None] - bin_k) / np.diff(edges)[1:, None]
-        mel_tm = np.log(power_tk @ np.clip(np.minimum(rise, fall), 0, None).T.astype(np.float32) + 1e-7)
+        mel_tm = np.log(
+            power_tk @ np.clip(np.minimum(rise, fall), 0, None).T.astype(np.float32) + 1e-7
+        )
         return np.concatenate([mel_tm.mean(axis=0), mel_tm.std(axis=0)]), rec.label
 
     n = demo.N_TRAIN
@@ -276,5 +309,7 @@ def test_learnable_but_not_trivial():
     linear = (features @ weights).argmax(axis=1)
 
     nearest, linear = ((guess == labels)[n:].mean() for guess in (nearest, linear))
-    print(f"linear {linear:.3f}, nearest mean {nearest:.3f}, chance {1 / len(demo_birds.SPECIES):.3f}")
+    print(
+        f"linear {linear:.3f}, nearest mean {nearest:.3f}, chance {1 / len(demo_birds.SPECIES):.3f}"
+    )
     assert 0.5 < linear < 0.95 and nearest < linear

@@ -50,7 +50,9 @@ def test_normalised_rows_are_padded_with_the_clips_minimum(case):
     expected[:n] = reference
     got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768, normalise=True)
     assert got.shape == (512, 128)
-    np.testing.assert_allclose(got, (expected + 7.2) / 8.86, atol=TOLERANCES[case]["max_abs"] / 8.86 + 1e-6)
+    np.testing.assert_allclose(
+        got, (expected + 7.2) / 8.86, atol=TOLERANCES[case]["max_abs"] / 8.86 + 1e-6
+    )
     assert (got[n:] == got[:n].min()).all()
 
 
@@ -61,7 +63,11 @@ def test_other_front_ends_are_kaldis_too(path):
     golden = dict(np.load(path))
     front_end, reference = FrontEnd(**json.loads(str(golden["front_end"]))), golden["reference"]
     got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768, bank=filter_bank(front_end))
-    assert got.shape == reference.shape == (front_end.n_clip_frames(len(golden["waveform"])), front_end.n_mels)
+    assert (
+        got.shape
+        == reference.shape
+        == (front_end.n_clip_frames(len(golden["waveform"])), front_end.n_mels)
+    )
     off = np.abs(got - reference)
     audible = reference >= reference.max(axis=1, keepdims=True) - np.log(1e7)
     assert off.max() <= 5e-3 and off.mean() <= 2e-5 and off[audible].max() <= 2e-3
@@ -70,7 +76,9 @@ def test_other_front_ends_are_kaldis_too(path):
 def test_mean_and_deviation_are_those_of_the_front_end():
     wave = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
     plain = _rust.fbank(wave)
-    got = _rust.fbank(wave, bank=filter_bank(FrontEnd(mean=-4.0, std=2.5)), normalise=True)[: len(plain)]
+    got = _rust.fbank(wave, bank=filter_bank(FrontEnd(mean=-4.0, std=2.5)), normalise=True)[
+        : len(plain)
+    ]
     np.testing.assert_allclose(got, (plain + 4) / 5, rtol=0, atol=1e-6)
 
 
@@ -81,7 +89,10 @@ def test_mean_and_deviation_are_those_of_the_front_end():
         (dict(window_ms=0.1), "window_ms is 0.1; at 32000 Hz it must lie in [0.5, 1024]"),
         (dict(hop_ms=0.0), "hop_ms is 0.0; at 32000 Hz it must lie in [0.03125,"),
         (dict(n_mels=0), "n_mels is 0; it must lie in [1, 4096]"),
-        (dict(f_max=20_000.0), "f_max is 20000.0; it must lie in [0, 16000], where 0 is half of sample_rate=32000"),
+        (
+            dict(f_max=20_000.0),
+            "f_max is 20000.0; it must lie in [0, 16000], where 0 is half of sample_rate=32000",
+        ),
         (dict(f_min=4000.0, f_max=3000.0), "f_min is 4000.0; it must lie in [0, 3000)"),
         (dict(mean=float("inf")), "mean is inf"),
         (dict(std=0.0), "std is 0.0; it must be a positive number"),

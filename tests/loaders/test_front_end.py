@@ -15,7 +15,9 @@ QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}
 
 
 def loader(config, split="train", batch=8, seed=0, **options):
-    return spectrogram.make_loader(config, split=split, rows=Rows(batch, ((0, batch),)), seed=seed, **options)
+    return spectrogram.make_loader(
+        config, split=split, rows=Rows(batch, ((0, batch),)), seed=seed, **options
+    )
 
 
 def one_batch(*args, **options):
@@ -34,7 +36,8 @@ def lists(encoded, labels, names=("a", "b", "c"), kind="Sequence"):
     schema = pa.schema({"audio": corpus.AUDIO, "label": pa.list_(pa.int64())})
     metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
     return pa.table(
-        [pa.array(audio, corpus.AUDIO), pa.array(labels, pa.list_(pa.int64()))], schema=schema.with_metadata(metadata)
+        [pa.array(audio, corpus.AUDIO), pa.array(labels, pa.list_(pa.int64()))],
+        schema=schema.with_metadata(metadata),
     )
 
 
@@ -58,7 +61,9 @@ def test_the_front_end_gives_the_bytes_of_a_test_split(tmp_path, seconds, rate):
 
 def test_the_front_end_refuses_what_makes_no_spectrogram():
     wave = np.zeros(32_000, np.float32)
-    np.testing.assert_array_equal(spectrogram.front_end(wave), _rust.fbank(np.zeros(160_000, np.float32), normalise=True))
+    np.testing.assert_array_equal(
+        spectrogram.front_end(wave), _rust.fbank(np.zeros(160_000, np.float32), normalise=True)
+    )
     for bad, match in (
         (dict(rate=0), "rate = 0 Hz must lie in 1000"),
         (dict(clip_seconds=9.0), "a clip of 288000 samples makes 898 frames; expected 1 to 512"),
@@ -71,7 +76,9 @@ def test_the_front_end_refuses_what_makes_no_spectrogram():
 
 
 def test_a_training_split_in_order_is_read_as_a_test_split(tmp_path):
-    corpus.save_to_disk(tmp_path / "d", [corpus.table([corpus.wav(i, 0.3) for i in range(5)], [0, 1, 0, 1, 0])])
+    corpus.save_to_disk(
+        tmp_path / "d", [corpus.table([corpus.wav(i, 0.3) for i in range(5)], [0, 1, 0, 1, 0])]
+    )
     config = spectrogram.Config(train=str(tmp_path / "d"), test=str(tmp_path / "d"), **QUICK)
     a, b = one_batch(config, "train", 4, in_order=True), one_batch(config, "test", 4)
     assert a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
@@ -88,11 +95,29 @@ def test_recordings_of_several_classes(tmp_path, kind):
     corpus.save_to_disk(tmp_path / "d", half)
     config = spectrogram.Config(train=str(tmp_path / "d"), multilabel=True, test_share=0.0, **QUICK)
     info = spectrogram.dataset_info(config)
-    assert info["multilabel"] and info["class_names"] == ("a", "b", "c") and info["n_unlabelled"] == 0
-    assert spectrogram.element_spec(config)["labels"] == ((3,), np.uint8) and "label" not in spectrogram.element_spec(config)
+    assert (
+        info["multilabel"] and info["class_names"] == ("a", "b", "c") and info["n_unlabelled"] == 0
+    )
+    assert spectrogram.element_spec(config)["labels"] == (
+        (3,),
+        np.uint8,
+    ) and "label" not in spectrogram.element_spec(config)
     batch = one_batch(config, in_order=True)
-    expected = [[1, 0, 0], [0, 0, 0], [0, 1, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
-    assert batch["labels"].tolist() == expected and batch["labels"].dtype == np.uint8 and "label" not in batch
+    expected = [
+        [1, 0, 0],
+        [0, 0, 0],
+        [0, 1, 1],
+        [0, 0, 0],
+        [0, 1, 0],
+        [1, 1, 1],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
+    assert (
+        batch["labels"].tolist() == expected
+        and batch["labels"].dtype == np.uint8
+        and "label" not in batch
+    )
     drawn = one_batch(config, batch=6)
     assert drawn["labels"].tolist() == [expected[i] for i in drawn["index"]]
 
@@ -103,27 +128,43 @@ def test_values_that_should_be_lists_are_named(tmp_path):
         spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "lists"), **QUICK))
     corpus.save_to_disk(tmp_path / "plain", [corpus.table([corpus.wav(0, 0.25)], [0])])
     with pytest.raises(DataError, match="needs lists"):
-        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "plain"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(
+            spectrogram.Config(train=str(tmp_path / "plain"), multilabel=True, **QUICK)
+        )
     corpus.save_to_disk(tmp_path / "nameless", [lists([corpus.wav(0, 0.25)], [[0]], names=())])
     with pytest.raises(DataError, match="names no classes"):
-        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "nameless"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(
+            spectrogram.Config(train=str(tmp_path / "nameless"), multilabel=True, **QUICK)
+        )
     corpus.save_to_disk(tmp_path / "large", [lists([corpus.wav(0, 0.25)], [[3]])])
     with pytest.raises(DataError, match="has classes 3 to 3"):
-        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "large"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(
+            spectrogram.Config(train=str(tmp_path / "large"), multilabel=True, **QUICK)
+        )
 
 
 def test_a_background_comes_in_an_order_of_its_own(tmp_path):
     """The background is a function of the position alone. It has other recordings, with as many
     views. In testing nothing is drawn at random."""
     corpus.save_to_disk(
-        tmp_path / "birds", [corpus.table([corpus.wav(i, 0.25) for i in range(10)], [i % 2 for i in range(10)])]
+        tmp_path / "birds",
+        [corpus.table([corpus.wav(i, 0.25) for i in range(10)], [i % 2 for i in range(10)])],
     )
-    corpus.save_to_disk(tmp_path / "noise", [corpus.table([corpus.wav(100 + i, 0.25) for i in range(4)], [None] * 4, None)])
+    corpus.save_to_disk(
+        tmp_path / "noise",
+        [corpus.table([corpus.wav(100 + i, 0.25) for i in range(4)], [None] * 4, None)],
+    )
     paths = dict(train=str(tmp_path / "birds"), test_share=0.2)
     plain = spectrogram.Config(**paths, views=2, **QUICK)
     config = spectrogram.Config(**paths, background=str(tmp_path / "noise"), views=2, **QUICK)
-    assert spectrogram.dataset_info(config)["background"] and not spectrogram.dataset_info(plain)["background"]
-    assert spectrogram.element_spec(config)["background"] == spectrogram.element_spec(config)["spectrogram"]
+    assert (
+        spectrogram.dataset_info(config)["background"]
+        and not spectrogram.dataset_info(plain)["background"]
+    )
+    assert (
+        spectrogram.element_spec(config)["background"]
+        == spectrogram.element_spec(config)["spectrogram"]
+    )
     batch, without = one_batch(config), one_batch(plain)
     assert batch["background"].shape == batch["spectrogram"].shape == (8, 2, 18, 128)
     np.testing.assert_array_equal(batch["spectrogram"], without["spectrogram"])
@@ -135,9 +176,17 @@ def test_a_background_comes_in_an_order_of_its_own(tmp_path):
     assert (first != batch["background"]).any() and "background" in made.state(0)["order"]
     made.close()
     # Each of the four backgrounds appears twice in eight rows, and none is a bird.
-    centres = one_batch(spectrogram.Config(train=str(tmp_path / "noise"), test_share=0.0, **QUICK), batch=4, in_order=True)
-    near = [np.abs(row[0] - centres["spectrogram"]).mean((1, 2)).argmin() for row in batch["background"]]
+    centres = one_batch(
+        spectrogram.Config(train=str(tmp_path / "noise"), test_share=0.0, **QUICK),
+        batch=4,
+        in_order=True,
+    )
+    near = [
+        np.abs(row[0] - centres["spectrogram"]).mean((1, 2)).argmin() for row in batch["background"]
+    ]
     assert len(set(near)) >= 3
     test = one_batch(config, "test", 2)
     np.testing.assert_array_equal(test["background"], test["spectrogram"])
-    assert dict(spectrogram.Config(train="demo", background=str(tmp_path / "none")).validate())["background"]
+    assert dict(spectrogram.Config(train="demo", background=str(tmp_path / "none")).validate())[
+        "background"
+    ]

@@ -55,7 +55,9 @@ def test_the_most_memory_that_was_held_is_in_bytes():
     """On every system, an array of 64 MB is counted, and the result is less than the machine's
     memory."""
     held = bytearray(64 << 20)
-    assert len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (
+        len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
 
 
 def page_faults(program: str) -> int:
@@ -64,9 +66,14 @@ def page_faults(program: str) -> int:
     rounds = "x = numpy.ones(8 << 20); del x\n"
     counted = "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)"
     begin = "begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
-    program = f"import numpy, resource\nfrom loaders.io import machine\n{program}\n{rounds}{begin}\n{rounds * 10}{counted}"
+    program = (
+        "import numpy, resource\nfrom loaders.io import"
+        f" machine\n{program}\n{rounds}{begin}\n{rounds * 10}{counted}"
+    )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     return int(found.stdout)
 
 
@@ -94,7 +101,9 @@ machine.give_back_freed_memory()
 print(whole - ({held}), above.sum())
 """
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     kept, returned, above = map(float, found.stdout.split())
     assert kept < 2 and returned > 60 and above == 1024
 

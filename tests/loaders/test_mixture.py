@@ -18,7 +18,8 @@ def test_shares_are_kept_and_samples_handed_out_in_order():
         np.testing.assert_array_equal(number[source == k], np.arange((source == k).sum()))
         for n in (BLOCK, 2 * BLOCK, 3 * BLOCK):
             assert abs((source[:n] == k).mean() - share) <= 1 / BLOCK
-        assert abs((source[:1000] == k).mean() - share) < 0.05  # mixed within a block, not one source after the other
+        # mixed within a block, not one source after the other
+        assert abs((source[:1000] == k).mean() - share) < 0.05
     assert (source[:BLOCK] != source[BLOCK : 2 * BLOCK]).any()
     assert (Mixture(SHARES, seed=4)(np.arange(BLOCK))[0] != source[:BLOCK]).any()
 
@@ -45,15 +46,21 @@ def test_a_source_that_stops_leaves_its_share_to_the_others():
     last = np.flatnonzero(source == 2)[-1]
     assert 12_000 < last < 16_000  # its 700 examples at one of 20
     after = source[last + 1 : last + 1 + BLOCK]
-    np.testing.assert_allclose([(after == k).mean() for k in range(4)], np.array([5, 3, 0, 1.5]) / 9.5, atol=0.002)
-    with pytest.raises(DataError, match="all sources are exhausted after 200700 examples, but example 200700"):
+    np.testing.assert_allclose(
+        [(after == k).mean() for k in range(4)], np.array([5, 3, 0, 1.5]) / 9.5, atol=0.002
+    )
+    with pytest.raises(
+        DataError, match="all sources are exhausted after 200700 examples, but example 200700"
+    ):
         mixture(np.array([mixture.ends]))
 
 
 def test_a_source_that_must_not_run_dry_is_named():
     mixture = Mixture((1, 1), seed=0, policy="error", sizes=(10**9, 300))
     mixture(np.arange(500))
-    with pytest.raises(DataError, match="source 1 has 300 examples in a pass and is exhausted at example"):
+    with pytest.raises(
+        DataError, match="source 1 has 300 examples in a pass and is exhausted at example"
+    ):
         mixture(np.arange(700))
 
 

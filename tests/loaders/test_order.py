@@ -17,7 +17,9 @@ def test_rust_and_the_reference_agree_on_a_bijection(n):
 
 def test_places_are_independent_of_each_other():
     i = np.array([528_421, 0, 77])
-    np.testing.assert_array_equal(_rust.permutation(5, 2, 528_422, i), order.permutation(5, 2, 528_422, np.arange(528_422))[i])
+    np.testing.assert_array_equal(
+        _rust.permutation(5, 2, 528_422, i), order.permutation(5, 2, 528_422, np.arange(528_422))[i]
+    )
     most = (1 << 62) - 1
     assert (_rust.permutation(0, 0, most, np.array([0, 1, most // 2, most - 1])) < most).all()
 
@@ -27,8 +29,24 @@ def test_order_is_pinned():
     order.rs."""
     assert order.VERSION == _rust.ORDER_VERSION == 1
     assert _rust.permutation(42, 3, 10, np.arange(10)).tolist() == [4, 0, 5, 1, 8, 9, 7, 3, 2, 6]
-    assert [order.crop_start(42, 3, recording, 1000) for recording in range(5)] == [506, 699, 333, 584, 797]
-    assert np.flatnonzero(order.held_out(np.arange(100), 0.05)).tolist() == [12, 14, 22, 29, 33, 35, 73, 93, 94]
+    assert [order.crop_start(42, 3, recording, 1000) for recording in range(5)] == [
+        506,
+        699,
+        333,
+        584,
+        797,
+    ]
+    assert np.flatnonzero(order.held_out(np.arange(100), 0.05)).tolist() == [
+        12,
+        14,
+        22,
+        29,
+        33,
+        35,
+        73,
+        93,
+        94,
+    ]
 
 
 @pytest.mark.parametrize("n", [1000, 4096, 528_422])
@@ -58,7 +76,9 @@ def test_every_order_of_few_recordings_occurs_equally_often():
 SHARDS = np.array([0, 0, 130, 131, 600, 1000])
 
 
-@pytest.mark.parametrize(("size", "window"), [(1, 1), (16, 4), (16, 1), (5000, 3), (5, 1000), (32, 64)])
+@pytest.mark.parametrize(
+    ("size", "window"), [(1, 1), (16, 4), (16, 1), (5000, 3), (5, 1000), (32, 64)]
+)
 def test_the_block_order_is_a_bijection_that_the_reference_knows(size, window):
     rows = np.setdiff1d(np.arange(1100), np.arange(3, 1100, 7))
     stops = order.block_stops(rows, SHARDS, size)
@@ -68,7 +88,9 @@ def test_the_block_order_is_a_bijection_that_the_reference_knows(size, window):
         np.testing.assert_array_equal(found, order.block_order(seed, epoch, stops, window, i))
         np.testing.assert_array_equal(np.sort(found), i)
         places = np.array([len(rows) - 1, 0, 77])
-        np.testing.assert_array_equal(_rust.block_order(seed, epoch, stops, window, places), found[places])
+        np.testing.assert_array_equal(
+            _rust.block_order(seed, epoch, stops, window, places), found[places]
+        )
 
 
 def test_blocks_are_contiguous_within_one_shard():
@@ -87,7 +109,8 @@ def test_a_window_of_the_block_order_holds_whole_blocks():
     windows = [set(window // 25) for window in first.reshape(5, 200)]
     assert [len(blocks) for blocks in windows] == [8] * 5
     assert windows != [set(window // 25) for window in second.reshape(5, 200)]
-    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.2  # rows of a block do not follow each other
+    # rows of a block do not follow each other
+    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.2
 
 
 def test_the_block_order_is_pinned():

@@ -21,7 +21,9 @@ CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
 def test_formats(tmp_path, codec, dictionary, version):
     options = {"compression": codec, "use_dictionary": dictionary, "data_page_version": version}
     for group in (1, 2, 100):
-        shard = corpus.write_parquet(tmp_path / "s.parquet", rows(), row_group_size=group, **options)
+        shard = corpus.write_parquet(
+            tmp_path / "s.parquet", rows(), row_group_size=group, **options
+        )
         check(_rust.Index([shard], label="label"))
 
 
@@ -35,7 +37,13 @@ def many(n=400, seed=0):
 
 @pytest.mark.parametrize("codec", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize(
-    "options", [{}, {"use_dictionary": False}, {"dictionary_pagesize_limit": 20_000}, {"write_page_index": True}]
+    "options",
+    [
+        {},
+        {"use_dictionary": False},
+        {"dictionary_pagesize_limit": 20_000},
+        {"write_page_index": True},
+    ],
 )
 def test_rows_of_many_pages_in_any_order(tmp_path, codec, options):
     """A chunk of many pages, and one whose dictionary became too large, so that it continues
@@ -55,7 +63,10 @@ def test_rows_of_many_pages_in_any_order(tmp_path, codec, options):
     for row in np.random.default_rng(1).permutation(400):
         if encoded[row] is None:
             with pytest.raises(
-                ValueError, match=rf"row {row} \(row {row} of this shard\): holds no audio bytes, only the path"
+                ValueError,
+                match=(
+                    rf"row {row} \(row {row} of this shard\): holds no audio bytes, only the path"
+                ),
             ):
                 index.encoded(row)
         else:
@@ -71,7 +82,9 @@ def test_arrow_and_parquet_shards_are_one_corpus(tmp_path):
 
 def test_large_binary_and_other_columns(tmp_path):
     kind = pa.struct({"path": pa.large_string(), "bytes": pa.large_binary(), "rate": pa.int32()})
-    audio = pa.array([{"bytes": data, "path": f"{i}.wav", "rate": i} for i, data in enumerate(ROWS)], kind)
+    audio = pa.array(
+        [{"bytes": data, "path": f"{i}.wav", "rate": i} for i, data in enumerate(ROWS)], kind
+    )
     table = pa.table(
         {
             "list": pa.array([[1, 2], [], None, [3], [4]], pa.list_(pa.int32())),
@@ -85,16 +98,27 @@ def test_large_binary_and_other_columns(tmp_path):
 
 def test_a_null_struct_is_a_null_recording(tmp_path):
     shard = corpus.write_parquet(
-        tmp_path / "s.parquet", pa.table({"audio": pa.array([{"bytes": b"x", "path": "p"}, None], corpus.AUDIO)})
+        tmp_path / "s.parquet",
+        pa.table({"audio": pa.array([{"bytes": b"x", "path": "p"}, None], corpus.AUDIO)}),
     )
     index = _rust.Index([shard])
     assert (index.encoded(0), index.path(0), index.path(1)) == (b"x", "p", None)
 
 
 def test_required_fields_have_no_levels(tmp_path):
-    fields = [pa.field("bytes", pa.binary(), nullable=False), pa.field("path", pa.string(), nullable=False)]
-    schema = pa.schema([pa.field("audio", pa.struct(fields), nullable=False), pa.field("label", pa.int64(), nullable=False)])
-    audio = pa.array([{"bytes": b"a", "path": "p"}, {"bytes": b"bc", "path": "q"}], pa.struct(fields))
+    fields = [
+        pa.field("bytes", pa.binary(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+    ]
+    schema = pa.schema(
+        [
+            pa.field("audio", pa.struct(fields), nullable=False),
+            pa.field("label", pa.int64(), nullable=False),
+        ]
+    )
+    audio = pa.array(
+        [{"bytes": b"a", "path": "p"}, {"bytes": b"bc", "path": "q"}], pa.struct(fields)
+    )
     table = pa.table([audio, pa.array([1, 0])], schema=schema)
     index = _rust.Index([corpus.write_parquet(tmp_path / "s.parquet", table)], label="label")
     assert [index.encoded(0), index.encoded(1), *index.labels] == [b"a", b"bc", 1, 0]
@@ -109,27 +133,59 @@ def error(path, table, match, label="label", **options):
 def test_columns_that_do_not_fit(tmp_path):
     path, good = tmp_path / "s.parquet", rows()
     code = pa.array(["houspa"] * 5)
-    error(path, good.append_column("ebird_code", code), r"ebird_code.* holds strings.*cast_column\(", label="ebird_code")
+    error(
+        path,
+        good.append_column("ebird_code", code),
+        r"ebird_code.* holds strings.*cast_column\(",
+        label="ebird_code",
+    )
     error(
         path,
         good,
-        r'no column "species"; the columns are audio \(struct<bytes: binary, path: string>\), label \(int64\)',
+        r'no column "species"; the columns are audio \(struct<bytes: binary, path: string>\), label'
+        r" \(int64\)",
         "species",
     )
-    error(path, good.rename_columns(["sound", "label"]), r'no column "audio"; the columns are sound')
-    error(path, good.set_column(0, "audio", pa.array([b"x"] * 5)), r'"audio" is binary, but audio must be a struct of bytes')
-    error(path, good.set_column(1, "label", pa.array([1.0] * 5)), r'"label" is double, but labels must be')
-    error(path, good.set_column(1, "label", pa.array([1] * 5, pa.uint64())), r'"label" is int64, but labels must be')
-    error(path, corpus.table(ROWS, [0, 1, 2, 0, 0]), r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes")
+    error(
+        path, good.rename_columns(["sound", "label"]), r'no column "audio"; the columns are sound'
+    )
+    error(
+        path,
+        good.set_column(0, "audio", pa.array([b"x"] * 5)),
+        r'"audio" is binary, but audio must be a struct of bytes',
+    )
+    error(
+        path,
+        good.set_column(1, "label", pa.array([1.0] * 5)),
+        r'"label" is double, but labels must be',
+    )
+    error(
+        path,
+        good.set_column(1, "label", pa.array([1] * 5, pa.uint64())),
+        r'"label" is int64, but labels must be',
+    )
+    error(
+        path,
+        corpus.table(ROWS, [0, 1, 2, 0, 0]),
+        r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes",
+    )
     for encoding in ("DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"):
         column = {"audio.bytes": encoding, "audio.path": "PLAIN", "label": "PLAIN"}
-        error(path, good, "only PLAIN and dictionary are supported; write it", use_dictionary=False, column_encoding=column)
+        error(
+            path,
+            good,
+            "only PLAIN and dictionary are supported; write it",
+            use_dictionary=False,
+            column_encoding=column,
+        )
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_broken_shards_never_crash(tmp_path, codec):
     """For any changed byte, reading ends with rows or with a ValueError that names the shard."""
-    shard = corpus.write_parquet(tmp_path / "w.parquet", rows(), compression=codec, row_group_size=3)
+    shard = corpus.write_parquet(
+        tmp_path / "w.parquet", rows(), compression=codec, row_group_size=3
+    )
     whole = np.frombuffer(shard.read_bytes(), np.uint8)
     rng, path, failed = np.random.default_rng(0), tmp_path / "b.parquet", 0
     cuts = [whole[:size] for size in range(4, len(whole), 7)]
@@ -153,7 +209,9 @@ def test_broken_shards_never_crash(tmp_path, codec):
 
 def test_fingerprint_follows_the_data_and_not_the_folder(tmp_path):
     def fingerprint(table, folder="a", **options):
-        return _rust.Index([corpus.write_parquet(tmp_path / folder / "0.parquet", table, **options)], label="label").fingerprint
+        return _rust.Index(
+            [corpus.write_parquet(tmp_path / folder / "0.parquet", table, **options)], label="label"
+        ).fingerprint
 
     first = fingerprint(rows())
     assert first == fingerprint(rows(), folder="b")
@@ -177,7 +235,15 @@ def test_the_pipeline_reads_parquet_as_it_reads_arrow(tmp_path, codec):
     for shard in shards:
         index = _rust.Index([shard], label="label")
         pipeline = _rust.Pipeline(
-            index, rows=np.arange(12), batch=4, ranges=[(0, 4)], seed=3, train=True, clip_samples=5600, n_frames=16, threads=2
+            index,
+            rows=np.arange(12),
+            batch=4,
+            ranges=[(0, 4)],
+            seed=3,
+            train=True,
+            clip_samples=5600,
+            n_frames=16,
+            threads=2,
         )
         batches = [pipeline.next()[1] for _ in range(6)]
         found.append({k: np.concatenate([b[k][0] for b in batches]) for k in batches[0]})
@@ -199,7 +265,10 @@ def test_recordings_in_files_of_their_own(tmp_path, write):
     assert [beside.encoded(i) for i in range(4)] == [corpus.wav(i) for i in range(4)]
     elsewhere = write(tmp_path / "shards" / "s", table)
     assert _rust.Index([elsewhere], root=tmp_path).encoded(3) == corpus.wav(3)
-    with pytest.raises(ValueError, match=r"row 3 .*only the path \"3.wav\".*shards.3\.wav: No such file.*set audio_root"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 3 .*only the path \"3.wav\".*shards.3\.wav: No such file.*set audio_root",
+    ):
         _rust.Index([elsewhere]).encoded(3)
     (tmp_path / "0.wav").unlink()
     (tmp_path / "0.wav").mkdir()
@@ -240,7 +309,9 @@ def test_any_number_of_shards_with_few_descriptors(tmp_path):
         print(index.n_rows)
     """
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 40
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path], capture_output=True, text=True
+    )
     assert run.stdout == "300\n", run.stderr
 
 
@@ -251,9 +322,19 @@ def test_a_named_recording_lies_below_its_folder_and_is_a_regular_file(tmp_path,
     (tmp_path / "secret.wav").write_bytes(corpus.wav(0))
     (folder / "link.wav").symlink_to(tmp_path / "secret.wav")
     os.mkfifo(folder / "pipe.wav")
-    names = ["../secret.wav", str(tmp_path / "secret.wav"), "link.wav", "pipe.wav", "/dev/zero", "in/../../secret.wav"]
+    names = [
+        "../secret.wav",
+        str(tmp_path / "secret.wav"),
+        "link.wav",
+        "pipe.wav",
+        "/dev/zero",
+        "in/../../secret.wav",
+    ]
     audio = [{"bytes": None, "path": name} for name in names]
-    table = pa.table([pa.array(audio, corpus.AUDIO), pa.array([0] * len(names), pa.int64())], schema=corpus.schema(None))
+    table = pa.table(
+        [pa.array(audio, corpus.AUDIO), pa.array([0] * len(names), pa.int64())],
+        schema=corpus.schema(None),
+    )
     for links in (False, True):
         index = _rust.Index([write(folder / "s", table)], root=folder, links=links)
         for row, name in enumerate(names):

@@ -50,7 +50,15 @@ def open_index(folder, encoded, shards=2):
 def make(index, *, rows=None, batch=8, ranges=None, seed=1, train=True, **options):
     rows = np.arange(index.n_rows) if rows is None else np.asarray(rows, np.int64)
     options = {**SMALL, **options}
-    return _rust.Pipeline(index, rows=rows, batch=batch, ranges=ranges or [(0, batch)], seed=seed, train=train, **options)
+    return _rust.Pipeline(
+        index,
+        rows=rows,
+        batch=batch,
+        ranges=ranges or [(0, batch)],
+        seed=seed,
+        train=train,
+        **options,
+    )
 
 
 def take(pipeline, n):
@@ -69,7 +77,9 @@ def test_batches_follow_the_order(mixed):
     with_order = take(make(mixed, batch=8), 12)  # 96 rows: more than two epochs of 37
     sample = np.arange(96)
     expected = [order.permutation(1, e, 37, np.arange(37)) for e in range(3)]
-    np.testing.assert_array_equal(with_order["index"].ravel(), [expected[s // 37][s % 37] for s in sample])
+    np.testing.assert_array_equal(
+        with_order["index"].ravel(), [expected[s // 37][s % 37] for s in sample]
+    )
     np.testing.assert_array_equal(with_order["epoch"].ravel(), sample // 37)
     np.testing.assert_array_equal(with_order["label"], with_order["index"] % 2)
     np.testing.assert_array_equal(with_order["weight"], 1)
@@ -98,7 +108,10 @@ def test_seek_equals_a_run_from_there(mixed):
         pipeline.seek(position)
         after, batch = pipeline.next()
         assert after == position + 1
-        equal({k: np.concatenate(v) for k, v in batch.items()}, {k: v[position] for k, v in first.items()})
+        equal(
+            {k: np.concatenate(v) for k, v in batch.items()},
+            {k: v[position] for k, v in first.items()},
+        )
     pipeline.seek(10**12)
     assert pipeline.next()[0] == 10**12 + 1
     with pytest.raises(ValueError, match="out of range"):
@@ -112,7 +125,9 @@ def test_seeds_differ(mixed):
 @pytest.mark.parametrize("train", [True, False])
 def test_processes_together_read_the_batch_of_one(mixed, train):
     whole = take(make(mixed, train=train), 5)
-    parts = [make(mixed, train=train, ranges=ranges) for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])]
+    parts = [
+        make(mixed, train=train, ranges=ranges) for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])
+    ]
     found = [pipeline.next()[1] for _ in range(5) for pipeline in parts]
     for step in range(5):
         a, b, c = found[3 * step : 3 * step + 3]
@@ -141,7 +156,8 @@ def reference(index, row, train, epoch=0, seed=1):
     if n >= want:
         start = order.crop_start(seed, epoch, row, n - want + 1) if train else (n - want) // 2
         wave = _rust.resample(_rust.decode(index.encoded(row), start, want)[0], rate, 32_000)[:CLIP]
-        inner = slice(None) if rate == 32_000 else slice(2, -2)  # the pipeline decodes extra samples on both sides of a crop
+        # the pipeline decodes extra samples on both sides of a crop
+        inner = slice(None) if rate == 32_000 else slice(2, -2)
     else:
         wave = _rust.resample(_rust.decode(index.encoded(row))[0], rate, 32_000)
         left = 0 if train else (CLIP - len(wave)) // 2
@@ -159,7 +175,9 @@ def test_rows_hold_the_crop_that_the_reference_names(mixed):
             difference = np.abs(spectrogram[inner] - expected[inner])
             assert np.median(difference) < 1e-2, (train, row)
             if inner == slice(None):
-                np.testing.assert_allclose(spectrogram, expected, atol=2e-4, err_msg=f"{train} {row}")
+                np.testing.assert_allclose(
+                    spectrogram, expected, atol=2e-4, err_msg=f"{train} {row}"
+                )
 
 
 def test_views_are_crops_of_one_recording(mixed):
@@ -183,13 +201,21 @@ def test_views_are_crops_of_one_recording(mixed):
                 wave = _rust.resample(wave, rate, 32_000)[:CLIP]
                 expected = (_rust.fbank(wave - wave.mean()) + 7.2) / 8.86
                 inner = slice(None) if rate == 32_000 else slice(2, -2)
-                assert np.median(np.abs(spectrogram[inner] - expected[inner])) < 1e-2, (train, row, view)
+                assert np.median(np.abs(spectrogram[inner] - expected[inner])) < 1e-2, (
+                    train,
+                    row,
+                    view,
+                )
 
 
 def test_one_view_is_the_first_of_many(mixed):
     one, many = (take(make(mixed, batch=37, views=views), 2) for views in (1, 5))
-    lossless = np.array([FORMATS[i % len(FORMATS)][0] in ("WAV", "FLAC") for i in range(37)])[one["index"]]
-    np.testing.assert_allclose(many["spectrogram"][:, :, 0][lossless], one["spectrogram"][lossless], atol=1e-5)
+    lossless = np.array([FORMATS[i % len(FORMATS)][0] in ("WAV", "FLAC") for i in range(37)])[
+        one["index"]
+    ]
+    np.testing.assert_allclose(
+        many["spectrogram"][:, :, 0][lossless], one["spectrogram"][lossless], atol=1e-5
+    )
     np.testing.assert_allclose(many["spectrogram"][:, :, 0], one["spectrogram"], atol=5e-2)
     np.testing.assert_array_equal(many["index"], one["index"])
 
@@ -199,17 +225,25 @@ def test_threads_and_processes_change_no_byte_of_views_and_16_bits(mixed, form):
     options = {"views": 4, "form": form, "block": (4, 3)}
     first, other = (take(make(mixed, threads=threads, **options), 6) for threads in (1, 8))
     equal(first, other)
-    parts = [make(mixed, ranges=ranges, threads=2, **options) for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])]
+    parts = [
+        make(mixed, ranges=ranges, threads=2, **options)
+        for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])
+    ]
     found = [pipeline.next()[1] for _ in range(6) for pipeline in parts]
     for step in range(6):
         a, b, c = found[3 * step : 3 * step + 3]
-        equal({k: np.concatenate([a[k][0], b[k][0], a[k][1], c[k][0]]) for k in first}, {k: v[step] for k, v in first.items()})
+        equal(
+            {k: np.concatenate([a[k][0], b[k][0], a[k][1], c[k][0]]) for k in first},
+            {k: v[step] for k, v in first.items()},
+        )
 
 
 def test_bf16_is_the_nearest(mixed):
     import ml_dtypes
 
-    wide, narrow = (take(make(mixed, train=False, batch=8, form=form), 5) for form in ("float32", "bfloat16"))
+    wide, narrow = (
+        take(make(mixed, train=False, batch=8, form=form), 5) for form in ("float32", "bfloat16")
+    )
     assert narrow["spectrogram"].dtype == np.uint16
     expected = wide["spectrogram"].astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(narrow["spectrogram"], expected.view(np.uint16))
@@ -222,7 +256,10 @@ def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
     form, except for the rounding to 16 bits."""
     options = dict(train=False, batch=37, views=views)
     rows, waves = (take(make(mixed, form=form, **options), 1) for form in ("float32", "waveform"))
-    assert waves.keys() - {"waveform"} == rows.keys() - {"spectrogram"} and waves["waveform"].dtype == np.int16
+    assert (
+        waves.keys() - {"waveform"} == rows.keys() - {"spectrogram"}
+        and waves["waveform"].dtype == np.int16
+    )
     assert waves["waveform"].shape == rows["spectrogram"].shape[:-2] + (CLIP,)
     for name in waves.keys() - {"waveform"}:
         np.testing.assert_array_equal(waves[name], rows[name])
@@ -230,7 +267,8 @@ def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
     expected = rows["spectrogram"].reshape(-1, N_FRAMES, 128)
     for wave, row in zip(found, expected, strict=True):
         other = _rust.front_end(wave, 32_000, CLIP, N_FRAMES)
-        loud = row >= row.max() - np.log(1e5) / 8.86  # values that the rounding to 16 bits does not change
+        # values that the rounding to 16 bits does not change
+        loud = row >= row.max() - np.log(1e5) / 8.86
         assert np.abs(other - row)[loud].max(initial=0) < 0.05
 
 
@@ -241,7 +279,9 @@ def test_an_unknown_form_is_refused(mixed):
 
 def test_batches_follow_the_block_order(mixed):
     stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
-    expected = np.concatenate([order.block_order(1, epoch, stops, 3, np.arange(37)) for epoch in range(3)])
+    expected = np.concatenate(
+        [order.block_order(1, epoch, stops, 3, np.arange(37)) for epoch in range(3)]
+    )
     pipeline = make(mixed, block=(4, 3), threads=2)
     found = take(pipeline, 13)
     np.testing.assert_array_equal(found["index"].ravel(), expected[: 13 * 8])
@@ -258,9 +298,13 @@ def test_the_block_order_reads_ahead_and_not_too_far(mixed):
     sizes = np.array([len(mixed.encoded(row)) for row in range(37)])
     stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
     places = order.block_order(1, 0, stops, 2, np.arange(37))
-    lengths = np.diff(stops, prepend=0)[order._permute(order.hash_of(order.BLOCK, 1, 0), len(stops), np.arange(len(stops)))]
+    lengths = np.diff(stops, prepend=0)[
+        order._permute(order.hash_of(order.BLOCK, 1, 0), len(stops), np.arange(len(stops)))
+    ]
     for ranges in ([(0, 4)], [(1, 3)]):
-        pipeline = make(mixed, batch=4, ranges=ranges, block=(4, 2), depth=1, threads=1, bad_budget=1.0)
+        pipeline = make(
+            mixed, batch=4, ranges=ranges, block=(4, 2), depth=1, threads=1, bad_budget=1.0
+        )
         pipeline.next()
         deadline = time.monotonic() + 20
         while not pipeline.diagnostics()["bytes_ahead"] and time.monotonic() < deadline:
@@ -270,7 +314,10 @@ def test_the_block_order_reads_ahead_and_not_too_far(mixed):
         # two blocks, or earlier.
         reach = lengths[:8].sum()
         mine = np.isin(np.arange(reach) % 4, np.arange(*ranges[0]))
-        assert reach < 37 and 0 < pipeline.diagnostics()["bytes_ahead"] <= sizes[places[:reach]][mine].sum()
+        assert (
+            reach < 37
+            and 0 < pipeline.diagnostics()["bytes_ahead"] <= sizes[places[:reach]][mine].sum()
+        )
         pipeline.close()
 
 
@@ -283,7 +330,13 @@ def test_crops_differ_between_epochs(tmp_path):
 
 
 def broken(seed):
-    return [b"no audio at all", b"", b"RIFF\xff\xff\xff\xffWAVE", corpus.wav(seed)[:30], b"OggS" + bytes(200)][seed % 5]
+    return [
+        b"no audio at all",
+        b"",
+        b"RIFF\xff\xff\xff\xffWAVE",
+        corpus.wav(seed)[:30],
+        b"OggS" + bytes(200),
+    ][seed % 5]
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +362,10 @@ def test_promise_11_training_replaces_a_bad_recording_by_the_next_in_order(damag
         found = pipeline.diagnostics()
         assert (found["bad"], found["bad_allowed"]) == (2, 2)
         assert sorted(row for row, _ in found["bad_list"]) == [17, 130]
-        assert all(f": row {row} (row " in reason and ".arrow" in reason for row, reason in found["bad_list"])
+        assert all(
+            f": row {row} (row " in reason and ".arrow" in reason
+            for row, reason in found["bad_list"]
+        )
 
 
 def test_promise_11_testing_masks_a_bad_recording(damaged):
@@ -324,12 +380,16 @@ def test_promise_11_testing_masks_a_bad_recording(damaged):
 def test_promise_11_more_bad_recordings_than_the_budget_are_an_error_that_lists_them(damaged):
     for train in (True, False):
         pipeline = make(damaged, batch=20, bad_budget=0.005, train=train, threads=2)
-        with pytest.raises(RuntimeError, match="2 of 200 recordings could not be used, more than the 1 that") as caught:
+        with pytest.raises(
+            RuntimeError, match="2 of 200 recordings could not be used, more than the 1 that"
+        ) as caught:
             take(pipeline, 30)
         assert all(f": row {row} (" in str(caught.value) for row in (17, 130))
         with pytest.raises(RuntimeError, match="2 of 200"):
             pipeline.next()
-    with pytest.raises(RuntimeError, match="1 of 200 recordings could not be used, more than the 0 that"):
+    with pytest.raises(
+        RuntimeError, match="1 of 200 recordings could not be used, more than the 0 that"
+    ):
         take(make(damaged, batch=20, bad_budget=0.0), 30)
 
 
@@ -352,16 +412,23 @@ def test_promise_11_samples_that_are_not_numbers(tmp_path):
     wave = corpus.noise(0, 1.0, 32_000)
     wave[::7] = np.nan
     huge = np.full(32_000, 3e38, np.float32)
-    encoded = [corpus.encode(x, 32_000, "WAV", "FLOAT") for x in (wave, huge, corpus.noise(2, 1.0, 32_000))]
+    encoded = [
+        corpus.encode(x, 32_000, "WAV", "FLOAT") for x in (wave, huge, corpus.noise(2, 1.0, 32_000))
+    ]
     pipeline = make(open_index(tmp_path, encoded, shards=1), batch=3, train=False, bad_budget=1.0)
     assert take(pipeline, 1)["weight"].tolist() == [[0, 0, 1]]
     assert "finite" in pipeline.diagnostics()["bad_list"][0][1]
 
 
 def test_promise_11_null_audio_is_a_bad_recording(tmp_path):
-    pipeline = make(open_index(tmp_path, [corpus.wav(0), None], shards=1), batch=2, train=False, bad_budget=1.0)
+    pipeline = make(
+        open_index(tmp_path, [corpus.wav(0), None], shards=1), batch=2, train=False, bad_budget=1.0
+    )
     assert take(pipeline, 1)["weight"].tolist() == [[1, 0]]
-    assert "row 1 (row 1 of this shard): holds no audio bytes, only the path" in pipeline.diagnostics()["bad_list"][0][1]
+    assert (
+        "row 1 (row 1 of this shard): holds no audio bytes, only the path"
+        in pipeline.diagnostics()["bad_list"][0][1]
+    )
 
 
 def test_invalid_plans_are_refused(mixed):
@@ -490,7 +557,9 @@ def test_diagnostics_name_the_stages(mixed):
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
     """A thread needs many seconds for one of these batches."""
-    return open_index(tmp_path_factory.mktemp("slow"), [corpus.wav(i, 6.0, 44_100) for i in range(4)])
+    return open_index(
+        tmp_path_factory.mktemp("slow"), [corpus.wav(i, 6.0, 44_100) for i in range(4)]
+    )
 
 
 SLOW = {"batch": 4096, "clip_samples": 160_000, "n_frames": 512}
@@ -538,13 +607,17 @@ def test_dropping_a_busy_pipeline_stops_its_threads(slow):
     time.sleep(0.1)
     begin = time.process_time()
     del pipeline
-    assert time.process_time() - begin < 2, "half a second of four threads, of the many that a batch takes"
+    assert time.process_time() - begin < 2, (
+        "half a second of four threads, of the many that a batch takes"
+    )
     assert len(os.listdir("/proc/self/task")) <= before
 
 
 def run(code: str, *arguments) -> subprocess.Popen:
     code = textwrap.dedent(code)
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
@@ -573,7 +646,12 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
     assert process.stdout.readline() == "waiting\n"
     time.sleep(0.3)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    used = sum(
+        map(
+            int,
+            pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13],
+        )
+    )
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n" and process.wait(60) == 0
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -582,9 +660,12 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
 
 
 def test_memory_does_not_grow(tmp_path):
-    encoded = [corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 3)]
+    encoded = [
+        corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 3)
+    ]
     encoded += [
-        corpus.encode(corpus.noise(i, 0.3, 32_000), 32_000, *kind) for i, kind in enumerate([("OGG", "VORBIS"), ("FLAC",)])
+        corpus.encode(corpus.noise(i, 0.3, 32_000), 32_000, *kind)
+        for i, kind in enumerate([("OGG", "VORBIS"), ("FLAC",)])
     ]
     shard = corpus.write(tmp_path / "0.arrow", corpus.table(encoded, [0] * len(encoded)))
     process = run(
@@ -616,7 +697,9 @@ def test_memory_does_not_grow(tmp_path):
 def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
     """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, with views, bf16,
     block order and a bad recording."""
-    encoded = [corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 5)]
+    encoded = [
+        corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 5)
+    ]
     encoded[7] = broken(1)
     table = corpus.table(encoded, [0] * len(encoded))
     shards = [

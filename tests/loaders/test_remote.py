@@ -54,18 +54,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.server.folder / self.path.strip("/")
         if path.is_dir():
             base = self.path.rstrip("/")
-            links = "".join(f'<a href="{base}/{p.name}{"/" * p.is_dir()}">{p.name}</a>' for p in sorted(path.iterdir()))
+            links = "".join(
+                f'<a href="{base}/{p.name}{"/" * p.is_dir()}">{p.name}</a>'
+                for p in sorted(path.iterdir())
+            )
             return self.send(200, links.encode(), body, {"Content-Type": "text/html"})
         if not path.is_file():
             return self.send(404, b"", body, {})
         data = path.read_bytes()
-        headers = {"Accept-Ranges": "bytes", "ETag": f'"{path.stat().st_mtime_ns}"', "Content-Type": "application/x-arrow"}
+        headers = {
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{path.stat().st_mtime_ns}"',
+            "Content-Type": "application/x-arrow",
+        }
         wanted = self.headers.get("Range")
         if not wanted:
             return self.send(200, data, body, headers)
         first, last = (int(text) for text in wanted.removeprefix("bytes=").split("-"))
         self.server.asked.append((path.name, first))
-        fault = self.server.faults(path.name, sum(name == path.name for name, _ in self.server.asked))
+        fault = self.server.faults(
+            path.name, sum(name == path.name for name, _ in self.server.asked)
+        )
         if fault == "error":
             return self.send(503, b"", body, {})
         if fault == "slow":
@@ -111,7 +120,9 @@ def content(folder: pathlib.Path) -> dict[str, bytes]:
 def test_a_run_reads_shards_from_an_address(store, tmp_path):
     address = f"{store.url}/birds/"
     config = Config(train=address, label="label", clip_seconds=0.4, n_frames=64, threads=1)
-    assert not config.exists() and not list(config.validate()), "nothing is copied to look at a config"
+    assert not config.exists() and not list(config.validate()), (
+        "nothing is copied to look at a config"
+    )
     assert (dataset_info(config)["n_train"], dataset_info(config)["n_test"]) == (3, 2)
     processes.wait_for(config.exists)  # the info needs the headers, and the rest comes meanwhile
     local = Config(**{**config.__dict__, "train": str(tmp_path / "web" / "birds")})
@@ -126,7 +137,9 @@ def test_a_run_reads_shards_from_an_address(store, tmp_path):
 def test_a_system_without_fdatasync_copies(store, monkeypatch):
     """On macOS there is only fsync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
-    assert dataset_info(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
+    assert (
+        dataset_info(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
+    )
 
 
 def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):
@@ -146,13 +159,19 @@ def long_shard(store, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "AT_ONCE", 1)
     content = corpus.table([corpus.wav(i, 0.5) for i in range(40)], [i % 2 for i in range(40)])
     shard = corpus.write(tmp_path / "web" / "long" / "data-00000-of-00001.arrow", content)
-    (shard.parent / "state.json").write_text(json.dumps({"_data_files": [{"filename": shard.name}]}))
+    (shard.parent / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": shard.name}]})
+    )
     return shard
 
 
 def batches(path, n=5):
-    config = Config(train=path, label="label", clip_seconds=0.4, n_frames=64, threads=2, test_share=0.1)
-    with contextlib.closing(make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=3)) as loader:
+    config = Config(
+        train=path, label="label", clip_seconds=0.4, n_frames=64, threads=2, test_share=0.1
+    )
+    with contextlib.closing(
+        make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=3)
+    ) as loader:
         for _ in range(n):
             yield {name: part[0].tobytes() for name, part in next(loader)[1].items()}
 
@@ -163,18 +182,27 @@ def test_a_run_begins_before_all_is_there_and_reads_the_same(store, tmp_path, lo
     found = batches(f"{store.url}/long/")
     first = [next(found)]
     asked, n_parts = len(store.asked), -(-long_shard.stat().st_size // remote.PART)
-    assert n_parts > 60 and 3 < asked < n_parts / 2, "eight rows are there, and most of the shard is not"
+    assert n_parts > 60 and 3 < asked < n_parts / 2, (
+        "eight rows are there, and most of the shard is not"
+    )
     store.faults = lambda name, n: None
     assert first + list(found) == expected
     folder = pathlib.Path(remote.fetch(f"{store.url}/long/"))
     assert content(folder) == content(long_shard.parent) and not list(folder.rglob(".*.parts"))
-    assert len(store.asked) == n_parts + 2, "each part and state.json came once, but for the part that failed"
+    assert len(store.asked) == n_parts + 2, (
+        "each part and state.json came once, but for the part that failed"
+    )
 
 
-def test_a_store_that_ends_midway_ends_the_run_and_the_next_one_resumes(store, tmp_path, long_shard):
+def test_a_store_that_ends_midway_ends_the_run_and_the_next_one_resumes(
+    store, tmp_path, long_shard
+):
     address = f"{store.url}/long/"
     store.faults = lambda name, n: "error" if n > 30 else None
-    with pytest.raises(DataError, match=r"is incomplete, and the rest cannot be copied .*after 6 tries .*; rerun to resume"):
+    with pytest.raises(
+        DataError,
+        match=r"is incomplete, and the rest cannot be copied .*after 6 tries .*; rerun to resume",
+    ):
         list(batches(address))
     with pytest.raises(DataError, match="after 6 tries"):
         remote.fetch(address)
@@ -189,7 +217,8 @@ def test_an_interrupted_copy_resumes_and_a_changed_file_begins_again(store, tmp_
     store.faults = lambda name, n: "error" if n > 2 else None
     with pytest.raises(DataError, match="cannot be had after 6 tries .*; rerun to resume"):
         remote.fetch(f"{store.url}/birds/train/")
-    came = set([first for name, first in store.asked if name == shard.name][:2])  # in any order of the requests
+    # in any order of the requests
+    came = set([first for name, first in store.asked if name == shard.name][:2])
     store.faults, store.asked = lambda name, n: None, []
     folder = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
     assert len(came) == 2 and not came & {first for _, first in store.asked}, "two parts were there"
@@ -215,13 +244,18 @@ def test_the_cache_is_bounded_and_what_is_in_use_stays(store, tmp_path, monkeypa
         remote.fetch(f"{store.url}/birds/train/")
 
 
-def test_a_servers_claimed_size_evicts_nothing_from_the_cache_before_the_bytes_arrive(store, tmp_path, monkeypatch):
+def test_a_servers_claimed_size_evicts_nothing_from_the_cache_before_the_bytes_arrive(
+    store, tmp_path, monkeypatch
+):
     first = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
     whole = content(first)
     size = sum(map(len, whole.values()))
     remote._held.clear()
     monkeypatch.setenv("JAXTRAIN_SHARDS_GB", str(2 * size / 1e9))
-    for claim, reason in ((3 * size, "and the cache may hold"), (int(1.9 * size), "cannot be had after 6 tries .*bytes came")):
+    for claim, reason in (
+        (3 * size, "and the cache may hold"),
+        (int(1.9 * size), "cannot be had after 6 tries .*bytes came"),
+    ):
         store.claim = claim
         with pytest.raises(DataError, match=reason):
             remote.fetch(f"{store.url}/birds/test/")
@@ -256,34 +290,61 @@ def test_a_bucket_of_google_through_gcsfs(tmp_path):
     nothing of it stays."""
     pytest.importorskip("gcsfs")
     objects = object_store.Store(tmp_path / "objects")
-    server = object_store.Server(("127.0.0.1", 0), type("Handler", (object_store.Handler,), {"store": objects}))
+    server = object_store.Server(
+        ("127.0.0.1", 0), type("Handler", (object_store.Handler,), {"store": objects})
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    made = corpus.write(tmp_path / "a.arrow", corpus.table([corpus.wav(i, 0.3) for i in range(3)], [0, 1, 0])).read_bytes()
+    made = corpus.write(
+        tmp_path / "a.arrow", corpus.table([corpus.wav(i, 0.3) for i in range(3)], [0, 1, 0])
+    ).read_bytes()
     for split in ("train", "test"):
         objects.put("birds", f"xcm/{split}/data-00000-of-00001.arrow", made)
     objects.put("birds", "bad/a.arrow", made)
     path = objects._path("birds", "bad/a.arrow")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    env = {**os.environ, **object_store.environment(server.server_address[1]), "JAXTRAIN_CACHE": str(tmp_path / "cache")}
-    code = "from loaders.audio import remote\nfor name in ('xcm', 'bad'): print(remote.fetch(f'gs://birds/{name}'))"
+    env = {
+        **os.environ,
+        **object_store.environment(server.server_address[1]),
+        "JAXTRAIN_CACHE": str(tmp_path / "cache"),
+    }
+    code = (
+        "from loaders.audio import remote\nfor name in ('xcm', 'bad'):"
+        " print(remote.fetch(f'gs://birds/{name}'))"
+    )
     try:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
     assert set(content(pathlib.Path(done.stdout.strip())).values()) == {made}, done.stderr
-    assert "DataError: birds/bad/a.arrow came with the md5" in done.stderr and "and the store says" in done.stderr
+    assert (
+        "DataError: birds/bad/a.arrow came with the md5" in done.stderr
+        and "and the store says" in done.stderr
+    )
     assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 2
 
 
 def test_checksums_of_stores():
-    assert remote._digest({"md5Hash": "1B2M2Y8AsgTpgAmY7PhCfg=="}) == ("md5", "d41d8cd98f00b204e9800998ecf8427e")
+    assert remote._digest({"md5Hash": "1B2M2Y8AsgTpgAmY7PhCfg=="}) == (
+        "md5",
+        "d41d8cd98f00b204e9800998ecf8427e",
+    )
     assert remote._digest({"lfs": {"sha256": "ab"}}) == ("sha256", "ab")
     tag = "d41d8cd98f00b204e9800998ecf8427e"
     assert remote._digest({"ETag": f'"{tag}"', "StorageClass": "STANDARD"}) == ("md5", tag)
-    assert remote._digest({"ETag": f'"{tag}-3"', "StorageClass": "STANDARD"}) == ("", ""), "of several parts"
+    assert remote._digest({"ETag": f'"{tag}-3"', "StorageClass": "STANDARD"}) == (
+        "",
+        "",
+    ), "of several parts"
 
 
 def test_a_wrong_checksum_is_refused(tmp_path):
@@ -294,5 +355,7 @@ def test_a_wrong_checksum_is_refused(tmp_path):
     file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
     assert remote._prepare(file, tmp_path)
     with pytest.raises(DataError, match="the store says 0000"):
-        remote._Copy(System(), [file], tmp_path, remote_cache.DiskBudget(tmp_path, 100, "gs://bucket")).wait()
+        remote._Copy(
+            System(), [file], tmp_path, remote_cache.DiskBudget(tmp_path, 100, "gs://bucket")
+        ).wait()
     assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]

@@ -20,7 +20,8 @@ import pytest
 from tests.support import corpus
 
 ROOT = pathlib.Path(__file__).parents[2]
-FAULTS = {1: "error", 2: "short", 3: "slow"}  # of a file's answers with a part of it, by their number
+# of a file's answers with a part of it, by their number
+FAULTS = {1: "error", 2: "short", 3: "slow"}
 CODE = """
 from loaders.audio import remote
 remote.WAIT, remote.PART, remote.TOGETHER = 0.01, 20_000, 1
@@ -41,7 +42,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.reply(json.dumps([self.hub_file(self.folder / name) for name in form["paths"]]).encode())
+        self.reply(
+            json.dumps([self.hub_file(self.folder / name) for name in form["paths"]]).encode()
+        )
 
     def do_GET(self):
         url = urllib.parse.urlsplit(self.path)
@@ -49,10 +52,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(url.path)
         if found := re.fullmatch(r"/api/datasets/me/birds/tree/main/?(.*)", path):
             below = self.folder / found[1]
-            files = below.rglob("*") if query.get("recursive", "").lower() in ("true", "1") else below.iterdir()
+            files = (
+                below.rglob("*")
+                if query.get("recursive", "").lower() in ("true", "1")
+                else below.iterdir()
+            )
             return self.reply(json.dumps([self.hub_file(file) for file in sorted(files)]).encode())
         if path.startswith("/api/datasets/me/birds"):
-            return self.reply(json.dumps({"id": "me/birds", "sha": "0" * 40, "private": False, "tags": []}).encode())
+            return self.reply(
+                json.dumps(
+                    {"id": "me/birds", "sha": "0" * 40, "private": False, "tags": []}
+                ).encode()
+            )
         if path.strip("/") == "bucket":
             return self.reply(self.s3_list(query), kind="application/xml")
         file = self.folder / re.sub(r"^/(bucket|datasets/me/birds/resolve/main)/", "", path)
@@ -62,7 +73,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if file.name == self.wrong:
             data = data[:-1] + b"?"
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        head = {"ETag": f'"{hashlib.md5(file.read_bytes()).hexdigest()}"', "Last-Modified": "Sun, 01 Mar 2026 00:00:00 GMT"}
+        head = {
+            "ETag": f'"{hashlib.md5(file.read_bytes()).hexdigest()}"',
+            "Last-Modified": "Sun, 01 Mar 2026 00:00:00 GMT",
+        }
         if not wanted:
             return self.reply(data, **head)
         self.asked[file.name] += 1
@@ -73,7 +87,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         first, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
         part = data[first : last + 1]
         part = part[: len(part) // 2] if fault == "short" else part
-        self.reply(part, 206, **head, **{"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"})
+        self.reply(
+            part,
+            206,
+            **head,
+            **{"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"},
+        )
 
     do_HEAD = do_GET
 
@@ -101,13 +120,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 f"<Contents><Key>{name}</Key><LastModified>2026-03-01T00:00:00.000Z</LastModified><Size>{len(data)}</Size>"
                 f"<ETag>&quot;{hashlib.md5(data).hexdigest()}&quot;</ETag><StorageClass>STANDARD</StorageClass></Contents>"
             )
-        folders = [f"<CommonPrefixes><Prefix>{each}</Prefix></CommonPrefixes>" for each in sorted(folders)]
+        folders = [
+            f"<CommonPrefixes><Prefix>{each}</Prefix></CommonPrefixes>" for each in sorted(folders)
+        ]
         head = f"<Name>bucket</Name><Prefix>{prefix}</Prefix><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>"
-        return f'<?xml version="1.0"?><ListBucketResult>{head}{"".join(keys + folders)}</ListBucketResult>'.encode()
+        return (
+            "<?xml"
+            f' version="1.0"?><ListBucketResult>{head}{"".join(keys + folders)}</ListBucketResult>'.encode()
+        )
 
     def reply(self, body, status=200, kind="application/json", **headers):
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -130,15 +158,32 @@ def test_shards_come_whole_from_a_store_that_fails(tmp_path, package, address):
     handler = type("Of", (Handler,), {"folder": tmp_path / "web", "asked": collections.Counter()})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
-    env = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1", "AWS_EC2_METADATA_DISABLED": "true"}
-    env |= {"FSSPEC_S3": json.dumps({"anon": True, "endpoint_url": url}), "JAXTRAIN_CACHE": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    env |= {
+        "FSSPEC_S3": json.dumps({"anon": True, "endpoint_url": url}),
+        "JAXTRAIN_CACHE": str(tmp_path / "cache"),
+    }
 
     def fetch():
         code = CODE.format(address=address)
-        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
 
     try:
         done = fetch()
@@ -147,7 +192,9 @@ def test_shards_come_whole_from_a_store_that_fails(tmp_path, package, address):
         assert {path.name: path.read_bytes() for path in folder.rglob("*.arrow")} == content
         assert min(handler.asked.values()) > len(FAULTS)
         n = sum(handler.asked.values())
-        assert fetch().returncode == 0 and sum(handler.asked.values()) == n, "what is there is not copied again"
+        assert fetch().returncode == 0 and sum(handler.asked.values()) == n, (
+            "what is there is not copied again"
+        )
         handler.wrong = min(content)
         env["JAXTRAIN_CACHE"] = str(tmp_path / "other")
         done = fetch()

@@ -31,7 +31,9 @@ def test_tones_pass_unchanged_and_on_time(case):
     facts, data, convert = case
     got = convert("multitone_in")
     assert len(got) == facts["expected_length"] and got.dtype == np.float32
-    phase = 2 * np.pi * np.outer(np.arange(len(got)) / 32000, data["tone_freq_hz"]) + data["tone_phase"]
+    phase = (
+        2 * np.pi * np.outer(np.arange(len(got)) / 32000, data["tone_freq_hz"]) + data["tone_phase"]
+    )
     start, stop = facts["multitone_compare"]
     off = np.abs(got - np.sin(phase) @ data["tone_amp"])[start:stop]
     # The input's own rounding to int16 is 2e-5 of this.
@@ -58,7 +60,9 @@ def test_tones_above_the_output_band_vanish(case):
 @pytest.mark.parametrize("target", [32000, 16000])
 def test_length_is_exact(rate, target):
     for n in [0, 1, 2, 999, 1000, 1001, 12345]:
-        assert len(_rust.resample(np.zeros(n, np.float32), rate, target)) == (2 * n * target + rate) // (2 * rate)
+        assert len(_rust.resample(np.zeros(n, np.float32), rate, target)) == (
+            2 * n * target + rate
+        ) // (2 * rate)
 
 
 @pytest.mark.parametrize("rate", RATES)

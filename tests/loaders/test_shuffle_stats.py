@@ -25,10 +25,23 @@ def test_independent_draws_are_as_expected():
     rng = np.random.default_rng(0)
     found = record(rng.integers(N, size=(300, BATCH)))[100:]
     mean = {name: np.mean([r[name] for r in found]) for name in found[0]}
-    for name in ("chi2_mod", "chi2_div", "chi2_hash", "chi2_shard", "unique", "overlap", "bucket_overlap", "window_unique"):
-        assert mean[name] == pytest.approx(mean[f"{name}_expected"], rel=0.1 if name == "overlap" else 0.03), name
+    for name in (
+        "chi2_mod",
+        "chi2_div",
+        "chi2_hash",
+        "chi2_shard",
+        "unique",
+        "overlap",
+        "bucket_overlap",
+        "window_unique",
+    ):
+        assert mean[name] == pytest.approx(
+            mean[f"{name}_expected"], rel=0.1 if name == "overlap" else 0.03
+        ), name
     assert found[0]["overlap_expected"] == pytest.approx(BATCH**2 / N, rel=0.02)
-    assert found[0]["window_unique_expected"] == pytest.approx(N * (1 - (1 - 1 / N) ** (100 * BATCH)))
+    assert found[0]["window_unique_expected"] == pytest.approx(
+        N * (1 - (1 - 1 / N) ** (100 * BATCH))
+    )
     for kind in ("mod", "div", "hash", "shard"):
         assert abs(mean[f"acf_{kind}"]) < 0.05
 
@@ -38,7 +51,9 @@ def test_the_global_order_is_shuffled_and_repeats_nothing():
     found = record(order.permutation(0, 0, N, places).reshape(-1, BATCH))
     last = found[-1]
     assert abs(last["acf_shard"]) < 0.1 and abs(last["acf_div"]) < 0.1
-    assert np.mean([r["chi2_shard"] for r in found]) == pytest.approx(last["chi2_shard_expected"], rel=0.1)
+    assert np.mean([r["chi2_shard"] for r in found]) == pytest.approx(
+        last["chi2_shard_expected"], rel=0.1
+    )
     assert last["unique"] == BATCH and last["overlap"] == 0
     assert last["window_unique"] == 70 * BATCH > last["window_unique_expected"]
 
@@ -46,7 +61,9 @@ def test_the_global_order_is_shuffled_and_repeats_nothing():
 def test_an_order_that_is_not_shuffled_is_reported():
     found = record(np.arange(N)[: 70 * BATCH].reshape(-1, BATCH))[-1]
     assert found["chi2_shard"] > 20 * found["chi2_shard_expected"] and found["chi2_div"] > 20
-    assert found["chi2_mod"] < 0.1 < 0.9 < found["chi2_mod_expected"], "neighbours are spread too evenly"
+    assert found["chi2_mod"] < 0.1 < 0.9 < found["chi2_mod_expected"], (
+        "neighbours are spread too evenly"
+    )
     # A buffer that holds a few batches: one batch tells much about the next.
     found = record(buffered())[-1]
     assert found["acf_shard"] > 0.7 and found["acf_div"] > 0.5
@@ -91,5 +108,10 @@ def test_a_split_is_judged_by_its_own_rows():
 
 @pytest.mark.parametrize("index", [-1, N, 3 << 30])
 def test_an_index_that_no_recording_has_is_an_error_with_its_value(index):
-    with pytest.raises(DataError, match=f"the index {index} of an example in a batch is that of no recording, which have 0 to"):
+    with pytest.raises(
+        DataError,
+        match=(
+            f"the index {index} of an example in a batch is that of no recording, which have 0 to"
+        ),
+    ):
         record([[5, index]])

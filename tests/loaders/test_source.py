@@ -14,23 +14,39 @@ from tests.support import corpus
 from tests.support.corpus import LABELS, ROWS, check, rows
 
 
-@pytest.mark.parametrize("options", [{}, {"use_legacy_format": True}], ids=["current", "before-0.15"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_legacy_format": True}], ids=["current", "before-0.15"]
+)
 @pytest.mark.parametrize("batch", [None, 1, 2])
 @pytest.mark.parametrize("file", [False, True], ids=["stream", "file"])
 def test_formats(tmp_path, file, batch, options):
-    check(_rust.Index([corpus.write(tmp_path / "s.arrow", rows(), file=file, batch=batch, **options)], label="label"))
+    check(
+        _rust.Index(
+            [corpus.write(tmp_path / "s.arrow", rows(), file=file, batch=batch, **options)],
+            label="label",
+        )
+    )
 
 
 def test_rows_are_numbered_across_shards(tmp_path):
-    halves = [corpus.write(tmp_path / "0.arrow", rows()[:2]), corpus.write(tmp_path / "1.arrow", rows()[2:])]
+    halves = [
+        corpus.write(tmp_path / "0.arrow", rows()[:2]),
+        corpus.write(tmp_path / "1.arrow", rows()[2:]),
+    ]
     check(_rust.Index(halves, label="label"))
-    check(_rust.Index([halves[0], corpus.write(tmp_path / "none.arrow", rows()[:0]), halves[1]], label="label"))
+    check(
+        _rust.Index(
+            [halves[0], corpus.write(tmp_path / "none.arrow", rows()[:0]), halves[1]], label="label"
+        )
+    )
     assert _rust.Index(halves[::-1], label="label").encoded(0) == b"third recording"
 
 
 def test_slices_and_empty_batches(tmp_path):
     """Batches that are windows into larger arrays: offsets do not begin at 0."""
-    whole = pa.concat_tables([corpus.table([b"x" * 100] * 3, [1] * 3), rows(), corpus.table([b"y"], [1])]).combine_chunks()
+    whole = pa.concat_tables(
+        [corpus.table([b"x" * 100] * 3, [1] * 3), rows(), corpus.table([b"y"], [1])]
+    ).combine_chunks()
     batch = whole.to_batches()[0]
     with pa.ipc.new_stream(str(tmp_path / "s.arrow"), batch.schema) as writer:
         for part in (batch.slice(0, 0), batch.slice(3, 2), batch.slice(5, 0), batch.slice(5, 3)):
@@ -50,15 +66,21 @@ def test_columns_of_every_layout_are_stepped_over(tmp_path):
         "null": pa.nulls(5),
         "bool": pa.array([True, None, False, True, True]),
         "list": pa.array([[1, 2], [], None, [3], [4]], pa.list_(pa.int32())),
-        "lists": pa.array([[[b"x"]], None, [], [[b"y"], []], [[]]], pa.large_list(pa.list_(pa.binary()))),
+        "lists": pa.array(
+            [[[b"x"]], None, [], [[b"y"], []], [[]]], pa.large_list(pa.list_(pa.binary()))
+        ),
         "fixed": pa.array([[1, 2]] * 5, pa.list_(pa.float32(), 2)),
         "map": pa.array([{"k": 1}, {}, None, {"l": 2}, {}], pa.map_(pa.string(), pa.int8())),
         "dictionary": pa.array(["x", "y", None, "x", "x"]).dictionary_encode(),
         "digest": pa.array([b"abcd"] * 5, pa.binary(4)),
         "time": pa.array([1, 2, 3, 4, None], pa.timestamp("us")),
         "sparse": pa.UnionArray.from_sparse(pa.array([0] * 5, pa.int8()), [pa.array(range(5))]),
-        "dense": pa.UnionArray.from_dense(pa.array([0] * 5, pa.int8()), pa.array(range(5), pa.int32()), [pa.array(range(5))]),
-        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), pa.array(["a", "b"])),
+        "dense": pa.UnionArray.from_dense(
+            pa.array([0] * 5, pa.int8()), pa.array(range(5), pa.int32()), [pa.array(range(5))]
+        ),
+        "runs": pa.RunEndEncodedArray.from_arrays(
+            pa.array([2, 5], pa.int32()), pa.array(["a", "b"])
+        ),
         "struct": pa.array([{"a": 1, "b": ["s"]}] * 5),
         "view": pa.array(["short", "x" * 100, None, "y" * 50, ""], pa.string_view()),
         "views": pa.array([[b"z" * 20]] * 5, pa.list_(pa.binary_view())),
@@ -67,7 +89,12 @@ def test_columns_of_every_layout_are_stepped_over(tmp_path):
     for name, column in others.items():
         wide = wide.add_column(0, name, column).append_column(f"{name}2", column)
     for file in (False, True):
-        check(_rust.Index([corpus.write(tmp_path / "w.arrow", wide.combine_chunks(), file=file, batch=3)], label="label"))
+        check(
+            _rust.Index(
+                [corpus.write(tmp_path / "w.arrow", wide.combine_chunks(), file=file, batch=3)],
+                label="label",
+            )
+        )
 
 
 def test_a_null_struct_is_a_null_recording(tmp_path):
@@ -75,7 +102,10 @@ def test_a_null_struct_is_a_null_recording(tmp_path):
     shard = corpus.write(tmp_path / "s.arrow", pa.table({"audio": audio}))
     index = _rust.Index([shard])
     assert (index.encoded(0), index.path(0), index.path(1)) == (b"x", "p", None)
-    with pytest.raises(ValueError, match=r"s\.arrow: row 1 \(row 1 of this shard\): holds no audio bytes and no path"):
+    with pytest.raises(
+        ValueError,
+        match=r"s\.arrow: row 1 \(row 1 of this shard\): holds no audio bytes and no path",
+    ):
         index.encoded(1)
 
 
@@ -101,20 +131,52 @@ def error(path: pathlib.Path, table: pa.Table, match: str, **options) -> None:
 def test_columns_that_do_not_fit(tmp_path):
     path, good = tmp_path / "s.arrow", rows()
     code = pa.array(["houspa"] * 5)
-    error(path, good.append_column("ebird_code", code), r"'?\"?ebird_code.* holds strings.*cast_column\(", label="ebird_code")
-    error(path, good, r'no column "species"; the columns are audio \(struct<.*>\), label \(int64\)', label="species")
-    error(path, good.rename_columns(["sound", "label"]), r'no column "audio"; the columns are sound')
-    error(path, good.set_column(0, "audio", pa.array([b"x"] * 5)), r'"audio" is binary, but audio must be a struct of bytes')
-    error(path, good.set_column(1, "label", pa.array([1.0] * 5)), r'"label" is floatingpoint, but labels must be')
-    error(path, good.set_column(1, "label", pa.array([1] * 5, pa.int32())), r'"label" is int32, but labels must be')
-    error(path, corpus.table(ROWS, [0, 1, 2, 0, 0]), r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes")
+    error(
+        path,
+        good.append_column("ebird_code", code),
+        r"'?\"?ebird_code.* holds strings.*cast_column\(",
+        label="ebird_code",
+    )
+    error(
+        path,
+        good,
+        r'no column "species"; the columns are audio \(struct<.*>\), label \(int64\)',
+        label="species",
+    )
+    error(
+        path, good.rename_columns(["sound", "label"]), r'no column "audio"; the columns are sound'
+    )
+    error(
+        path,
+        good.set_column(0, "audio", pa.array([b"x"] * 5)),
+        r'"audio" is binary, but audio must be a struct of bytes',
+    )
+    error(
+        path,
+        good.set_column(1, "label", pa.array([1.0] * 5)),
+        r'"label" is floatingpoint, but labels must be',
+    )
+    error(
+        path,
+        good.set_column(1, "label", pa.array([1] * 5, pa.int32())),
+        r'"label" is int32, but labels must be',
+    )
+    error(
+        path,
+        corpus.table(ROWS, [0, 1, 2, 0, 0]),
+        r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes",
+    )
     for codec in ("lz4", "zstd"):
         error(path, good, f"record batch 0 is compressed with {codec}", batch=2, compression=codec)
 
 
 def test_shards_must_agree_in_their_classes(tmp_path):
     first = corpus.write(tmp_path / "0.arrow", rows())
-    for names, match in ((("a", "c"), 'class 1 is "c" and "b"'), ("abc", "3 and 2 classes"), (None, "former does not name")):
+    for names, match in (
+        (("a", "c"), 'class 1 is "c" and "b"'),
+        ("abc", "3 and 2 classes"),
+        (None, "former does not name"),
+    ):
         with pytest.raises(ValueError, match=match) as caught:
             _rust.Index([first, corpus.write(tmp_path / "1.arrow", rows(names))], label="label")
         assert "1.arrow" in str(caught.value) and "0.arrow" in str(caught.value)
@@ -124,7 +186,15 @@ def test_files_that_are_no_shards(tmp_path):
     path = tmp_path / "x.arrow"
     with pytest.raises(OSError, match=r"x\.arrow.*No such file"):
         _rust.Index([path])
-    for content in (b"", b"RIFF", bytes(1000), b"\xff" * 1000, os.urandom(4096), b"ARROW1\0\0", b"ARROW1\0\0" + b"\xff" * 64):
+    for content in (
+        b"",
+        b"RIFF",
+        bytes(1000),
+        b"\xff" * 1000,
+        os.urandom(4096),
+        b"ARROW1\0\0",
+        b"ARROW1\0\0" + b"\xff" * 64,
+    ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"x\.arrow: "):
             _rust.Index([path])
@@ -151,7 +221,9 @@ def test_a_shard_that_is_cut_short(tmp_path, file):
 @pytest.mark.parametrize("file", [False, True], ids=["stream", "file"])
 def test_broken_metadata_never_crashes(tmp_path, file):
     """For any changed byte, reading ends with rows or with a ValueError that names the shard."""
-    whole = np.frombuffer(corpus.write(tmp_path / "w.arrow", rows(), file=file, batch=3).read_bytes(), np.uint8)
+    whole = np.frombuffer(
+        corpus.write(tmp_path / "w.arrow", rows(), file=file, batch=3).read_bytes(), np.uint8
+    )
     rng, path, failed = np.random.default_rng(0), tmp_path / "b.arrow", 0
     for trial in range(3000):
         broken = whole.copy()
@@ -192,9 +264,15 @@ def test_fingerprint_follows_the_data_and_not_the_folder(tmp_path):
 
 
 def test_indexing_reads_no_audio_and_holds_no_descriptors(tmp_path):
-    shard = corpus.write(tmp_path / "big.arrow", corpus.table([bytes(4 << 20)] * 16, [0] * 16), batch=4)
+    shard = corpus.write(
+        tmp_path / "big.arrow", corpus.table([bytes(4 << 20)] * 16, [0] * 16), batch=4
+    )
     for k in range(20):
-        shutil.copy(shard, tmp_path / f"copy{k}.arrow") if k < 2 else os.link(shard, tmp_path / f"copy{k}.arrow")
+        (
+            shutil.copy(shard, tmp_path / f"copy{k}.arrow")
+            if k < 2
+            else os.link(shard, tmp_path / f"copy{k}.arrow")
+        )
     code = """
         import os, pathlib, re, sys
         from loaders import _rust
@@ -207,7 +285,9 @@ def test_indexing_reads_no_audio_and_holds_no_descriptors(tmp_path):
         assert len(rss) == 1, rss
         print(rss[0])
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 1024, "kB of a 64 MB shard are mapped in"
 

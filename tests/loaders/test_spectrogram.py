@@ -16,7 +16,11 @@ QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}
 
 
 def small(n, names=("a", "b"), labels=None):
-    return corpus.table([corpus.wav(i, 0.25) for i in range(n)], [i % 2 for i in range(n)] if labels is None else labels, names)
+    return corpus.table(
+        [corpus.wav(i, 0.25) for i in range(n)],
+        [i % 2 for i in range(n)] if labels is None else labels,
+        names,
+    )
 
 
 @pytest.fixture
@@ -43,7 +47,9 @@ def problems(**options):
 def test_every_field_has_a_gloss_with_its_unit():
     source = inspect.getsource(spectrogram.Config) + inspect.getsource(spectrogram.FrontEnd)
     for field in dataclasses.fields(spectrogram.Config):
-        assert re.search(rf"^    {field.name}: .+ = .+  # \[.+\] .+$", source, re.MULTILINE), field.name
+        assert re.search(rf"^    {field.name}: .+ = .+  # \[.+\] .+$", source, re.MULTILINE), (
+            field.name
+        )
 
 
 def test_defaults_have_no_problems():
@@ -66,7 +72,12 @@ def test_dataset_info_counts_recordings_and_classes(folder):
         "multilabel": False,
         "background": False,
     }
-    assert spectrogram.dataset_info(config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test")))["n_train"] == 38
+    assert (
+        spectrogram.dataset_info(
+            config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test"))
+        )["n_train"]
+        == 38
+    )
 
 
 def test_the_element_spec_describes_a_batch(folder):
@@ -81,7 +92,10 @@ def test_the_element_spec_describes_a_batch(folder):
         found.close()
 
 
-@pytest.mark.parametrize("options", [{"views": 3}, {"dtype": "bfloat16"}, {"views": 2, "dtype": "bfloat16", "order": "block"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"views": 3}, {"dtype": "bfloat16"}, {"views": 2, "dtype": "bfloat16", "order": "block"}],
+)
 def test_fields_of_views_and_bfloat16(folder, options):
     import jax
 
@@ -115,27 +129,41 @@ def test_training_never_reads_what_is_excluded(folder):
 def test_recordings_are_excluded_by_their_path(folder, tmp_path):
     (tmp_path / "list").write_text("3.wav\n\n 7.wav \n")
     found = config(folder, exclude_paths=("0", f"@{tmp_path / 'list'}"), exclude=(1,))
-    assert spectrogram.dataset_info(found)["n_train"] == 40 - 7  # both shards name theirs 0.wav to 19.wav
+    # both shards name theirs 0.wav to 19.wav
+    assert spectrogram.dataset_info(found)["n_train"] == 40 - 7
     seen = {int(row) for _ in range(10) for row in next(loader(found))[1]["index"][0]}
     assert not seen & {0, 1, 3, 7, 20, 23, 27}
-    with pytest.raises(DataError, match="exclude_paths names '99.wav', which is not an audio.path in"):
+    with pytest.raises(
+        DataError, match="exclude_paths names '99.wav', which is not an audio.path in"
+    ):
         spectrogram.dataset_info(config(folder, exclude_paths=("99.wav",)))
-    assert "which is not a file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
+    assert (
+        "which is not a file; did you mean"
+        in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
+    )
 
 
 def test_recordings_next_to_the_shards(tmp_path):
     for i in range(6):
         (tmp_path / f"{i}.wav").write_bytes(corpus.wav(i, 0.25))
-    shard = corpus.write_parquet(tmp_path / "shards" / "s.parquet", corpus.table([None] * 6, [0] * 6))
+    shard = corpus.write_parquet(
+        tmp_path / "shards" / "s.parquet", corpus.table([None] * 6, [0] * 6)
+    )
     found = loader(config(shard, audio_root=str(tmp_path), test_share=0.0, bad_budget=0.0), batch=6)
     assert next(found)[1]["weight"][0].all()
-    assert "which is not a folder; did you mean" in problems(audio_root=str(tmp_path / "shard"))["audio_root"]
+    assert (
+        "which is not a folder; did you mean"
+        in problems(audio_root=str(tmp_path / "shard"))["audio_root"]
+    )
 
 
 def test_many_shards_are_indexed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     corpus.save_to_disk(tmp_path / "birds", [small(2)] * shards.CACHED_SHARDS)
-    assert spectrogram.dataset_info(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * shards.CACHED_SHARDS
+    assert (
+        spectrogram.dataset_info(config(tmp_path / "birds", test_share=0.0))["n_train"]
+        == 2 * shards.CACHED_SHARDS
+    )
     assert len(list((tmp_path / "cache" / "index").iterdir())) == 1
 
 
@@ -170,7 +198,9 @@ def test_state_names_all_that_decides_the_order(folder):
 
     first = state()
     block = state(order="block")
-    assert block != first and state(order="block", block_rows=4) != block != state(order="block", block_window=2)
+    assert block != first and state(order="block", block_rows=4) != block != state(
+        order="block", block_window=2
+    )
     assert state(threads=1, depth=5, bad_budget=0.5) == first
     assert state(batch=4) != first and state(seed=1) != first and state(exclude=(1,)) != first
     assert state(exclude=(1,)) != state(exclude=(2,))
@@ -182,7 +212,10 @@ def test_paths(tmp_path, kind):
     test = ""
     if kind == "state.json":  # the order is the file's, not the alphabet's
         corpus.save_to_disk(tmp_path, [small(1), small(2)])
-        files = [{"filename": "data-00001-of-00002.arrow"}, {"filename": "data-00000-of-00002.arrow"}]
+        files = [
+            {"filename": "data-00001-of-00002.arrow"},
+            {"filename": "data-00000-of-00002.arrow"},
+        ]
         (tmp_path / "state.json").write_text(json.dumps({"_data_files": files}))
         path, sizes = tmp_path, [2, 1]
     elif kind == "cache":
@@ -190,7 +223,12 @@ def test_paths(tmp_path, kind):
             corpus.write(tmp_path / f"{name}.arrow", small(n))
         path, sizes = tmp_path, [1, 2]
     elif kind == "cache-with-splits":
-        for name, n in (("train-00001-of-00002", 2), ("train-00000-of-00002", 1), ("test", 3), ("test_5s-00000-of-00001", 4)):
+        for name, n in (
+            ("train-00001-of-00002", 2),
+            ("train-00000-of-00002", 1),
+            ("test", 3),
+            ("test_5s-00000-of-00001", 4),
+        ):
             corpus.write(tmp_path / f"bird_set-{name}.arrow", small(n))
         path, sizes, test = tmp_path, [1, 2], [3]
     elif kind == "glob":
@@ -212,7 +250,11 @@ def test_paths(tmp_path, kind):
 
 @pytest.mark.parametrize("inside", ["", "data/"])
 def test_a_folder_of_the_hub(tmp_path, inside):
-    for name, n in (("train-00001-of-00002", 20), ("train-00000-of-00002-0123456789abcdef", 21), ("test-00000-of-00001", 3)):
+    for name, n in (
+        ("train-00001-of-00002", 20),
+        ("train-00000-of-00002-0123456789abcdef", 21),
+        ("test-00000-of-00001", 3),
+    ):
         corpus.write_parquet(tmp_path / f"{inside}{name}.parquet", small(n))
     info = spectrogram.dataset_info(config(tmp_path))
     assert (info["n_train"], info["n_test"]) == (41, 3)
@@ -231,8 +273,14 @@ def test_missing_paths_name_the_remedy(folder):
     assert f"{parent} exists, and holds birds" in problems(train=str(parent / "zzzz"))["train"]
     assert f"matches no file; {folder} exists" in problems(test=str(folder / "*.parquet"))["test"]
     (parent / "empty").mkdir()
-    assert "without Arrow or Parquet shards; it holds nothing" in problems(train=str(parent / "empty"))["train"]
-    assert "without the split 'test'; expected one of: train" in problems(test=str(only_train(parent)))["test"]
+    assert (
+        "without Arrow or Parquet shards; it holds nothing"
+        in problems(train=str(parent / "empty"))["train"]
+    )
+    assert (
+        "without the split 'test'; expected one of: train"
+        in problems(test=str(only_train(parent)))["test"]
+    )
     (folder / "train" / "state.json").write_text("{}")
     assert "broken" in problems(train=str(folder))["train"]
     assert "is empty" in problems(train="")["train"]
@@ -245,12 +293,30 @@ def only_train(parent):
 
 def test_numbers_that_are_invalid_are_reported_together():
     found = problems(
-        test_share=1.0, bad_budget=-0.1, threads=-1, depth=0, exclude=(4, -1), clip_seconds=6.0, views=0, dtype="half"
+        test_share=1.0,
+        bad_budget=-0.1,
+        threads=-1,
+        depth=0,
+        exclude=(4, -1),
+        clip_seconds=6.0,
+        views=0,
+        dtype="half",
     )
-    assert set(found) == {"test_share", "bad_budget", "threads", "depth", "exclude", "clip_seconds", "views", "dtype"}
+    assert set(found) == {
+        "test_share",
+        "bad_budget",
+        "threads",
+        "depth",
+        "exclude",
+        "clip_seconds",
+        "views",
+        "dtype",
+    }
     assert "makes 598 frames; n_frames=512 holds 0.025 s to 5.135 s" in found["clip_seconds"]
     assert "must lie in [1000, 768000]" in problems(sample_rate=900)["sample_rate"]
-    assert "clip_seconds" in problems(clip_seconds=float("nan")) and "clip_seconds" in problems(clip_seconds=0.0)
+    assert "clip_seconds" in problems(clip_seconds=float("nan")) and "clip_seconds" in problems(
+        clip_seconds=0.0
+    )
 
 
 def test_a_debug_build_is_refused(monkeypatch, folder):
@@ -310,7 +376,8 @@ def test_esc10():
     spectrograms = np.concatenate([b["spectrogram"][0] for b in batches])
     assert spectrograms.shape == (96, 512, 128)
     assert np.isfinite(spectrograms).all() and 0.2 < spectrograms.std() < 2
-    np.testing.assert_array_equal(spectrograms[:, 498:].min((1, 2)), spectrograms.min((1, 2)))  # the pad is the minimum
+    # the pad is the minimum
+    np.testing.assert_array_equal(spectrograms[:, 498:].min((1, 2)), spectrograms.min((1, 2)))
     labels = np.concatenate([b["label"][0] for b in batches])
     assert set(labels) == set(range(10))
     assert train.diagnostics()["bad"] == 0
@@ -323,8 +390,10 @@ def test_a_missing_label_names_the_columns_of_labels_and_the_override(tmp_path):
     for options in ({}, {"multilabel": True}):
         with pytest.raises(DataError) as error:
             spectrogram.dataset_info(config(shard, label="ebird_code", **options))
-        assert str(error.value) == (
-            f"{shard} has no column 'ebird_code'; it has audio, label; of these label holds class labels: set data.label=label"
+        assert (
+            str(error.value)
+            == f"{shard} has no column 'ebird_code'; it has audio, label; of these label holds"
+            " class labels: set data.label=label"
         )
     assert spectrogram.dataset_info(config(shard, label="label", test_share=0.0))["n_classes"] == 2
     assert "the column of recordings" in problems(label="audio")["label"]

@@ -12,12 +12,22 @@ from loaders import _rust
 STUB = ast.parse((pathlib.Path(_rust.__file__).parent / "_rust.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
-MEMBERS = {(name, sub.name): sub for name, node in CLASSES.items() for sub in node.body if isinstance(sub, ast.FunctionDef)}
-PUBLIC = {(name, member): node for (name, member), node in MEMBERS.items() if not member.startswith("__")}
+MEMBERS = {
+    (name, sub.name): sub
+    for name, node in CLASSES.items()
+    for sub in node.body
+    if isinstance(sub, ast.FunctionDef)
+}
+PUBLIC = {
+    (name, member): node for (name, member), node in MEMBERS.items() if not member.startswith("__")
+}
 
 
 def parameters(node: ast.FunctionDef) -> list[str]:
-    return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return [
+        argument.arg
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    ]
 
 
 def test_the_stub_has_every_name_of_the_extension():
@@ -33,14 +43,19 @@ def test_the_docstrings_are_those_of_the_extension_and_more():
     """The extension has the first paragraph. The stub also has the arguments, results and
     errors."""
     named = {name: (getattr(_rust, name), node) for name, node in (FUNCTIONS | CLASSES).items()}
-    named |= {f"{name}.{member}": (getattr(getattr(_rust, name), member), node) for (name, member), node in PUBLIC.items()}
+    named |= {
+        f"{name}.{member}": (getattr(getattr(_rust, name), member), node)
+        for (name, member), node in PUBLIC.items()
+    }
     for name, (value, node) in {"_rust": (_rust, STUB), **named}.items():
         assert inspect.getdoc(value) == (ast.get_docstring(node) or "").partition("\n\n")[0], name
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
 def test_every_docstring_begins_with_a_sentence(name):
-    for text in [inspect.getdoc(getattr(_rust, name))] + [ast.get_docstring(MEMBERS[key]) for key in PUBLIC if key[0] == name]:
+    for text in [inspect.getdoc(getattr(_rust, name))] + [
+        ast.get_docstring(MEMBERS[key]) for key in PUBLIC if key[0] == name
+    ]:
         assert text and text.splitlines()[0].rstrip().endswith((".", ":")), text
 
 

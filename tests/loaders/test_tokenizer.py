@@ -48,7 +48,13 @@ def words(folder, ids, *, added=(), **settings):
 
 def test_truncation_padding_and_holes_change_no_token(tmp_path):
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    fill = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_id": 1, "pad_type_id": 0, "pad_token": "to"}
+    fill = {
+        "strategy": {"Fixed": 6},
+        "direction": "Right",
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "to",
+    }
     fill |= {"pad_to_multiple_of": None}
     path = words(tmp_path / "a", {"[unk]": 0, "to": 1, "be": 65541}, truncation=cut, padding=fill)
     opened = open_tokenizer(path)
@@ -57,9 +63,13 @@ def test_truncation_padding_and_holes_change_no_token(tmp_path):
 
 
 def test_one_text_has_the_same_tokens_every_time(tmp_path):
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    )
     made.save(str(tmp_path / "tokenizer.json"))
-    assert {tuple(ids) for ids in open_tokenizer(tmp_path / "tokenizer.json").encode(["ab"] * 50)} == {(2,)}
+    assert {
+        tuple(ids) for ids in open_tokenizer(tmp_path / "tokenizer.json").encode(["ab"] * 50)
+    } == {(2,)}
 
 
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
@@ -79,17 +89,31 @@ def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
         (path.parent / name).write_text(json.dumps(content))
         assert opened.ends() == expected, name
     (path.parent / "tokens.json").write_text('{"ends": ["nowhere"]}')
-    with pytest.raises(DataError, match="tokens.json: ends is 'nowhere', which is no token of .*tokenizer.json"):
+    with pytest.raises(
+        DataError, match="tokens.json: ends is 'nowhere', which is no token of .*tokenizer.json"
+    ):
         opened.ends()
 
 
 def test_tokens_that_only_the_companions_have(tmp_path):
     """Ids are those of transformers' AutoTokenizer."""
     path = words(tmp_path / "t", {"[unk]": 0, "<": 1, "one": 2, "two": 3, "three": 4, "im": 5})
-    listed = {"6": {"content": "<|im_end|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}}
+    listed = {
+        "6": {
+            "content": "<|im_end|>",
+            "special": True,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+    }
     for name, about, special in (
         ("added_tokens.json", {"<|im_end|>": 6}, {}),
-        ("tokenizer_config.json", {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}, {6: "<|im_end|>"}),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"},
+            {6: "<|im_end|>"},
+        ),
     ):
         (path.parent / name).write_text(json.dumps(about))
         opened = open_tokenizer(path)
@@ -97,16 +121,25 @@ def test_tokens_that_only_the_companions_have(tmp_path):
         assert (opened.vocab, opened.specials, opened.ends()) == (7, special, tuple(special)), name
     listed["6"]["special"] = False
     (path.parent / name).write_text(json.dumps({"added_tokens_decoder": listed}))
-    added = words(tmp_path / "t", {"[unk]": 0, "<": 1, "one": 2, "two": 3, "three": 4, "im": 5}, added=("<|im_end|>",))
+    added = words(
+        tmp_path / "t",
+        {"[unk]": 0, "<": 1, "one": 2, "two": 3, "three": 4, "im": 5},
+        added=("<|im_end|>",),
+    )
     assert open_tokenizer(added).specials == {}, "tokenizer_config.json comes first"
     listed["7"] = listed.pop("6")
     (path.parent / name).write_text(json.dumps({"added_tokens_decoder": listed}))
-    with pytest.raises(DataError, match=r"tokenizer_config.json lists the token '<\|im_end\|>' as 7, and by .* it is 6"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer_config.json lists the token '<\|im_end\|>' as 7, and by .* it is 6",
+    ):
         open_tokenizer(path)
     (path.parent / name).write_text(json.dumps({"added_tokens_decoder": [1]}))
     with pytest.raises(DataError, match="tokenizer_config.json lists no tokens by their ids"):
         open_tokenizer(path)
-    (path.parent / name).write_text(json.dumps({"added_tokens_decoder": None, "eos_token": {"content": ["no text"]}}))
+    (path.parent / name).write_text(
+        json.dumps({"added_tokens_decoder": None, "eos_token": {"content": ["no text"]}})
+    )
     assert open_tokenizer(path).vocab == 7, "by added_tokens.json"
 
 
@@ -115,11 +148,16 @@ def test_a_tokenizer_next_to_another_uses_none_of_its_files(tmp_path, capsys):
     (other.parent / "tokenizer_config.json").write_text('{"eos_token": "to"}')
     own = other.parent / "mine.json"
     own.write_bytes(other.read_bytes())
-    assert open_tokenizer(own).ends() == (1,) and len(tokenizer_lib.read_files(own)) == 2, "one tokenizer by two names"
+    assert open_tokenizer(own).ends() == (1,) and len(tokenizer_lib.read_files(own)) == 2, (
+        "one tokenizer by two names"
+    )
     own.write_bytes(words(tmp_path / "m", {"[unk]": 0, "be": 1, "to": 2}).read_bytes())
     assert open_tokenizer(own).ends() == ()
     assert tokenizer_lib.read_files(own) == {"tokenizer.json": own.read_bytes()}
-    assert "mine.json lies beside another tokenizer.json, whose are tokenizer_config.json" in capsys.readouterr().err
+    assert (
+        "mine.json lies beside another tokenizer.json, whose are tokenizer_config.json"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_name_of_a_special_token_in_a_text(tmp_path):
@@ -132,20 +170,31 @@ def test_the_name_of_a_special_token_in_a_text(tmp_path):
 def test_a_continuation_keeps_the_blank_before_it(tmp_path, kind):
     path = words(tmp_path / "t", {"[unk]": 0, "to": 1, "be": 2})
     if kind == "blanks before words":
-        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "▁to": 1, "▁be": 2}, unk_token="[unk]"))
-        made.decoder, made.pre_tokenizer = tokenizers.decoders.Metaspace(), tokenizers.pre_tokenizers.Metaspace()
+        made = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({"[unk]": 0, "▁to": 1, "▁be": 2}, unk_token="[unk]")
+        )
+        made.decoder, made.pre_tokenizer = (
+            tokenizers.decoders.Metaspace(),
+            tokenizers.pre_tokenizers.Metaspace(),
+        )
         made.save(str(path))
     opened = open_tokenizer(path)
     prompt = opened.encode(["to"])[0]
     assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1]) == " be to"
     assert tokenizer_lib.continuation(opened.decode, prompt, []) == ""
-    assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1], "to ") == "be to", "the prompt has the blank already"
-    assert tokenizer_lib.continuation(opened.decode, prompt, [2], "To") == " be", "as the tokenizer does not say it"
+    assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1], "to ") == "be to", (
+        "the prompt has the blank already"
+    )
+    assert tokenizer_lib.continuation(opened.decode, prompt, [2], "To") == " be", (
+        "as the tokenizer does not say it"
+    )
 
 
 def test_invalid_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(DataError, match="tokenizer.json cannot be read as a tokenizer.json of Hugging Face"):
+    with pytest.raises(
+        DataError, match="tokenizer.json cannot be read as a tokenizer.json of Hugging Face"
+    ):
         open_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="nowhere does not exist"):
         open_tokenizer(tmp_path / "nowhere")
@@ -169,12 +218,24 @@ def narrow(node: ast.AST) -> bool:
     arguments = [*node.args[1:], *(k.value for k in node.keywords if k.arg == "dtype")]
     if name == "astype":
         arguments = node.args
-    elif name not in ("asarray", "ascontiguousarray") or not node.args or isinstance(node.args[0], ast.List):
+    elif (
+        name not in ("asarray", "ascontiguousarray")
+        or not node.args
+        or isinstance(node.args[0], ast.List)
+    ):
         return False
-    kinds = {a.attr if isinstance(a, ast.Attribute) else a.value if isinstance(a, ast.Constant) else "" for a in arguments}
-    of_jax = any(isinstance(a, ast.Attribute) and isinstance(a.value, ast.Name) and a.value.id == "jnp" for a in arguments)
+    kinds = {
+        a.attr if isinstance(a, ast.Attribute) else a.value if isinstance(a, ast.Constant) else ""
+        for a in arguments
+    }
+    of_jax = any(
+        isinstance(a, ast.Attribute) and isinstance(a.value, ast.Name) and a.value.id == "jnp"
+        for a in arguments
+    )
     names = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)}
-    names |= {f"{order}{kind}{width}" for order in ("", "<", ">") for kind in "iu" for width in "124"}
+    names |= {
+        f"{order}{kind}{width}" for order in ("", "<", ">") for kind in "iu" for width in "124"
+    }
     return bool(kinds & names) and not of_jax
 
 
@@ -184,9 +245,13 @@ def test_every_narrowing_cast_of_ids_and_counts_is_checked():
     for path in (*(ROOT / "loaders").rglob("*.py"), *(ROOT / "jaxtrain").rglob("*.py")):
         if lines := [node.lineno for node in ast.walk(ast.parse(path.read_text())) if narrow(node)]:
             found[str(path.relative_to(ROOT))] = lines
-    assert {name: len(lines) for name, lines in found.items()} == {name: n for name, (n, _) in CASTS.items() if n}, found
+    assert {name: len(lines) for name, lines in found.items()} == {
+        name: n for name, (n, _) in CASTS.items() if n
+    }, found
 
 
 def test_a_tokenizer_is_read_in_one_module():
     users = [p for top in ("loaders", "jaxtrain", "configs") for p in (ROOT / top).rglob("*.py")]
-    assert [p.name for p in users if "tokenizers.Tokenizer.from_" in p.read_text()] == ["tokenizer.py"]
+    assert [p.name for p in users if "tokenizers.Tokenizer.from_" in p.read_text()] == [
+        "tokenizer.py"
+    ]

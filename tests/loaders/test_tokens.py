@@ -24,33 +24,55 @@ def corpus(folder, n=300, seed=0, vocab=1000, shards=3, longest=80):
     entries = []
     for i, part in enumerate(np.array_split(np.arange(n), shards)):
         mine = [documents[j] for j in part]
-        entries.append(token_files.write_shard(folder, f"{i:05}", mine, [3 * len(d) for d in mine], np.uint16))
+        entries.append(
+            token_files.write_shard(folder, f"{i:05}", mine, [3 * len(d) for d in mine], np.uint16)
+        )
     token_files.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=entries)
     return documents
 
 
 def config_of(path, **kwargs):
     return tokens.Config(
-        **{"sources": (tokens.Source(str(path)),), "context": CONTEXT, "window": 64, "test_share": 0.0, **kwargs}
+        **{
+            "sources": (tokens.Source(str(path)),),
+            "context": CONTEXT,
+            "window": 64,
+            "test_share": 0.0,
+            **kwargs,
+        }
     )
 
 
 def read(config, *, batch=8, n=None, split="train", seed=0, start=0, ranges=None):
     """Maps each field to the rows of n batches (without n: of a test pass), in order."""
-    loader = tokens.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed)
+    loader = tokens.make_loader(
+        config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed
+    )
     loader.seek(start)
     batches = [b for _, b in zip(range(loader.n_batches if n is None else n), loader, strict=False)]
-    return {name: np.concatenate([x for _, b in batches for x in b[name]]) for name in loader.element_spec}
+    return {
+        name: np.concatenate([x for _, b in batches for x in b[name]])
+        for name in loader.element_spec
+    }
 
 
 def pairs_of(rows):
     """The sorted (position, token, target) of all places that count."""
     at = rows["mask"] > 0
-    return sorted(zip(rows["positions"][at].tolist(), rows["tokens"][at].tolist(), rows["targets"][at].tolist(), strict=True))
+    return sorted(
+        zip(
+            rows["positions"][at].tolist(),
+            rows["tokens"][at].tolist(),
+            rows["targets"][at].tolist(),
+            strict=True,
+        )
+    )
 
 
 def expected_pairs(documents):
-    return sorted((i % CONTEXT, int(d[i]), int(d[i + 1])) for d in documents for i in range(len(d) - 1))
+    return sorted(
+        (i % CONTEXT, int(d[i]), int(d[i + 1])) for d in documents for i in range(len(d) - 1)
+    )
 
 
 def test_an_epoch_holds_every_prediction_of_every_document_once(tmp_path):
@@ -72,7 +94,9 @@ def test_rows_hold_whole_documents_and_the_next_token_as_target(tmp_path):
     rows = read(config_of(tmp_path / "x"), n=20)
     texts = {d.tobytes() for d in documents}
     whole = {n: 0 for n in ("fits", "cut")}
-    for t, y, p, s, m in zip(*(rows[n] for n in ("tokens", "targets", "positions", "segments", "mask")), strict=True):
+    for t, y, p, s, m in zip(
+        *(rows[n] for n in ("tokens", "targets", "positions", "segments", "mask")), strict=True
+    ):
         assert (np.diff(s[s > 0]) >= 0).all() and (s[: (s > 0).sum()] > 0).all()
         np.testing.assert_array_equal(m, s > 0)
         assert not t[s == 0].any() and not y[s == 0].any() and not p[s == 0].any()
@@ -82,7 +106,9 @@ def test_rows_hold_whole_documents_and_the_next_token_as_target(tmp_path):
             np.testing.assert_array_equal(t[at[1:]], y[at[:-1]])
             document = np.append(t[at], y[at[-1]]).astype(np.uint16).tobytes()
             whole["fits" if document in texts else "cut"] += 1
-            assert document in texts or any(document in text and len(text) > 2 * (CONTEXT + 1) for text in texts)
+            assert document in texts or any(
+                document in text and len(text) > 2 * (CONTEXT + 1) for text in texts
+            )
     assert whole["fits"] > 40 and whole["cut"] > 40
 
 
@@ -108,7 +134,9 @@ def test_a_batch_depends_only_on_its_position(tmp_path, packing):
     """Row number s is the same for any start, any batch size and any split over processes."""
     corpus(tmp_path / "a")
     corpus(tmp_path / "b", seed=1, n=90)
-    sources = tuple(tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 2.0), ("b", 1.0)))
+    sources = tuple(
+        tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 2.0), ("b", 1.0))
+    )
     config = replace(config_of(tmp_path / "a", packing=packing), sources=sources)
     whole = read(config, n=24)
     others = (
@@ -131,7 +159,9 @@ def test_the_test_split_is_read_once_in_order(tmp_path):
     assert pairs_of(rows) == expected_pairs(documents)
     used = rows["weight"].sum()
     assert (rows["weight"] == (np.arange(len(rows["weight"])) < used)).all()
-    assert (rows["index"][rows["weight"] == 0] == -1).all() and not rows["mask"][rows["weight"] == 0].any()
+    assert (rows["index"][rows["weight"] == 0] == -1).all() and not rows["mask"][
+        rows["weight"] == 0
+    ].any()
     stream = np.concatenate(documents)
     rows = read(config_of(tmp_path / "x", packing="concat"), split="test", batch=7)
     at = rows["mask"] > 0
@@ -157,7 +187,9 @@ def test_a_text_is_characters_and_its_end_is_for_testing(tmp_path):
     info = tokens.dataset_info(config)
     n = int(len(TEXT) * 0.9)
     assert info["symbols"] == "".join(sorted(set(TEXT))) and info["vocab"] == len(set(TEXT))
-    assert info["bytes_per_token"] == pytest.approx(len(TEXT[n + 1 :].encode()) / len(TEXT[n + 1 :]))
+    assert info["bytes_per_token"] == pytest.approx(
+        len(TEXT[n + 1 :].encode()) / len(TEXT[n + 1 :])
+    )
     rows = read(config, n=20)
     for t, y in zip(rows["tokens"], rows["targets"], strict=True):
         text = "".join(info["symbols"][i] for i in [*t, y[-1]])
@@ -168,7 +200,10 @@ def test_a_text_is_characters_and_its_end_is_for_testing(tmp_path):
     assert "".join(info["symbols"][i] for i in rows["targets"][at]) == TEXT[n + 1 :]
     byte_rows = read(replace(config, text="bytes"), split="test")
     encoded = TEXT.encode()
-    assert bytes(byte_rows["targets"][byte_rows["mask"] > 0].tolist()) == encoded[int(len(encoded) * 0.9) + 1 :]
+    assert (
+        bytes(byte_rows["targets"][byte_rows["mask"] > 0].tolist())
+        == encoded[int(len(encoded) * 0.9) + 1 :]
+    )
 
 
 def test_a_state_changes_with_what_changes_the_rows(tmp_path):
@@ -176,11 +211,23 @@ def test_a_state_changes_with_what_changes_the_rows(tmp_path):
     corpus(tmp_path / "b", seed=1)
 
     def state(config, seed=0):
-        return tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=seed).state(5)
+        return tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=seed).state(
+            5
+        )
 
     base = config_of(tmp_path / "a")
-    others = [replace(base, context=16), replace(base, window=32), replace(base, packing="concat"), config_of(tmp_path / "b")]
-    states = [state(base), state(base, seed=1), *map(state, others), state(replace(base, test_share=0.1))]
+    others = [
+        replace(base, context=16),
+        replace(base, window=32),
+        replace(base, packing="concat"),
+        config_of(tmp_path / "b"),
+    ]
+    states = [
+        state(base),
+        state(base, seed=1),
+        *map(state, others),
+        state(replace(base, test_share=0.1)),
+    ]
     assert len({str(s) for s in states}) == len(states)
     assert state(base) == states[0] and states[0]["position"] == 5
 
@@ -188,9 +235,14 @@ def test_a_state_changes_with_what_changes_the_rows(tmp_path):
 def test_diagnostics_report_shares_and_passes(tmp_path):
     corpus(tmp_path / "a")
     corpus(tmp_path / "b", seed=1, n=48)
-    sources = tuple(tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 3.0), ("b", 1.0)))
+    sources = tuple(
+        tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 3.0), ("b", 1.0))
+    )
     loader = tokens.make_loader(
-        replace(config_of(tmp_path / "a"), sources=sources), split="train", rows=Rows(64, ((0, 64),)), seed=0
+        replace(config_of(tmp_path / "a"), sources=sources),
+        split="train",
+        rows=Rows(64, ((0, 64),)),
+        seed=0,
     )
     masks = [next(loader)[1]["mask"][0] for _ in range(20)]
     assert 1 - sum(mask.sum() for mask in masks) / (20 * 64 * CONTEXT) < 0.05, "of padding"
@@ -209,8 +261,14 @@ def test_errors_are_named(tmp_path):
     fails(config_of(tmp_path / "nowhere"), r"sources\[0\].path is .*nowhere.*does not exist")
     fails(config_of(tmp_path / "empty"), "has no tokens.json; it holds nothing.*jaxtrain tokens")
     fails(tokens.Config(), "sources is empty")
-    fails(config_of(tmp_path / "a", packing="first_fit"), "packing is 'first_fit'; expected one of: best_fit")
-    fails(config_of(tmp_path / "a", packing="concat", context=10**6), "too few for a context of 1000000")
+    fails(
+        config_of(tmp_path / "a", packing="first_fit"),
+        "packing is 'first_fit'; expected one of: best_fit",
+    )
+    fails(
+        config_of(tmp_path / "a", packing="concat", context=10**6),
+        "too few for a context of 1000000",
+    )
     fails(config_of(tmp_path / "a", packing="random", exhausted="stop"), "never exhaust")
     corpus(tmp_path / "torn")
     (tmp_path / "torn" / "00001.tokens").write_bytes(b"xx")
@@ -218,22 +276,36 @@ def test_errors_are_named(tmp_path):
     corpus(tmp_path / "b", vocab=500)
     corpus(tmp_path / "c")
     sources = tuple(tokens.Source(str(tmp_path / name)) for name in "bc")
-    fails(replace(config_of(tmp_path / "b"), sources=sources), r"different vocabularies: \[500, 1000\]")
+    fails(
+        replace(config_of(tmp_path / "b"), sources=sources),
+        r"different vocabularies: \[500, 1000\]",
+    )
 
 
 def test_the_report_counts_padding_and_cut_documents():
     lengths = np.array([5, 5, 9, 3, 30])  # 4 + 4, 8, 2 and 8 + 8 + 8 + 5 predictions
     padding, cut, seen = packing_report.best_fit(lengths, 8, window=5)
     assert (padding, cut) == (1 - 47 / 48, 0.0) and seen == (6 + 6 + 28 + 1 + 3 * 28 + 10) / 47
-    padding, cut, seen = packing_report.concat(lengths, 8)  # 0-5, 5-10 is cut, 10-19 is too long to fit, 19-22, 22-52
-    assert (padding, cut) == (0.0, 1 / 5) and seen == (10 + 3 + 1 + 15 + 3 + 3 + 1 + 3 * 28 + 6) / 52
+    # 0-5, 5-10 is cut, 10-19 is too long to fit, 19-22, 22-52
+    padding, cut, seen = packing_report.concat(lengths, 8)
+    assert (padding, cut) == (0.0, 1 / 5) and seen == (
+        10 + 3 + 1 + 15 + 3 + 3 + 1 + 3 * 28 + 6
+    ) / 52
 
 
 def test_sources_whose_ids_mean_other_characters_are_refused(tmp_path):
     """The sources both have eight symbols."""
     for name, text in (("a", "abcdefgh\n"), ("b", "klmnopqr\n"), ("c", "hgfedcba\n")):
         (tmp_path / f"{name}.txt").write_text(text * 50)
-    both = lambda *names: config_of("", sources=tuple(tokens.Source(str(tmp_path / f"{n}.txt")) for n in names))  # noqa: E731
+
+    def both(*names):
+        return config_of(
+            "", sources=tuple(tokens.Source(str(tmp_path / f"{n}.txt")) for n in names)
+        )  # noqa: E731
+
     assert tokens.dataset_info(both("a", "c"))["symbols"] == "\nabcdefgh"
-    with pytest.raises(tokens.DataError, match="b.txt have other tokens for one id; make their tokens with one tokenizer"):
+    with pytest.raises(
+        tokens.DataError,
+        match="b.txt have other tokens for one id; make their tokens with one tokenizer",
+    ):
         tokens.dataset_info(both("a", "b"))

@@ -52,10 +52,19 @@ def devices(chips: str) -> list:
 def program(case: dict) -> jax.stages.Lowered:
     """The gradients of two layers' mean square, or its value."""
     c = transformer.Decoder(
-        embed=128, depth=2, heads=case["heads"], kv_heads=case["kv_heads"], head_dim=case["head_dim"], mlp=128,
-        window=case["window"], dtype=case["dtype"], remat=case["remat"],
-    )  # fmt: skip
-    layout = layout_lib.make_layout(layout_lib.make_mesh(*case["mesh"], devices=devices(case["chips"])), {})
+        embed=128,
+        depth=2,
+        heads=case["heads"],
+        kv_heads=case["kv_heads"],
+        head_dim=case["head_dim"],
+        mlp=128,
+        window=case["window"],
+        dtype=case["dtype"],
+        remat=case["remat"],
+    )
+    layout = layout_lib.make_layout(
+        layout_lib.make_mesh(*case["mesh"], devices=devices(case["chips"])), {}
+    )
     table = {**transformer.attention_specs(c), **transformer.feed_forward_specs(c)}
 
     def total(variables: Variables, batch: dict) -> Mean:
@@ -65,12 +74,22 @@ def program(case: dict) -> jax.stages.Lowered:
         def layer(x_btd, w):
             return transformer.layer(c, layout.shard, None, mix, x_btd, w)
 
-        x_btd, _ = remat.scan(layer, batch["x"].astype(c.dtype), variables.params, c.remat, kernels=transformer.KERNELS)
+        x_btd, _ = remat.scan(
+            layer,
+            batch["x"].astype(c.dtype),
+            variables.params,
+            c.remat,
+            kernels=transformer.KERNELS,
+        )
         return Mean(jnp.square(x_btd.astype(jnp.float32)).sum(), jnp.float32(x_btd.size))
 
     axes = {"x": ("batch", "seq", None), "segments": ("batch", "seq")}
     task = Task(
-        Variables(table), lambda variables, batch, key: LossOut(total(variables, batch), {}), lambda *_: {}, axes, flops=0
+        Variables(table),
+        lambda variables, batch, key: LossOut(total(variables, batch), {}),
+        lambda *_: {},
+        axes,
+        flops=0,
     )
     b, t = case["rows"] * case["accumulate"] * case["mesh"][0] * case["mesh"][1], case["tokens"]
     batch = {
@@ -94,11 +113,26 @@ def facts(case: dict, versions: str) -> dict:
     said, _ = compile.ask(program(case), devices(case["chips"]), options, versions=versions)
     text = said.text
     local = re.findall(r"\b(f32|bf16|pred|s32)\[([\d,]+)\]", text)
-    square = sorted({f"{dtype}[{shape}]" for dtype, shape in local if shape.split(",").count(str(case["tokens"])) > 1})
-    kernels = re.findall(r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla.gpu.triton|tpu_custom_call)"', text)
-    gathered = re.findall(r"= \(?(\w+\[[\d,]*\])[^=]* (?:all-gather|all-gather-start|all-to-all)\(", text)
-    lengths = {str(case["tokens"]), str(case["tokens"] + case["tokens"] % 2)}  # weights have no dimension of places
-    rows = [x for x in gathered if x.count(",") >= 3 and lengths & set(re.findall(r"\d+", x.partition("[")[2]))]
+    square = sorted(
+        {
+            f"{dtype}[{shape}]"
+            for dtype, shape in local
+            if shape.split(",").count(str(case["tokens"])) > 1
+        }
+    )
+    kernels = re.findall(
+        r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla.gpu.triton|tpu_custom_call)"', text
+    )
+    gathered = re.findall(
+        r"= \(?(\w+\[[\d,]*\])[^=]* (?:all-gather|all-gather-start|all-to-all)\(", text
+    )
+    # weights have no dimension of places
+    lengths = {str(case["tokens"]), str(case["tokens"] + case["tokens"] % 2)}
+    rows = [
+        x
+        for x in gathered
+        if x.count(",") >= 3 and lengths & set(re.findall(r"\d+", x.partition("[")[2]))
+    ]
     return {
         "kernels": dict(collections.Counter(kernels)),
         "square": square,
@@ -114,7 +148,8 @@ def main() -> None:
         case = {**CASE, **given}
         try:
             found = facts(case, sys.argv[1])
-        except Exception as error:  # a case that does not compile is an answer, and the others still run
+        # a case that does not compile is an answer, and the others still run
+        except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print(json.dumps({"case": given, **found}), flush=True)
 

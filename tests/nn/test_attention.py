@@ -53,7 +53,9 @@ def plain(q, key, v, segments, *, causal, window):
 @functools.cache
 def expected(causal, window, packed):
     q, key, v, segments = inputs()
-    return plain(q, key, v, segments if packed else np.zeros_like(segments), causal=causal, window=window)
+    return plain(
+        q, key, v, segments if packed else np.zeros_like(segments), causal=causal, window=window
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -76,9 +78,13 @@ def test_padding_an_odd_length_changes_no_result(case):
     """XLA computes on the input that cuDNN's kernel gets: 127 places, like a ViT's patches and its
     CLS token."""
     q, key, v, segments = (x[:, :127] for x in inputs())
-    found = cudnn.fused(q, key, v, causal=case["causal"], window=case["window"], implementation="xla")
+    found = cudnn.fused(
+        q, key, v, causal=case["causal"], window=case["window"], implementation="xla"
+    )
     assert found.shape == q.shape
-    plainly = plain(q, key, v, np.zeros_like(segments), causal=case["causal"], window=case["window"])
+    plainly = plain(
+        q, key, v, np.zeros_like(segments), causal=case["causal"], window=case["window"]
+    )
     np.testing.assert_allclose(found, plainly, atol=1e-5)
 
 
@@ -87,7 +93,8 @@ def test_padding_an_odd_length_changes_no_result(case):
     [
         *((case, dict(t=127)) for case in CASES[:3]),  # fewer than two tiles
         (CASES[2], dict(b=1, t=300, h=6, g=2, k=24)),  # three heads of a key head; five tiles
-        (CASES[2], dict(b=1, t=100, h=2, g=1, k=192)),  # smaller tiles, and not a power of two of values
+        # smaller tiles, and not a power of two of values
+        (CASES[2], dict(b=1, t=100, h=2, g=1, k=192)),
         (dict(causal=False, window=0, packed=True), dict(b=1, t=200, h=1, g=1, k=16)),
     ],
     ids=str,
@@ -104,10 +111,14 @@ def test_flash_equals_the_definition_and_its_gradients(case, shape):
         return flash(q, key, v, causal=causal, segments_bt=own, interpret=True)
 
     def formula(q, key, v):
-        return attention_lib.attention(q, key, v, causal=causal, segments_bt=segments, platform="cpu")
+        return attention_lib.attention(
+            q, key, v, causal=causal, segments_bt=segments, platform="cpu"
+        )
 
     found, pull = jax.vjp(kernel, q, key, v)
-    np.testing.assert_allclose(found, plain(q, key, v, segments, causal=causal, window=0), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found, plain(q, key, v, segments, causal=causal, window=0), rtol=0, atol=1e-5
+    )
     for a, b in zip(pull(dy), jax.vjp(formula, q, key, v)[1](dy), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-5)
 
@@ -117,7 +128,9 @@ def test_flash_takes_documents_in_any_order():
     segments = np.random.default_rng(2).integers(-3, 3, (2, 200), dtype="i4")
     segments[1, :150] = np.repeat([7, 2, 5], 50)
     found = flash(q, key, v, causal=True, segments_bt=jnp.asarray(segments), interpret=True)
-    np.testing.assert_allclose(found, plain(q, key, v, segments, causal=True, window=0), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found, plain(q, key, v, segments, causal=True, window=0), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -126,12 +139,22 @@ def test_splash_equals_the_definition(case):
     q, key, v, segments = inputs()
     segments = segments if case["packed"] else None
     assert splash.splash_fits(q.shape)
-    found = splash.splash(q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments, interpret=True)
+    found = splash.splash(
+        q,
+        key,
+        v,
+        causal=case["causal"],
+        window=case["window"],
+        segments_bt=segments,
+        interpret=True,
+    )
     np.testing.assert_allclose(found, expected(**case), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "case"), [*(((1, 4, 2), case) for case in CASES), ((1, 8, 1), CASES[2]), ((2, 2, 2), CASES[3])], ids=str
+    ("mesh", "case"),
+    [*(((1, 4, 2), case) for case in CASES), ((1, 8, 1), CASES[2]), ((2, 2, 2), CASES[3])],
+    ids=str,
 )
 def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
     """Each device has its part of the sequence. Gradients are compared with XLA's own gradients of
@@ -149,7 +172,13 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
 
     def whole(q, key, v):
         y = attention_lib.attention(
-            q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments, platform="cpu"
+            q,
+            key,
+            v,
+            causal=case["causal"],
+            window=case["window"],
+            segments_bt=segments,
+            platform="cpu",
         )
         return (y * dy).sum()
 
@@ -168,13 +197,19 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
     def loss(x):
         return over_mesh(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
 
-    x = jax.ShapeDtypeStruct((1, t, h, 8), jnp.float32, sharding=shard.layout.sharding((None, "seq", None, None), (1, t, h, 8)))
+    x = jax.ShapeDtypeStruct(
+        (1, t, h, 8),
+        jnp.float32,
+        sharding=shard.layout.sharding((None, "seq", None, None), (1, t, h, 8)),
+    )
     temp = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
     assert temp < t * t * h * 4 / 8 / 4, "a quarter of one device's rows of weights"
 
 
 def lowered(f, *args):
-    h100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+    h100 = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0"
+    )
     with for_kernels(h100):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -186,7 +221,9 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
     def loss(**case):
         def f(*args):
             q, key, v, *segments = args
-            y = attention_lib.attention(q, key, v, **case, segments_bt=segments[0] if segments else None, platform="gpu")
+            y = attention_lib.attention(
+                q, key, v, **case, segments_bt=segments[0] if segments else None, platform="gpu"
+            )
             return y.astype(jnp.float32).sum()
 
         return f
@@ -199,8 +236,14 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
             assert "__cudnn$fmha" in text and "Backward" in text
         text = lowered(jax.grad(loss(causal=True), (0, 1, 2)), *narrow, jnp.asarray(segments))
         kernels = text.count("xla.gpu.triton")
-        assert "cudnn" not in text and kernels == 3, "forward, and the two kernels of the backward pass"
-        text = lowered(loss(causal=True, window=24), *(jnp.asarray(x) for x in (q, key, v)), jnp.asarray(segments))
+        assert "cudnn" not in text and kernels == 3, (
+            "forward, and the two kernels of the backward pass"
+        )
+        text = lowered(
+            loss(causal=True, window=24),
+            *(jnp.asarray(x) for x in (q, key, v)),
+            jnp.asarray(segments),
+        )
         assert "cudnn" not in text and "triton" not in text, "float32 goes through XLA"
 
 
@@ -226,10 +269,17 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
         ("cpu", "", 64, dict(causal=True), "xla"),
     ],
 )
-def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(platform, capability, k, case, kernel):
+def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(
+    platform, capability, k, case, kernel
+):
     case = dict(dtype="bfloat16", causal=False, window=0, packed=False) | case
     dtype = jnp.dtype(case.pop("dtype"))
-    assert attention_lib.choose((2, 256, 4, k), dtype, **case, platform=platform, capability=capability) == kernel
+    assert (
+        attention_lib.choose(
+            (2, 256, 4, k), dtype, **case, platform=platform, capability=capability
+        )
+        == kernel
+    )
 
 
 @pytest.mark.slow
@@ -246,8 +296,14 @@ def test_a_tpu_is_given_splash():
         return mix(q, key, v)[0].astype(jnp.float32).sum()
 
     shapes = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=shard.layout.sharding(("batch", None, a, None), s))
-        for s, a in (((4, 512, 8, 64), "heads"), ((4, 512, 1, 64), "kv_heads"), ((4, 512, 1, 64), "kv_heads"))
+        jax.ShapeDtypeStruct(
+            s, jnp.bfloat16, sharding=shard.layout.sharding(("batch", None, a, None), s)
+        )
+        for s, a in (
+            ((4, 512, 8, 64), "heads"),
+            ((4, 512, 1, 64), "kv_heads"),
+            ((4, 512, 1, 64), "kv_heads"),
+        )
     ]
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text()
     assert text.count("tpu_custom_call") == 3, "forward, and the two kernels of the backward pass"

@@ -16,7 +16,12 @@ import pytest
 from jaxtrain.plan import environment
 
 ROOT = pathlib.Path(__file__).parents[2]
-FORWARD, BACKWARD, TRITON, TPU = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__gpu$xla.gpu.triton", "tpu_custom_call"
+FORWARD, BACKWARD, TRITON, TPU = (
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__gpu$xla.gpu.triton",
+    "tpu_custom_call",
+)
 VARIANTS = (
     {},
     {"accumulate": 2},
@@ -47,8 +52,15 @@ MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2))
 WIDE = {"heads": 8, "kv_heads": 8}
 FULL = [
     *({**variant, "mesh": mesh} for mesh in MESHES for variant in VARIANTS),
-    *({**WIDE, "mesh": mesh, **v} for mesh in ((4, 1, 2), (1, 4, 2), (1, 1, 8)) for v in ({}, {"packed": True})),
-    *({**WIDE, "chips": "gpu:h100x8*2", "mesh": mesh} for mesh in ((16, 1, 1), (2, 8, 1), (2, 4, 2))),
+    *(
+        {**WIDE, "mesh": mesh, **v}
+        for mesh in ((4, 1, 2), (1, 4, 2), (1, 1, 8))
+        for v in ({}, {"packed": True})
+    ),
+    *(
+        {**WIDE, "chips": "gpu:h100x8*2", "mesh": mesh}
+        for mesh in ((16, 1, 1), (2, 8, 1), (2, 4, 2))
+    ),
 ]
 FEW = [
     {},
@@ -58,15 +70,29 @@ FEW = [
     {"mesh": (1, 8, 1), "tokens": 257, "causal": False},
     {"chips": "gpu:h100x8*2", "mesh": (2, 4, 2), "train": False},
 ]
-LONG = {"rows": 1, "tokens": 32768, "heads": 4, "kv_heads": 2, "head_dim": 64, "packed": True, "remat": "full"}
+LONG = {
+    "rows": 1,
+    "tokens": 32768,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "packed": True,
+    "remat": "full",
+}
 
 
 def compiled(kind: str, cases: list[dict], seconds: int = 600) -> list[dict]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     place = environment.folder(kind)
     env["PYTHONPATH"] = os.pathsep.join([str(place), str(ROOT), *filter(None, sys.path)])
-    command = [sys.executable, str(ROOT / "tests" / "nn" / "attention_programs.py"), environment.versions(place)]
-    done = subprocess.run(command, input=json.dumps(cases), env=env, capture_output=True, text=True, timeout=seconds)
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "nn" / "attention_programs.py"),
+        environment.versions(place),
+    ]
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=env, capture_output=True, text=True, timeout=seconds
+    )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(cases), done.stderr[-3000:]
     return found
@@ -124,7 +150,9 @@ SPLASH = {"chips": "tpu:v5e:2x4", "mesh": (8, 1, 1), "tokens": 512, "packed": Tr
 def spoken(found: list[dict], forward: int = 1) -> None:
     for one in found:
         assert "error" not in one, one
-        assert one["kernels"] == {TPU: forward + 2} and not one["square"] and not one["gathered"], one
+        assert one["kernels"] == {TPU: forward + 2} and not one["square"] and not one["gathered"], (
+            one
+        )
 
 
 def test_splash_on_a_tpu_whose_replicas_are_along_data(tpu_compiler):
@@ -135,9 +163,15 @@ def test_splash_on_a_tpu_whose_replicas_are_along_data(tpu_compiler):
 @pytest.mark.slow
 def test_splash_on_every_generation_and_mesh(tpu_compiler):
     cases = [{**SPLASH, "mesh": mesh} for mesh in ((1, 8, 1), (2, 2, 2))]
-    cases += [{**SPLASH, "chips": chips, "mesh": (4, 2, 1), "accumulate": 2} for chips in ("tpu:v6e:2x4", "tpu:v4:2x2x2")]
+    cases += [
+        {**SPLASH, "chips": chips, "mesh": (4, 2, 1), "accumulate": 2}
+        for chips in ("tpu:v6e:2x4", "tpu:v4:2x2x2")
+    ]
     spoken(compiled("tpu", cases, seconds=1800))
-    spoken(compiled("tpu", [{**SPLASH, "chips": "tpu:v4:2x2x1", "mesh": (2, 1, 2), "remat": "full"}]), forward=2)
+    spoken(
+        compiled("tpu", [{**SPLASH, "chips": "tpu:v4:2x2x1", "mesh": (2, 1, 2), "remat": "full"}]),
+        forward=2,
+    )
 
 
 @pytest.mark.slow

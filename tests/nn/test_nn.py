@@ -20,7 +20,9 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
 def shard_on(data, fsdp, model, **rules):
-    return make_layout(make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model]), rules).shard
+    return make_layout(
+        make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model]), rules
+    ).shard
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
@@ -31,7 +33,10 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
     g = np.load(DATA / "ce" / "ce.npz")
     logits, labels = np.tile(g["logits"], (4, 1, 1)).astype("f4"), np.tile(g["labels"], (4, 1))
     pad = -logits.shape[1] % 8
-    logits, labels = np.pad(logits, ((0, 0), (0, pad), (0, 0))), np.pad(labels, ((0, 0), (0, pad)), constant_values=-100)
+    logits, labels = (
+        np.pad(logits, ((0, 0), (0, pad), (0, 0))),
+        np.pad(labels, ((0, 0), (0, pad)), constant_values=-100),
+    )
     # One or two more symbols, always with logit -1e4, so that the vocabulary splits in two.
     n, z = logits.shape[2], float(g["z_coef"])
     more = 2 - n % 2
@@ -41,17 +46,31 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
     assert shard.size("vocab", n + more) == mesh[2]
 
     def loss(x, w):
-        sums = cross_entropy(x, w, jnp.asarray(labels), jnp.asarray(labels >= 0, jnp.float32), shard, z_loss=z, chunk=chunk)
+        sums = cross_entropy(
+            x,
+            w,
+            jnp.asarray(labels),
+            jnp.asarray(labels >= 0, jnp.float32),
+            shard,
+            z_loss=z,
+            chunk=chunk,
+        )
         return sums.loss / (4 * float(g["n_valid"])), sums
 
-    ((value, sums), (dx, dw)) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(jnp.asarray(logits), w)
+    ((value, sums), (dx, dw)) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        jnp.asarray(logits), w
+    )
     np.testing.assert_allclose(value, g["softmax_plus_z_mean"], rtol=2e-6)
-    np.testing.assert_allclose(sums.cross_entropy / (4 * g["n_valid"]), g["softmax_mean"], rtol=2e-6)
+    np.testing.assert_allclose(
+        sums.cross_entropy / (4 * g["n_valid"]), g["softmax_mean"], rtol=2e-6
+    )
     np.testing.assert_allclose(sums.z * z / (4 * g["n_valid"]), g["z_loss_mean"], rtol=2e-6)
     best = (logits[..., :n].argmax(-1) == labels) & (labels >= 0)
     assert sums.correct == best.sum()
     expected = np.tile(g["softmax_plus_z_mean_grad"], (4, 1, 1)) / 4
-    np.testing.assert_allclose(dx[:, : expected.shape[1], :n], expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        dx[:, : expected.shape[1], :n], expected, rtol=0, atol=2e-6 * np.abs(expected).max()
+    )
     expected = np.einsum("btv,btd->vd", expected, logits[:, : expected.shape[1]].astype("f8"))
     np.testing.assert_allclose(dw[:n], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -63,10 +82,21 @@ def test_cross_entropy_never_holds_all_logits():
 
     def temp(chunk):
         def loss(x, w):
-            return cross_entropy(x, w, jnp.zeros((1, n), jnp.int32), jnp.ones((1, n)), shard, chunk=chunk).loss
+            return cross_entropy(
+                x, w, jnp.zeros((1, n), jnp.int32), jnp.ones((1, n)), shard, chunk=chunk
+            ).loss
 
-        shapes = jax.ShapeDtypeStruct((1, n, d), jnp.float32), jax.ShapeDtypeStruct((v, d), jnp.float32)
-        return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        shapes = (
+            jax.ShapeDtypeStruct((1, n, d), jnp.float32),
+            jax.ShapeDtypeStruct((v, d), jnp.float32),
+        )
+        return (
+            jax.jit(jax.grad(loss, (0, 1)))
+            .lower(*shapes)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     whole = n * v * 4
     assert temp(n) >= whole
@@ -86,8 +116,13 @@ def test_rematerialisation_changes_no_number(word):
         y, sums = remat.scan(layer, x, stack, word)
         return (y**2).sum() + sums @ jnp.arange(7.0)
 
-    expected, found = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(stack, w) for w in ("none", word))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1.5e-5), expected, found)  # of up to 15
+    expected, found = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=1)(stack, w) for w in ("none", word)
+    )
+    # of up to 15
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1.5e-5), expected, found
+    )
 
 
 def test_rematerialisation_keeps_fewer_activations():
@@ -109,7 +144,11 @@ def test_rematerialisation_keeps_fewer_activations():
 def test_an_unknown_choice_is_reported():
     names = ("qkv", "mlp")
     assert not [*remat.problems("full", names), *remat.problems("save qkv,mlp", names)]
-    for word, text in (("some", "expected one of: none, full"), ("save ", "expected one of"), ("save x", "qkv, mlp")):
+    for word, text in (
+        ("some", "expected one of: none, full"),
+        ("save ", "expected one of"),
+        ("save x", "qkv, mlp"),
+    ):
         assert text in " ".join(remat.problems(word, names))
 
 
@@ -118,7 +157,10 @@ def test_an_unknown_choice_is_reported():
 def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dtype):
     """The sum equals numpy's in float64, also if rows and columns are split over devices."""
     rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal((6, 4)).astype("f4"), rng.standard_normal((8, 50, 6, 4)).astype("f4")
+    x, dy = (
+        rng.standard_normal((6, 4)).astype("f4"),
+        rng.standard_normal((8, 50, 6, 4)).astype("f4"),
+    )
     dy = np.asarray(jnp.asarray(dy, dtype).astype(jnp.float32))
     shard = shard_on(*mesh)
 
@@ -129,7 +171,9 @@ def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dty
     value, grad = jax.jit(jax.value_and_grad(total))(x)
     rounding = 2e-6 if dtype == "float32" else 1e-2
     np.testing.assert_allclose(grad, dy.astype("f8").sum((0, 1)), rtol=rounding, atol=rounding * 20)
-    np.testing.assert_allclose(value, (np.asarray(jnp.asarray(x, dtype), "f8") * dy).sum(), rtol=1e-2)
+    np.testing.assert_allclose(
+        value, (np.asarray(jnp.asarray(x, dtype), "f8") * dy).sum(), rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
@@ -138,9 +182,9 @@ def test_the_gradients_of_rows_times_a_scale_are_those_of_the_formula(mesh):
     rng = np.random.default_rng(0)
     y, dy = rng.standard_normal((2, 8, 6, 4)).astype("f4")
     scale, shard = rng.standard_normal(4).astype("f4"), shard_on(*mesh)
-    d_y, d_scale = jax.jit(jax.grad(lambda y, s: (scaled(shard(y, "batch", "seq", None), s, shard) * dy).sum(), (0, 1)))(
-        y, scale
-    )
+    d_y, d_scale = jax.jit(
+        jax.grad(lambda y, s: (scaled(shard(y, "batch", "seq", None), s, shard) * dy).sum(), (0, 1))
+    )(y, scale)
     np.testing.assert_allclose(d_y, dy * scale, rtol=1e-6)
     np.testing.assert_allclose(d_scale, (dy.astype("f8") * y).sum((0, 1)), rtol=1e-5, atol=1e-5)
     kept = jax.eval_shape(lambda y, s: jax.vjp(lambda y, s: scaled(y, s, shard), y, s)[1], y, scale)
@@ -148,7 +192,9 @@ def test_the_gradients_of_rows_times_a_scale_are_those_of_the_formula(mesh):
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
+@pytest.mark.parametrize(
+    "equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"]
+)
 def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
     """The gradients equal those in float64, from narrow to wide rows and back, with matrices of
     either orientation."""
@@ -158,14 +204,18 @@ def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
     shard = shard_on(*mesh)
 
     def total(x, w):
-        return (product(equation, shard(x, "batch", *[None] * (x.ndim - 1)), w, shard) * dy.astype("f4")).sum()
+        return (
+            product(equation, shard(x, "batch", *[None] * (x.ndim - 1)), w, shard) * dy.astype("f4")
+        ).sum()
 
     dx, dw = jax.jit(jax.grad(total, (0, 1)))(x.astype("f4"), w.astype("f4"))
     np.testing.assert_allclose(dx, np.einsum(f"{of_y},{of_w}->{of_x}", dy, w), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dw, np.einsum(f"{of_x},{of_y}->{of_w}", x, dy), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
+@pytest.mark.parametrize(
+    "equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"]
+)
 def test_on_cpus_a_product_and_its_gradients_copy_no_activations(equation):
     """An einsum copies them: XLA writes out a transposed copy of each array that is contracted over
     B and T."""
@@ -187,7 +237,11 @@ def test_on_cpus_attention_copies_none_of_its_weights():
         p = jax.nn.softmax(jnp.where(mask[:, :, None], jnp.einsum("bthk,bshk->bths", q, k), -1e9))
         return (jnp.einsum("bths,bshk->bthk", p, v) ** 2).sum()
 
-    assert max(copied(lambda *x: (heads_first(*x, mask) ** 2).sum(), q, keys, values), default=0) <= q.size < weights
+    assert (
+        max(copied(lambda *x: (heads_first(*x, mask) ** 2).sum(), q, keys, values), default=0)
+        <= q.size
+        < weights
+    )
     assert max(copied(behind, q, keys, values)) >= weights
 
 
@@ -199,12 +253,18 @@ def copied(f, *arrays):
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
-@pytest.mark.parametrize("gelu", [layers.gelu, layers._gelu], ids=["this jax's", "with its own derivative"])
+@pytest.mark.parametrize(
+    "gelu", [layers.gelu, layers._gelu], ids=["this jax's", "with its own derivative"]
+)
 def test_gelu_and_its_derivative_are_the_error_functions_where_a_mesh_axis_is_manual(gelu):
     x = np.linspace(-6, 6, 48, dtype="f4")
     mesh, rows = make_mesh(2, 1, 1, devices=jax.devices()[:2]), PartitionSpec("data")
     both = lambda x: (gelu(x), jax.grad(lambda x: gelu(x).sum())(x))  # noqa: E731
-    y, dy = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}))(x)
+    y, dy = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"})
+    )(x)
     below = np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in x.tolist()])
     np.testing.assert_allclose(y, x * below, atol=2e-7)
-    np.testing.assert_allclose(dy, below + x * np.exp(-(x.astype("f8") ** 2) / 2) / math.sqrt(2 * math.pi), atol=5e-7)
+    np.testing.assert_allclose(
+        dy, below + x * np.exp(-(x.astype("f8") ** 2) / 2) / math.sqrt(2 * math.pi), atol=5e-7
+    )

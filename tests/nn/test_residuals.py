@@ -34,7 +34,9 @@ def of(stack, dtype, word="none"):
         layer = lambda x, w: transformer.layer(stack, shard, angles, mix, x, w)  # noqa: E731
         return remat.scan(layer, x.astype(dtype), params, stack.remat)[0]
 
-    return gradient(run, {**transformer.attention_specs(stack), **transformer.feed_forward_specs(stack)}, dtype)
+    return gradient(
+        run, {**transformer.attention_specs(stack), **transformer.feed_forward_specs(stack)}, dtype
+    )
 
 
 # The inputs of both parts, q, k and v as attention reads them, its output, and the input of the
@@ -58,7 +60,10 @@ ON_MESHES = [((1, 8, 1), {}), ((2, 2, 2), {}), ((1, 2, 4), {}), ((2, 4, 1), SPLI
 
 def tokens(v=V):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((ROWS, TOKENS, WIDTH), (v, WIDTH)))
+    x, w = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((ROWS, TOKENS, WIDTH), (v, WIDTH))
+    )
     return x, w, jnp.asarray(rng.integers(0, v - 12, (ROWS, TOKENS)), jnp.int32)
 
 
@@ -81,7 +86,16 @@ def test_cross_entropy_with_a_matrix_split_by_columns_is_that_of_one_device(mesh
         def loss(x, w):
             weight = (label % 3 > 0).astype(jnp.float32)
             sums = cross_entropy(
-                x, w, label, weight, shard, z_loss=0.01, smoothing=0.1, chunk=chunk, size=v - 12, axes=transformer.TABLE
+                x,
+                w,
+                label,
+                weight,
+                shard,
+                z_loss=0.01,
+                smoothing=0.1,
+                chunk=chunk,
+                size=v - 12,
+                axes=transformer.TABLE,
             )
             return sums.loss, sums
 
@@ -91,7 +105,11 @@ def test_cross_entropy_with_a_matrix_split_by_columns_is_that_of_one_device(mesh
     shard = shard_on(*mesh, **rules)
     expected = jax.jit(functools.partial(measure, shard_on(1, 1, 1)))(x, w, label)
     found = jax.jit(functools.partial(measure, shard))(*placed(shard, x, w, label))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6 * np.abs(a).max()), expected, found)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6 * np.abs(a).max()),
+        expected,
+        found,
+    )
 
 
 @pytest.mark.parametrize(("mesh", "rules"), ON_MESHES)
@@ -122,11 +140,16 @@ def test_no_device_has_the_whole_embedding_or_head_or_a_gradient_of_them(mesh):
     def loss(w, x, index):
         y = lookup(w, index, shard, dtype="bfloat16")
         weight = jnp.ones(index.shape, jnp.float32)
-        return cross_entropy(x.astype("bfloat16") + y, w, index, weight, shard, axes=transformer.TABLE).loss
+        return cross_entropy(
+            x.astype("bfloat16") + y, w, index, weight, shard, axes=transformer.TABLE
+        ).loss
 
     shard = shard_on(*mesh)
     x, w, index = placed(shard, *tokens())
     text = jax.jit(jax.grad(loss, (0, 1))).lower(w, x, index).compile().as_text()
-    largest = max(int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"\w\[([\d,]+)\]", text))
+    largest = max(
+        int(np.prod([int(n) for n in dims.split(",")]))
+        for dims in re.findall(r"\w\[([\d,]+)\]", text)
+    )
     assert largest <= V * WIDTH // 4, "logits of all tokens, for an eighth of the rows"
     assert "all-to-all" in text

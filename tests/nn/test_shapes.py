@@ -17,7 +17,10 @@ from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import LossOut, Mean, Task, Variables
 from tests.support import shapes
 
-MODULES = [importlib.import_module(f"{nn.__name__}.{found.name}") for found in pkgutil.iter_modules(nn.__path__)]
+MODULES = [
+    importlib.import_module(f"{nn.__name__}.{found.name}")
+    for found in pkgutil.iter_modules(nn.__path__)
+]
 RESULTS = {
     "attention.attention": "b t h k",
     "attention.masked": "b t h k",
@@ -39,9 +42,16 @@ RESULTS = {
 }
 # The dimensions of these functions' arrays have no letters: any shape is allowed.
 ANY = {
-    "layers.gelu", "layers.layer_norm", "layers.product", "layers.project", "layers.rms_norm",
-    "layers.scaled", "layers.spread", "remat.name", "transformer.norm",
-}  # fmt: skip
+    "layers.gelu",
+    "layers.layer_norm",
+    "layers.product",
+    "layers.project",
+    "layers.rms_norm",
+    "layers.scaled",
+    "layers.spread",
+    "remat.name",
+    "transformer.norm",
+}
 
 
 @pytest.fixture
@@ -51,8 +61,19 @@ def checked(monkeypatch):
 
 
 B, T, V = 8, 128, 24
-DECODER = transformer.Decoder(embed=32, depth=2, heads=4, kv_heads=2, head_dim=64, mlp=48, context=T, dtype="float32")
-GPT = replace(DECODER, kv_heads=4, norm="layer", activation="gelu", positions="learned", bias=True, qkv_bias=True, tied=True)
+DECODER = transformer.Decoder(
+    embed=32, depth=2, heads=4, kv_heads=2, head_dim=64, mlp=48, context=T, dtype="float32"
+)
+GPT = replace(
+    DECODER,
+    kv_heads=4,
+    norm="layer",
+    activation="gelu",
+    positions="learned",
+    bias=True,
+    qkv_bias=True,
+    tied=True,
+)
 
 
 def shard_on(data, fsdp, model, **rules):
@@ -65,7 +86,9 @@ def arrays(*sizes, dtype="float32"):
 
 
 def params_of(c):
-    return specs.map_specs(lambda path, s: jax.ShapeDtypeStruct(s.shape, s.dtype), transformer.decoder_specs(c, V))
+    return specs.map_specs(
+        lambda path, s: jax.ShapeDtypeStruct(s.shape, s.dtype), transformer.decoder_specs(c, V)
+    )
 
 
 def call_everything():
@@ -85,13 +108,21 @@ def call_everything():
     prompt, length = arrays((B, 5), (B,), dtype="int32")
     key = jax.eval_shape(lambda: jax.random.key(0))
     generate = functools.partial(sampling.generate, n_new=3)
-    jax.eval_shape(lambda p, x, n, key: generate(DECODER, p, x, n, key, shard), params_of(DECODER), prompt, length, key)
+    jax.eval_shape(
+        lambda p, x, n, key: generate(DECODER, p, x, n, key, shard),
+        params_of(DECODER),
+        prompt,
+        length,
+        key,
+    )
 
     q, k, v = arrays((B, T, 4, 64), (B, T, 2, 64), (B, T, 2, 64))
     how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
     jax.eval_shape(lambda *x: nn.flash.flash(*x, **how, interpret=True), q, k, v)
     jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
-    jax.eval_shape(lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v)
+    jax.eval_shape(
+        lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
+    )
     split = shard_on(1, 8, 1, batch="data", seq="fsdp")
     jax.eval_shape(lambda *x: ring.attention(split, *x, None, causal=True, window=0), q, k, v)
 
@@ -103,7 +134,11 @@ def call_everything():
     jax.eval_shape(normed, *arrays((B, 6), (6,)), *arrays((B,), dtype="int32"))
     adapters = Lora(rank=2, adapt="^blocks/w_", train="scale", freeze="embed|w_head", alpha=4)
     table = transformer.decoder_specs(DECODER, V)
-    low, full = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, "float32"), _split(adapters, table), is_leaf=specs.is_spec)
+    low, full = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, "float32"),
+        _split(adapters, table),
+        is_leaf=specs.is_spec,
+    )
 
     def adapted(params, frozen, tokens, position):
         whole = lora.combine(adapters, table, Variables(params, frozen)).params
@@ -120,7 +155,9 @@ def _split(adapters, table):
 
 def test_arrays_have_the_dimensions_of_their_names(checked):
     call_everything()
-    assert {name for name, one in checked.items() if not one.was_called and "._" not in name} == set()
+    assert {
+        name for name, one in checked.items() if not one.was_called and "._" not in name
+    } == set()
 
 
 def test_every_public_function_of_arrays_is_checked(checked):
@@ -128,7 +165,9 @@ def test_every_public_function_of_arrays_is_checked(checked):
     unchecked = set()
     for module in MODULES:
         for name, function in vars(module).items():
-            own = getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
+            own = getattr(function, "__module__", "") == module.__name__ and not name.startswith(
+                "_"
+            )
             if own and inspect.isfunction(function) and "Array" in str(inspect.signature(function)):
                 unchecked.add(f"{module.__name__.rpartition('.')[2]}.{name}")
     assert unchecked == ANY

@@ -25,5 +25,9 @@ def test_rounding_has_no_bias_and_is_within_a_step(how):
         # Not all draws: a place next to a code is drawn away from it too rarely for 400 draws to
         # show its spread.
         assert np.mean(error < 4 * spread / np.sqrt(400)) > 0.97
-        worst = 0.004 * np.abs(value) if how == "bfloat16" else 0.07 * np.abs(value) + 0.02 * np.abs(value).max()
+        worst = (
+            0.004 * np.abs(value)
+            if how == "bfloat16"
+            else 0.07 * np.abs(value) + 0.02 * np.abs(value).max()
+        )
         assert (np.abs(drawn[0] - value) <= worst * 2).all()

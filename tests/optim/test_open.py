@@ -34,9 +34,17 @@ TABLE = {
 }
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
 NAMES = {
-    "adamw": Optim(name="optax:adamw", arguments={"b2": 0.95, "weight_decay": 0.1}, lr=0.01, warmup=2),
-    "muon": Optim(name="optax.contrib:muon", arguments={"beta": 0.9, "ns_coeffs": [3.4445, -4.775, 2.0315]}, lr=0.01),
-    "schedule_free": Optim(name="optax.contrib:schedule_free_adamw", schedule="constant", lr=0.01, warmup=2),
+    "adamw": Optim(
+        name="optax:adamw", arguments={"b2": 0.95, "weight_decay": 0.1}, lr=0.01, warmup=2
+    ),
+    "muon": Optim(
+        name="optax.contrib:muon",
+        arguments={"beta": 0.9, "ns_coeffs": [3.4445, -4.775, 2.0315]},
+        lr=0.01,
+    ),
+    "schedule_free": Optim(
+        name="optax.contrib:schedule_free_adamw", schedule="constant", lr=0.01, warmup=2
+    ),
 }
 OPTAX = {
     "adamw": lambda rate: optax.adamw(rate, b2=0.95, weight_decay=0.1),
@@ -52,7 +60,13 @@ def loss(variables, batch, key):
     return LossOut(Mean((each * batch["weight"]).sum(), batch["weight"].sum()), {})
 
 
-TASK = Task(Variables(TABLE), loss, lambda variables, batch: {}, {"x": ("batch", None), "weight": ("batch",)}, flops=0)
+TASK = Task(
+    Variables(TABLE),
+    loss,
+    lambda variables, batch: {},
+    {"x": ("batch", None), "weight": ("batch",)},
+    flops=0,
+)
 
 
 def own(monkeypatch, **functions):
@@ -70,7 +84,11 @@ class Run:
         config = config_lib.Config(optim=optim, train=train, metrics=config_lib.Metrics(every=1))
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         self.made = assemble(config, mesh, make_task=lambda *_: TASK, fields=FIELDS)
-        self.step = self.made.trace(None).lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+        self.step = (
+            self.made.trace(None)
+            .lower()
+            .compile(compiler_options={"xla_backend_optimization_level": 0})
+        )
 
     def init(self):
         return state_lib.init_state(TASK, self.made.tx, self.made.abstract, jax.random.key(0))
@@ -78,14 +96,20 @@ class Run:
     def take(self, state, *seeds):
         for seed in seeds:
             rows = batch_of(seed)
-            batch = {name: jax.device_put(rows[name], x.sharding) for name, x in self.made.abstract.batch.items()}
+            batch = {
+                name: jax.device_put(rows[name], x.sharding)
+                for name, x in self.made.abstract.batch.items()
+            }
             state, _ = self.step(state, batch, step_lib.put_stop(self.made.layout, False))
         return state
 
 
 def batch_of(seed):
     rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(BATCH, 16)).astype("f4"), "weight": rng.random(BATCH).astype("f4")}
+    return {
+        "x": rng.normal(size=(BATCH, 16)).astype("f4"),
+        "weight": rng.random(BATCH).astype("f4"),
+    }
 
 
 def checkpointer(workdir):
@@ -93,7 +117,10 @@ def checkpointer(workdir):
 
 
 def bits(tree):
-    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x).tobytes()
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 MATRIX = [(name, mesh) for name in NAMES for mesh in MESHES]
@@ -101,17 +128,30 @@ MATRIX = [(name, mesh) for name in NAMES for mesh in MESHES]
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [pytest.param(n, m, marks=() if (n, m) in zip(NAMES, MESHES, strict=True) else pytest.mark.slow) for n, m in MATRIX],
+    [
+        pytest.param(
+            n, m, marks=() if (n, m) in zip(NAMES, MESHES, strict=True) else pytest.mark.slow
+        )
+        for n, m in MATRIX
+    ],
 )
 def test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit(name, mesh, tmp_path):
     """Parameters follow optax's own loop on one device, and the optimizer state is split like its
     parameters."""
     run = Run(NAMES[name], MESHES[mesh])
     state = run.take(run.init(), 0, 1)
-    for planned, found in zip(jax.tree.leaves(run.made.abstract.state), jax.tree.leaves(state), strict=True):
-        assert (planned.shape, planned.dtype, planned.sharding) == (found.shape, found.dtype, found.sharding)
+    for planned, found in zip(
+        jax.tree.leaves(run.made.abstract.state), jax.tree.leaves(state), strict=True
+    ):
+        assert (planned.shape, planned.dtype, planned.sharding) == (
+            found.shape,
+            found.dtype,
+            found.sharding,
+        )
     split = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 512]
-    assert split and all(x.sharding.shard_shape(x.shape) != x.shape for x in split) == (mesh != "data")
+    assert split and all(x.sharding.shard_shape(x.shape) != x.shape for x in split) == (
+        mesh != "data"
+    )
     writer = checkpointer(tmp_path)
     writer.save(2, state, DATA, History())
     writer.close()
@@ -170,7 +210,12 @@ def test_our_schedule_and_clip_apply():
 
 
 def test_a_frozen_group_is_untouched_and_has_no_state():
-    optim = Optim(name="optax:adamw", arguments={"weight_decay": 0.5}, lr=0.1, groups=(Group("^layer/", freeze=True),))
+    optim = Optim(
+        name="optax:adamw",
+        arguments={"weight_decay": 0.5},
+        lr=0.1,
+        groups=(Group("^layer/", freeze=True),),
+    )
     found, state = updated(optim, GRADS)
     assert (found["layer"]["w"] == 1).all() and (found["layer"]["b"] == 1).all()
     assert (found["head"]["w"] != 1).all()
@@ -179,7 +224,11 @@ def test_a_frozen_group_is_untouched_and_has_no_state():
 
 def test_masters_work_under_any_optimizer():
     table = {"w": Spec((4, 4), ("embed", "mlp"), zeros, "bfloat16")}
-    tx = make_optimizer(Optim(name="optax:sgd", lr=1e-5, schedule="constant", clip=0.0, masters=True), table, steps=600)
+    tx = make_optimizer(
+        Optim(name="optax:sgd", lr=1e-5, schedule="constant", clip=0.0, masters=True),
+        table,
+        steps=600,
+    )
     params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
     state = tx.init(params)
     for _ in range(3):
@@ -188,10 +237,23 @@ def test_masters_work_under_any_optimizer():
 
 
 def test_a_users_schedule_gives_the_learning_rates(monkeypatch):
-    own(monkeypatch, falling=lambda steps, learning_rate, low=0.0: lambda step: learning_rate * (1 - step / steps) + low)
-    optim = Optim(name="sign_sgd", lr=0.5, schedule="own_optim:falling", schedule_arguments={"low": 0.25}, clip=0.0)
+    own(
+        monkeypatch,
+        falling=lambda steps, learning_rate, low=0.0: (
+            lambda step: learning_rate * (1 - step / steps) + low
+        ),
+    )
+    optim = Optim(
+        name="sign_sgd",
+        lr=0.5,
+        schedule="own_optim:falling",
+        schedule_arguments={"low": 0.25},
+        clip=0.0,
+    )
     optim = replace(optim, weight_decay=0.0)
-    np.testing.assert_allclose(learning_rates(optim, 10, np.arange(3)), [0.75, 0.7, 0.65], rtol=1e-6)
+    np.testing.assert_allclose(
+        learning_rates(optim, 10, np.arange(3)), [0.75, 0.7, 0.65], rtol=1e-6
+    )
     for name in ("sign_sgd", "optax:sgd"):
         found, _ = updated(replace(optim, name=name), GRADS, n=2)
         np.testing.assert_allclose(found["head"]["w"], 1 - 0.75 - 0.7, atol=1e-6)
@@ -201,7 +263,9 @@ def test_a_users_schedule_gives_the_learning_rates(monkeypatch):
 def test_a_schedule_of_optax_may_have_steps_for_keys(at):
     arguments = {"init_value": 0.5, "boundaries_and_scales": {at: 0.1}}
     optim = Optim(schedule="optax:piecewise_constant_schedule", schedule_arguments=arguments)
-    np.testing.assert_allclose(learning_rates(optim, 10, np.arange(4)), [0.5, 0.5, 0.05, 0.05], rtol=1e-6)
+    np.testing.assert_allclose(
+        learning_rates(optim, 10, np.arange(4)), [0.5, 0.5, 0.05, 0.05], rtol=1e-6
+    )
 
 
 def test_an_optimizer_that_takes_no_learning_rate_has_its_own(monkeypatch):
@@ -215,9 +279,13 @@ def failing(grads, state, params=None):
     raise RuntimeError("no second moment")
 
 
-CONSTANT = optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, state))
+CONSTANT = optax.GradientTransformation(
+    lambda params: (), lambda grads, state, params=None: (grads, state)
+)
 CANNOT = {
-    "cannot update these parameters: RuntimeError: no second moment": CONSTANT._replace(update=failing),
+    "cannot update these parameters: RuntimeError: no second moment": CONSTANT._replace(
+        update=failing
+    ),
     "cannot update these parameters: TypeError: .*'value'": optax.polyak_sgd(),
     r"cannot update these parameters: ValueError: its update of \S+ is of shape \(\), and the param": CONSTANT._replace(
         update=lambda grads, state, params: (jax.tree.map(jnp.sum, grads), state)
@@ -244,24 +312,40 @@ def test_a_state_that_a_mesh_cannot_split_is_named_with_its_parameter(monkeypatc
     states = {
         "flat": flat,
         "one": lambda params: jnp.zeros(10_000),
-        "rows": lambda params: {"of": jax.tree.map(lambda p: p.mean(0), params), "key": jnp.zeros(2, jnp.uint32)},
+        "rows": lambda params: {
+            "of": jax.tree.map(lambda p: p.mean(0), params),
+            "key": jnp.zeros(2, jnp.uint32),
+        },
         "memory": lambda params: jax.tree.map(lambda p: jnp.zeros((5, *p.shape)), params),
     }
-    own(monkeypatch, **{name: lambda init=init: CONSTANT._replace(init=init) for name, init in states.items()})
+    own(
+        monkeypatch,
+        **{name: lambda init=init: CONSTANT._replace(init=init) for name, init in states.items()},
+    )
     table = {"layer": {"w": Spec((128, 256), ("embed", "mlp"), zeros)}}
     task = TASK._replace(specs=Variables(table))
 
     def planned(name, sizes):
-        config = config_lib.Config(optim=Optim(name=f"own_optim:{name}"), train=config_lib.Train(batch=BATCH))
+        config = config_lib.Config(
+            optim=Optim(name=f"own_optim:{name}"), train=config_lib.Train(batch=BATCH)
+        )
         made = assemble(config, make_mesh(*sizes), make_task=lambda *_: task, fields=FIELDS)
         return [x for x in jax.tree.leaves(made.abstract.state.opt_state) if x.ndim]
 
     for sizes in ((1, 8, 1), (1, 1, 8)):
-        with pytest.raises(LayoutError, match=r"state '2/layer/w' of shape \(32768,\) belongs to parameter 'layer/w' of shape"):
+        with pytest.raises(
+            LayoutError,
+            match=r"state '2/layer/w' of shape \(32768,\) belongs to parameter 'layer/w' of shape",
+        ):
             planned("flat", sizes)
-        with pytest.raises(LayoutError, match=r"state '2' of shape \(10000,\) belongs to no parameter"):
+        with pytest.raises(
+            LayoutError, match=r"state '2' of shape \(10000,\) belongs to no parameter"
+        ):
             planned("one", sizes)
-    assert [x.sharding.is_fully_replicated for x in (*planned("flat", (8, 1, 1)), *planned("one", (8, 1, 1)))] == [True, True]
+    assert [
+        x.sharding.is_fully_replicated
+        for x in (*planned("flat", (8, 1, 1)), *planned("one", (8, 1, 1)))
+    ] == [True, True]
     key, row = planned("rows", (1, 2, 4))
     assert key.sharding.is_fully_replicated and row.sharding.shard_shape((256,)) == (64,)
     (memory,) = planned("memory", (1, 2, 4))

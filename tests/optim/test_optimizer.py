@@ -18,7 +18,8 @@ from jaxtrain.types import Spec
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 GOLDEN = dict(np.load(DATA / "optim" / "adamw.npz"))
-PLAIN = Optim(lr=0.01, b2=0.95, weight_decay=0.1, schedule="constant", clip=0.0)  # the settings of the golden trajectories
+# the settings of the golden trajectories
+PLAIN = Optim(lr=0.01, b2=0.95, weight_decay=0.1, schedule="constant", clip=0.0)
 
 
 def table(tree):
@@ -45,7 +46,9 @@ def run(optim, params, grads):
 
 def golden(*names):
     """(initial parameters, gradients [n, ...], expected parameters [n, ...])"""
-    return tuple({p: GOLDEN[f"{kind}/{p}"] for p in names} for kind in ("init", "grads", "adamw_float64"))
+    return tuple(
+        {p: GOLDEN[f"{kind}/{p}"] for p in names} for kind in ("init", "grads", "adamw_float64")
+    )
 
 
 def test_adamw_equals_the_golden_trajectory():
@@ -59,8 +62,14 @@ def test_adamw_equals_the_golden_trajectory():
 def test_the_schedule_scales_update_and_decay_alike():
     """Two updates at half the rate: decay shrinks by (1 - lr wd / 2) if no gradient ever comes."""
     params = {"w": jnp.ones(3)}
-    found = run(Optim(lr=0.1, weight_decay=0.5, schedule="constant", warmup=2, lr_init=0.5), params, {"w": jnp.zeros((3, 3))})
-    np.testing.assert_allclose(found["w"][:, 0], np.cumprod([1 - 0.1 * 0.5 * r for r in (0.5, 0.75, 1.0)]), rtol=1e-6)
+    found = run(
+        Optim(lr=0.1, weight_decay=0.5, schedule="constant", warmup=2, lr_init=0.5),
+        params,
+        {"w": jnp.zeros((3, 3))},
+    )
+    np.testing.assert_allclose(
+        found["w"][:, 0], np.cumprod([1 - 0.1 * 0.5 * r for r in (0.5, 0.75, 1.0)]), rtol=1e-6
+    )
 
 
 def test_decay_spares_what_undecayed_names():
@@ -99,7 +108,9 @@ def test_a_group_with_a_clip_of_its_own_counts_in_no_other():
     huge = {"w": grads["w"] * 1e3}
     found = run(optim, {"probe": init, "encoder": init}, {"probe": huge, "encoder": grads})
     for name, clip, own in (("encoder", 0.1, grads), ("probe", 0.3, huge)):
-        np.testing.assert_allclose(found[name]["w"], run(replace(PLAIN, clip=clip), init, own)["w"], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            found[name]["w"], run(replace(PLAIN, clip=clip), init, own)["w"], rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("clip", [3.0, 1000.0])
@@ -107,7 +118,10 @@ def test_clipping_scales_all_gradients_by_one_factor(clip):
     init, grads, _ = golden("w", "b")
     norm = np.sqrt(sum((np.float64(g) ** 2).reshape(len(g), -1).sum(1) for g in grads.values()))
     assert (norm > 3).any() and (norm < 3).any() and (norm < 1000).all()
-    scaled = {n: (g * np.minimum(1, clip / norm).reshape(len(g), *[1] * (g.ndim - 1))).astype("f4") for n, g in grads.items()}
+    scaled = {
+        n: (g * np.minimum(1, clip / norm).reshape(len(g), *[1] * (g.ndim - 1))).astype("f4")
+        for n, g in grads.items()
+    }
     found = run(replace(PLAIN, clip=clip), init, grads)
     expected = run(PLAIN, init, scaled)
     for name in found:
@@ -123,8 +137,14 @@ def test_coverage_errors_list_every_offender():
     lines = str(error.value).splitlines()
     assert len(lines) == 4
     for path, which in (("encoder/gamma", "neither"), ("kernel", "neither"), ("bias_w", "both")):
-        assert any(f"'{path}' matches {which}" in line and "change the patterns so that" in line for line in lines)
-    assert any("groups[0].match='^probe/' matches no parameter" in line and "kernel" in line for line in lines)
+        assert any(
+            f"'{path}' matches {which}" in line and "change the patterns so that" in line
+            for line in lines
+        )
+    assert any(
+        "groups[0].match='^probe/' matches no parameter" in line and "kernel" in line
+        for line in lines
+    )
 
 
 RULES = dict(np.load(DATA / "optim" / "rules.npz"))
@@ -138,12 +158,21 @@ EVERYTHING = {"decayed": ".", "undecayed": "^$"}  # as in the golden trajectorie
         ("adam_atan2_package", ATAN2),
         ("adam_atan2_paper", replace(ATAN2, atan2_correction="inside")),
         ("adam_atan2_scaled", replace(ATAN2, atan2_correction="inside", atan2_a=1.27)),
-        ("lion", Optim(name="lion", lr=0.002, b2=0.99, weight_decay=0.3, schedule="constant", clip=0.0)),
-        ("sign_sgd", Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0)),
+        (
+            "lion",
+            Optim(name="lion", lr=0.002, b2=0.99, weight_decay=0.3, schedule="constant", clip=0.0),
+        ),
+        (
+            "sign_sgd",
+            Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0),
+        ),
     ],
 )
 def test_rules_equal_their_golden_trajectories(rule, optim):
-    init, grads, expected = ({p: RULES[f"{k}/{p}"] for p in ("w", "b", "stack")} for k in ("init", "grads", f"{rule}_float64"))
+    init, grads, expected = (
+        {p: RULES[f"{k}/{p}"] for p in ("w", "b", "stack")}
+        for k in ("init", "grads", f"{rule}_float64")
+    )
     found = run(replace(optim, **EVERYTHING), init, grads)
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-6, err_msg=name)
@@ -153,12 +182,16 @@ def test_groups_with_rules_of_their_own_move_as_if_alone_and_keep_only_their_mom
     init, grads = ({p: RULES[f"{k}/{p}"] for p in ("w", "b", "stack")} for k in ("init", "grads"))
     groups = (Group("^w", lr=0.002, weight_decay=0.3, name="sign_sgd"), Group("^b", name="adamw"))
     found = run(replace(ATAN2, groups=groups, **EVERYTHING), init, grads)
-    np.testing.assert_allclose(found["stack"], RULES["adam_atan2_package_float64/stack"], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        found["stack"], RULES["adam_atan2_package_float64/stack"], rtol=0, atol=2e-6
+    )
     alone = replace(ATAN2, lr=0.002, weight_decay=0.3, name="sign_sgd", **EVERYTHING)
     np.testing.assert_array_equal(found["w"], run(alone, {"w": init["w"]}, {"w": grads["w"]})["w"])
     alone = replace(ATAN2, name="adamw", **EVERYTHING)
     np.testing.assert_array_equal(found["b"], run(alone, {"b": init["b"]}, {"b": grads["b"]})["b"])
-    state = make_optimizer(replace(ATAN2, groups=groups, **EVERYTHING), table(init), steps=1).init(init)
+    state = make_optimizer(replace(ATAN2, groups=groups, **EVERYTHING), table(init), steps=1).init(
+        init
+    )
     shapes = sorted(x.shape for x in jax.tree.leaves(state) if x.ndim)
     assert shapes == sorted(2 * [init["b"].shape] + 2 * [init["stack"].shape])
 
@@ -212,15 +245,31 @@ def steps(optim, specs, params, grads):
     return found, state
 
 
-@pytest.mark.parametrize(("rule", "scale"), [("muon_original", "out_in"), ("muon_match_rms_adamw", "rms")])
+@pytest.mark.parametrize(
+    ("rule", "scale"), [("muon_original", "out_in"), ("muon_match_rms_adamw", "rms")]
+)
 def test_muon_equals_its_golden_trajectory_stacks_matrix_by_matrix(rule, scale):
-    init, grads, expected = ({p: MUON[f"{k}/{p}"] for p in MATRICES} for k in ("init", "grads", f"{rule}_float64"))
+    init, grads, expected = (
+        {p: MUON[f"{k}/{p}"] for p in MATRICES} for k in ("init", "grads", f"{rule}_float64")
+    )
     specs = {p: Spec(init[p].shape, axes, zeros) for p, axes in MATRICES.items()}
-    optim = Optim(name="muon", muon_scale=scale, lr=0.02, weight_decay=0.1, schedule="constant", clip=0.0, **EVERYTHING)
-    found, _ = steps(optim, specs, init, [{p: grads[p][i] for p in grads} for i in range(len(grads["w"]))])
+    optim = Optim(
+        name="muon",
+        muon_scale=scale,
+        lr=0.02,
+        weight_decay=0.1,
+        schedule="constant",
+        clip=0.0,
+        **EVERYTHING,
+    )
+    found, _ = steps(
+        optim, specs, init, [{p: grads[p][i] for p in grads} for i in range(len(grads["w"]))]
+    )
     for i, params in enumerate(found):
         for p in MATRICES:
-            np.testing.assert_allclose(params[p], expected[p][i], rtol=0, atol=1e-5, err_msg=f"{p} {i}")
+            np.testing.assert_allclose(
+                params[p], expected[p][i], rtol=0, atol=1e-5, err_msg=f"{p} {i}"
+            )
 
 
 def test_muon_takes_each_head_projection_as_a_matrix_and_leaves_the_rest_to_adamw():
@@ -234,8 +283,17 @@ def test_muon_takes_each_head_projection_as_a_matrix_and_leaves_the_rest_to_adam
     shapes["bias"] = ((8,), ("embed",))
     specs = {name: Spec(shape, axes, zeros) for name, (shape, axes) in shapes.items()}
     params = {name: jax.random.normal(key, shape) for name, (shape, _) in shapes.items()}
-    grads = {name: jax.random.normal(jax.random.key(1), shape) for name, (shape, _) in shapes.items()}
-    optim = Optim(name="muon", lr=1.0, weight_decay=0.0, schedule="constant", clip=0.0, groups=(Group("^scale", name="lion"),))
+    grads = {
+        name: jax.random.normal(jax.random.key(1), shape) for name, (shape, _) in shapes.items()
+    }
+    optim = Optim(
+        name="muon",
+        lr=1.0,
+        weight_decay=0.0,
+        schedule="constant",
+        clip=0.0,
+        groups=(Group("^scale", name="lion"),),
+    )
     (found,), _ = steps(optim, specs, params, [grads])
     move = jax.tree.map(lambda p, f: np.asarray(p - f), params, found)
     for matrix in (move["w_qkv"][1, :, 2].reshape(8, 12), move["w_out"][0].reshape(8, 12)):
@@ -244,15 +302,22 @@ def test_muon_takes_each_head_projection_as_a_matrix_and_leaves_the_rest_to_adam
     np.testing.assert_allclose(np.abs(move["scale"]), 1, rtol=1e-5)
     for name in ("w_head", "bias"):  # AdamW's first update is the sign of the gradient
         np.testing.assert_allclose(move[name], np.sign(grads[name]), atol=1e-4)
-    with pytest.raises(OptimError, match="'bias' with the axes .* 1 dimensions .* muon needs matrices"):
+    with pytest.raises(
+        OptimError, match="'bias' with the axes .* 1 dimensions .* muon needs matrices"
+    ):
         make_optimizer(replace(optim, groups=(Group("^bias", name="muon"),)), specs, steps=1)
 
 
 def test_adafactor_equals_optax():
     shapes = {"w": (130, 150), "stack": (3, 140, 128), "small": (20, 30), "b": (9,)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    grads = [{n: jax.random.normal(jax.random.key(i), s) * 10.0**i for n, s in shapes.items()} for i in range(4)]
-    optim = Optim(name="adafactor", lr=0.1, weight_decay=0.0, schedule="constant", clip=0.0, **EVERYTHING)
+    grads = [
+        {n: jax.random.normal(jax.random.key(i), s) * 10.0**i for n, s in shapes.items()}
+        for i in range(4)
+    ]
+    optim = Optim(
+        name="adafactor", lr=0.1, weight_decay=0.0, schedule="constant", clip=0.0, **EVERYTHING
+    )
     found, state = steps(optim, table(params), params, grads)
     theirs = optax.adafactor(0.1, multiply_by_parameter_scale=False)
     own, kept = params, theirs.init(params)
@@ -260,7 +325,9 @@ def test_adafactor_equals_optax():
         updates, kept = theirs.update(g, kept, own)
         own = optax.apply_updates(own, updates)
         for name in shapes:
-            np.testing.assert_allclose(found[i][name], own[name], rtol=2e-5, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                found[i][name], own[name], rtol=2e-5, atol=2e-6, err_msg=name
+            )
     assert sum(x.size for x in jax.tree.leaves(state)) < 2_000  # of 73,869 parameters
 
 
@@ -268,12 +335,17 @@ def descend(optim, n=150, dtype=jnp.float32):
     """A regression with two layers. Returns its final loss, the state, and the parameters."""
     x = jax.random.normal(jax.random.key(0), (256, 64))
     y = jnp.tanh(x @ jax.random.normal(jax.random.key(1), (64, 64)) / 8)
-    params = {n: (jax.random.normal(jax.random.key(i), s) * 0.1).astype(dtype) for i, (n, s) in enumerate(SHAPES.items())}
+    params = {
+        n: (jax.random.normal(jax.random.key(i), s) * 0.1).astype(dtype)
+        for i, (n, s) in enumerate(SHAPES.items())
+    }
     specs = {name: Spec(shape, ("embed", "mlp"), zeros, dtype) for name, shape in SHAPES.items()}
     tx = make_optimizer(optim, specs, steps=n)
 
     def loss(params):
-        return jnp.square(jnp.tanh(x @ params["w_a"].astype("f4")) @ params["w_b"].astype("f4") - y).mean()
+        return jnp.square(
+            jnp.tanh(x @ params["w_a"].astype("f4")) @ params["w_b"].astype("f4") - y
+        ).mean()
 
     @jax.jit
     def update(params, state):
@@ -329,9 +401,15 @@ def test_layers_below_move_less():
         "head": {"w": Spec((4, 4), ("embed", "vocab"), zeros)},
     }
     params = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=lambda x: isinstance(x, Spec))
-    optim = Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0, layer_decay=0.5)
+    optim = Optim(
+        name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0, layer_decay=0.5
+    )
     (found,), _ = steps(optim, specs, params, [params])
-    for x, power in ((found["w_patch"], 4), (found["head"]["w"], 0), *((found["blocks"]["w"][i], 3 - i) for i in range(3))):
+    for x, power in (
+        (found["w_patch"], 4),
+        (found["head"]["w"], 0),
+        *((found["blocks"]["w"][i], 3 - i) for i in range(3)),
+    ):
         np.testing.assert_allclose(x, 1 - 0.02 * 0.5**power, rtol=1e-6)
     with pytest.raises(OptimError, match="no parameter has an axis 'layer'"):
         make_optimizer(optim, {"w": specs["w_patch"]}, steps=1)

@@ -18,21 +18,32 @@ def test_schedule_equals_the_golden_one(name):
     kind, p, values = (SCHEDULES[name][k] for k in ("kind", "params", "values"))
     ratios = {"lr_init": p["init"] / p["peak"], "lr_floor": p["floor"] / p["peak"]}
     optim = Optim(
-        schedule=kind.split("_")[0], warmup=p["W"], decay=p.get("D", 0), decay_shape=p.get("shape", "linear"), **ratios
+        schedule=kind.split("_")[0],
+        warmup=p["W"],
+        decay=p.get("D", 0),
+        decay_shape=p.get("shape", "linear"),
+        **ratios,
     )
     found = make_schedule(optim, p["N"])(np.arange(len(values)))
     np.testing.assert_allclose(np.asarray(found) * p["peak"], values, rtol=0, atol=2e-6 * p["peak"])
 
 
 def test_constant_schedule_warms_up_and_stays():
-    found = make_schedule(Optim(schedule="constant", warmup=4, lr_init=0.2), 10)(np.array([0, 2, 4, 9, 50]))
+    found = make_schedule(Optim(schedule="constant", warmup=4, lr_init=0.2), 10)(
+        np.array([0, 2, 4, 9, 50])
+    )
     np.testing.assert_allclose(found, [0.2, 0.6, 1, 1, 1], rtol=1e-6)
 
 
 def test_three_phases_meet_where_they_should():
-    rate = make_schedule(Optim(schedule="three_phase", lr_floor=0.1), 200)  # 10 up, 150 flat, 40 down
+    # 10 up, 150 flat, 40 down
+    rate = make_schedule(Optim(schedule="three_phase", lr_floor=0.1), 200)
     found = rate(np.array([0, 5, 9, 10, 11, 159, 160, 161, 180, 199, 200, 300]))
     expected = [1e-8, 0.5, 0.9, 1, 1, 1, 1, 1 - 0.9 / 40, 0.55, 0.1 + 0.9 / 40, 0.1, 0.1]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    cosine = make_schedule(Optim(schedule="three_phase", decay_shape="cosine", warmup=20, decay=100), 200)
-    np.testing.assert_allclose(cosine(np.array([10, 20, 100, 150, 200])), [0.5, 1, 1, 0.5, 0], atol=1e-6)
+    cosine = make_schedule(
+        Optim(schedule="three_phase", decay_shape="cosine", warmup=20, decay=100), 200
+    )
+    np.testing.assert_allclose(
+        cosine(np.array([10, 20, 100, 150, 200])), [0.5, 1, 1, 0.5, 0], atol=1e-6
+    )

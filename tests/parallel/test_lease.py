@@ -60,7 +60,9 @@ class Process:
     def __init__(self, *folders, **environment):
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.popen = subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, folders)], env=environment, text=True, **pipes)
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *map(str, folders)], env=environment, text=True, **pipes
+        )
 
     def says(self):
         return self.popen.stdout.readline().strip()
@@ -115,7 +117,12 @@ def test_a_second_run_is_refused_by_name(tmp_path, start):
     first = start(tmp_path)
     assert first.says() == "holder"
     holder = json.loads((tmp_path / "lease.json").read_text())
-    assert holder["pid"] == first.popen.pid and holder["host"] and holder["machine"] and holder["start"]
+    assert (
+        holder["pid"] == first.popen.pid
+        and holder["host"]
+        and holder["machine"]
+        and holder["start"]
+    )
     message = start(tmp_path).says()
     assert str(tmp_path) in message and f"process {first.popen.pid} on {holder['host']}" in message
     assert f"since {holder['since']}" in message and "last heard of" in message
@@ -176,11 +183,17 @@ def test_a_contender_that_is_killed_while_it_writes_stops_nobody(tmp_path, start
     assert start(tmp_path).says() == "holder"
 
 
-def test_another_machine_counts_as_dead_after_the_lease_timeout_and_alive_after_a_heartbeat(tmp_path, start):
+def test_another_machine_counts_as_dead_after_the_lease_timeout_and_alive_after_a_heartbeat(
+    tmp_path, start
+):
     there = start(tmp_path, ELSEWHERE="there")
     assert there.says() == "holder"
     message = start(tmp_path, LEASE_TIMEOUT="30").says()  # it notices a heartbeat
-    assert "in use" in message and f"`kill {there.popen.pid} on" in message and "60 s after" not in message
+    assert (
+        "in use" in message
+        and f"`kill {there.popen.pid} on" in message
+        and "60 s after" not in message
+    )
     there.popen.send_signal(signal.SIGSTOP)
     here = start(tmp_path, LEASE_TIMEOUT="2")
     assert here.says() == "holder" and here.do() == "confirmed"
@@ -206,7 +219,9 @@ def test_a_requeued_job_takes_its_own_over_and_no_others(tmp_path, start):
     assert start(tmp_path, **job).says() == "holder"
     job["ELSEWHERE"] = "node2"
     assert "in use" in start(tmp_path, **job).says()  # a second step of the same start
-    assert "in use" in start(tmp_path, **job | dict(SLURM_JOB_ID="18", SLURM_RESTART_COUNT="1")).says()
+    assert (
+        "in use" in start(tmp_path, **job | dict(SLURM_JOB_ID="18", SLURM_RESTART_COUNT="1")).says()
+    )
     assert start(tmp_path, **job, SLURM_RESTART_COUNT="1").says() == "holder"
 
 
@@ -242,7 +257,9 @@ def test_a_special_or_huge_lease_file_is_refused_by_name(tmp_path):
     ):
         make()
         with (
-            pytest.raises(WorkdirError, match=f"{path} cannot be written: it is not a lease; remove it"),
+            pytest.raises(
+                WorkdirError, match=f"{path} cannot be written: it is not a lease; remove it"
+            ),
             Lease([str(tmp_path)]),
         ):
             pass
@@ -257,7 +274,10 @@ def test_a_lost_workdir_is_noticed_and_a_removed_lease_is_written_again(tmp_path
         assert (workdir / "lease.json").exists()
         lease.confirm()
     for away in (shutil.rmtree, lambda path: path.rename(tmp_path / "moved")):
-        with pytest.raises(WorkdirError, match="was deleted or moved"), Lease([str(workdir)]) as lease:
+        with (
+            pytest.raises(WorkdirError, match="was deleted or moved"),
+            Lease([str(workdir)]) as lease,
+        ):
             away(workdir)
             lease.confirm()
         assert not workdir.exists()
@@ -280,7 +300,9 @@ def test_a_wait_for_the_lease_timeout_can_be_left(tmp_path):
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     port = free_port()
-    server = subprocess.Popen([sys.executable, object_store.__file__, str(port), str(tmp_path / "objects")])
+    server = subprocess.Popen(
+        [sys.executable, object_store.__file__, str(port), str(tmp_path / "objects")]
+    )
     for name, value in object_store.environment(port).items():
         monkeypatch.setenv(name, value)
     try:
@@ -329,7 +351,10 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     for name, value in object_store.environment(free_port()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(lease_lib, "STORE_TIMEOUT", 0.5)
-    with pytest.raises(WorkdirError, match="gs://bucket/run/lease.json cannot be written: .*config.checkpoint.folder"):
+    with pytest.raises(
+        WorkdirError,
+        match="gs://bucket/run/lease.json cannot be written: .*config.checkpoint.folder",
+    ):
         Lease(["gs://bucket/run"]).__enter__()
 
 
@@ -340,19 +365,26 @@ def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, start
     before = {p.name for p in workdir.iterdir()}
     for process in cluster(folder, "toy.py", processes=2):
         output = process.communicate(timeout=120)[0]
-        assert process.returncode == 2 and f"is in use by another run: process {first.popen.pid} on " in output, output
+        assert (
+            process.returncode == 2
+            and f"is in use by another run: process {first.popen.pid} on " in output
+        ), output
         assert "Traceback" not in output
     assert first.do() == "confirmed" and {p.name for p in workdir.iterdir()} - before <= {"logs"}
 
 
 def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder):
-    process = command(folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
+    process = command(
+        folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0"
+    )
     workdir = folder / "runs" / "toy"
     wait_for(lambda: (workdir / "metrics.jsonl").exists(), watch=[process])
     assert f"process {process.pid} on " in command(folder, "toy.py").communicate(timeout=60)[0]
     workdir.rename(folder / "moved")  # in one atomic operation, as the last step of a deletion
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 2 and "was deleted or moved while the run wrote to it" in output, output
+    assert process.returncode == 2 and "was deleted or moved while the run wrote to it" in output, (
+        output
+    )
     assert "Traceback" not in output, output
 
 
@@ -369,7 +401,10 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
             writers.write_pictures(picture.parent, {"augmented": np.zeros((4, 8, 8))})
     assert not workdir.exists(), "a folder in its place would keep it from being moved back"
     assert "goodput" not in caplog.text  # of no time, as its file is gone
-    with pytest.raises(FileNotFoundError), ProcessContext(config_lib.Config(workdir=str(workdir))) as h:
+    with (
+        pytest.raises(FileNotFoundError),
+        ProcessContext(config_lib.Config(workdir=str(workdir))) as h,
+    ):
         with where(h):
             picture.touch()
 
@@ -386,11 +421,14 @@ def test_a_workdir_that_process_0_lost_ends_every_process(monkeypatch):
         raise WorkdirError("runs/toy was deleted")
 
     first, second = process(gone), process(None)
-    first.lose(WorkdirError("the first"))  # between two steps: they stop at the next one, as for a signal
+    # between two steps: they stop at the next one, as for a signal
+    first.lose(WorkdirError("the first"))
     assert first.stopping() and first.has_lost and not second.stopping()
     third = process(gone)
     with third.writing():
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/toy/pictures/augmented_3.png")
+        raise FileNotFoundError(
+            errno.ENOENT, "No such file or directory", "runs/toy/pictures/augmented_3.png"
+        )
     assert third.stopping() and third.has_lost
     for host, agreed, said in (
         (first, lambda own: own, "the first"),
@@ -410,17 +448,26 @@ def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder):
     args = (folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
     both = cluster(*args, processes=2)
     workdir = folder / "runs" / "toy"
-    wait_for(lambda: (workdir / "metrics.jsonl").exists() and (workdir / "metrics.jsonl").stat().st_size, watch=both)
+    wait_for(
+        lambda: (workdir / "metrics.jsonl").exists() and (workdir / "metrics.jsonl").stat().st_size,
+        watch=both,
+    )
     workdir.rename(folder / "moved")
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [2, 2], outputs
-    assert "was deleted or moved while the run wrote to it" in outputs[0] and "process 0 of this run says which" in outputs[1]
+    assert (
+        "was deleted or moved while the run wrote to it" in outputs[0]
+        and "process 0 of this run says which" in outputs[1]
+    )
     assert "Traceback" not in "".join(outputs), outputs
 
 
 def test_lines_that_are_no_records_are_set_aside_and_told(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    good = [b'{"step": 1, "split": "train", "loss": 2.0}', b'{"step": 2, "split": "train", "loss": null}']
+    good = [
+        b'{"step": 1, "split": "train", "loss": 2.0}',
+        b'{"step": 2, "split": "train", "loss": null}',
+    ]
     odd = [
         b'{"step": 1, "split": "train", "loss": "\xff"}',
         b'{"step": "2", "split": "train"}',
@@ -440,16 +487,24 @@ def test_lines_that_are_no_records_are_set_aside_and_told(tmp_path, caplog):
     writer.close()
     assert path.read_bytes() == b"\n".join([*good, b'{"step": 3, "split": "train", "loss": 1.0}\n'])
     assert (tmp_path / "metrics.jsonl.odd").read_bytes().split(b"\n") == [*odd, b""]
-    assert "11 lines are no records and were moved to metrics.jsonl.odd (line 2: it is not UTF-8" in caplog.text
+    assert (
+        "11 lines are no records and were moved to metrics.jsonl.odd (line 2: it is not UTF-8"
+        in caplog.text
+    )
     path.write_bytes(path.read_bytes() + b"\xff\n")
-    assert writers.is_written(str(tmp_path), 3, "train") and not writers.is_written(str(tmp_path), 3, "test")
+    assert writers.is_written(str(tmp_path), 3, "train") and not writers.is_written(
+        str(tmp_path), 3, "test"
+    )
 
 
 def test_samples_with_odd_lines_are_continued(tmp_path):
     path = tmp_path / "generations.jsonl"
     path.write_bytes(b'{"step": 1, "text": "\xc2\x85 \xe2\x80\xa8"}\n\xff\n{"step": 3}\n')
     writers.write_lines(str(tmp_path), writers.GENERATIONS, 2, [{"text": "b"}])
-    assert path.read_bytes() == b'{"step": 1, "text": "\xc2\x85 \xe2\x80\xa8"}\n{"step": 2, "text": "b"}\n'
+    assert (
+        path.read_bytes()
+        == b'{"step": 1, "text": "\xc2\x85 \xe2\x80\xa8"}\n{"step": 2, "text": "b"}\n'
+    )
     assert (tmp_path / "generations.jsonl.odd").read_bytes() == b"\xff\n"
 
 
@@ -457,10 +512,17 @@ def test_records_that_are_no_file_are_refused_by_name(tmp_path):
     for name, write in (
         ("metrics.jsonl", lambda: writers.JsonlWriter(str(tmp_path), 0)),
         ("metrics.jsonl", lambda: writers.is_written(str(tmp_path), 0, "test")),
-        ("generations.jsonl", lambda: writers.write_lines(str(tmp_path), "generations.jsonl", 1, [{}])),
+        (
+            "generations.jsonl",
+            lambda: writers.write_lines(str(tmp_path), "generations.jsonl", 1, [{}]),
+        ),
     ):
         path = tmp_path / name
-        for make, undo in ((lambda p: p.symlink_to("/dev/zero"), os.unlink), (os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
+        for make, undo in (
+            (lambda p: p.symlink_to("/dev/zero"), os.unlink),
+            (os.mkfifo, os.unlink),
+            (os.mkdir, os.rmdir),
+        ):
             make(path)
             with pytest.raises(WorkdirError, match=f"{path} is a link, a folder or a device"):
                 write()

@@ -17,33 +17,55 @@ LANGUAGE = (("model.unroll", "1"), ("train.batch", "64"), ("model.generation.pro
 NARROW = "(32, 32, 32)"
 WIDTHS = ("trunk", "decode_video", "decode_audio", "decode_text")
 GIBLET = (
-    ("train.batch", "16"), ("model.dtype", "float32"), ("model.video_widths", NARROW), ("model.head_width", "32"),
-    ("model.bottleneck", "32"), ("model.decoder_widths", "(64, 64, 64, 64)"),
+    ("train.batch", "16"),
+    ("model.dtype", "float32"),
+    ("model.video_widths", NARROW),
+    ("model.head_width", "32"),
+    ("model.bottleneck", "32"),
+    ("model.decoder_widths", "(64, 64, 64, 64)"),
     *((f"model.{name}_widths", "(64, 64)") for name in WIDTHS),
-)  # fmt: skip
+)
 WORKLOADS = {
     "bird": ("configs/xcm.py", BIRD),
     "trm": ("configs/trm_sudoku.py:4x4", TRM),
     "language": ("configs/shakespeare_char.py:{text}", LANGUAGE),
     "giblet": ("configs/giblet.py:blank", GIBLET),
-    "language, recomputed": ("configs/shakespeare_char.py:{text}", (*LANGUAGE, ("model.remat", "full"))),
+    "language, recomputed": (
+        "configs/shakespeare_char.py:{text}",
+        (*LANGUAGE, ("model.remat", "full")),
+    ),
     "trm, recomputed": ("configs/trm_sudoku.py:4x4", (*TRM, ("model.remat", "full"))),
 }
 
 
 DTYPE = ("model.dtype", "bfloat16")
 LARGE = {
-    "bird": (("model.embed", "128"), ("model.depth", "4"), ("model.heads", "4"), ("model.patch", "(16, 16)"), DTYPE),
+    "bird": (
+        ("model.embed", "128"),
+        ("model.depth", "4"),
+        ("model.heads", "4"),
+        ("model.patch", "(16, 16)"),
+        DTYPE,
+    ),
     "trm": (
-        ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)"), ("model.embed", "128"), ("model.heads", "4"),
-        ("model.inner_multiple", "256"), ("model.puzzle_embed", "128"), ("model.puzzle_tokens", "16"), DTYPE,
+        ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)"),
+        ("model.embed", "128"),
+        ("model.heads", "4"),
+        ("model.inner_multiple", "256"),
+        ("model.puzzle_embed", "128"),
+        ("model.puzzle_tokens", "16"),
+        DTYPE,
         ("model.cycles_low", "6"),
     ),
     "language": (
-        ("model.embed", "512"), ("model.depth", "8"), ("model.heads", "8"), ("model.mlp", "1536"), ("data.context", "512"),
+        ("model.embed", "512"),
+        ("model.depth", "8"),
+        ("model.heads", "8"),
+        ("model.mlp", "1536"),
+        ("data.context", "512"),
         DTYPE,
     ),
-}  # fmt: skip
+}
 LARGE["trm, recomputed"] = LARGE["trm"]
 LARGE["language, recomputed"] = LARGE["language"]
 
@@ -55,7 +77,9 @@ def load(workload, tmp_path, monkeypatch, *overrides):
     if workload.partition(",")[0] not in installed.NAMES:
         pytest.skip(f"jaxtrain.workloads has no {workload}")
     if "{text}" in source:
-        (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
+        (tmp_path / "text.txt").write_text(
+            "one two three four five six seven eight nine ten\n" * 200
+        )
         source = source.format(text=tmp_path / "text.txt")
     return config_lib.load(source, [*own, ("workdir", str(tmp_path)), *overrides])
 

@@ -22,7 +22,8 @@ def compare(config, mesh, target, versions=""):
     """
     assembly = plan.assemble(config, mesh)
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    options = {} if target.tiled else {"xla_backend_optimization_level": 0}  # of the machine code alone
+    # of the machine code alone
+    options = {} if target.tiled else {"xla_backend_optimization_level": 0}
     found = plan.compiled(assembly, traced, options=options, versions=versions)
     least = plan.bound(assembly, traced, target)
     assert least.arguments == found.arguments
@@ -70,7 +71,9 @@ def test_a_step_takes_no_less_on_cpus(workload, mesh, changes, share, tmp_path, 
         pytest.param("trm, recomputed", "v4:2x2x1", (2, 2, 1), marks=slow),
     ],
 )
-def test_a_step_takes_no_less_on_tpus(workload, topology, mesh, tpu_compiler, tmp_path, monkeypatch):
+def test_a_step_takes_no_less_on_tpus(
+    workload, topology, mesh, tpu_compiler, tmp_path, monkeypatch
+):
     # The batch is large, since a chip has some 0.1 GB near its cores, in which the compiler puts as
     # much as it can of a small step.
     rows = 16 if "language" in workload else 768 if workload == "trm, recomputed" else 192
@@ -81,9 +84,13 @@ def test_a_step_takes_no_less_on_tpus(workload, topology, mesh, tpu_compiler, tm
     _, found = compare(config, on(mesh, plan.tpu_devices(target)), target, versions)
     if found.collectives is not None:  # whether jaxlib can read it depends on libtpu's version
         spanned = {axis for _, axes in found.collectives for axis in axes}
-        wanted = {name for name, size in zip(("data", "fsdp", "model"), mesh, strict=True) if size > 1}
+        wanted = {
+            name for name, size in zip(("data", "fsdp", "model"), mesh, strict=True) if size > 1
+        }
         # Slices send data to each other directly, which is not a collective.
-        assert spanned == wanted - ({"data"} if target.slices > 1 else set()), "no device works alone"
+        assert spanned == wanted - ({"data"} if target.slices > 1 else set()), (
+            "no device works alone"
+        )
 
 
 ROWS, WIDTH = 4096, 64
@@ -151,7 +158,8 @@ def test_loops_that_do_not_depend_on_each_other_need_not_be_there_together():
         return grad(x, ws), grad(y, vs)
 
     shapes = (ROWS, WIDTH), (7, WIDTH, WIDTH), (ROWS, WIDTH), (5, WIDTH, WIDTH)
-    assert of(grads, *shapes) == [7 * X, X]  # the compiler may finish one before it begins the other
+    # the compiler may finish one before it begins the other
+    assert of(grads, *shapes) == [7 * X, X]
 
 
 def test_equal_rows_and_rows_that_do_not_change_count_once_or_not_at_all():

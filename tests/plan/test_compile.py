@@ -15,7 +15,9 @@ def test_a_step_that_the_tpu_compiler_makes_fit_is_reported_to_fit():
     With x they are 18 of 17 GB."""
 
     def loss(w, x):
-        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None)), x, w)
+        x, _ = jax.lax.scan(
+            jax.checkpoint(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None)), x, w
+        )
         return (x * x).sum()
 
     target = plan.parse_target("tpu:v5e:2x2")

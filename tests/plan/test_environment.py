@@ -52,23 +52,39 @@ def test_an_environment_is_made_once_with_the_versions_of_this_one(kind, cache, 
     jaxlib = importlib.metadata.version("jaxlib")
     assert jaxlib in place.name
     if kind == "gpu":
-        assert f"jax-cuda12-plugin=={jaxlib}" in pip.commands[0] and f"jax-cuda12-pjrt=={jaxlib}" in pip.commands[0]
+        assert (
+            f"jax-cuda12-plugin=={jaxlib}" in pip.commands[0]
+            and f"jax-cuda12-pjrt=={jaxlib}" in pip.commands[0]
+        )
     else:
         assert any(word.startswith("libtpu") for word in pip.commands[0])
-    assert json.loads((place / environment.MARK).read_text())["requirements"] == environment.requirements(kind)
+    assert json.loads((place / environment.MARK).read_text())[
+        "requirements"
+    ] == environment.requirements(kind)
     assert "is there already" in plan.set_up(kind) and len(pip.commands) == 1
-    assert [path for path in place.parent.iterdir() if path.is_dir()] == [place], "no folder is left beside it"
+    assert [path for path in place.parent.iterdir() if path.is_dir()] == [place], (
+        "no folder is left beside it"
+    )
 
 
 def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, capsys):
     pip.fails = "WARNING: retrying\nERROR: No matching distribution found for jax-cuda12-plugin\n"
     assert main.main(["--plan-setup", "gpu"]) == 2
     said = capsys.readouterr().err
-    assert "No matching distribution" in said and "pip install" in said and "network" in said and "jax-cuda12-plugin==" in said
-    assert environment.find("gpu") is None and not [path for path in (cache / "envs").iterdir() if path.is_dir()]
+    assert (
+        "No matching distribution" in said
+        and "pip install" in said
+        and "network" in said
+        and "jax-cuda12-plugin==" in said
+    )
+    assert environment.find("gpu") is None and not [
+        path for path in (cache / "envs").iterdir() if path.is_dir()
+    ]
     pip.fails = ""
     assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
-    assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
+    assert (
+        plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
+    )
 
 
 def test_an_environment_without_pip_is_reported(cache, monkeypatch, capsys):
@@ -76,7 +92,9 @@ def test_an_environment_without_pip_is_reported(cache, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pip", None)
     assert plan_command.main(["--setup", "gpu"]) == 2
     python = sys.executable
-    expected = f"error: {python} has no pip, which fetches the compiler; run {python} -m ensurepip\n"
+    expected = (
+        f"error: {python} has no pip, which fetches the compiler; run {python} -m ensurepip\n"
+    )
     assert capsys.readouterr().err == expected and not (cache / "envs").exists()
 
 
@@ -93,7 +111,9 @@ def test_a_folder_without_a_whole_mark_is_not_taken_for_an_environment(mark, cac
 
 def test_leftovers_of_a_killed_set_up_are_removed_by_the_next_one(cache, pip):
     place = environment.folder("gpu")
-    left, other = (place.with_name(f".{name}.partial") for name in (place.name, environment.folder("tpu").name))
+    left, other = (
+        place.with_name(f".{name}.partial") for name in (place.name, environment.folder("tpu").name)
+    )
     (left / "packages").mkdir(parents=True), other.mkdir()
     plan.set_up("gpu")
     assert environment.find("gpu") and not left.exists() and other.exists(), "only one's own"

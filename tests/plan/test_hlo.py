@@ -14,9 +14,18 @@ MIXED = {"data": 2, "fsdp": 2, "model": 2}
         ("collective-permute(x), source_target_pairs={{0,1},{1,0}}, y", [[0, 1], [1, 0]]),
         ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data'}, x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data','fsdp'}, x", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (
+            "replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data'}, x",
+            [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ),
+        (
+            "replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data','fsdp'}, x",
+            [[0, 2, 4, 6], [1, 3, 5, 7]],
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, x",
+            [[0, 1], [2, 3], [4, 5], [6, 7]],
+        ),
         ("replica_groups={}, x", [[0, 1, 2, 3, 4, 5, 6, 7]]),
     ],
 )
@@ -62,9 +71,19 @@ def test_collectives_are_counted_with_their_axes_and_bytes():
     found = {c.kind: c for c in hlo.collectives(PROGRAM)}
     assert set(found) == {"all-reduce", "all-gather", "reduce-scatter"}
     reduce, gather, scatter = found["all-reduce"], found["all-gather"], found["reduce-scatter"]
-    assert (reduce.times, reduce.in_loop, reduce.bytes, reduce.axes(MIXED)) == (15, True, 16, ("model",))
+    assert (reduce.times, reduce.in_loop, reduce.bytes, reduce.axes(MIXED)) == (
+        15,
+        True,
+        16,
+        ("model",),
+    )
     assert reduce.sent == 15 * 2 * 16 / 2  # a ring of two: each sends its half, then its sum
-    assert (gather.times, gather.in_loop, gather.bytes, gather.axes(MIXED)) == (1, False, 128, ("data", "fsdp"))
+    assert (gather.times, gather.in_loop, gather.bytes, gather.axes(MIXED)) == (
+        1,
+        False,
+        128,
+        ("data", "fsdp"),
+    )
     assert gather.sent == 3 / 4 * 128
     assert (scatter.bytes, scatter.sent, scatter.axes(MIXED)) == (64, 3 * 64, ("data", "fsdp"))
     table = hlo.summary(list(found.values()), MIXED)

@@ -19,8 +19,12 @@ def small(n):
     mesh = on((n, 1, 1), jax.devices())
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=rows)
-    assembly = types.SimpleNamespace(config=types.SimpleNamespace(compiler={}), layout=types.SimpleNamespace(mesh=mesh))
-    return assembly, jax.jit(lambda x: (x @ x.T).sum(), out_shardings=NamedSharding(mesh, PartitionSpec())).trace(x)
+    assembly = types.SimpleNamespace(
+        config=types.SimpleNamespace(compiler={}), layout=types.SimpleNamespace(mesh=mesh)
+    )
+    return assembly, jax.jit(
+        lambda x: (x @ x.T).sum(), out_shardings=NamedSharding(mesh, PartitionSpec())
+    ).trace(x)
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def asked(tmp_path, monkeypatch):
     return programs
 
 
-def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(asked, tmp_path, monkeypatch):
+def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(
+    asked, tmp_path, monkeypatch
+):
     one, four = small(1), small(4)
 
     def take(program=one, versions="a compiler 1", **options):
@@ -54,23 +60,34 @@ def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(asked,
     for damaged in (b"", whole[: len(whole) // 2], whole[:40] + b"\0" * 40 + whole[80:], b"[]"):
         path.write_bytes(damaged)
         assert plan_cache.find(path.name.split(".")[0]) is None
-    assert take()._replace(seconds=first.seconds) == first and plan_cache.find(path.name.split(".")[0]) and take().again
+    assert (
+        take()._replace(seconds=first.seconds) == first
+        and plan_cache.find(path.name.split(".")[0])
+        and take().again
+    )
 
     monkeypatch.setattr(plan_cache, "LIMIT", 2 * path.stat().st_size)
     take(xla_cpu_enable_fast_min_max=True)
     assert len(list(path.parent.iterdir())) < 4 and take(xla_cpu_enable_fast_min_max=True).again
 
 
-def test_plans_that_do_not_fit_are_cached_too_and_an_unwritable_cache_is_harmless(asked, tmp_path, monkeypatch):
+def test_plans_that_do_not_fit_are_cached_too_and_an_unwritable_cache_is_harmless(
+    asked, tmp_path, monkeypatch
+):
     program, times = small(1), []
 
     def refuse(*_):
         times.append(1)
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3.00G more than there is\nallocations")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: 3.00G more than there is\nallocations"
+        )
 
     monkeypatch.setattr(xla_options, "compile", refuse)
     for _ in range(2):
-        with pytest.raises(plan.PlanError, match=r"^the compiler says: RESOURCE_EXHAUSTED: 3.00G more than there is$"):
+        with pytest.raises(
+            plan.PlanError,
+            match=r"^the compiler says: RESOURCE_EXHAUSTED: 3.00G more than there is$",
+        ):
             compile_lib.compiled(*program, versions="1")
     assert len(times) == 1
     (tmp_path / "file").write_text("no folder")

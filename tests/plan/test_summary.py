@@ -26,7 +26,9 @@ def only(monkeypatch, name):
     """Let remedies try the changes of one field alone."""
     remedies = importlib.import_module("jaxtrain.plan.remedies")
     every = remedies._changes
-    monkeypatch.setattr(remedies, "_changes", lambda *of: (change for change in every(*of) if name in change[0]))
+    monkeypatch.setattr(
+        remedies, "_changes", lambda *of: (change for change in every(*of) if name in change[0])
+    )
 
 
 @pytest.mark.usefixtures("libtpu")
@@ -51,7 +53,11 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
     # Two moments and an average of 5,029,378 parameters in float32, and 153.1 MB of slots for 768
     # rows, on eight devices.
-    for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
+    for line in (
+        "parameters                      20.12 MB",
+        "optimizer                       40.23 MB",
+        "19.14 MB",
+    ):
         assert line in text
     assert "data          train has 1 batch, read in" in text
     # The loader's rows are counted here, and compared with what a step asks for.
@@ -63,22 +69,38 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
 
 
-def test_an_offloaded_optimizer_on_gpus_is_not_compiled_though_the_compiler_is_here(tmp_path, monkeypatch):
+def test_an_offloaded_optimizer_on_gpus_is_not_compiled_though_the_compiler_is_here(
+    tmp_path, monkeypatch
+):
     """Without a GPU, that compiler refuses host memory, or counts it as device memory."""
     config = load("bird", tmp_path, monkeypatch, ("optim.offload", "True"), ("mesh.fsdp", "8"))
     monkeypatch.setattr(plan.environment, "find", lambda kind: tmp_path)
     text, well = plan.report(config, "gpu:h100x8")
-    assert well and "not compiled for it: without a card" in text and "in host memory: optimizer" in text
+    assert (
+        well
+        and "not compiled for it: without a card" in text
+        and "in host memory: optimizer" in text
+    )
 
 
 def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, monkeypatch):
     config = load(
-        "bird", tmp_path, monkeypatch, ("mesh.fsdp", "2"), ("mesh.model", "4"), ("model.heads", "4"), ("model.n_classes", "14")
+        "bird",
+        tmp_path,
+        monkeypatch,
+        ("mesh.fsdp", "2"),
+        ("mesh.model", "4"),
+        ("model.heads", "4"),
+        ("model.n_classes", "14"),
     )
     text, _ = plan.report(config, "gpu:h100x8")
     [options] = [line for line in text.splitlines() if line.startswith("compiled with ")]
     assert "xla_gpu_enable_latency_hiding_scheduler=True" in options
-    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines() if " float32[" in line}
+    rows = {
+        line.split()[0]: " ".join(line.split()[2:])
+        for line in text.splitlines()
+        if " float32[" in line
+    }
     assert rows["encoder/blocks/w_up"] == "embed→fsdp, mlp→model"
     assert rows["encoder/b_patch"] == "embed→fsdp"
     assert rows["objective/supervised/w"] == "embed→fsdp; vocab (14) does not divide"
@@ -95,29 +117,48 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
 def test_problems_of_a_planned_run_are_reported_without_an_array(tmp_path, monkeypatch):
     """A model of 1.3e11 parameters is planned on this machine."""
     before = len(jax.live_arrays())
-    config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("checkpoint.keep", "100000"))
+    config = load(
+        "bird",
+        tmp_path,
+        monkeypatch,
+        ("model.embed", "16384"),
+        ("model.depth", "40"),
+        ("checkpoint.keep", "100000"),
+    )
     text, well = plan.report(config, "gpu:l40sx1")
     assert not well
     assert int(text.split()[0].replace(",", "")) > 1e11
     assert len(jax.live_arrays()) == before
     assert "problem: it does not fit: " in text
     (line,) = [line for line in text.splitlines() if "100001 checkpoints of" in line]
-    assert line.startswith("disk ") and line.endswith("free here"), "another machine's disk is a note, no verdict"
+    assert line.startswith("disk ") and line.endswith("free here"), (
+        "another machine's disk is a note, no verdict"
+    )
 
 
 def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_path, monkeypatch):
-    config = load("bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1"))
+    config = load(
+        "bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1")
+    )
     checks = importlib.import_module("jaxtrain.plan.summary").checks
     for name, verdict in (("", False), ("gpu:h100x8", True)):
         target = plan.parse_target(name)
-        found = {what: (text, well) for what, text, well in checks(config, plan.abstractly(config, target), target)}
+        found = {
+            what: (text, well)
+            for what, text, well in checks(config, plan.abstractly(config, target), target)
+        }
         assert "100000001 checkpoints of" in found["disk"][0] and found["disk"][1] == verdict
 
 
-def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_again(tmp_path, monkeypatch):
+def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_again(
+    tmp_path, monkeypatch
+):
     saves = tmp_path / "saves"
     saves.mkdir()
-    small = lambda folder: types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)  # noqa: E731
+
+    def small(folder):
+        return types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)  # noqa: E731
+
     report = importlib.import_module("jaxtrain.plan.summary")
     monkeypatch.setattr(report.shutil, "disk_usage", small)
     monkeypatch.setattr(report, "checkpoints", lambda config, state: (3, 1000))
@@ -125,7 +166,10 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
 
     def disk(*overrides):
         config = load("bird", tmp_path, monkeypatch, ("data.threads", "1"), *overrides)
-        found = {what: (text, well) for what, text, well in report.checks(config, plan.abstractly(config, target), target)}
+        found = {
+            what: (text, well)
+            for what, text, well in report.checks(config, plan.abstractly(config, target), target)
+        }
         return found["disk"]
 
     assert disk()[1]
@@ -137,15 +181,24 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
     assert well and "of which" in text
 
 
-TIGHT = (("model.embed", "2048"), ("model.depth", "56"), ("train.batch", "64"), ("train.ema", "0.99"))
+TIGHT = (
+    ("model.embed", "2048"),
+    ("model.depth", "56"),
+    ("train.batch", "64"),
+    ("train.ema", "0.99"),
+)
 
 
-def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit(tmp_path, monkeypatch):
+def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit(
+    tmp_path, monkeypatch
+):
     target = plan.parse_target("gpu:l40sx8")
     text, well = plan.report(load("bird", tmp_path, monkeypatch, *TIGHT), target.name)
     told = next(line for line in text.splitlines() if line.startswith("problem: it"))
     assert not well and "GB more than a device has" in told
-    ways = re.findall(r"--config\.([\w.]+)=(\S+)((?: --config\S+)*) would make it at least ([\d.]+) GB", told)
+    ways = re.findall(
+        r"--config\.([\w.]+)=(\S+)((?: --config\S+)*) would make it at least ([\d.]+) GB", told
+    )
     assert "mesh.fsdp" in {name for name, *_ in ways}
     for name, value, more, size in ways:  # each remedy, if applied, gives the stated figure
         changes = [(name, value), *re.findall(r"--config\.([\w.]+)=(\S+)", more)]
@@ -155,21 +208,30 @@ def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
-    config = load("bird", tmp_path, monkeypatch, *TIGHT, ("train.batch", "4096"), ("model.dtype", "float32"))
+    config = load(
+        "bird", tmp_path, monkeypatch, *TIGHT, ("train.batch", "4096"), ("model.dtype", "float32")
+    )
     before = len(jax.live_arrays())
-    with pytest.raises(plan.PlanError, match="a step needs at least .* GB on each device, .* too little"):
+    with pytest.raises(
+        plan.PlanError, match="a step needs at least .* GB on each device, .* too little"
+    ):
         loop.run(config)
     assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
 
 
 def test_a_run_that_exceeds_a_devices_memory_names_the_plan(tmp_path, monkeypatch, capsys):
     def exhaust(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nBuffers: …")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nBuffers: …"
+        )
 
     monkeypatch.setattr(loop, "run", exhaust)
     source = f"--config={small_runs.rows(tmp_path)}/rows.py"
     assert train_command.main([source, f"--config.workdir={tmp_path}"]) == 2
-    told = "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the same"
+    told = (
+        "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the"
+        " same"
+    )
     assert f"{told} command with --plan names remedies" in capsys.readouterr().err
 
 
@@ -188,7 +250,9 @@ def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
     found = plan.compiled(assembly, traced).peak
     wrong = right._replace(kept=[Array(3 * found, "nothing")])
     for module in ("remedies", "summary"):
-        monkeypatch.setattr(importlib.import_module(f"jaxtrain.plan.{module}"), "bound", lambda *_: wrong)
+        monkeypatch.setattr(
+            importlib.import_module(f"jaxtrain.plan.{module}"), "bound", lambda *_: wrong
+        )
     remedies = importlib.import_module("jaxtrain.plan.remedies")
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
     with_memory(monkeypatch, 2 * found)
@@ -203,27 +267,40 @@ def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
     assert not well and "problem: it does not fit: " in text
 
 
-def test_without_a_compiler_a_plan_has_a_lower_bound_and_names_the_command_that_fetches_one(tmp_path, monkeypatch):
+def test_without_a_compiler_a_plan_has_a_lower_bound_and_names_the_command_that_fetches_one(
+    tmp_path, monkeypatch
+):
     config = load("language", tmp_path, monkeypatch, ("mesh.data", "1"))
     assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
     needed = plan.bound(assembly, assembly.trace(None), target)
     assert needed.certain < 0.5 * needed.peak
     remedies = importlib.import_module("jaxtrain.plan.remedies")
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
-    for memory, verdict in ((1.1, "this run has no problem"), (0.9, "problem: it does not fit: at least ")):
+    for memory, verdict in (
+        (1.1, "this run has no problem"),
+        (0.9, "problem: it does not fit: at least "),
+    ):
         with_memory(monkeypatch, memory * needed.peak)
         text, well = plan.report(config, target.name)
         assert verdict in text and well == ("problem:" not in verdict), text
-        assert "not compiled for it: its compiler is not here; jaxtrain plan --setup gpu fetches it" in text
+        assert (
+            "not compiled for it: its compiler is not here; jaxtrain plan --setup gpu fetches it"
+            in text
+        )
         assert "this is a lower bound: what one layer needs comes on top" in text
         assert f"{needed.kept[0].bytes / 1e6:.2f} MB  {needed.kept[0].name}" in text
 
 
 def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
     verified = ("guard.verify_every", "200")
-    config, target = load("language", tmp_path, monkeypatch, ("mesh.data", "1"), verified), plan.parse_target("gpu:h100x1")
+    config, target = (
+        load("language", tmp_path, monkeypatch, ("mesh.data", "1"), verified),
+        plan.parse_target("gpu:h100x1"),
+    )
     assembly = plan.abstractly(config, target)
-    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(assembly.abstract.state))
+    state = sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(assembly.abstract.state)
+    )
     needed = plan.bound(assembly, assembly.trace(None), target)
     assert needed.second == state and needed.peak == needed.arguments + needed.temporaries + state
     with_memory(monkeypatch, needed.peak - state / 2)
@@ -231,7 +308,8 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
     assert not well and re.search(r"second state of verified steps +\S+ [kMG]B", text)
     assert "--config.guard.verify_every=0 would make it at least" in text
     split = plan.abstractly(
-        load("language", tmp_path, monkeypatch, ("mesh.fsdp", "8"), verified), plan.parse_target("gpu:h100x8")
+        load("language", tmp_path, monkeypatch, ("mesh.fsdp", "8"), verified),
+        plan.parse_target("gpu:h100x8"),
     )
     assert plan.bound(split, split.trace(None), plan.parse_target("gpu:h100x8")).second < state / 4
 
@@ -239,9 +317,13 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
 def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monkeypatch):
     """The excess counts by the rows of a microbatch: it is half as large with twice as many
     microbatches."""
-    config = load("trm", tmp_path, monkeypatch, ("model.cycles_high", "1"), ("model.cycles_low", "1"))
+    config = load(
+        "trm", tmp_path, monkeypatch, ("model.cycles_high", "1"), ("model.cycles_low", "1")
+    )
     assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
-    least = plan.bound(assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target).peak
+    least = plan.bound(
+        assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target
+    ).peak
     only(monkeypatch, "accumulate")
     with_memory(monkeypatch, 1e9)
     [way] = plan.remedies(config, target, 3e9)

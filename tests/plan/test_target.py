@@ -23,22 +23,40 @@ def test_a_target_that_is_unknown_names_those_that_are():
         "tpu:v4:2x2*0",
     ):
         with pytest.raises(
-            plan.PlanError, match="is unknown; expected for example --plan=tpu:v4:2x2x4 .*v6e.* --plan=gpu:h100x8 .*h200"
+            plan.PlanError,
+            match=(
+                "is unknown; expected for example --plan=tpu:v4:2x2x4 .*v6e.* --plan=gpu:h100x8"
+                " .*h200"
+            ),
         ):
             plan.parse_target(text)
 
 
 def test_targets_know_their_devices():
-    assert plan.parse_target("tpu:v4:2x2x4").count == 16 and plan.parse_target("tpu:v4:2x2x4*2").count == 32
+    assert (
+        plan.parse_target("tpu:v4:2x2x4").count == 16
+        and plan.parse_target("tpu:v4:2x2x4*2").count == 32
+    )
     assert plan.parse_target("gpu:h100x8").memory == plan.parse_target("gpu:H100x8").memory == 80e9
     assert plan.parse_target("").count == 8
-    assert chips.find("TPU v5 lite").name == "v5e" and chips.find("TPU v5").name == "v5p" and chips.find("cpu") is None
+    assert (
+        chips.find("TPU v5 lite").name == "v5e"
+        and chips.find("TPU v5").name == "v5p"
+        and chips.find("cpu") is None
+    )
 
 
 def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkeypatch, capsys):
     small_runs.rows(tmp_path)
-    monkeypatch.setattr("tests.support.toy_rows.dataset_info", lambda *a: pytest.fail("data are made"))
-    assert cli.main(["plan", f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]) == 2
+    monkeypatch.setattr(
+        "tests.support.toy_rows.dataset_info", lambda *a: pytest.fail("data are made")
+    )
+    assert (
+        cli.main(
+            ["plan", f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]
+        )
+        == 2
+    )
     assert "--plan=gpu:h1000x8 is unknown" in capsys.readouterr().err
 
 

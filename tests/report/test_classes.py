@@ -15,26 +15,44 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
     own = rng.integers(0, 409, 5000)
     answer = np.where(rng.random(5000) < 0.7, own, rng.integers(0, 409, 5000))
     found = class_scores.line(*counted(own, answer, 409))
-    assert (found["n"], found["classes"], sum(found["right"])) == (5000, 409, int((own == answer).sum()))
-    assert found["rows"] == np.bincount(own, minlength=409).tolist() and len(json.dumps(found)) < 8_000
+    assert (found["n"], found["classes"], sum(found["right"])) == (
+        5000,
+        409,
+        int((own == answer).sum()),
+    )
+    assert (
+        found["rows"] == np.bincount(own, minlength=409).tolist() and len(json.dumps(found)) < 8_000
+    )
     counts = [count for _, _, count in found["confused"]]
     assert counts == sorted(counts, reverse=True) and len(counts) == class_scores.MAX_PAIRS
     for a, b, count in found["confused"][:20]:
         assert a != b and count == ((own == a) & (answer == b)).sum()
-    rare = np.stack([np.arange(1000.0)] * 3)  # more classes than a line holds: those with the most rows stay
+    # more classes than a line holds: those with the most rows stay
+    rare = np.stack([np.arange(1000.0)] * 3)
     found = class_scores.line(rare, None)
-    assert found["of"] == list(range(488, 1000)) == found["rows"] and "confused" not in found and found["classes"] == 1000
+    assert (
+        found["of"] == list(range(488, 1000)) == found["rows"]
+        and "confused" not in found
+        and found["classes"] == 1000
+    )
 
 
 @pytest.mark.parametrize(
     ("right", "of", "low", "high"),
-    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (0, 20, 0.0, 0.1611), (50, 100, 0.4038, 0.5962)],
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 10, 0.0, 0.2775),
+        (0, 20, 0.0, 0.1611),
+        (50, 100, 0.4038, 0.5962),
+    ],
 )
 def test_intervals_are_wilsons(right, of, low, high):
     """The ends are the shares p at which right / of is exactly 1.96 deviations of p away."""
     assert class_scores.interval(right, of) == pytest.approx((low, high), abs=1e-4)
     for p in class_scores.interval(right, of):
-        assert abs(right / of - p) == pytest.approx(class_scores.Z * np.sqrt(p * (1 - p) / of), abs=1e-9)
+        assert abs(right / of - p) == pytest.approx(
+            class_scores.Z * np.sqrt(p * (1 - p) / of), abs=1e-9
+        )
 
 
 def test_invalid_lines_are_left_out(tmp_path):
@@ -49,7 +67,9 @@ def test_invalid_lines_are_left_out(tmp_path):
         {"of": 7},
     ]
     lines = [{"step": i, **good, **change} for i, change in enumerate([*odd, {"of": [0]}, {}])]
-    (tmp_path / "classes.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '[]\n{"step": 9, "n"')
+    (tmp_path / "classes.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines) + '[]\n{"step": 9, "n"'
+    )
     found = class_scores.read(tmp_path / "classes.jsonl")
     assert list(found) == [8] and found[8]["confused"] == [[0, 1, 1]]
     assert class_scores.read(tmp_path / "none") == {}

@@ -15,9 +15,18 @@ from tests.support.processes import cluster, records, run, step_of, wait_for
 from tests.support.reports import assert_drawn, data_of
 
 pytest.importorskip("plotly")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not chromium.PROGRAM, reason="no Chromium is installed here")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not chromium.PROGRAM, reason="no Chromium is installed here"),
+]
 KILLS, EVERY = 14, 4
-TOLD = {"tiny": "Classes", "trm": "Pictures", "lm": "Generations", "giblet": "Pictures", "higgs": "Gradients and parameters"}
+TOLD = {
+    "tiny": "Classes",
+    "trm": "Pictures",
+    "lm": "Generations",
+    "giblet": "Pictures",
+    "higgs": "Gradients and parameters",
+}
 
 
 def page_of(workdir, folder):
@@ -45,15 +54,28 @@ def test_every_workload_has_its_page(name, tmp_path, corpus):
             known = {s: r[metric] for s, r in found.items() if r.get(metric) is not None}
             if metric == "skipped" or not known:
                 continue
-            [curve] = [c for chart in charts if chart["title"] == metric for c in chart["curves"] if c["split"] == split]
-            assert dict(zip(curve["x"], curve["y"], strict=True)) == pytest.approx(known, rel=1e-4), metric
+            [curve] = [
+                c
+                for chart in charts
+                if chart["title"] == metric
+                for c in chart["curves"]
+                if c["split"] == split
+            ]
+            assert dict(zip(curve["x"], curve["y"], strict=True)) == pytest.approx(
+                known, rel=1e-4
+            ), metric
 
 
 def test_a_run_that_ended_fourteen_times(tmp_path):
     """The run is ended twelve times by SIGKILL and twice by SIGTERM. The page shows each end, with
     its reason, and the step of each resume."""
     trm = small_runs.trm(tmp_path)
-    command = (trm, "trm.py", f"--config.train.steps={EVERY * (KILLS + 2)}", f"--config.checkpoint.every={EVERY}")
+    command = (
+        trm,
+        "trm.py",
+        f"--config.train.steps={EVERY * (KILLS + 2)}",
+        f"--config.checkpoint.every={EVERY}",
+    )
     for i in range(1, KILLS + 1):
         saved = str(trm / "runs" / "trm" / "checkpoints" / str(EVERY * i))
         asked = i % 7 == 0
@@ -65,8 +87,17 @@ def test_a_run_that_ended_fourteen_times(tmp_path):
     assert '<div class="card"><b>14</b><span>restarts</span>' in text
     ends = re.findall(r"<td>(killed; last heard of|ended by SIGTERM|ended)", text)
     assert ends == (["killed; last heard of"] * 6 + ["ended by SIGTERM"]) * 2 + ["ended"]
-    first = [int(x) for x in re.findall(r'<td class="n">[^<]*</td><td class="n">(\d+)</td><td class="n">\d+</td><td>', text)]
-    assert first[0] == 0 and first == sorted(first) and all(EVERY * i <= x <= EVERY * i + 3 for i, x in enumerate(first))
+    first = [
+        int(x)
+        for x in re.findall(
+            r'<td class="n">[^<]*</td><td class="n">(\d+)</td><td class="n">\d+</td><td>', text
+        )
+    ]
+    assert (
+        first[0] == 0
+        and first == sorted(first)
+        and all(EVERY * i <= x <= EVERY * i + 3 for i, x in enumerate(first))
+    )
     [loss] = [chart for chart in data_of(trm / "page.html")["charts"] if chart["title"] == "loss"]
     assert loss["restarts"] == first[1:]
 
@@ -74,13 +105,22 @@ def test_a_run_that_ended_fourteen_times(tmp_path):
 def test_every_process_of_a_live_run_is_traced(folder, corpus, capsys):
     """Each process traces its own next steps. None waits for the other's trace, and the page shows
     both."""
-    both = cluster(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
+    both = cluster(
+        folder,
+        f"tiny.py:{corpus}",
+        "--config.train.steps=100000",
+        "--config.train.eval_every=0",
+        processes=2,
+    )
     workdir = folder / "runs" / "tiny"
     wait_for(lambda: step_of(workdir) >= 3, watch=both)
     assert cli.main(["profile", str(workdir), "--steps", "2", "--all"]) == 0
     told = capsys.readouterr().out
     names = re.findall(r"traces/(steps-\d{6}-\d{6}-process-\d)\n", told)
-    assert [name[-1] for name in sorted(names, key=lambda name: name[-1])] == ["0", "1"] and told.count("%  backward") == 2
+    assert [name[-1] for name in sorted(names, key=lambda name: name[-1])] == [
+        "0",
+        "1",
+    ] and told.count("%  backward") == 2
     both[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [75, 75], outputs

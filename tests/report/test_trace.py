@@ -46,12 +46,16 @@ def test_the_time_of_operations_is_that_of_jaxs_reader(folder):
     begin, end = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
     assert found.seconds == pytest.approx((end - begin) * 1e-9, rel=1e-6)
     own = list(trace._operations(path.read_bytes()))
-    assert sum(stop - start for _, _, start, stop in own) == pytest.approx(1000 * sum(e.duration_ns for e in events), rel=1e-6)
+    assert sum(stop - start for _, _, start, stop in own) == pytest.approx(
+        1000 * sum(e.duration_ns for e in events), rel=1e-6
+    )
 
 
 def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
     found = trace.of_folder(folder)
-    assert sum(found.parts.values()) == pytest.approx(1) and all(share > 0 for share in found.parts.values())
+    assert sum(found.parts.values()) == pytest.approx(1) and all(
+        share > 0 for share in found.parts.values()
+    )
     assert found.parts["backward"] > found.parts["optimizer"] and found.parts["forward"] > 0
     scopes = [name for name, _, _ in found.scopes]
     assert any(name.startswith("loss_and_grad/transpose(jvp") for name in scopes)
@@ -116,12 +120,18 @@ with jax.profiler.trace(sys.argv[1]):
 def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
     """Its operations have the number of the process that compiled it. Here that number belongs to
     another program."""
-    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    own = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     for others in (0, 12):
         command = [sys.executable, "-c", FROM_THE_CACHE, str(tmp_path / str(others)), str(others)]
         subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
         found = trace.of_folder(tmp_path / str(others)).scopes
-        assert found[0][0].startswith("mine/") and sum(share for name, share, _ in found if name.startswith("mine/")) > 0.5
+        assert (
+            found[0][0].startswith("mine/")
+            and sum(share for name, share, _ in found if name.startswith("mine/")) > 0.5
+        )
 
 
 def test_operations_that_run_next_to_each_other_share_their_time():
@@ -132,10 +142,20 @@ def test_operations_that_run_next_to_each_other_share_their_time():
         "jit(f)/loss_and_grad/transpose(jvp(x))/dot",
         "jit(f)/update/mul",
     )
-    ops = [("a", forward, 0, 10), ("b", forward, 0, 10), ("c", backward, 6, 10), ("d", update, 16, 20)]
+    ops = [
+        ("a", forward, 0, 10),
+        ("b", forward, 0, 10),
+        ("c", backward, 6, 10),
+        ("d", update, 16, 20),
+    ]
     parts = trace._summary(ops).parts
     assert parts == pytest.approx(
-        {"forward": (6 + 4 * 2 / 3) / 20, "backward": 4 / 3 / 20, "optimizer": 4 / 20, "gaps": 6 / 20}
+        {
+            "forward": (6 + 4 * 2 / 3) / 20,
+            "backward": 4 / 3 / 20,
+            "optimizer": 4 / 20,
+            "gaps": 6 / 20,
+        }
     )
 
 

@@ -50,10 +50,14 @@ def test_the_page_follows_the_run_and_is_made_again_only_then(served):
     assert status == 200 and "connect-src 'self'" in text and "40 / 100" in text
     assert ask(port, "/token/version") == (200, "1") == ask(port, "/token/version")
     with (path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 50, "split": "train", "loss": 0.125}) + "\n" + '{"step": 60, "spl')
+        file.write(
+            json.dumps({"step": 50, "split": "train", "loss": 0.125}) + "\n" + '{"step": 60, "spl'
+        )
     assert ask(port, "/token/version") == (200, "2")
     text = ask(port, "/token/")[1]
-    assert "50 / 100" in text and 'data-version="2"' in text, "and a line that is being written is no trouble"
+    assert "50 / 100" in text and 'data-version="2"' in text, (
+        "and a line that is being written is no trouble"
+    )
     path.rename(path.with_name("moved"))
     status, text = ask(port, "/token/version")
     assert status == 503 and "run does not exist" in text
@@ -63,9 +67,18 @@ def test_the_page_follows_the_run_and_is_made_again_only_then(served):
 
 def test_requests_without_the_token_are_refused(served):
     _, port = served
-    for path in ("/", "/other/", "/token/../config.json", "/token/config.json", "/token", "/t%6fken/"):
+    for path in (
+        "/",
+        "/other/",
+        "/token/../config.json",
+        "/token/config.json",
+        "/token",
+        "/t%6fken/",
+    ):
         assert ask(port, path)[0] == 404, path
-    assert ask(port, "/token/", host="evil.example:80")[0] == 404, "a name that was made to lead to this machine"
+    assert ask(port, "/token/", host="evil.example:80")[0] == 404, (
+        "a name that was made to lead to this machine"
+    )
     assert ask(port, "/token/", host=f"localhost:{port}")[0] == 200
 
 
@@ -73,7 +86,10 @@ def test_unauthenticated_requests_block_no_reader_and_print_nothing(served, monk
     _, port = served
     monkeypatch.setattr(loopback, "AT_ONCE", 3)
     with contextlib.ExitStack() as closing:
-        idle = [closing.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(5)]
+        idle = [
+            closing.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            for _ in range(5)
+        ]
         assert ask(port, "/token/version") == (200, "1"), "the oldest of them made way"
         assert idle[0].recv(1) == b"" and idle[1].recv(1) == b""
     for _ in range(5):  # asks for the page, and does not wait for it
@@ -87,10 +103,17 @@ def test_the_command_prints_its_address_and_control_c_ends_it(tmp_path, capsys):
     path = make(tmp_path / "run", reached=40)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "jaxtrain.cli", "watch", str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    port, token = re.match(r"http://127\.0\.0\.1:(\d+)/([\w-]{20,})/", process.stdout.readline()).groups()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    port, token = re.match(
+        r"http://127\.0\.0\.1:(\d+)/([\w-]{20,})/", process.stdout.readline()
+    ).groups()
     assert ask(int(port), f"/{token}/")[0] == 200 and ask(int(port), "/x/")[0] == 404
-    assert cli.main(["watch", str(path), "--port", port]) == 2 and "choose another --port" in capsys.readouterr().err
+    assert (
+        cli.main(["watch", str(path), "--port", port]) == 2
+        and "choose another --port" in capsys.readouterr().err
+    )
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0 and not process.stderr.read()
     process.stdout.close()

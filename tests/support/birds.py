@@ -17,15 +17,26 @@ from tests.support import corpus, runs
 from tests.support.cases import initial
 
 CLIP = 0.5  # [s]
-MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches")
+MODEL = dict(
+    embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches"
+)
 NAMES = ("blackbird", "chiffchaff", "wren")
 
 
 def make_run(folder, *, seconds=0.6, data=None, change=lambda params: params, **model):
     """A run of one step on recordings of ``seconds``. ``change``: of its initial parameters."""
-    shard = corpus.table([corpus.wav(i, seconds) for i in range(4)], [i % 3 for i in range(4)], NAMES)
+    shard = corpus.table(
+        [corpus.wav(i, seconds) for i in range(4)], [i % 3 for i in range(4)], NAMES
+    )
     corpus.write(folder / "shards" / "data-train.arrow", shard)
-    shards = dict(train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=CLIP, threads=1, test_share=0.0)
+    shards = dict(
+        train=str(folder / "shards"),
+        label="label",
+        n_frames=64,
+        clip_seconds=CLIP,
+        threads=1,
+        test_share=0.0,
+    )
     config = config_lib.from_dict(
         dict(
             workload="jaxtrain.workloads.bird",
@@ -42,7 +53,11 @@ def make_run(folder, *, seconds=0.6, data=None, change=lambda params: params, **
 
 
 def scores_of(out) -> list[dict]:
-    return [row for path in sorted((out / "scores").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    return [
+        row
+        for path in sorted((out / "scores").glob("*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
 
 
 def table(path) -> list[dict]:
@@ -69,4 +84,7 @@ def served(items, out):
 
 def shown(number) -> str:
     """A JavaScript expression: whether a window is shown, according to the page."""
-    return f"document.body.dataset.number === '{number}' && document.getElementById('picture').naturalWidth > 100"
+    return (
+        f"document.body.dataset.number === '{number}' &&"
+        " document.getElementById('picture').naturalWidth > 100"
+    )

@@ -30,12 +30,19 @@ def wave(i: int, seconds: float) -> np.ndarray:
 
 def says(url: str, **part) -> dict:
     audio = {"type": "audio", "audio_url": url, **part}
-    return {"messages": [{"role": "user", "content": "play"}, {"role": "assistant", "content": [audio]}]}
+    return {
+        "messages": [{"role": "user", "content": "play"}, {"role": "assistant", "content": [audio]}]
+    }
 
 
 def hears(url: str, answer: str, **part) -> dict:
     audio = {"type": "audio", "audio_url": url, **part}
-    return {"messages": [{"role": "user", "content": ["what? ", audio]}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": ["what? ", audio]},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
@@ -51,9 +58,11 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
     (folder / "manifest.json").write_text(json.dumps(examples))
     demo_chat.tokenizer(folder / "tokenizer.json")
     return chat_audio.Config(
-        manifest=str(folder / "manifest.json"), tokenizer=str(folder / "tokenizer.json"),
-        codec=str(folder / "codec.npz"), **{"test_share": 0.2, **changes},
-    )  # fmt: skip
+        manifest=str(folder / "manifest.json"),
+        tokenizer=str(folder / "tokenizer.json"),
+        codec=str(folder / "codec.npz"),
+        **{"test_share": 0.2, **changes},
+    )
 
 
 def forget() -> None:

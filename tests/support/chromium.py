@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 import time
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 class Browser:
@@ -25,24 +27,43 @@ class Browser:
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         command = [
-            PROGRAM, "--headless=new", "--no-sandbox", "--disable-gpu", "--mute-audio", "--no-first-run",
+            PROGRAM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--mute-audio",
+            "--no-first-run",
             "--disable-dev-shm-usage",
-            "--autoplay-policy=no-user-gesture-required", "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}",
-            f"--window-size={self._size[0]},{self._size[1]}", "--disable-background-networking", "--proxy-server=127.0.0.1:9",
+            "--autoplay-policy=no-user-gesture-required",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._folder.name}",
+            f"--window-size={self._size[0]},{self._size[1]}",
+            "--disable-background-networking",
+            "--proxy-server=127.0.0.1:9",
             "--proxy-bypass-list=127.0.0.1",
-        ]  # fmt: skip
+        ]
         # The browser reads descriptor 3 and writes 4.
         script = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         self._process = subprocess.Popen(
-            ["bash", "-c", script, "chromium", *command], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
+            ["bash", "-c", script, "chromium", *command],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
         )
         os.close(theirs_in)
         os.close(theirs_out)
         self._session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         width, height = self._size
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +101,9 @@ class Browser:
 
     def value(self, expression: str):
         """The value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -103,7 +126,9 @@ class Browser:
         """Presses a key, as a person does."""
         text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         code = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}.get(key, ord(key[0].upper()))
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, path: pathlib.Path) -> None:

@@ -42,7 +42,9 @@ def wav(seed: int, seconds: float = 1.0, rate: int = 32_000) -> bytes:
     return encode(noise(seed, seconds, rate), rate)
 
 
-def schema(names: Sequence[str] | None, label: str = "label", audio: pa.DataType = AUDIO) -> pa.Schema:
+def schema(
+    names: Sequence[str] | None, label: str = "label", audio: pa.DataType = AUDIO
+) -> pa.Schema:
     found = pa.schema({"audio": audio, label: pa.int64()})
     if names is None:
         return found
@@ -50,13 +52,19 @@ def schema(names: Sequence[str] | None, label: str = "label", audio: pa.DataType
     return found.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
-def table(encoded: Sequence[bytes | None], labels: Sequence[int | None], names: Sequence[str] | None = ("a", "b")) -> pa.Table:
+def table(
+    encoded: Sequence[bytes | None],
+    labels: Sequence[int | None],
+    names: Sequence[str] | None = ("a", "b"),
+) -> pa.Table:
     audio = [{"bytes": data, "path": f"{i}.wav"} for i, data in enumerate(encoded)]
     kind = schema(names)
     return pa.table([pa.array(audio, AUDIO), pa.array(labels, pa.int64())], schema=kind)
 
 
-def write(path: pathlib.Path, rows: pa.Table, *, file: bool = False, batch: int | None = None, **options) -> pathlib.Path:
+def write(
+    path: pathlib.Path, rows: pa.Table, *, file: bool = False, batch: int | None = None, **options
+) -> pathlib.Path:
     """One shard: an IPC stream, or an IPC file, of record batches of ``batch`` rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make = pa.ipc.new_file if file else pa.ipc.new_stream
@@ -70,7 +78,9 @@ def save_to_disk(folder: pathlib.Path, shards: Sequence[pa.Table]) -> pathlib.Pa
     files = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, rows in zip(files, shards, strict=True):
         write(folder / name, rows)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in files]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in files]})
+    )
     return folder
 
 

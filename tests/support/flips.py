@@ -23,7 +23,9 @@ def programs(calls: Any, monkeypatch: Any = None) -> None:
             state, out = program(*arguments)
             if (call := next(count)) in calls:
                 leaves, tree = jax.tree.flatten(state.variables.params)
-                params = jax.tree.unflatten(tree, [_flipped(leaves[0], jax.devices()[calls[call]]), *leaves[1:]])
+                params = jax.tree.unflatten(
+                    tree, [_flipped(leaves[0], jax.devices()[calls[call]]), *leaves[1:]]
+                )
                 state = state.replace(variables=state.variables._replace(params=params))
             return state, out
 

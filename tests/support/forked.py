@@ -21,9 +21,16 @@ import time
 from collections.abc import Mapping
 
 IMPORTS = (
-    "jax", "jax.experimental.multihost_utils", "orbax.checkpoint", "optax", "jaxtrain.loop", "jaxtrain.commands.train",
-    "jaxtrain.commands.explain", "jaxtrain.plan.summary", "loaders.audio.spectrogram",
-)  # fmt: skip
+    "jax",
+    "jax.experimental.multihost_utils",
+    "orbax.checkpoint",
+    "optax",
+    "jaxtrain.loop",
+    "jaxtrain.commands.train",
+    "jaxtrain.commands.explain",
+    "jaxtrain.plan.summary",
+    "loaders.audio.spectrogram",
+)
 OWN = ("LD_", "MALLOC_", "PYTHON")  # variables that must be set when a process starts
 SIZE = 1 << 20
 
@@ -54,7 +61,11 @@ class Process:
     def _connected(cls) -> socket.socket:
         if cls._server is None:
             cls._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+            inherited = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("JAX_", "XLA_"))
+            }
             subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -131,7 +142,9 @@ def serve(descriptor: int) -> list[str] | None:
             if not ended:
                 break
             children.discard(ended)
-            server.send(json.dumps({"pid": ended, "code": os.waitstatus_to_exitcode(status)}).encode())
+            server.send(
+                json.dumps({"pid": ended, "code": os.waitstatus_to_exitcode(status)}).encode()
+            )
 
 
 def _become(request: dict, output: int) -> list[str]:
@@ -143,10 +156,15 @@ def _become(request: dict, output: int) -> list[str]:
     os.environ.clear()
     os.environ.update(request["env"])
     through = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", closefd=False), write_through=through)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+        open(1, "wb", closefd=False), write_through=through
+    )
+    sys.stderr = sys.__stderr__ = open(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
     os.chdir(request["cwd"])
-    sys.path[0:1] = [request["cwd"], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # for this file's own folder
+    # for this file's own folder
+    sys.path[0:1] = [request["cwd"], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     import jax
 
     for name, value in os.environ.items():

@@ -8,4 +8,7 @@ def files(folder):
 def assert_told(capsys, path):
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1, told
-    assert str(path) in told and "No space left on device; free some space, then rerun the command" in told
+    assert (
+        str(path) in told
+        and "No space left on device; free some space, then rerun the command" in told
+    )

@@ -68,7 +68,8 @@ class Store:
     def all(self, bucket: str) -> list[dict]:
         heads = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a request deletes it meanwhile: it is in no list
+            # a request deletes it meanwhile: it is in no list
+            with contextlib.suppress(FileNotFoundError):
                 if not path.suffix:
                     heads.append(json.loads(path.open("rb").readline()))
         return sorted((h for h in heads if h["bucket"] == bucket), key=lambda h: h["name"])
@@ -93,15 +94,29 @@ class Handler(BaseHTTPRequestHandler):
         kind = "application/json" if isinstance(body, dict) else "application/octet-stream"
         body = json.dumps(body).encode() if isinstance(body, dict) else body
         self.send_response(code)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that was killed, or has read enough
+            # a client that was killed, or has read enough
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.wfile.write(body)
 
     def _missing(self) -> None:
-        self._answer(404, {"error": {"code": 404, "message": "No such object", "errors": [{"reason": "notFound"}]}})
+        self._answer(
+            404,
+            {
+                "error": {
+                    "code": 404,
+                    "message": "No such object",
+                    "errors": [{"reason": "notFound"}],
+                }
+            },
+        )
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -135,7 +150,14 @@ class Handler(BaseHTTPRequestHandler):
         name, to_name = (urllib.parse.unquote(x) if x else x for x in (name, to_name or moved))
         if not objects:
             return answer(
-                200, {"kind": "storage#bucket", "id": bucket, "name": bucket, "location": "HERE", "storageClass": "STANDARD"}
+                200,
+                {
+                    "kind": "storage#bucket",
+                    "id": bucket,
+                    "name": bucket,
+                    "location": "HERE",
+                    "storageClass": "STANDARD",
+                },
             )
         if upload == "/upload":
             return self._upload(method, bucket, query, body, answer)
@@ -148,7 +170,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.store.delete(bucket, name)
                 return answer(200, about)
             return answer(
-                200, {"kind": "storage#rewriteResponse", "done": True, "resource": about, "objectSize": about["size"]}
+                200,
+                {
+                    "kind": "storage#rewriteResponse",
+                    "done": True,
+                    "resource": about,
+                    "objectSize": about["size"],
+                },
             )
         if not name:
             return answer(200, self._list(bucket, query))
@@ -166,7 +194,11 @@ class Handler(BaseHTTPRequestHandler):
         for key, same in (("ifGenerationMatch", True), ("ifGenerationNotMatch", False)):
             if key in query and (query[key] == about["generation"]) != same:
                 return answer(412 if same else 304)
-        headers = {"x_goog_generation": about["generation"], "ETag": about["etag"], "x_goog_hash": f"md5={about['md5Hash']}"}
+        headers = {
+            "x_goog_generation": about["generation"],
+            "ETag": about["etag"],
+            "x_goog_hash": f"md5={about['md5Hash']}",
+        }
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if not wanted or wanted.groups() == ("", ""):
             return answer(200, data, **headers)
@@ -175,16 +207,18 @@ class Handler(BaseHTTPRequestHandler):
         end = min(int(last), len(data) - 1) if first and last else len(data) - 1
         if start >= len(data):
             return answer(416, **headers)
-        return answer(206, data[start : end + 1], Content_Range=f"bytes {start}-{end}/{len(data)}", **headers)
+        return answer(
+            206, data[start : end + 1], Content_Range=f"bytes {start}-{end}/{len(data)}", **headers
+        )
 
     def _list(self, bucket: str, query: dict[str, str]) -> dict:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         items, prefixes = [], []
         for about in self.store.all(bucket):
             rest = about["name"].removeprefix(prefix)
-            if not about["name"].startswith(prefix) or not query.get("startOffset", "") <= about["name"] < query.get(
-                "endOffset", "\uffff"
-            ):
+            if not about["name"].startswith(prefix) or not query.get("startOffset", "") <= about[
+                "name"
+            ] < query.get("endOffset", "\uffff"):
                 continue
             if delimiter and delimiter in rest:
                 prefixes.append(prefix + rest.split(delimiter)[0] + delimiter)
@@ -198,7 +232,9 @@ class Handler(BaseHTTPRequestHandler):
             bucket, name, got = self.uploads[query["upload_id"]]
             got += body
             end = re.fullmatch(r"bytes .*/(\d+)", self.headers.get("Content-Range", ""))
-            if self.headers.get("Content-Range", "").endswith("/*") or (end and len(got) < int(end[1])):
+            if self.headers.get("Content-Range", "").endswith("/*") or (
+                end and len(got) < int(end[1])
+            ):
                 return answer(308, Range=f"bytes=0-{len(got) - 1}")
             body = bytes(got)
         elif kind == "resumable":
@@ -206,10 +242,14 @@ class Handler(BaseHTTPRequestHandler):
             key = str(len(self.uploads))
             self.uploads[key] = (bucket, name, bytearray())
             host = self.headers["Host"]
-            at = f"http://{host}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
+            at = (
+                f"http://{host}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
+            )
             return answer(200, {}, Location=at)
         elif kind == "multipart":
-            boundary = re.search(r"boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])[1].encode()
+            boundary = re.search(r"boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])[
+                1
+            ].encode()
             parts = body.split(b"--" + boundary)[1:3]
             about, data = (re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1] for part in parts)
             name, body = json.loads(about)["name"], re.sub(rb"\r?\n\Z", b"", data)
@@ -221,11 +261,18 @@ class Handler(BaseHTTPRequestHandler):
     def _batch(self, body: bytes) -> None:
         """Several deletions in one request, which is gcsfs's only request of this form."""
         parts = []
-        for i, found in enumerate(re.finditer(rb"DELETE \S*?/storage/v1/b/([^/]+)/o/(\S+) HTTP", body)):
+        for i, found in enumerate(
+            re.finditer(rb"DELETE \S*?/storage/v1/b/([^/]+)/o/(\S+) HTTP", body)
+        ):
             bucket, name = (urllib.parse.unquote(x.decode()) for x in found.groups())
-            code = "204 No Content" if self.store.delete(bucket, name.split("?")[0]) else "404 Not Found"
+            code = (
+                "204 No Content"
+                if self.store.delete(bucket, name.split("?")[0])
+                else "404 Not Found"
+            )
             parts.append(
-                f"--parts\r\nContent-Type: application/http\r\nContent-ID: <response-{i}>\r\n\r\nHTTP/1.1 {code}\r\n\r\n\r\n"
+                "--parts\r\nContent-Type: application/http\r\nContent-ID:"
+                f" <response-{i}>\r\n\r\nHTTP/1.1 {code}\r\n\r\n\r\n"
             )
         text = "".join(parts).encode() + b"--parts--\r\n"
         self.send_response(200)

@@ -26,7 +26,12 @@ def xla_flags(devices: int) -> str:
 
 
 def command(
-    folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
+    folder: pathlib.Path,
+    source: str,
+    *overrides: str,
+    devices: int = 1,
+    inside: Sequence[str] = (),
+    **environment: str,
 ) -> subprocess.Popen | forked.Process:
     """The command python -m jaxtrain.main, as a user would start it, on ``devices`` host devices,
     ``inside`` another command.
@@ -36,13 +41,23 @@ def command(
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k in KEEPS_PROGRAMS}
-    env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
+    env = (
+        inherited
+        | cache
+        | {
+            "IDS": str(folder / "ids.jsonl"),
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "JAX_PLATFORMS": "cpu",
+        }
+    )
     env |= {"XLA_FLAGS": xla_flags(devices)} | environment
     arguments = [f"--config={source}", *overrides]
     if not inside and forked.starts(environment) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
         return forked.Process(arguments, cwd=folder, env=env)
     arguments = [*inside, sys.executable, "-m", "jaxtrain.main", *arguments]
-    return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def free_port() -> int:
@@ -117,7 +132,11 @@ def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
     rates |= {"rows_asked_per_second", "rows_given_per_second", "cores_missing"}
     steps = [r["step"] for r in lines if r["split"] == split]
     assert steps == sorted(set(steps)), "steps rise, and none is there twice"
-    return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
+    return {
+        r["step"]: {k: v for k, v in r.items() if k not in rates}
+        for r in lines
+        if r["split"] == split
+    }
 
 
 def unexplained(workdir: pathlib.Path) -> set[str]:
@@ -125,17 +144,23 @@ def unexplained(workdir: pathlib.Path) -> set[str]:
     workload = json.loads((workdir / "config.json").read_text())["workload"]
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return {
-        name for r in lines for name in r.keys() - {"step", "split"}
+        name
+        for r in lines
+        for name in r.keys() - {"step", "split"}
         if not glossary.meaning(name, workload=workload, split=r["split"])
-    }  # fmt: skip
+    }
 
 
 def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
     """sha256 of every leaf of a checkpoint."""
     path = workdir.absolute() / "checkpoints" / str(step) / "state"
     checkpointer = ocp.PyTreeCheckpointer()
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), checkpointer.metadata(path).item_metadata.tree)
-    tree = checkpointer.restore(path, restore_args=as_numpy)  # independent of the devices that wrote it
+    as_numpy = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+        checkpointer.metadata(path).item_metadata.tree,
+    )
+    # independent of the devices that wrote it
+    tree = checkpointer.restore(path, restore_args=as_numpy)
     return {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
         for path, x in jax.tree.leaves_with_path(tree)

@@ -36,7 +36,10 @@ class Proxy:
             columns = [batch[name] for name in ("index", "weight", "epoch") if name in batch]
             with open(os.environ["IDS"], "a") as file:
                 for rows, *values in zip(self._rows.ranges, *columns, strict=True):
-                    file.write(json.dumps([self._split, position, rows, *(x.tolist() for x in values)]) + "\n")
+                    file.write(
+                        json.dumps([self._split, position, rows, *(x.tolist() for x in values)])
+                        + "\n"
+                    )
         return position, batch
 
 

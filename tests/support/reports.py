@@ -14,10 +14,17 @@ def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
     """A workdir as a run leaves it. With ``end`` None it has no goodput, as an older version wrote
     it."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"workdir": str(path), "train": {"steps": steps}, **config}))
-    lines = [{"step": s, "split": "train", "loss": 1 / s, "eta_seconds": 65.0} for s in range(10, reached + 1, 10)]
+    (path / "config.json").write_text(
+        json.dumps({"workdir": str(path), "train": {"steps": steps}, **config})
+    )
+    lines = [
+        {"step": s, "split": "train", "loss": 1 / s, "eta_seconds": 65.0}
+        for s in range(10, reached + 1, 10)
+    ]
     lines += [{"step": s, "split": "test", "loss": 1.0, **record} for s, record in scores]
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in sorted(lines, key=lambda x: x["step"])))
+    (path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(x)}\n" for x in sorted(lines, key=lambda x: x["step"]))
+    )
     if end is not None:
         clock = goodput.Clock()
         clock.open(str(path), process=0, processes=1, facts={"commit": "abc-dirty"})
@@ -41,15 +48,31 @@ def data_of(page):
 
 def assert_drawn(page, folder):
     """Opens a page in a browser. Every chart must have marks, and the console must be empty."""
-    command = [chromium.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
-    command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
+    command = [
+        chromium.PROGRAM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'browser'}",
+    ]
+    command += [
+        "--virtual-time-budget=20000",
+        "--enable-logging=stderr",
+        "--dump-dom",
+        f"file://{page}#all",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
     assert not re.search(r"<(a|img)\b[^>]*(evil|onerror)", done.stdout), "names are texts"
     charts = data_of(page)["charts"]
     assert f'data-drawn="{len(charts)}"' in done.stdout and "<title>owned" not in done.stdout
-    drawn = dict(re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S))
+    drawn = dict(
+        re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S)
+    )
     assert len(drawn) == len(charts)
     for i, chart in enumerate(charts):
         expected = len(chart.get("curves", chart.get("names")))
-        assert len(re.findall(r'class="js-line"[^>]* d="M[^"]+[LCQ]|class="point"', drawn[str(i)])) >= expected, chart["title"]
+        assert (
+            len(re.findall(r'class="js-line"[^>]* d="M[^"]+[LCQ]|class="point"', drawn[str(i)]))
+            >= expected
+        ), chart["title"]

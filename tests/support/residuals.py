@@ -9,18 +9,23 @@ from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.specs import map_specs
 
 L, B, T, D, M = 3, 2, 10, 64, 256  # layers, rows, tokens, embed, inner width
-ONE, WIDE, HALF = ("bfloat16", D), ("bfloat16", M), ("bfloat16", D // 2)  # what `kept` gives for an array
+# what `kept` gives for an array
+ONE, WIDE, HALF = ("bfloat16", D), ("bfloat16", M), ("bfloat16", D // 2)
 
 
 def shard_on(data, fsdp, model, **rules):
-    return make_layout(make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model]), rules).shard
+    return make_layout(
+        make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model]), rules
+    ).shard
 
 
 def gradient(run, table, dtype):
     """The jaxpr of run(params, x)'s gradient with respect to its parameters and its input."""
     params = map_specs(lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.float32), table)
     x = jax.ShapeDtypeStruct((B, T, D), jnp.dtype(dtype))
-    return jax.make_jaxpr(jax.grad(lambda p, x: run(p, x).astype(jnp.float32).sum(), (0, 1)))(params, x).jaxpr
+    return jax.make_jaxpr(jax.grad(lambda p, x: run(p, x).astype(jnp.float32).sum(), (0, 1)))(
+        params, x
+    ).jaxpr
 
 
 def inside(eqn):
@@ -52,10 +57,16 @@ def kept(jaxpr):
     layer and token."""
     forward = next(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
     p = forward.params
-    n_carry = len(p["ft_in"].unpack()[1]) if "ft_in" in p else p["num_carry"]  # from jax 0.11 on: the first
+    # from jax 0.11 on: the first
+    n_carry = len(p["ft_in"].unpack()[1]) if "ft_in" in p else p["num_carry"]
     arrays = [v.aval for v in forward.outvars[n_carry:]]
-    tokens = ((L, B, T), (L, B * T))  # by row, or with all rows as one dimension, as products for CPUs have them
-    return sorted((str(x.dtype), x.size // (L * B * T)) for x in arrays if any(x.shape[: len(t)] == t for t in tokens))
+    # by row, or with all rows as one dimension, as products for CPUs have them
+    tokens = ((L, B, T), (L, B * T))
+    return sorted(
+        (str(x.dtype), x.size // (L * B * T))
+        for x in arrays
+        if any(x.shape[: len(t)] == t for t in tokens)
+    )
 
 
 def check(of, stack, expected):

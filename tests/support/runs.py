@@ -25,7 +25,12 @@ SHAPES = {
     },
     "head": {"w": ((128, 5), "bfloat16"), "b": ((5,), "float32")},
 }
-SPECS = {"w_patch": ("fsdp", "model"), "w_qkv": (None, "fsdp", "model"), "b_qkv": (None, "model"), "scale": ("fsdp",)}
+SPECS = {
+    "w_patch": ("fsdp", "model"),
+    "w_qkv": (None, "fsdp", "model"),
+    "b_qkv": (None, "model"),
+    "scale": ("fsdp",),
+}
 
 
 def params(seed: int) -> Any:
@@ -37,8 +42,12 @@ def params(seed: int) -> Any:
     for i, (path, (shape, dtype)) in enumerate(leaves):
         numbers = np.random.default_rng([seed, i]).standard_normal(shape).astype(jnp.dtype(dtype))
         sharding = jax.NamedSharding(mesh, jax.P(*SPECS.get(path[-1].key, ())))
-        made.append(jax.make_array_from_callback(shape, sharding, lambda index, x=numbers: x[index]))
-    return jax.tree.unflatten(jax.tree.structure(SHAPES, is_leaf=lambda x: isinstance(x, tuple)), made)
+        made.append(
+            jax.make_array_from_callback(shape, sharding, lambda index, x=numbers: x[index])
+        )
+    return jax.tree.unflatten(
+        jax.tree.structure(SHAPES, is_leaf=lambda x: isinstance(x, tuple)), made
+    )
 
 
 def state(seed: int, step: int) -> dict[str, Any]:
@@ -60,7 +69,12 @@ def config(**model: Any) -> dict[str, Any]:
 
 
 def save(
-    workdir: pathlib.Path, step: int, state: Any, *, run: dict[str, Any] | None = None, manifest: bool = True
+    workdir: pathlib.Path,
+    step: int,
+    state: Any,
+    *,
+    run: dict[str, Any] | None = None,
+    manifest: bool = True,
 ) -> pathlib.Path:
     """One step of a run. Called by every process."""
     with ocp.CheckpointManager(workdir / "checkpoints") as manager:
@@ -81,14 +95,21 @@ def save(
         )
     if manifest and jax.process_index() == 0:
         checksums.write(workdir / "checkpoints" / str(step))
-        records = [{"step": s, "split": split, "loss": s / 10} for s in (step - 1, step) for split in ("train", "test")]
+        records = [
+            {"step": s, "split": split, "loss": s / 10}
+            for s in (step - 1, step)
+            for split in ("train", "test")
+        ]
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return workdir / "checkpoints" / str(step)
 
 
 def numbers(tree: Any) -> dict[str, np.ndarray]:
     """path -> numpy."""
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x)
+        for p, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ class Checked:
                     assert isinstance(value, hint), f"{self.name}: {name} is {value.shape}"
             found = self._function(*args, **kwargs)
             if self.result:
-                assert isinstance(found, Shaped[Array, self.result]), f"{self.name} returns {found.shape}"
+                assert isinstance(found, Shaped[Array, self.result]), (
+                    f"{self.name} returns {found.shape}"
+                )
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +71,9 @@ def check(
                 one = Checked(label, function, (results or {}).get(label, ""))
                 if one.hints or one.result:
                     found[id(function)] = one
-    for module, (name, function) in itertools.chain(*([(m, x) for x in vars(m).items()] for m in modules)):
+    for module, (name, function) in itertools.chain(
+        *([(m, x) for x in vars(m).items()] for m in modules)
+    ):
         if id(function) in found:
             monkeypatch.setattr(module, name, found[id(function)])
     return {one.name: one for one in found.values()}

@@ -41,7 +41,8 @@ def get_config():
         metrics=dict(every=1),
     )
 """
-TOY_AT = TOY.replace("get_config()", "get_config(path)")  # for commands on a config with an argument
+# for commands on a config with an argument
+TOY_AT = TOY.replace("get_config()", "get_config(path)")
 # Recordings for a workload of other rows: a config whose step is never traced.
 SOUNDS = """
 def get_config(path):
@@ -51,7 +52,9 @@ def get_config(path):
     )
 """
 # Without the proxy, for a run in the test's own process, which may have imported another one.
-ROWS = TOY[TOY.index("def get_config") :].replace("tests.support.proxy_loader", "tests.support.toy_rows")
+ROWS = TOY[TOY.index("def get_config") :].replace(
+    "tests.support.proxy_loader", "tests.support.toy_rows"
+)
 QWEN = pathlib.Path(__file__).parents[1] / "data" / "lm" / "qwen2"
 LANGUAGE = f"""
 from ml_collections import ConfigDict
@@ -185,4 +188,6 @@ def film(folder):
     np.save(folder / "text.npy", rng.standard_normal((60, 8), np.float32))
     for name in "ab":
         np.save(folder / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
-    film_files.write(folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]})
+    film_files.write(
+        folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]}
+    )

@@ -22,7 +22,13 @@ class Config(checks.DataSection):
 
 
 def element_spec(config):
-    kinds = {"x": ((WIDTH,), "f4"), "label": ((), "i4"), "weight": ((), "f4"), "index": ((), "i8"), "epoch": ((), "i4")}
+    kinds = {
+        "x": ((WIDTH,), "f4"),
+        "label": ((), "i4"),
+        "weight": ((), "f4"),
+        "index": ((), "i8"),
+        "epoch": ((), "i4"),
+    }
     return {name: base.Field(shape, np.dtype(dtype)) for name, (shape, dtype) in kinds.items()}
 
 
@@ -33,10 +39,20 @@ def dataset_info(config):
 class Toy(base.Loader):
     def __init__(self, config, *, split, rows, seed):
         train = split == "train"
-        own = sorted(set(range(config.n_train)) - set(config.exclude)) if train else range(config.n_test)
+        own = (
+            sorted(set(range(config.n_train)) - set(config.exclude))
+            if train
+            else range(config.n_test)
+        )
         self._own = np.array(own)
         self.population = base.Population(self._own, np.zeros(1, np.int64)) if train else None
-        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-len(own) // rows.batch))
+        super().__init__(
+            element_spec(config),
+            train=train,
+            rows=rows,
+            seed=seed,
+            n_batches=-(-len(own) // rows.batch),
+        )
 
     @property
     def fingerprint(self):
@@ -62,7 +78,13 @@ class Toy(base.Loader):
             order.hash_of(2, self._seed, epoch[:, None], index[:, None], column),
         )
         centre, around = (h / 2.0**63 - 1 for h in hashes)
-        for name, value in (("x", centre + around / 4), ("label", label), ("weight", 1), ("index", index), ("epoch", epoch)):
+        for name, value in (
+            ("x", centre + around / 4),
+            ("label", label),
+            ("weight", 1),
+            ("index", index),
+            ("epoch", epoch),
+        ):
             found[name][there] = value
         return found
 

@@ -9,7 +9,9 @@ import pytest
 from loaders.audio import demo_birds
 from tools import bench_loader, loader_peers
 
-needs_seek = pytest.mark.skipif(bool(bench_loader.missing("seek")), reason="scipy and soxr are not installed")
+needs_seek = pytest.mark.skipif(
+    bool(bench_loader.missing("seek")), reason="scipy and soxr are not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,14 @@ def folder(tmp_path_factory):
 
 @needs_seek
 def test_the_table_has_every_peer_codec_and_ratio_and_the_peers_agree(folder, capfd):
-    arguments = ["--codecs=wav32,ogg", "--peers=seek,buffer", "--threads=1", "--rounds=2", "--recordings=4", "--seconds=6"]
+    arguments = [
+        "--codecs=wav32,ogg",
+        "--peers=seek,buffer",
+        "--threads=1",
+        "--rounds=2",
+        "--recordings=4",
+        "--seconds=6",
+    ]
     assert bench_loader.main([*arguments, f"--folder={folder}"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "| examples/s, 1 thread | WAV 32k | OGG 32k |"
@@ -31,8 +40,12 @@ def test_the_table_has_every_peer_codec_and_ratio_and_the_peers_agree(folder, ca
 
     agreement = re.findall(r"\n  (seek|buffer) +wav32 (\S+)  ogg (\S+)", "\n".join(lines))
     # Float32 log-mel of another transform; one sample too early or late would be 1e-2.
-    assert len(agreement) == 2 and all(float(value) < 1e-5 for _, *values in agreement for value in values)
-    assert re.search(r"Python 3\.\d+\.\d+, numpy \S+, scipy \S+, soundfile \S+, soxr \S+;", lines[-1])
+    assert len(agreement) == 2 and all(
+        float(value) < 1e-5 for _, *values in agreement for value in values
+    )
+    assert re.search(
+        r"Python 3\.\d+\.\d+, numpy \S+, scipy \S+, soundfile \S+, soxr \S+;", lines[-1]
+    )
 
 
 def test_a_corpus_has_the_lengths_that_were_asked_for_and_is_made_once(folder):
@@ -41,7 +54,8 @@ def test_a_corpus_has_the_lengths_that_were_asked_for_and_is_made_once(folder):
     assert bench_loader.make_corpus("wav", n=4, seconds=3, folder=folder).stat().st_mtime_ns == made
     assert not list(folder.glob("tmp*")), "a shard that is half made"
     sizes = [len(data) for data in loader_peers.recordings(shard)]
-    seconds = sum(size / (2 * (1 + k % 2) * 44100) for k, size in enumerate(sizes))  # 16 bits, mono and stereo by turns
+    # 16 bits, mono and stereo by turns
+    seconds = sum(size / (2 * (1 + k % 2) * 44100) for k, size in enumerate(sizes))
     assert seconds == pytest.approx(4 * 3, rel=0.01)
 
 
@@ -55,15 +69,26 @@ def test_an_epoch_is_every_recording_once_and_crops_lie_inside(folder):
 
 
 def test_a_peer_that_is_not_installed_is_skipped_with_the_remedy(folder, capfd, monkeypatch):
-    monkeypatch.setitem(bench_loader.PEERS, "whole", loader_peers.Peer(loader_peers.Whole, ("no_such_module",)))
-    arguments = ["--codecs=wav32", "--peers=whole", "--threads=1", "--rounds=1", "--recordings=4", "--seconds=6"]
+    monkeypatch.setitem(
+        bench_loader.PEERS, "whole", loader_peers.Peer(loader_peers.Whole, ("no_such_module",))
+    )
+    arguments = [
+        "--codecs=wav32",
+        "--peers=whole",
+        "--threads=1",
+        "--rounds=1",
+        "--recordings=4",
+        "--seconds=6",
+    ]
     assert bench_loader.main([*arguments, f"--folder={folder}"]) == 0
     out = capfd.readouterr().out
     assert "skipped: whole: pip install no-such-module" in out
     assert "| ours |" in out and "best peer" not in out
 
 
-@pytest.mark.parametrize("arguments", [["--codecs=ape"], ["--peers=nobody"], ["--threads=4096"], ["--recordings=1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--codecs=ape"], ["--peers=nobody"], ["--threads=4096"], ["--recordings=1"]]
+)
 def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     with pytest.raises(SystemExit):
         bench_loader.main(arguments)
@@ -74,7 +99,9 @@ def test_bad_arguments_list_the_allowed_values(arguments, capsys):
 def test_ratios_are_taken_within_rounds():
     # A machine that becomes three times slower after the first round.
     rates = {"ours": [300.0, 100.0, 90.0], "seek": [100.0, 33.0, 30.0], "whole": [30.0, 10.0, 9.0]}
-    text = bench_loader.table({"ogg": {"1": rates, "2": {name: [2 * x for x in xs] for name, xs in rates.items()}}})
+    text = bench_loader.table(
+        {"ogg": {"1": rates, "2": {name: [2 * x for x in xs] for name, xs in rates.items()}}}
+    )
     assert "**3.00** × seek" in text
     assert "Ours, 2 threads / 1: OGG 32k 2.00." in text
     assert "| examples/s, 2 threads | OGG 32k |" in text

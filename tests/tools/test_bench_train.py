@@ -14,13 +14,21 @@ PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "cpu-s
 
 def test_a_row_has_the_ratios_of_theirs_over_ours():
     ours, eager = Times([0.1, 0.2, 0.4], [0.2, 0.3, 0.5]), Times([0.3, 0.2, 0.1], [0.1, 0.3, 0.4])
-    label, *cells = cells_of(bench_train.row("a", {"jaxtrain": ours, "PyTorch, eager": eager}, 2e9, 123.4, 1.26))
+    label, *cells = cells_of(
+        bench_train.row("a", {"jaxtrain": ours, "PyTorch, eager": eager}, 2e9, 123.4, 1.26)
+    )
     assert (label, cells[:4]) == ("a", ["1.00", "1.00", "0.25 to 3.00", "0.50"])
     assert cells[4:] == ["not compiled", "", "10, 10", "123", "1.3"]
     compiled = Times([0.05, 0.1, 0.1], [0.1, 0.1, 0.1])
-    text = bench_train.row("a", {"jaxtrain": ours, "eager": eager, "torch.compile": compiled}, 2e9, 123.4, 1.26)
+    text = bench_train.row(
+        "a", {"jaxtrain": ours, "eager": eager, "torch.compile": compiled}, 2e9, 123.4, 1.26
+    )
     assert cells_of(text)[5:8] == ["0.50", "0.50", "10, 10, 20"]
-    assert len(cells_of(text)) == len(cells_of(bench_train.HEAD.splitlines()[0])) == len(bench_train.COLUMNS)
+    assert (
+        len(cells_of(text))
+        == len(cells_of(bench_train.HEAD.splitlines()[0]))
+        == len(bench_train.COLUMNS)
+    )
 
 
 def test_a_row_that_fails_is_left_out_and_the_others_come(capsys, monkeypatch):
@@ -47,11 +55,14 @@ def test_losses_that_differ_are_reported_and_end_the_command_with_1(capsys, monk
     assert "losses of 20 steps, 3.0000 to 1.1000, are within 1.9e-04" in capsys.readouterr().out
     assert not bench_train.agree(steps(1), steps(1.001), within=1e-3, steps=20)
     assert "of the first 20 within 1.9e-02, more than 0.001" in capsys.readouterr().out
-    assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)  # rounding errors grow, so only the first are held
+    # rounding errors grow, so only the first are held
+    assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)
 
     ours, others = steps(1.01), {"PyTorch, eager": lambda: steps(1)}
     ours.flops = 1e9
-    sides = types.SimpleNamespace(ours=ours, others=others, count=1, unit="rows", within=1e-3, steps=20, same=None)
+    sides = types.SimpleNamespace(
+        ours=ours, others=others, count=1, unit="rows", within=1e-3, steps=20, same=None
+    )
     module = types.SimpleNamespace(DEFAULTS={"rounds": 2}, sides=lambda size: sides)
     monkeypatch.setitem(sys.modules, "tools.torch_steps.bird", module)
     assert bench_train.main(["--model=bird", "--eager"]) == 1

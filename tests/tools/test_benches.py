@@ -16,10 +16,14 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "printed"), SMALL.items(), ids=[command.split()[0] for command in SMALL])
+@pytest.mark.parametrize(
+    ("command", "printed"), SMALL.items(), ids=[command.split()[0] for command in SMALL]
+)
 def test_a_benchmark_runs(tmp_path, command, printed):
     from loaders import _rust
 
     words = command.format(out=tmp_path, build=_rust.__file__).split()
-    done = subprocess.run([sys.executable, "-m", f"tools.{words[0]}", *words[1:]], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"tools.{words[0]}", *words[1:]], capture_output=True, text=True
+    )
     assert printed in done.stdout and "Traceback" not in done.stderr, done.stderr

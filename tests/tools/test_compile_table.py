@@ -25,13 +25,19 @@ def answer():
 
 
 def printed(capsys, monkeypatch, *more):
-    monkeypatch.setattr(worker, "ask", lambda jobs: [worker.Answer(None, "it is too warm"), *[answer()] * (len(jobs) - 1)])
+    monkeypatch.setattr(
+        worker,
+        "ask",
+        lambda jobs: [worker.Answer(None, "it is too warm"), *[answer()] * (len(jobs) - 1)],
+    )
     assert compile_table.main(["--workloads", "trm", "--meshes", "data", "fsdp", *more]) == 0
     said = capsys.readouterr()
     return said.out.strip().splitlines(), said.err
 
 
-def test_a_step_is_a_row_and_a_mesh_a_column_and_one_that_does_not_compile_says_why(capsys, monkeypatch):
+def test_a_step_is_a_row_and_a_mesh_a_column_and_one_that_does_not_compile_says_why(
+    capsys, monkeypatch
+):
     lines, errors = printed(capsys, monkeypatch)
     assert errors == "trm, published, data: it is too warm\n"
     assert lines[0] == "| gpu:h100x8, GB of each device | data | fsdp |"

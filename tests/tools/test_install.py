@@ -30,8 +30,13 @@ def environment(tmp_path):
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("tiny.py", "x = 1\n")
-        file.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-        file.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            "tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n"
+        )
+        file.writestr(
+            "tiny-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         file.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\n")
     return tmp_path / "env" / "bin" / "python", wheel
 
@@ -39,7 +44,10 @@ def environment(tmp_path):
 def a_uv(folder, settings="", code=0):
     """A folder with an environment like uv's, which logs its calls."""
     (folder / "bin").mkdir(parents=True)
-    for name, text in (("uv", UV.format(said=folder / "said", code=code)), ("python", PYTHON.format(settings=settings))):
+    for name, text in (
+        ("uv", UV.format(said=folder / "said", code=code)),
+        ("python", PYTHON.format(settings=settings)),
+    ):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     return folder
@@ -47,12 +55,19 @@ def a_uv(folder, settings="", code=0):
 
 def run(python, folder, *arguments):
     command = [python, TOOL, folder, "--no-index", *arguments]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))
+    }
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
 
 
 def imports(python):
-    return subprocess.run([python, "-c", "import tiny; print(tiny.x)"], capture_output=True, text=True).stdout == "1\n"
+    return (
+        subprocess.run(
+            [python, "-c", "import tiny; print(tiny.x)"], capture_output=True, text=True
+        ).stdout
+        == "1\n"
+    )
 
 
 def test_uv_installs_for_the_python_that_runs_it(environment, tmp_path):
@@ -61,11 +76,15 @@ def test_uv_installs_for_the_python_that_runs_it(environment, tmp_path):
     done = run(python, folder, wheel)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     told = (folder / "said").read_text().strip()
-    assert told == f"pip install --quiet --python={python} --find-links=/a --find-links=/b --no-index {wheel}"
+    assert (
+        told == f"pip install --quiet --python={python} --find-links=/a --find-links=/b --no-index"
+        f" {wheel}"
+    )
 
 
 @pytest.mark.parametrize(
-    "settings", ["global.index-url='https://packages.example/simple'", ":env:.proxy='http://proxy.example'"]
+    "settings",
+    ["global.index-url='https://packages.example/simple'", ":env:.proxy='http://proxy.example'"],
 )
 def test_pip_installs_if_it_is_configured_and_uv_is_not(environment, tmp_path, settings):
     python, wheel = environment
@@ -85,7 +104,9 @@ def test_pip_installs_and_gives_the_reason_if_uv_cannot_be_kept(environment, tmp
     python, wheel = environment
     settings = tmp_path / "env" / "pyvenv.cfg"  # here the environment has no pip either
     settings.write_text(
-        settings.read_text().replace("include-system-site-packages = true", "include-system-site-packages = false")
+        settings.read_text().replace(
+            "include-system-site-packages = true", "include-system-site-packages = false"
+        )
     )
     (tmp_path / "file").write_text("")
     done = run(python, tmp_path / "file" / "uv", wheel)

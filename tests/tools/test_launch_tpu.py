@@ -53,13 +53,25 @@ def launch(tmp_path):
             "FAKE": str(tmp_path),
             "LAUNCH_TPU_PAUSE": "0",
         }
-        where = (f"--wheel={wheel}", "--name=pod", "--zone=us-central2-b", "--type=v4-32", "--version=tpu-ubuntu2204-base")
+        where = (
+            f"--wheel={wheel}",
+            "--name=pod",
+            "--zone=us-central2-b",
+            "--type=v4-32",
+            "--version=tpu-ubuntu2204-base",
+        )
         done = subprocess.run(
-            [SCRIPT, *where, *arguments, "--", *rest], env=environment, capture_output=True, text=True, timeout=60
+            [SCRIPT, *where, *arguments, "--", *rest],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == code, done.stderr + done.stdout
         calls = tmp_path / "calls"
-        found = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+        found = (
+            [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+        )
         return done, [c["kind"] for c in found], [c["argv"] for c in found]
 
     return run
@@ -72,7 +84,12 @@ def test_a_run_from_creation_to_deletion(launch):
     done, kinds, calls = launch("--project=p", "--setup=sudo mount /data")
     assert kinds == [*RUN, "tpu-vm-delete"]
     assert all("--zone=us-central2-b" in c and "--project=p" in c for c in calls)
-    creation = ["--accelerator-type=v4-32", "--version=tpu-ubuntu2204-base", "--zone=us-central2-b", "--project=p"]
+    creation = [
+        "--accelerator-type=v4-32",
+        "--version=tpu-ubuntu2204-base",
+        "--zone=us-central2-b",
+        "--project=p",
+    ]
     assert calls[0] == ["compute", "tpus", "tpu-vm", "create", "pod", *creation]
     assert "--worker=all" in calls[1] and "--worker=all" in calls[3] and "--worker=0" in calls[4]
     assert "sudo mount /data" in next(a for a in calls[3] if a.startswith("--command"))
@@ -88,17 +105,24 @@ def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):
         "--config.metrics.wandb_project=it's *\"",
     )
     _, kinds, calls = launch(rest=rest)
-    command = next(a for a in calls[kinds.index("start")] if a.startswith("--command=")).removeprefix("--command=")
+    command = next(
+        a for a in calls[kinds.index("start")] if a.startswith("--command=")
+    ).removeprefix("--command=")
     python = tmp_path / "jaxtrain" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     (tmp_path / "jaxtrain-secret").write_text("5e" * 32)
     python.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\nfor name, what in (('seen', sys.argv[1:]), "
-        "('secret', os.environ['JAXTRAIN_SECRET'])): json.dump(what, open(name, 'w'))\nsys.exit(75)\n"
+        f"#!{sys.executable}\nimport json, os, sys\nfor name, what in (('seen', sys.argv[1:]),"
+        " ('secret', os.environ['JAXTRAIN_SECRET'])): json.dump(what, open(name,"
+        " 'w'))\nsys.exit(75)\n"
     )
     python.chmod(0o755)
     subprocess.run(["bash", "-c", command + "\nwait"], cwd=tmp_path, check=True, timeout=20)
-    assert json.loads((tmp_path / "jaxtrain" / "seen").read_text()) == ["-m", "jaxtrain.main", *rest]
+    assert json.loads((tmp_path / "jaxtrain" / "seen").read_text()) == [
+        "-m",
+        "jaxtrain.main",
+        *rest,
+    ]
     assert json.loads((tmp_path / "jaxtrain" / "secret").read_text()) == "5e" * 32
     assert (tmp_path / "jaxtrain" / "exit-code").read_text() == "75\n"
 
@@ -122,7 +146,10 @@ os.execv(os.path.join(os.environ["FAKE"], "gcloud"), ["gcloud", *sys.argv[1:]])
     assert not any(secret in argument for secret in secrets for argv in calls for argument in argv)
 
 
-@pytest.mark.parametrize("option", ["--name=pod\nid", "--zone=a\nid", "--type=a\rb", "--version=a\x1bb", "--project=a\nb"])
+@pytest.mark.parametrize(
+    "option",
+    ["--name=pod\nid", "--zone=a\nid", "--type=a\rb", "--version=a\x1bb", "--project=a\nb"],
+)
 def test_a_line_break_in_an_option_is_refused(launch, option):
     done, kinds, _ = launch(option, code=2)
     assert option.partition("=")[0] in done.stderr and not kinds
@@ -136,20 +163,41 @@ def test_a_queued_spot_pod_waits_and_is_made_again_after_a_preemption(launch):
         code__0="75\n0",
     )
     queue = ["queued-resources-create", "queued-resources-describe", "queued-resources-describe"]
-    assert kinds == [*queue, *RUN[1:], "queued-resources-delete", *queue[:2], *RUN[1:], "queued-resources-delete"]
-    assert "--spot" in calls[0] and "--node-id=pod" in calls[0] and "--runtime-version=tpu-ubuntu2204-base" in calls[0]
+    assert kinds == [
+        *queue,
+        *RUN[1:],
+        "queued-resources-delete",
+        *queue[:2],
+        *RUN[1:],
+        "queued-resources-delete",
+    ]
+    assert (
+        "--spot" in calls[0]
+        and "--node-id=pod" in calls[0]
+        and "--runtime-version=tpu-ubuntu2204-base" in calls[0]
+    )
     assert "waits for its resources" in done.stderr and "preempted; pod 2 of 21" in done.stderr
 
 
 def test_a_pod_that_vanishes_counts_as_preempted(launch):
-    _, kinds, _ = launch(code__0="ssh: connect to host\n255", tpu_vm_describe__0="PREEMPTED\n0", stream__0="step 1\n255")
+    _, kinds, _ = launch(
+        code__0="ssh: connect to host\n255",
+        tpu_vm_describe__0="PREEMPTED\n0",
+        stream__0="step 1\n255",
+    )
     assert kinds == [*RUN, "tpu-vm-describe", "tpu-vm-delete", *RUN, "tpu-vm-delete"]
 
 
 def test_a_lost_connection_is_taken_up_where_it_broke(launch):
     _, kinds, calls = launch(stream__0="step 1\nstep 2\n255", code__0="\n255")
     assert kinds == [*RUN, "tpu-vm-describe", "stream", "code", "tpu-vm-delete"]
-    streams = [a for c, k in zip(calls, kinds, strict=True) if k == "stream" for a in c if a.startswith("--command")]
+    streams = [
+        a
+        for c, k in zip(calls, kinds, strict=True)
+        if k == "stream"
+        for a in c
+        if a.startswith("--command")
+    ]
     assert "tail -n +1 " in streams[0] and "tail -n +3 " in streams[1]
 
 
@@ -166,7 +214,11 @@ def test_a_command_that_fails_ends_it_and_the_pod(launch, step):
 
 def test_retries_end(launch):
     done, kinds, _ = launch("--retries=1", code=75, **{"code__0": "75\n0", "code__1": "75\n0"})
-    assert kinds.count("tpu-vm-create") == 2 and "1 retries are used up" in done.stderr and kinds[-1] == "tpu-vm-delete"
+    assert (
+        kinds.count("tpu-vm-create") == 2
+        and "1 retries are used up" in done.stderr
+        and kinds[-1] == "tpu-vm-delete"
+    )
 
 
 def test_a_queue_that_fails(launch):
@@ -207,10 +259,14 @@ def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.py").write_text("1")
     keep = tmp_path / "kept.tar.gz"
-    (tmp_path / "bin" / "tar").write_text(f'#!/bin/bash\nPATH=${{PATH#*:}}\ntar "$@" && [[ $3 != -czf ]] || cp "$4" {keep}\n')
+    (tmp_path / "bin" / "tar").write_text(
+        f'#!/bin/bash\nPATH=${{PATH#*:}}\ntar "$@" && [[ $3 != -czf ]] || cp "$4" {keep}\n'
+    )
     (tmp_path / "bin" / "tar").chmod(0o755)
     _, kinds, calls = launch(f"--files={tmp_path / 'mine'}")
-    command = next(a for a in calls[kinds.index("install")] if a.startswith("--command=")).removeprefix("--command=")
+    command = next(
+        a for a in calls[kinds.index("install")] if a.startswith("--command=")
+    ).removeprefix("--command=")
     assert "cargo" not in command and "rustup" not in command
     for old in (False, True):  # the worker's Python: its --version test fails, or not
         home = tmp_path / f"worker-{old}"
@@ -218,9 +274,13 @@ def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
         shutil.copy(keep, home / "jaxtrain.tar.gz")
         (home / "jaxtrain-secret").write_text("5e")
         fake = (
-            'echo "$0 $*" >>"$HOME/said"; [[ $1 != -c ]] || exit OLD; [[ $1 != -m ]] || { mkdir -p $3/bin; for p in pip uv; do '
+            'echo "$0 $*" >>"$HOME/said"; [[ $1 != -c ]] || exit OLD; [[ $1 != -m ]] || { mkdir -p'
+            " $3/bin; for p in pip uv; do "
         )
-        fake += 'cp "$0" $3/bin/$p; done; }; [[ $1 != venv ]] || { mkdir -p .venv/bin; cp "$0" .venv/bin/pip; }'
+        fake += (
+            'cp "$0" $3/bin/$p; done; }; [[ $1 != venv ]] || { mkdir -p .venv/bin; cp "$0"'
+            " .venv/bin/pip; }"
+        )
         for name in ("python3", "python3.13", "python3.12", "python3.11"):
             (home / "bin" / name).write_text(f"#!/bin/bash\n{fake.replace('OLD', str(int(old)))}\n")
             (home / "bin" / name).chmod(0o755)
@@ -229,11 +289,16 @@ def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
         said = (home / "said").read_text()
         assert ("uv venv -q --seed --python 3.12 .venv" in said) == old
         assert (
-            said.splitlines()[-1].endswith("/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]")
-            or said.splitlines()[-1] == ".venv/bin/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]"
+            said.splitlines()[-1].endswith(
+                "/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]"
+            )
+            or said.splitlines()[-1]
+            == ".venv/bin/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]"
         )
         assert (home / "jaxtrain" / "own.py").read_text() == "1"
-        assert (home / "jaxtrain" / "jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl").read_bytes() == b"a wheel"
+        assert (
+            home / "jaxtrain" / "jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
+        ).read_bytes() == b"a wheel"
 
 
 def test_no_config(launch):
@@ -241,7 +306,9 @@ def test_no_config(launch):
 
 
 def test_the_scripts_are_clean():
-    shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     if not shellcheck:
         pytest.skip("no shellcheck (extra: dev)")
     scripts = (SCRIPT, ROOT / "tests" / "slurm_up.sh", ROOT / ".ci" / "run")

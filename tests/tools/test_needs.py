@@ -15,7 +15,11 @@ def test_extras_that_name_others_are_followed_and_nothing_is_asked_for_twice():
     project = {
         "name": "jaxtrain",
         "dependencies": ["jax>=1"],
-        "optional-dependencies": {"a": ["x", "jaxtrain[b, c]"], "b": ["jax>=1"], "c": ["y; sys_platform == 'linux'"]},
+        "optional-dependencies": {
+            "a": ["x", "jaxtrain[b, c]"],
+            "b": ["jax>=1"],
+            "c": ["y; sys_platform == 'linux'"],
+        },
     }
     assert needs.needs(project, []) == ["jax>=1"]
     assert needs.needs(project, ["a"]) == ["jax>=1", "x", "y; sys_platform == 'linux'"]
@@ -26,7 +30,11 @@ def test_this_package_is_never_among_its_needs_nor_a_compiler_for_plans_in_an_en
     for extras in ([], ["dev"], ["all"]):
         names = [requirement.partition(">")[0] for requirement in needs.needs(project, extras)]
         assert not [name for name in names if name.startswith(("jaxtrain", "libtpu", "jax-cuda"))]
-    assert len(needs.needs(project, ["dev"])) > len(needs.needs(project, [])) == len(project["dependencies"])
+    assert (
+        len(needs.needs(project, ["dev"]))
+        > len(needs.needs(project, []))
+        == len(project["dependencies"])
+    )
 
 
 def test_the_lock_holds_what_the_checkout_needs():
@@ -39,4 +47,6 @@ def test_the_lock_holds_what_the_checkout_needs():
     for text in [*needs.needs(project["project"], ["dev"]), *project["build-system"]["requires"]]:
         requirement = Requirement(text)
         name, _, version = pins[requirement.name.lower().replace("_", "-")].partition("==")
-        assert requirement.specifier.contains(version, prereleases=True), f"{name} {version} is not {text}"
+        assert requirement.specifier.contains(version, prereleases=True), (
+            f"{name} {version} is not {text}"
+        )

@@ -19,7 +19,8 @@ def slow_tests(path: pathlib.Path) -> set[str]:
 
     def is_slow(node: ast.AST, names: set[str]) -> bool:
         return any(
-            (isinstance(n, ast.Attribute) and n.attr == "slow") or (isinstance(n, ast.Name) and n.id in names)
+            (isinstance(n, ast.Attribute) and n.attr == "slow")
+            or (isinstance(n, ast.Name) and n.id in names)
             for n in ast.walk(node)
         )
 
@@ -28,16 +29,27 @@ def slow_tests(path: pathlib.Path) -> set[str]:
         for node in tree.body:
             if isinstance(node, ast.Assign) and is_slow(node.value, names):
                 names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    tests = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
     if "pytestmark" in names:
         return {test.name for test in tests}
-    return {test.name for test in tests if any(is_slow(decorator, names) for decorator in test.decorator_list)}
+    return {
+        test.name
+        for test in tests
+        if any(is_slow(decorator, names) for decorator in test.decorator_list)
+    }
 
 
 def test_every_slow_test_is_in_exactly_one_part():
     named = [name for part in proofs.PARTS.values() for name in part.tests]
     assert len(named) == len(set(named))
-    found = {str(path.relative_to(ROOT)): slow_tests(path) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    found = {
+        str(path.relative_to(ROOT)): slow_tests(path)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    }
     assert sum(map(len, found.values())) > 40
     for file, tests in found.items():
         for test in tests:
@@ -56,9 +68,16 @@ def test_the_makefile_runs_them_and_test_all_is_their_sum():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_part_that_takes_too_long_says_what_it_has_found(tmp_path, monkeypatch, capfd, workers):
-    tests = "def test_good(): pass\ndef test_bad(): assert 'found' == 'lost'\ndef test_long(): time.sleep(600)\n"
-    (tmp_path / "test_few.py").write_text(f"import time, pytest\npytestmark = pytest.mark.slow\n{tests}")
-    monkeypatch.setitem(proofs.PARTS, "few", proofs.Part("a few", str(tmp_path / "test_few.py"), workers))
+    tests = (
+        "def test_good(): pass\ndef test_bad(): assert 'found' == 'lost'\ndef test_long():"
+        " time.sleep(600)\n"
+    )
+    (tmp_path / "test_few.py").write_text(
+        f"import time, pytest\npytestmark = pytest.mark.slow\n{tests}"
+    )
+    monkeypatch.setitem(
+        proofs.PARTS, "few", proofs.Part("a few", str(tmp_path / "test_few.py"), workers)
+    )
     monkeypatch.setattr(proofs, "MINUTES", 0.25)
     result = proofs.run("few")
     assert (result.passed, result.failed, result.skipped) == (1, 1, 0)
@@ -71,7 +90,12 @@ def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
 
     def git(*arguments):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *own, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
     page = tmp_path / "docs" / "results" / "proofs.md"
     page.parent.mkdir(parents=True)
@@ -80,10 +104,18 @@ def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "--message=first")
     first = git("rev-parse", "--short=12", "HEAD").strip()
-    for name, value in (("ROOT", tmp_path), ("PAGE", page), ("run", lambda name: proofs.Result(1, 0, 0, 2.0))):
+    for name, value in (
+        ("ROOT", tmp_path),
+        ("PAGE", page),
+        ("run", lambda name: proofs.Result(1, 0, 0, 2.0)),
+    ):
         monkeypatch.setattr(proofs, name, value)
-    assert proofs.main(["kills"]) == proofs.main(["plan"]) == 0, "the page's own rows change nothing"
-    assert all(f"| {first} |" in proofs.rows_of(page.read_text())[name] for name in ("kills", "plan"))
+    assert proofs.main(["kills"]) == proofs.main(["plan"]) == 0, (
+        "the page's own rows change nothing"
+    )
+    assert all(
+        f"| {first} |" in proofs.rows_of(page.read_text())[name] for name in ("kills", "plan")
+    )
 
     def run(name):
         git("commit", "--all", "--message=second")
@@ -99,14 +131,26 @@ def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("failures", [0, 1])
 def test_a_result_is_kept_in_the_page_until_the_part_is_run_again(failures):
     page = proofs.PAGE.read_text()
-    report = f'<testsuites><testsuite tests="9" failures="{failures}" errors="0" skipped="2"/></testsuites>'
+    report = (
+        f'<testsuites><testsuite tests="9" failures="{failures}" errors="0"'
+        ' skipped="2"/></testsuites>'
+    )
     result = proofs.result_of(report, 12.3)
     assert result == (7 - failures, failures, 2, 12.3)
     once = proofs.keep(page, "kills", result, "0123456789ab", "2026-01-02")
-    row = f"| kills | {proofs.PARTS['kills'].what} | {7 - failures} | {failures} | 2 | 12 | 0123456789ab | 2026-01-02 |\n"
+    row = (
+        f"| kills | {proofs.PARTS['kills'].what} | {7 - failures} | {failures} | 2 | 12 |"
+        " 0123456789ab | 2026-01-02 |\n"
+    )
     assert row in once and once.count("\n| kills |") == 1
     again = proofs.keep(once, "plan", result, "fedcba987654", "2026-01-03")
-    assert row in again and "| fedcba987654 | 2026-01-03 |\n" in again and len(again.splitlines()) == len(page.splitlines())
-    assert {line.split("|")[1].strip() for line in again[again.index(proofs.BEGIN) :].splitlines() if "|" in line} >= set(
-        proofs.PARTS
+    assert (
+        row in again
+        and "| fedcba987654 | 2026-01-03 |\n" in again
+        and len(again.splitlines()) == len(page.splitlines())
     )
+    assert {
+        line.split("|")[1].strip()
+        for line in again[again.index(proofs.BEGIN) :].splitlines()
+        if "|" in line
+    } >= set(proofs.PARTS)

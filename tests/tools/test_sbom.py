@@ -9,7 +9,12 @@ from tools import sbom
 
 NAME = "jaxtrain-1-cp311-abi3-manylinux_2_28_aarch64"
 JAX = {
-    "metadata": {"name": "JAX_lib", "version": "1.2", "license": "BSD\nand a long text", "classifier": ["Topic :: Software"]},
+    "metadata": {
+        "name": "JAX_lib",
+        "version": "1.2",
+        "license": "BSD\nand a long text",
+        "classifier": ["Topic :: Software"],
+    },
     "download_info": {"archive_info": {"hashes": {"sha256": "ab" * 32}}},
 }
 
@@ -17,7 +22,12 @@ JAX = {
 @pytest.fixture
 def wheel(tmp_path):
     path = tmp_path / f"{NAME}.whl"
-    crate = {"type": "library", "name": "symphonia", "version": "0.6.1", "purl": "pkg:cargo/symphonia@0.6.1"}
+    crate = {
+        "type": "library",
+        "name": "symphonia",
+        "version": "0.6.1",
+        "purl": "pkg:cargo/symphonia@0.6.1",
+    }
     with zipfile.ZipFile(path, "w") as archive:
         listed = {"bomFormat": "CycloneDX", "specVersion": "1.5", "components": [crate]}
         archive.writestr("jaxtrain-1.dist-info/sboms/crates.cyclonedx.json", json.dumps(listed))
@@ -30,16 +40,26 @@ def test_the_list_beside_a_wheel_has_crates_and_packages(wheel, monkeypatch, cap
     listed = json.loads((wheel.parent / f"{NAME}.cdx.json").read_text())
     crate, package = listed["components"]
     assert (listed["bomFormat"], crate["name"]) == ("CycloneDX", "symphonia")
-    assert (package["name"], package["version"], package["purl"]) == ("jax-lib", "1.2", "pkg:pypi/jax-lib@1.2")
+    assert (package["name"], package["version"], package["purl"]) == (
+        "jax-lib",
+        "1.2",
+        "pkg:pypi/jax-lib@1.2",
+    )
     assert package["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
     assert package["licenses"] == [{"license": {"name": "BSD"}}]
     assert "1 crates, 1 Python packages" in capsys.readouterr().out
 
 
 def test_a_licence_is_read_where_a_package_states_it():
-    classifiers = ["License :: OSI Approved :: MIT License", "License :: OSI Approved :: BSD License"]
+    classifiers = [
+        "License :: OSI Approved :: MIT License",
+        "License :: OSI Approved :: BSD License",
+    ]
     assert sbom.licence({"license_expression": "MIT", "classifier": classifiers}) == "MIT"
-    assert sbom.licence({"classifier": classifiers, "license": "see LICENSE"}) == "MIT License AND BSD License"
+    assert (
+        sbom.licence({"classifier": classifiers, "license": "see LICENSE"})
+        == "MIT License AND BSD License"
+    )
     assert sbom.licence({}) == ""
 
 

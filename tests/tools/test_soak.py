@@ -15,15 +15,18 @@ from loaders.audio import demo
 from tools import soak
 
 SMALL = (
-    "--config.model.embed=32 --config.model.depth=2 --config.model.heads=4 --config.model.patch=(32,32) "
-    "--config.train.steps=24 --config.train.batch=8 --config.train.eval_every=0 --config.optim.warmup=0 "
-    "--config.checkpoint.every=4 --config.mesh.data=4 --config.data.threads=1"
+    "--config.model.embed=32 --config.model.depth=2 --config.model.heads=4"
+    " --config.model.patch=(32,32) --config.train.steps=24 --config.train.batch=8"
+    " --config.train.eval_every=0 --config.optim.warmup=0 --config.checkpoint.every=4"
+    " --config.mesh.data=4 --config.data.threads=1"
 ).split()
 
 
 def test_a_lap_that_lost_a_row_or_a_record_is_reported(tmp_path):
     def lap(number, rows, losses):
-        (tmp_path / f"rows{number}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '[1, 0, "cut')
+        (tmp_path / f"rows{number}-0.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + '[1, 0, "cut'
+        )
         workdir = tmp_path / soak.DISK / f"lap{number}"
         workdir.mkdir(parents=True)
         lines = [{"step": step, "split": "train", "loss": loss} for step, loss in losses]
@@ -43,20 +46,27 @@ def test_a_lap_that_lost_a_row_or_a_record_is_reported(tmp_path):
     assert not found[1]
     assert "row 1 of batch 0 is None, not b" in found[2]
     assert "row 1 of batch 0 was read with two contents" in found[3]
-    assert "record 0 has the loss 0.0, where the first lap's record 2 has 0.25; process 0 said" in found[4]
+    assert (
+        "record 0 has the loss 0.0, where the first lap's record 2 has 0.25; process 0 said"
+        in found[4]
+    )
 
 
 def test_a_fault_behind_the_last_step_needs_no_hand(tmp_path):
     one, fault = soak.Soak(tmp_path, [], ["kill"], None, 0, ""), soak.Fault("host", 60, noticed=1.0)
     (tmp_path / "log1-0.txt").write_text("resuming from step 60: …\n")
     codes = iter([[0, None], [0, None]])
-    job = types.SimpleNamespace(workdir=tmp_path / "lap1", began=0.0, steps=lambda: 60, codes=lambda: next(codes, [0, 0]))
+    job = types.SimpleNamespace(
+        workdir=tmp_path / "lap1", began=0.0, steps=lambda: 60, codes=lambda: next(codes, [0, 0])
+    )
     assert one._goes_on(job, fault, 60)
     assert not fault.by_hand and fault.lost == 0 and fault.resumed > 0
 
 
 @pytest.mark.parametrize(("said", "wrong"), [(soak.LATE.decode(), 0), ("Segmentation fault", 1)])
-def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(tmp_path, monkeypatch, said, wrong):
+def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(
+    tmp_path, monkeypatch, said, wrong
+):
     """The first start takes no step and exits with 70. A second one, if there is any, succeeds."""
     (tmp_path / soak.DISK / "lap1").mkdir(parents=True)
     codes = iter([70, 0])
@@ -73,7 +83,9 @@ def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(t
     monkeypatch.setattr(soak, "Job", Job)
     one = soak.Soak(tmp_path, [], ["kill"], None, 0, "")
     one.lap(1, until=time.monotonic() + 60)
-    assert [fault.kind for fault in one.faults] == ["load"] * (1 - wrong) and len(one.wrong) == wrong
+    assert [fault.kind for fault in one.faults] == ["load"] * (1 - wrong) and len(
+        one.wrong
+    ) == wrong
     assert not wrong or "ended with [70]" in one.wrong[0]
 
 
@@ -81,14 +93,18 @@ def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(t
 def test_a_damage_that_nothing_could_survive_is_a_kill(tmp_path, checkpoints, kind):
     """A damage of the only checkpoint counts as a kill. Otherwise a bit of the newest checkpoint
     changes."""
-    files = [tmp_path / "lap1" / "checkpoints" / str(8 + 4 * i) / "array" for i in range(checkpoints)]
+    files = [
+        tmp_path / "lap1" / "checkpoints" / str(8 + 4 * i) / "array" for i in range(checkpoints)
+    ]
     for path in files:
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(100))
     if files:
         checksums.write(files[-1].parent)
     steps = iter([5])
-    job = types.SimpleNamespace(workdir=tmp_path / "lap1", processes=[None] * 4, steps=lambda: next(steps, 20))
+    job = types.SimpleNamespace(
+        workdir=tmp_path / "lap1", processes=[None] * 4, steps=lambda: next(steps, 20)
+    )
     job.codes, job.signal, job.kill = lambda: [-9] * 4, lambda *_: None, lambda: None
     one = soak.Soak(tmp_path, [], ["damage"], None, 0, "")
     one._reaches = lambda job, step: True
@@ -107,7 +123,9 @@ def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
         arguments = config_lib.parse_args([x.format(folder=tmp_path) for x in given])
         config = config_lib.load(arguments.source, arguments.overrides)
         workloads.add(config.workload)
-        assert config.mesh.data == soak.PROCESSES and config.train.steps >= 8 * config.checkpoint.every
+        assert (
+            config.mesh.data == soak.PROCESSES and config.train.steps >= 8 * config.checkpoint.every
+        )
     assert workloads == {"jaxtrain.workloads.bird", "jaxtrain.workloads.language"}
 
 
@@ -133,7 +151,10 @@ def test_hours_of_the_environment_that_are_no_number_are_a_line(monkeypatch, cap
 
 
 def test_the_table_has_a_row_for_each_kind():
-    faults = [soak.Fault("kill", 5, noticed=1.0, resumed=4.0, lost=1), soak.Fault("kill", 9, noticed=3.0, resumed=6.0, lost=3)]
+    faults = [
+        soak.Fault("kill", 5, noticed=1.0, resumed=4.0, lost=1),
+        soak.Fault("kill", 9, noticed=3.0, resumed=6.0, lost=3),
+    ]
     rows = list(soak.table([*faults, soak.Fault("slow", 3, resumed=11.0)]))
     assert rows[2:] == [
         "| kill | 2 | 2.0, 3.0 | 5.0, 6.0 | 2.0, 3.0 | 0 |",
@@ -146,7 +167,10 @@ def test_the_table_has_a_row_for_each_kind():
 def test_a_run_bears_some_faults_without_help(tmp_path, capsys):
     corpus = demo.ensure(tmp_path, n_train=24, n_test=13)
     config = [f"--config=configs/xcm.py:{corpus}", *SMALL]
-    assert soak.main(["--hours", "1", "--faults", "4", "--kinds", "kill,term,damage,stop", *config]) == 0
+    assert (
+        soak.main(["--hours", "1", "--faults", "4", "--kinds", "kill,term,damage,stop", *config])
+        == 0
+    )
     printed = capsys.readouterr().out
     print(printed)
     assert "0 wrong, 0 by hand" in printed and "4 faults in" in printed and "goodput" in printed

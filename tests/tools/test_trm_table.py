@@ -41,7 +41,18 @@ def played(monkeypatch):
 
 def test_a_table_of_contracts_rollouts_and_grades(played, tmp_path, capsys):
     whole = os.sched_getaffinity(0)
-    argv = ["--seeds", "0", "1", "--grades", "easy:16:24", "--rollouts=4", "--noise", "0.3", "--out", str(tmp_path)]
+    argv = [
+        "--seeds",
+        "0",
+        "1",
+        "--grades",
+        "easy:16:24",
+        "--rollouts=4",
+        "--noise",
+        "0.3",
+        "--out",
+        str(tmp_path),
+    ]
     assert trm_table.main([*argv, "--config.train.batch=8"]) == 0
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split(" | ")[:5] for line in lines[2:5]] == [
@@ -49,16 +60,28 @@ def test_a_table_of_contracts_rollouts_and_grades(played, tmp_path, capsys):
         ["| deep", "240", "easy:16:24", "4", "symmetry"],
         ["| deep", "240", "easy:16:24", "4", "noise 0.3"],
     ]
-    assert lines[3].endswith(" | symmetry | 55.0 % | 65.0 % | 58.2 to 71.3 % | 60.0 to 70.0 % | 8.0 |")
-    assert lines[6].startswith("| last | 230 | easy:16:24 | 4 | symmetry | 75.0 % | 85.0 %") and len(lines) == 8
+    assert lines[3].endswith(
+        " | symmetry | 55.0 % | 65.0 % | 58.2 to 71.3 % | 60.0 to 70.0 % | 8.0 |"
+    )
+    assert (
+        lines[6].startswith("| last | 230 | easy:16:24 | 4 | symmetry | 75.0 % | 85.0 %")
+        and len(lines) == 8
+    )
     trained = [(command, cores) for command, cores in played if "jaxtrain.main" in command]
     assert len(trained) == 4 and all("--config.train.batch=8" in command for command, _ in trained)
-    assert len(set.union(*(cores for _, cores in trained))) == min(4, len(whole)) and {len(c) for _, c in trained} == {1}
+    assert len(set.union(*(cores for _, cores in trained))) == min(4, len(whole)) and {
+        len(c) for _, c in trained
+    } == {1}
     assert os.sched_getaffinity(0) == whole
     n = len(played)
-    assert trm_table.main([*argv, "--config.train.batch=8"]) == 0 and len(played) == n, "all of it is there"
+    assert trm_table.main([*argv, "--config.train.batch=8"]) == 0 and len(played) == n, (
+        "all of it is there"
+    )
     assert json.loads((tmp_path / "deep-0" / "cpu.json").read_text())["seconds"] == 240.0
-    for words, text in ((["--seed=1"], "'--seed=1' is unknown"), (["--grades", "easy"], "'easy'; expected a grade and its")):
+    for words, text in (
+        (["--seed=1"], "'--seed=1' is unknown"),
+        (["--grades", "easy"], "'easy'; expected a grade and its"),
+    ):
         with pytest.raises(SystemExit):
             trm_table.main(words)
         assert text in capsys.readouterr().err

@@ -40,12 +40,18 @@ def alone():
 def open_folder(folder, **changes):
     """Config and parameters of a folder in the original's format, in float32."""
     model, rules = higgs.from_hugging_face(folder)
-    c = config_lib.section(audio_language.Config, {**model, "dtype": "float32", "context": 0, **changes})
+    c = config_lib.section(
+        audio_language.Config, {**model, "dtype": "float32", "context": 0, **changes}
+    )
     rules = config_lib.section(config_lib.WarmStart, rules)
     assert not list(c.validate()) and not list(rules.validate())
-    abstract = specs_lib.abstract(audio_language.make_specs(c), make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}))
+    abstract = specs_lib.abstract(
+        audio_language.make_specs(c), make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    )
     flat = dict(zip(specs_lib.paths(abstract), jax.tree.leaves(abstract), strict=True))
-    matches = warm_start.match({p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules)
+    matches = warm_start.match(
+        {p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules
+    )
     loaded = warm_start.load(matches, abstract)
     assert loaded.keys() == flat.keys()
     return c, jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in flat])
@@ -63,7 +69,9 @@ def folders(tmp_path_factory):
         scaling = config["llama3_rope_scaling"] if run == "llama3_rope" else None
         text = {**config["text"], "rope_scaling": scaling, "head_dim": config["head_dim"]}
         (folder / "config.json").write_text(json.dumps({**config, "text_config": text}))
-        safetensors.numpy.save_file(weights | (extra if run == "audio_attention" else {}), folder / "model.safetensors")
+        safetensors.numpy.save_file(
+            weights | (extra if run == "audio_attention" else {}), folder / "model.safetensors"
+        )
     return found
 
 
@@ -76,7 +84,9 @@ def laid_out(g):
     """The conversations in the layout of this project."""
     found = []
     for i in range(len(g["expanded.tokens"])):
-        audios = np.split(g[f"sample{i}.codes"], np.cumsum(g[f"sample{i}.code_lengths"])[:-1], axis=1)
+        audios = np.split(
+            g[f"sample{i}.codes"], np.cumsum(g[f"sample{i}.code_lengths"])[:-1], axis=1
+        )
         found.append(
             chatml.expand(
                 g[f"sample{i}.input_ids"],
@@ -86,7 +96,7 @@ def laid_out(g):
                 audio_out=IDS["<|AUDIO_OUT|>"],
                 size=SIZE,
                 codebooks=K,
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -101,10 +111,22 @@ def of_transformers(folder, changes=None, without=()):
     }
     weights = {renamed.get(name, f"model.{name}"): x for name, x in weights.items()}
     folder.mkdir()
-    safetensors.numpy.save_file({n: x for n, x in weights.items() if n not in without}, folder / "model.safetensors")
+    safetensors.numpy.save_file(
+        {n: x for n, x in weights.items() if n not in without}, folder / "model.safetensors"
+    )
     about = {k: v for k, v in GOLDEN["text"].items() if k not in ("rope_theta", "rope_scaling")}
-    about |= {"rope_parameters": {**GOLDEN["llama3_rope_scaling"], "rope_theta": GOLDEN["text"]["rope_theta"]}}
-    about |= {"model_type": "higgs_audio_v2", "head_dim": 16, "num_codebooks": K, "codebook_size": SIZE + 2}
+    about |= {
+        "rope_parameters": {
+            **GOLDEN["llama3_rope_scaling"],
+            "rope_theta": GOLDEN["text"]["rope_theta"],
+        }
+    }
+    about |= {
+        "model_type": "higgs_audio_v2",
+        "head_dim": 16,
+        "num_codebooks": K,
+        "codebook_size": SIZE + 2,
+    }
     about |= {"audio_stream_bos_id": SIZE, "audio_stream_eos_id": SIZE + 1, **(changes or {})}
     (folder / "config.json").write_text(json.dumps(about))
     return folder
@@ -121,9 +143,15 @@ def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
     with pytest.raises(higgs.HuggingFaceError, match="has no text_lm_head.weight"):
         higgs.from_hugging_face(of_transformers(tmp_path / "c", without=("text_lm_head.weight",)))
     config = {"warm_start": {"source": str(tmp_path / "a")}, "data": {}, "model": {"vocab": 300}}
-    (tmp_path / "a" / "config.json").write_bytes(higgs.export_files(config, "float32")["config.json"])
+    (tmp_path / "a" / "config.json").write_bytes(
+        higgs.export_files(config, "float32")["config.json"]
+    )
     again = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert (again["audio_num_codebooks"], again["audio_codebook_size"], again["text_config"]["vocab_size"]) == (K, SIZE, 300)
+    assert (
+        again["audio_num_codebooks"],
+        again["audio_codebook_size"],
+        again["text_config"]["vocab_size"],
+    ) == (K, SIZE, 300)
 
 
 @pytest.mark.slow
@@ -144,7 +172,9 @@ def test_transformers_computes_the_same_audio(folders, numbers, tmp_path):
             audio_input_ids_mask=torch.ones(1, int(is_audio.sum()), dtype=torch.bool),
         ).last_hidden_state[0]
         expected = theirs.audio_lm_head(h[torch.from_numpy(is_audio)]).numpy()
-    x_bud = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of([sample]))
+    x_bud = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(
+        params, batch_of([sample])
+    )
     found = np.asarray(audio_language.audio_logits(params, x_bud))[0, : len(is_audio)][is_audio]
     np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-4)
 
@@ -163,13 +193,17 @@ def test_logits_equal_the_originals(folders, numbers, run):
 
     def logits(params, batch):
         x_bud = audio_language.decode(c, params, batch, alone())
-        return audio_language.text_logits(c, params, x_bud), audio_language.audio_logits(params, x_bud)
+        return audio_language.text_logits(c, params, x_bud), audio_language.audio_logits(
+            params, x_bud
+        )
 
     text, audio = (np.asarray(x)[:, : valid.shape[1]] for x in jax.jit(logits)(params, batch))
     expected = numbers[f"{run}.text_logits"]
     n = len(expected)
     np.testing.assert_allclose(text[:n][valid[:n]], expected[valid[:n]], rtol=0, atol=3e-5)
-    np.testing.assert_allclose(audio[numbers["expanded.is_audio_out"]], numbers[f"{run}.audio_logits"], rtol=0, atol=3e-5)
+    np.testing.assert_allclose(
+        audio[numbers["expanded.is_audio_out"]], numbers[f"{run}.audio_logits"], rtol=0, atol=3e-5
+    )
 
 
 @pytest.mark.parametrize("run", [*RUNS, "ragged", "first_column_labelled"])
@@ -187,14 +221,23 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
     np.testing.assert_allclose(metrics["text"].total, get("text_sum"), rtol=1e-5)
     assert metrics["text"].weight == get("text_count")
     for k in range(K):
-        np.testing.assert_allclose(metrics[f"audio_{k}"].total, get("audio_sum_per_codebook")[k], rtol=1e-5, err_msg=k)
+        np.testing.assert_allclose(
+            metrics[f"audio_{k}"].total, get("audio_sum_per_codebook")[k], rtol=1e-5, err_msg=k
+        )
         assert metrics[f"audio_{k}"].weight == get("audio_count_per_codebook")[k]
     if run in RUNS:
-        assert abs(metrics["text"].total / metrics["text"].weight - get("unshifted_text_loss")) > 0.01
-        heard = sum(metrics[f"audio_{k}"].total / metrics[f"audio_{k}"].weight for k in range(K)) / K
+        assert (
+            abs(metrics["text"].total / metrics["text"].weight - get("unshifted_text_loss")) > 0.01
+        )
+        heard = (
+            sum(metrics[f"audio_{k}"].total / metrics[f"audio_{k}"].weight for k in range(K)) / K
+        )
         np.testing.assert_allclose(heard, get("audio_loss"), rtol=1e-5)
         assert abs(heard - get("unshifted_audio_loss")) > 0.01
-    record = {name: float(m.total) / float(m.weight) if m.weight else np.nan for name, m in metrics.items()}
+    record = {
+        name: float(m.total) / float(m.weight) if m.weight else np.nan
+        for name, m in metrics.items()
+    }
     np.testing.assert_allclose(task.finish(record)["loss"], get("total_loss"), rtol=1e-5)
 
 
@@ -206,15 +249,21 @@ def test_gradients_equal_the_originals(folders, numbers):
     found = exported(c, grads)
     g = np.load(DATA / "grads.npz")
     for name in g.files:
-        np.testing.assert_allclose(found[name], g[name], rtol=0, atol=1e-4 * np.abs(g[name]).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], g[name], rtol=0, atol=1e-4 * np.abs(g[name]).max(), err_msg=name
+        )
 
 
 def exported(c, params):
     """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
-    for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
+    for path, x in zip(
+        specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True
+    ):
         names = higgs.export_names(section, path)
-        for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
+        for name, part in zip(
+            *([names], [x]) if isinstance(names, str) else (names, x), strict=True
+        ):
             found[name] = part.reshape(higgs.export_shape(section, path, part.shape))
     return found
 
@@ -222,7 +271,9 @@ def exported(c, params):
 def test_codebooks_add_up_in_the_wider_type():
     """A frozen table of bfloat16 in a model of float32: compilers keep more bits of a sum of
     bfloat16 or fewer, each as it likes."""
-    c = config_lib.section(audio_language.Config, {"dtype": "float32", "codebooks": 8, "codebook_size": 30, "vocab": 8})
+    c = config_lib.section(
+        audio_language.Config, {"dtype": "float32", "codebooks": 8, "codebook_size": 30, "vocab": 8}
+    )
     table = np.random.default_rng(0).normal(size=(8, c.n_codes, 16)).astype(jnp.bfloat16)
     codes = np.random.default_rng(1).integers(0, c.n_codes, (2, 5, 8))
     x = audio_language.embed_codes(c, {"embed_audio": table}, codes, alone())
@@ -236,7 +287,11 @@ def test_the_published_size():
     c = config_lib.section(audio_language.Config, {**higgs.PRESETS["v2"], "context": 0})
     assert not list(c.validate()) and not (c.average_codes or c.audio_attention)
     table = audio_language.make_specs(c)
-    audio = {"embed_audio": table["embed_audio"], "w_head_audio": table["w_head_audio"], "audio": table["blocks"]["audio"]}
+    audio = {
+        "embed_audio": table["embed_audio"],
+        "w_head_audio": table["w_head_audio"],
+        "audio": table["blocks"]["audio"],
+    }
     assert specs_lib.count(audio["audio"]) == 2_114_101_248
     assert specs_lib.count(table) - specs_lib.count(audio) == 3_606_752_256
     assert specs_lib.count(table) == 3_606_752_256 + 2_114_101_248 + 50_429_952
@@ -252,12 +307,28 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
     n = IDS["<|begin_of_text|>"] + 1
     width = n + K * (SIZE + 2)
     c = audio_language.Config(
-        vocab=n, codebooks=K, codebook_size=SIZE, embed=width, depth=1, heads=2, kv_heads=1, head_dim=4, mlp=8, dtype="float32"
+        vocab=n,
+        codebooks=K,
+        codebook_size=SIZE,
+        embed=width,
+        depth=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=4,
+        mlp=8,
+        dtype="float32",
     )
     params = jax.tree.map(jnp.zeros_like, initial(audio_language.make_specs(c)))
-    own = 30 * jnp.eye(width)  # every token and every code has a dimension of its own, and the heads read it off
+    # every token and every code has a dimension of its own, and the heads read it off
+    own = 30 * jnp.eye(width)
     codes = own[n:].reshape(K, SIZE + 2, width)
-    params |= {"scale": jnp.ones(width), "embed": own[:n], "w_head": own[:n], "embed_audio": codes, "w_head_audio": codes}
+    params |= {
+        "scale": jnp.ones(width),
+        "embed": own[:n],
+        "w_head": own[:n],
+        "embed_audio": codes,
+        "w_head_audio": codes,
+    }
     task = audio_loss.make_task(config_lib.Config(model=c), alone(), len(rows))
     batch = batch_of(rows)
     copies = dict(batch)
@@ -274,13 +345,17 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
 def test_switches_change_what_is_computed(folders, numbers, changes):
     """The release's choices are the defaults. Each other choice gives other logits, and tables
     of its own sizes."""
-    c, params = open_folder(folders["audio_attention" if "audio_attention" in changes else "plain_rope"])
+    c, params = open_folder(
+        folders["audio_attention" if "audio_attention" in changes else "plain_rope"]
+    )
     c = dataclasses.replace(c, **changes)
     batch = batch_of(laid_out(numbers)[:1])
     x_bud = jax.jit(lambda p: audio_language.decode(c, p, batch, alone()))(params)
     found = audio_language.audio_logits(params, x_bud)[0, : numbers["expanded.tokens"].shape[1]]
     of = numbers["expanded.is_audio_out"][0]
-    same = np.abs(np.asarray(found)[of] - numbers["plain_rope.audio_logits"][: of.sum()]).max() < 1e-3
+    same = (
+        np.abs(np.asarray(found)[of] - numbers["plain_rope.audio_logits"][: of.sum()]).max() < 1e-3
+    )
     assert same == (not changes)
     assert specs_lib.count(audio_language.make_specs(c)) == specs_lib.count(params)
 
@@ -304,8 +379,16 @@ def test_adapters_move_and_the_base_keeps_its_bytes():
     assert {x.dtype for x in jax.tree.leaves(before.params)} == {jnp.dtype("float32")}
     before = jax.tree.map(np.asarray, before)
     after = run.take(2)[0][1][0].variables
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.view("u2"), y.view("u2")), before.frozen, after.frozen)
-    for path, x, y in zip(specs_lib.paths(before.params), *map(jax.tree.leaves, (before.params, after.params)), strict=True):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x.view("u2"), y.view("u2")),
+        before.frozen,
+        after.frozen,
+    )
+    for path, x, y in zip(
+        specs_lib.paths(before.params),
+        *map(jax.tree.leaves, (before.params, after.params)),
+        strict=True,
+    ):
         assert (x != y).any(), path
     split = {
         p: x.sharding.shard_shape(x.shape)
@@ -316,10 +399,15 @@ def test_adapters_move_and_the_base_keeps_its_bytes():
         )
     }
     assert split["blocks/audio/w_up"] == (2, 24, 16) and split["blocks/w_q"] == (2, 4, 4, 16)
-    found = [c for c in hlo.collectives(run.step.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+    found = [
+        c for c in hlo.collectives(run.step.as_text()) if "data" in c.axes(run.layout.mesh.shape)
+    ]
     assert not [c.name for c in found if c.in_loop], "before the last microbatch"
     reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
-    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.abstract.state.variables.params))
+    sizes = sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(run.abstract.state.variables.params)
+    )
     assert sizes <= reduced <= sizes + 64, "and loss and metrics"
 
 
@@ -341,16 +429,28 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
     rows, starts = laid_out(numbers), (15, 40)
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
     n_new = 20
-    x_bd, cache = jax.jit(lambda p, b: decoding.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new))(
-        params, prompts(rows, starts)
-    )
+    x_bd, cache = jax.jit(
+        lambda p, b: decoding.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new)
+    )(params, prompts(rows, starts))
     step = jax.jit(lambda p, *args: decoding.extend(c, p, *args, alone()))
     for i in range(n_new):
         at = [s + i for s in starts]
         expected = jnp.stack([whole[r, a - 1] for r, a in enumerate(at)])
         np.testing.assert_allclose(x_bd, expected, rtol=0, atol=5e-5, err_msg=i)
-        pick = lambda name: jnp.stack([jnp.asarray(getattr(x, name)[a]) for x, a in zip(rows, at, strict=True)])  # noqa: B023, E731
-        x_bd, cache = step(params, pick("tokens"), jnp.maximum(pick("codes"), 0), pick("recording") >= 0, jnp.array(at), cache)
+
+        def pick(name):
+            return jnp.stack(
+                [jnp.asarray(getattr(x, name)[a]) for x, a in zip(rows, at, strict=True)]  # noqa: B023
+            )
+
+        x_bd, cache = step(
+            params,
+            pick("tokens"),
+            jnp.maximum(pick("codes"), 0),
+            pick("recording") >= 0,
+            jnp.array(at),
+            cache,
+        )
 
 
 def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
@@ -359,15 +459,30 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
     c, params = open_folder(folders["plain_rope"])
     rows, starts = laid_out(numbers), (47, 47)
     # Both prompts end with the token that opens a recording.
-    opens, closes, ends = (IDS[name] for name in ("<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>"))
-    rows = [x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, opens, x.tokens)) for x in rows]
-    rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
+    opens, closes, ends = (
+        IDS[name] for name in ("<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>")
+    )
+    rows = [
+        x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, opens, x.tokens)) for x in rows
+    ]
+    rows = [
+        x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording))
+        for x in rows
+    ]
     generate = jax.jit(
         lambda p, b, longest: decoding.generate(
-            c, p, b, jnp.array(starts), jax.random.key(0), alone(), decoding.Grammar(opens, closes, ends, longest=longest),
-            n_new=16, streams=decoding.Streams(0.0, 0, (0.0,)),
-        ), static_argnums=2,
-    )  # fmt: skip
+            c,
+            p,
+            b,
+            jnp.array(starts),
+            jax.random.key(0),
+            alone(),
+            decoding.Grammar(opens, closes, ends, longest=longest),
+            n_new=16,
+            streams=decoding.Streams(0.0, 0, (0.0,)),
+        ),
+        static_argnums=2,
+    )
     found = jax.tree.map(np.asarray, generate(params, prompts(rows, starts), 5))
     for row in range(2):
         tokens, columns = found.tokens[row], found.columns[row]
@@ -379,9 +494,14 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
         text = np.concatenate([tokens[n:][tokens[n:] >= 0]])
         prompt = [x[: starts[row]] for x in rows[row]]
         more = chatml.expand(
-            np.concatenate([[IDS["<|AUDIO_OUT|>"]], text]).astype("i4"), np.zeros(1 + len(text), "i4"), [codes],
-            audio_in=IDS["<|AUDIO|>"], audio_out=IDS["<|AUDIO_OUT|>"], size=SIZE, codebooks=K,
-        )  # fmt: skip
+            np.concatenate([[IDS["<|AUDIO_OUT|>"]], text]).astype("i4"),
+            np.zeros(1 + len(text), "i4"),
+            [codes],
+            audio_in=IDS["<|AUDIO|>"],
+            audio_out=IDS["<|AUDIO_OUT|>"],
+            size=SIZE,
+            codebooks=K,
+        )
         both = chatml.Laid(*(np.concatenate(pair) for pair in zip(prompt, more, strict=True)))
         x_bud = audio_language.decode(c, params, batch_of([both]), alone())
         heard = np.array(audio_language.audio_logits(params, x_bud))[0]
@@ -400,25 +520,39 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
 def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers):
     c, params = open_folder(folders["plain_rope"])
     rows, starts = laid_out(numbers), (47, 47)
-    rows = [x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, 292, x.tokens)) for x in rows]
-    rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
+    rows = [
+        x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, 292, x.tokens)) for x in rows
+    ]
+    rows = [
+        x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording))
+        for x in rows
+    ]
 
     def written(rows, streams, seed=0):
         n = len(rows)
         return np.asarray(
             jax.jit(
                 lambda p, b: decoding.generate(
-                    c, p, b, jnp.array(starts[:n]), jax.random.key(seed), alone(), decoding.Grammar(292, 293, 296),
-                    n_new=12, streams=streams,
+                    c,
+                    p,
+                    b,
+                    jnp.array(starts[:n]),
+                    jax.random.key(seed),
+                    alone(),
+                    decoding.Grammar(292, 293, 296),
+                    n_new=12,
+                    streams=streams,
                 )
             )(params, prompts(rows, starts[:n])).columns
-        )  # fmt: skip
+        )
 
     free = decoding.Streams(1.0, 0, (1.0,), (0,))
     both = written(rows, free)
     np.testing.assert_array_equal(written(rows[:1], free), both[:1])
     assert (written(rows, free, seed=1) != both).any()
-    cold = [decoding.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))]
+    cold = [
+        decoding.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))
+    ]
     first, second = (written(rows, streams) for streams in cold)
     np.testing.assert_array_equal(first, second)  # the likeliest of a single one is the likeliest
     np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])
@@ -434,7 +568,9 @@ def test_the_plan_of_the_published_size_says_its_tokens_a_second(tmp_path, monke
     rates = {}
     for n in (1, 8):
         mesh = [("mesh.data", "1"), ("mesh.fsdp", str(n)), ("train.batch", "64")]
-        config = config_lib.load("configs/higgs.py:blank", [*mesh, ("workdir", str(tmp_path / "run"))])
+        config = config_lib.load(
+            "configs/higgs.py:blank", [*mesh, ("workdir", str(tmp_path / "run"))]
+        )
         text, well = plan.report(config, f"gpu:h100x{n}")
         assert well, text
         assert "78,905,344 parameters" in text

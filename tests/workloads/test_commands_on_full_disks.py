@@ -23,7 +23,9 @@ def test_sudoku(small_disk, capsys, how):
     assert sudoku.main(["--train=100", "--test=2", f"--format={how}", str(folder)]) == 2
     assert_told(capsys, folder)
     for name in files(folder):  # the remaining files are complete
-        assert name.endswith((".npy", ".json")) and (not name.endswith(".npy") or len(np.load(folder / name)))
+        assert name.endswith((".npy", ".json")) and (
+            not name.endswith(".npy") or len(np.load(folder / name))
+        )
 
 
 @pytest.fixture
@@ -42,11 +44,20 @@ def test_tokens(small_disk, tmp_path, capsys, workers):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("so many words " * 1000)
     folder = small_disk(60)
-    command = [str(folder / "out"), *(str(tmp_path / f"{i}.txt") for i in range(3)), "--tokenizer=bytes"]
+    command = [
+        str(folder / "out"),
+        *(str(tmp_path / f"{i}.txt") for i in range(3)),
+        "--tokenizer=bytes",
+    ]
     assert tokens.main([*command, f"--workers={workers}"]) == 2
     told = capsys.readouterr()
-    assert "No space left on device; free some space" in told.err and str(folder / "out" / "0000") in told.err, told
-    assert "Traceback" not in told.err and not [name for name in files(folder) if "partial" in name.rpartition("/")[2]]
+    assert (
+        "No space left on device; free some space" in told.err
+        and str(folder / "out" / "0000") in told.err
+    ), told
+    assert "Traceback" not in told.err and not [
+        name for name in files(folder) if "partial" in name.rpartition("/")[2]
+    ]
     assert not (folder / "out" / "tokens.json").exists()
     subprocess.run(["mount", "-o", "remount,size=2000k", folder], check=True)
     assert tokens.main(command) == 0 and "resuming: " in capsys.readouterr().err
@@ -62,7 +73,13 @@ def test_a_codec(small_disk, sounds, capsys):
 
 def test_a_recording_that_a_codec_makes(small_disk, sounds, capsys):
     folder, options = small_disk(8), "--codebooks=1 --codebook-size=4".split()
-    listened = ["--listen", str(sounds / "0.wav"), "--codec", str(sounds.parent / "c.npz"), *options]
+    listened = [
+        "--listen",
+        str(sounds / "0.wav"),
+        "--codec",
+        str(sounds.parent / "c.npz"),
+        *options,
+    ]
     assert encode_audio.main([*listened, "--out", str(folder / "again.wav")]) == 2
     assert_told(capsys, folder / "again.wav")
     assert list(folder.iterdir()) == []
@@ -72,14 +89,19 @@ def test_an_index(small_disk, sounds, capsys):
     folder = small_disk(8)
     assert index.main([str(sounds), "--labels=none", "--out", str(folder / "out")]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"error: {folder / 'out'} could not be written: No space left on device; free some space"), told
+    assert told.startswith(
+        f"error: {folder / 'out'} could not be written: No space left on device; free some space"
+    ), told
     assert list(folder.iterdir()) == []
 
 
 def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(small_disk):
     import jax
 
-    shapes = {"mean": jax.ShapeDtypeStruct((100, 32), np.float32), "cls": jax.ShapeDtypeStruct((100, 64), np.float32)}
+    shapes = {
+        "mean": jax.ShapeDtypeStruct((100, 32), np.float32),
+        "cls": jax.ShapeDtypeStruct((100, 64), np.float32),
+    }
     folder = small_disk(32)
     with pytest.raises(OSError, match="No space left on device.*cls.npy"):
         embed._open(folder, shapes, 0)
@@ -102,7 +124,11 @@ def test_a_probes_report(small_disk, capsys):
 
     def act():
         probe.report(
-            {f"run {i}": {"linear": {m: score for m in measures.MEASURES}, "few shot": {}} for i in range(100)}, folder
+            {
+                f"run {i}": {"linear": {m: score for m in measures.MEASURES}, "few shot": {}}
+                for i in range(100)
+            },
+            folder,
         )
         return 0
 

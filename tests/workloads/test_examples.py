@@ -26,7 +26,9 @@ def get_config():
 def shown(config, position=1):
     """A batch at a position, and its examples, with the initial model state."""
     rows = base.Rows(ROWS, ((0, ROWS),))
-    loader = base.module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
+    loader = base.module(config.loader).make_loader(
+        config.data, split="train", rows=rows, seed=config.seed
+    )
     loader.seek(position)
     batch = {name: x[0] for name, x in next(loader)[1].items()}
     loader.close()
@@ -46,21 +48,34 @@ def here(tmp_path, monkeypatch):
 
 def test_the_sound_of_a_recording_is_the_crop_that_its_spectrogram_shows(here):
     rng = np.random.default_rng(0)
-    loud = [np.repeat(rng.uniform(0.001, 0.5, 12), 1600) * rng.standard_normal(19_200) for _ in range(12)]
-    shard = corpus.table([corpus.encode(x.astype("f4"), 32_000) for x in loud], [i % 3 for i in range(12)], birds.NAMES)
+    loud = [
+        np.repeat(rng.uniform(0.001, 0.5, 12), 1600) * rng.standard_normal(19_200)
+        for _ in range(12)
+    ]
+    shard = corpus.table(
+        [corpus.encode(x.astype("f4"), 32_000) for x in loud],
+        [i % 3 for i in range(12)],
+        birds.NAMES,
+    )
     corpus.write(here / "shards" / "data-train.arrow", shard)
     (here / "cfg.py").write_text(BIRD)
     batch, found, _ = shown(config_lib.load("cfg.py"), position=3)
-    for spectrogram, label, example in zip(batch["spectrogram"], batch["label"], found, strict=True):
+    for spectrogram, label, example in zip(
+        batch["spectrogram"], batch["label"], found, strict=True
+    ):
         samples, rate = example.sound
         assert rate == 32_000 and len(samples) == 16_000 and example.text == birds.NAMES[label]
         power = np.square(samples[: 50 * 320]).reshape(50, -1).mean(1)
-        assert np.corrcoef(np.log(power[1:49]), spectrogram.mean(1)[:48])[0, 1] > 0.85, "a frame is 25 ms, every 10 ms"
+        assert np.corrcoef(np.log(power[1:49]), spectrogram.mean(1)[:48])[0, 1] > 0.85, (
+            "a frame is 25 ms, every 10 ms"
+        )
         assert example.pictures["spectrogram"].shape == spectrogram.T.shape
 
 
 def test_a_board_is_drawn_and_a_slot_that_continues_has_no_id_of_the_batch(here):
-    (here / "trm.py").write_text(small_runs.TRM.replace("tests.support.proxy_loader", "loaders.sudoku.sudoku"))
+    (here / "trm.py").write_text(
+        small_runs.TRM.replace("tests.support.proxy_loader", "loaders.sudoku.sudoku")
+    )
     batch, found, model_state = shown(config_lib.load("trm.py"))
     assert all(x.id == "" for x in found), "a new slot takes the batch's row"
     picture = np.asarray(found[0].pictures["puzzle and solution"])
@@ -83,7 +98,9 @@ def test_a_conversation_has_its_text_and_sound(here):
     _, found, _ = shown(config_lib.load("higgs.py"))
     assert all(x.text.strip() for x in found)
     sounds = [x.sound for x in found if x.sound]
-    assert sounds and all(rate == 32_000 and len(x) > 1000 and np.isfinite(x).all() for x, rate in sounds)
+    assert sounds and all(
+        rate == 32_000 and len(x) > 1000 and np.isfinite(x).all() for x, rate in sounds
+    )
 
 
 def test_a_film_shows_its_last_frame(here):

@@ -25,11 +25,25 @@ from loaders.sudoku import puzzles, sudoku
 from tests.support import runs
 from tests.support.cases import initial
 
-LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
+LANGUAGE = dict(
+    embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32"
+)
 PUZZLES = dict(
-    n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=32, heads=2, depth=1, inner_multiple=32, puzzle_tokens=1,
-    puzzle_embed=32, cycles_high=1, cycles_low=2, halt_steps=5, dtype="float32",
-)  # fmt: skip
+    n_cells=16,
+    vocab=6,
+    n_puzzles=1,
+    n_difficulties=1,
+    embed=32,
+    heads=2,
+    depth=1,
+    inner_multiple=32,
+    puzzle_tokens=1,
+    puzzle_embed=32,
+    cycles_high=1,
+    cycles_low=2,
+    halt_steps=5,
+    dtype="float32",
+)
 
 SOLUTION = "1234341221434321"
 
@@ -43,10 +57,24 @@ def saved(folder, workload, model, model_state=(), change=lambda params: params)
         initial(workload.make_specs(c)),
     )
     params = change(params)
-    config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
+    config = {
+        "workload": workload.__package__,
+        "model": dataclasses.asdict(c),
+        "data": {},
+        "train": {"steps": 1},
+        "seed": 0,
+    }
     config["warm_start"] = {"source": ""}
     runs.save(
-        folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "model_state": model_state, "opt_state": ()}, run=config
+        folder,
+        1,
+        {
+            "step": jnp.array(1, jnp.int32),
+            "params": params,
+            "model_state": model_state,
+            "opt_state": (),
+        },
+        run=config,
     )
     return folder
 
@@ -58,7 +86,10 @@ def writer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def solver(tmp_path_factory):
-    model_state = {name: jax.random.normal(jax.random.key(i), (32,)) for i, name in enumerate(("init_h", "init_l"))}
+    model_state = {
+        name: jax.random.normal(jax.random.key(i), (32,))
+        for i, name in enumerate(("init_h", "init_l"))
+    }
     return saved(tmp_path_factory.mktemp("trm"), trm, PUZZLES, model_state)
 
 
@@ -67,7 +98,13 @@ def untrained(tmp_path_factory):
     """A run with its halting head as initialised."""
     model_state = {name: jnp.ones(32) for name in ("init_h", "init_l")}
     closed = {"w_q": np.zeros((32, 2), "f4"), "b_q": np.full(2, -5, "f4")}
-    return saved(tmp_path_factory.mktemp("untrained"), trm, PUZZLES, model_state, lambda params: {**params, **closed})
+    return saved(
+        tmp_path_factory.mktemp("untrained"),
+        trm,
+        PUZZLES,
+        model_state,
+        lambda params: {**params, **closed},
+    )
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
@@ -75,15 +112,30 @@ def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
     cache."""
     out = tmp_path / "out.jsonl"
     (tmp_path / "prompts.txt").write_text("ab\n\nhello there\n")
-    argv = ["generate", str(writer), "--prompts", str(tmp_path / "prompts.txt"), "--temperature", "0", "--tokens", "6"]
+    argv = [
+        "generate",
+        str(writer),
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--temperature",
+        "0",
+        "--tokens",
+        "6",
+    ]
     assert cli.main([*argv, "--out", str(out), "--batch", "2"]) == 0
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in found] == ["ab", "hello there"] and {line["tokens"] for line in found} == {6}
+    assert [line["prompt"] for line in found] == ["ab", "hello there"] and {
+        line["tokens"] for line in found
+    } == {6}
     one = generate.load(str(writer))
 
     @jax.jit
     def logits(tokens):
-        batch = {"tokens": tokens, "positions": jnp.arange(48)[None], "segments": jnp.ones((1, 48), jnp.int32)}
+        batch = {
+            "tokens": tokens,
+            "positions": jnp.arange(48)[None],
+            "segments": jnp.ones((1, 48), jnp.int32),
+        }
         return language.logits(one.model, one.params, batch, one.layout.shard)
 
     for line in found:
@@ -97,9 +149,13 @@ def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
 
 
 def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "wren": 1, "owl": 2}, unk_token="[unk]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[unk]": 0, "wren": 1, "owl": 2}, unk_token="[unk]")
+    )
     words.save(str(tmp_path / "tokenizer.json"))
-    run = saved(tmp_path / "run", language, {**LANGUAGE, "tokenizer": str(tmp_path / "tokenizer.json")})
+    run = saved(
+        tmp_path / "run", language, {**LANGUAGE, "tokenizer": str(tmp_path / "tokenizer.json")}
+    )
     assert cli.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     (tmp_path / "tokenizer.json").unlink()  # as if on another machine
     assert generate.load(str(tmp_path / "out")).codec.encode("owl") == [2]
@@ -122,7 +178,10 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
 
     whole = greedy(saved(tmp_path / "whole", language, {**model, "ends": ()}))
     written = [words[word] for word in whole.text.split()]
-    assert whole.text == " " + " ".join(f"w{i}" for i in written) and (whole.tokens, whole.ended) == (8, False)
+    assert whole.text == " " + " ".join(f"w{i}" for i in written) and (
+        whole.tokens,
+        whole.ended,
+    ) == (8, False)
     n = next(i for i, token in enumerate(written) if i and token not in written[:i])
     cut = ("w3 w4", 0, "".join(f" w{i}" for i in written[:n]), n, True)
     run = saved(tmp_path / "run", language, {**model, "ends": (written[n], 1)})
@@ -133,12 +192,17 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
     for name, found in (("run", [written[n], 1]), ("older", written[n]), ("whole", None)):
         out = tmp_path / f"{name}-out"
         assert cli.main(["export", str(tmp_path / name), "--out", str(out)]) == 0
-        assert json.loads((out / "config.json").read_text())["eos_token_id"] == found, "never that of another tokenizer"
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == found, (
+            "never that of another tokenizer"
+        )
         assert (out / "generation_config.json").exists() == (found is not None)
-        assert found is None or json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": found}
+        assert found is None or json.loads((out / "generation_config.json").read_text()) == {
+            "eos_token_id": found
+        }
         assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert greedy(tmp_path / "run-out") == cut
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # files of a base model with another end token
+    # files of a base model with another end token
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "data" / name).write_text('{"eos_token": "<eos>", "model_max_length": 9}')
     tokenizer.add_special_tokens([f"w{written[n]}"])
     tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
@@ -153,8 +217,24 @@ def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
     batch."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "seven"}\n"one"\n')
     texts = {}
-    for name, given, batch in (("all", ["--prompts", str(tmp_path / "p.jsonl")], "3"), ("alone", ["one"], "2")):
-        argv = ["generate", str(writer), *given, "--tokens", "8", "--temperature", "1.2", "--seeds", "3", "4", "--batch", batch]
+    for name, given, batch in (
+        ("all", ["--prompts", str(tmp_path / "p.jsonl")], "3"),
+        ("alone", ["one"], "2"),
+    ):
+        argv = [
+            "generate",
+            str(writer),
+            *given,
+            "--tokens",
+            "8",
+            "--temperature",
+            "1.2",
+            "--seeds",
+            "3",
+            "4",
+            "--batch",
+            batch,
+        ]
         assert cli.main([*argv, "--out", str(tmp_path / name)]) == 0
         lines = map(json.loads, (tmp_path / name).read_text().splitlines())
         texts[name] = {(line["prompt"], line["seed"]): line["text"] for line in lines}
@@ -166,8 +246,23 @@ def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
 def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
     boards = [SOLUTION[:i] + "." + SOLUTION[i + 1 :] for i in range(5)]
     with open(tmp_path / "p.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("source", "question", "answer", "rating"), *(("x", b, SOLUTION, 0) for b in boards)])
-    assert cli.main(["solve", str(solver), str(tmp_path / "p.csv"), "--out", str(tmp_path / "s.csv"), "--batch", "2"]) == 0
+        csv.writer(file).writerows(
+            [("source", "question", "answer", "rating"), *(("x", b, SOLUTION, 0) for b in boards)]
+        )
+    assert (
+        cli.main(
+            [
+                "solve",
+                str(solver),
+                str(tmp_path / "p.csv"),
+                "--out",
+                str(tmp_path / "s.csv"),
+                "--batch",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "of 5 are the table's answer" in capsys.readouterr().out
     with open(tmp_path / "s.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -195,18 +290,41 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
         ]
         (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]) + "\n")
     test, out = str(tmp_path / "test.csv"), tmp_path / "out.csv"
-    argv = ["solve", str(solver), test, "--rollouts=5", "--noise=0.5", "--stop=check", "--choose=check"]
+    argv = [
+        "solve",
+        str(solver),
+        test,
+        "--rollouts=5",
+        "--noise=0.5",
+        "--stop=check",
+        "--choose=check",
+    ]
     assert cli.main([*argv, "--out", str(out), "--calibrate", str(tmp_path / "train.csv")]) == 0
     told = capsys.readouterr().out
-    assert "calibrated on 30 boards, " in told and "of 5 rollouts each: the head's choice is valid for " in told
+    assert (
+        "calibrated on 30 boards, " in told
+        and "of 5 rollouts each: the head's choice is valid for " in told
+    )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 9 and {int(row["rollout"]) for row in rows} <= set(range(5))
     for row in rows:
         assert float(row["solves"]) * 5 % 1 == 0 and float(row["halts"]) * 4 % 1 == 0
-        assert (row["valid"] == "1") == (float(row["solves"]) > 0) and row["q_valid"] <= row["valid"]
+        assert (row["valid"] == "1") == (float(row["solves"]) > 0) and row["q_valid"] <= row[
+            "valid"
+        ]
         assert 0 < float(row["confidence"]) < 0.5, "nearly none of these boards was right"
-    argv = ["solve", str(solver), test, "--rollouts=3", "--noise", "0.5", "2", "--curve", str(tmp_path / "curve.csv")]
+    argv = [
+        "solve",
+        str(solver),
+        test,
+        "--rollouts=3",
+        "--noise",
+        "0.5",
+        "2",
+        "--curve",
+        str(tmp_path / "curve.csv"),
+    ]
     assert cli.main(argv) == 0
     with (tmp_path / "curve.csv").open(newline="") as file:
         curve = list(csv.DictReader(file))
@@ -218,10 +336,15 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
         ("3", "2.0"),
     ]
     assert all(
-        float(row["q_low"]) <= float(row["by_q"]) <= float(row["by_check"]) and float(row["seconds"]) > 0 for row in curve
+        float(row["q_low"]) <= float(row["by_q"]) <= float(row["by_check"])
+        and float(row["seconds"]) > 0
+        for row in curve
     )
     capsys.readouterr()
-    assert cli.main(["solve", str(untrained), test, "--rollouts=3", "--noise=0.5", "--choose=check"]) == 0
+    assert (
+        cli.main(["solve", str(untrained), test, "--rollouts=3", "--noise=0.5", "--choose=check"])
+        == 0
+    )
     assert "at noise 0.5 no rollout halted" in capsys.readouterr().out
 
 
@@ -229,14 +352,26 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
 def test_other_puzzles_are_solved_by_the_same_command(tmp_path, kind, cells, symbols):
     model = {**PUZZLES, "n_cells": cells, "vocab": len(symbols) + 1, "halt_steps": 2}
     run = saved(tmp_path / "run", trm, model, {name: jnp.ones(32) for name in ("init_h", "init_l")})
-    made = ["sudoku", str(tmp_path / "p"), f"--kind={kind}", f"--side={round(cells**0.5)}", "--train=1", "--test=3"]
+    made = [
+        "sudoku",
+        str(tmp_path / "p"),
+        f"--kind={kind}",
+        f"--side={round(cells**0.5)}",
+        "--train=1",
+        "--test=3",
+    ]
     assert cli.main(made) == 0
     out = tmp_path / "s.csv"
     how = ["--rollouts=2", "--noise=0.1", "--symmetry", "--choose=check"]
-    assert cli.main(["solve", str(run), str(tmp_path / "p" / "test.csv"), *how, "--out", str(out)]) == 0
+    assert (
+        cli.main(["solve", str(run), str(tmp_path / "p" / "test.csv"), *how, "--out", str(out)])
+        == 0
+    )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 3 and all(len(row["board"]) == cells and set(row["board"]) <= {*symbols, "?"} for row in rows)
+    assert len(rows) == 3 and all(
+        len(row["board"]) == cells and set(row["board"]) <= {*symbols, "?"} for row in rows
+    )
     assert {row["valid"] for row in rows} == {"0"}
 
 
@@ -245,26 +380,42 @@ def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
     (tmp_path / "p.txt").write_text(SOLUTION[:8] + "." * 3 + SOLUTION[11:] + "\n")
     assert cli.main(["export", str(solver), "--out", str(tmp_path / "exported")]) == 0
     for run, out in ((solver, "a.csv"), (tmp_path / "exported", "b.csv")):
-        assert cli.main(["solve", str(run), str(tmp_path / "p.txt"), "--out", str(tmp_path / out)]) == 0
+        assert (
+            cli.main(["solve", str(run), str(tmp_path / "p.txt"), "--out", str(tmp_path / out)])
+            == 0
+        )
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     names = set(safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors"))
-    assert {name for name in names if name.startswith("model_state.")} == {"model_state.init_h", "model_state.init_l"}
+    assert {name for name in names if name.startswith("model_state.")} == {
+        "model_state.init_h",
+        "model_state.init_l",
+    }
 
 
 @pytest.mark.parametrize("what", ["generate", "solve"])
-def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, monkeypatch, capsys, what, small_disk):
+def test_a_disk_that_fills_midway_keeps_what_was_done(
+    writer, solver, tmp_path, monkeypatch, capsys, what, small_disk
+):
     if what == "generate":
         (tmp_path / "in").write_text("".join(f"{i:03}\n" for i in range(64)))
         argv = ["generate", str(writer), "--prompts", str(tmp_path / "in"), "--tokens", "4"]
     else:
-        made = sudoku.generate(sudoku.Source(kind="sudoku4", n_train=192, n_test=0, blanks=(8, 8)), 0)["train"].inputs
-        (tmp_path / "in").write_text("".join(puzzles.to_text("sudoku4", board) + "\n" for board in made))
+        made = sudoku.generate(
+            sudoku.Source(kind="sudoku4", n_train=192, n_test=0, blanks=(8, 8)), 0
+        )["train"].inputs
+        (tmp_path / "in").write_text(
+            "".join(puzzles.to_text("sudoku4", board) + "\n" for board in made)
+        )
         argv = ["solve", str(solver), str(tmp_path / "in")]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     disk, module = small_disk(8), {"generate": generate, "solve": solve}[what]
     assert cli.main([*argv, "--out", str(disk / "out")]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and f"{disk / 'out'} could not be written" in told
+    assert (
+        told.startswith("error: ")
+        and told.count("\n") == 1
+        and f"{disk / 'out'} could not be written" in told
+    )
     assert not (disk / "out").exists()
     subprocess.run(["mount", "-o", "remount,size=100k", disk], check=True)
     original, given = getattr(module, what), []
@@ -279,8 +430,12 @@ def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, 
 
 def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_path):
     question = "." + SOLUTION[1:]
-    (tmp_path / "train.csv").write_bytes(f"question,answer\r\n{question},{SOLUTION}\r\n".encode("utf-8-sig"))
-    assert solve.read_puzzles(str(tmp_path / "train.csv"), "sudoku4", 4) == [solve.Puzzle(question, SOLUTION)]
+    (tmp_path / "train.csv").write_bytes(
+        f"question,answer\r\n{question},{SOLUTION}\r\n".encode("utf-8-sig")
+    )
+    assert solve.read_puzzles(str(tmp_path / "train.csv"), "sudoku4", 4) == [
+        solve.Puzzle(question, SOLUTION)
+    ]
     read = sudoku._split(sudoku.Source(kind="sudoku4", path=str(tmp_path)), 0, "train")
     assert (read.inputs - 1).tolist() == [[0, *map(int, SOLUTION[1:])]]
 
@@ -296,48 +451,103 @@ def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_p
 def test_a_table_is_read_however_it_is_written(tmp_path, text):
     question = "." + SOLUTION[1:]
     (tmp_path / "p.csv").write_bytes(text.format(q=question, a=SOLUTION).encode())
-    assert solve.read_puzzles(str(tmp_path / "p.csv"), "sudoku4", 4) == [solve.Puzzle(question, SOLUTION)]
+    assert solve.read_puzzles(str(tmp_path / "p.csv"), "sudoku4", 4) == [
+        solve.Puzzle(question, SOLUTION)
+    ]
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["generate", "{writer}", "x" * 60, "--tokens", "40"], "has 60 tokens, and 40 more are asked for" ),
-        (["generate", "{writer}", "x", "--tokens", "48"], "context is 48, prompt included: ask for 47 at most"),
+        (
+            ["generate", "{writer}", "x" * 60, "--tokens", "40"],
+            "has 60 tokens, and 40 more are asked for",
+        ),
+        (
+            ["generate", "{writer}", "x", "--tokens", "48"],
+            "context is 48, prompt included: ask for 47 at most",
+        ),
         (["generate", "{solver}", "x"], "expected a run of jaxtrain.workloads.language"),
         (["generate", "{writer}", "--prompts", "{tmp}/none"], "does not exist"),
         (["generate", "{writer}", "--prompts", "{tmp}/bad.jsonl"], 'bad.jsonl:1 has no "prompt"'),
         (["generate", "{writer}", "--prompts", "{tmp}/empty.csv"], "empty.csv holds no prompt"),
-        (["solve", "{solver}", "{tmp}/short.csv"], "short.csv:2: '12..' has 4 characters; a board of this kind has 16 of"),
-        (["solve", "{solver}", "{tmp}/five.txt"], "five.txt:2: row 1, column 3 is '5'; expected 1 to 4"),
-        (["solve", "{solver}", "{tmp}/none.txt"], "none.txt:1: the board has no solution: row 1, column 1 and row 1, column 4"),
-        (["solve", "{solver}", "{tmp}/many.txt"], "many.txt:1: the board has several solutions, which differ in row 3"),
-        (["solve", "{solver}", "{tmp}/one.txt", "--rollouts=4"], "--rollouts is 4, and all would be the same; add --symmetry"),
-        (["solve", "{solver}", "{tmp}/one.txt", "--symmetry"], "--symmetry is set with one rollout, and the first has none"),
-        (["solve", "{solver}", "{tmp}/one.txt", "--noise=1"], "--noise is 1 with one rollout, and the first has none"),
-        (["solve", "{untrained}", "{tmp}/one.txt", "--noise=1", "--rollouts=2"], "a halting head that was never trained"),
-        (["solve", "{solver}", "{tmp}/one.txt", "--calibrate={tmp}/one.txt"], "one.txt shares 1 boards with"),
+        (
+            ["solve", "{solver}", "{tmp}/short.csv"],
+            "short.csv:2: '12..' has 4 characters; a board of this kind has 16 of",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/five.txt"],
+            "five.txt:2: row 1, column 3 is '5'; expected 1 to 4",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/none.txt"],
+            "none.txt:1: the board has no solution: row 1, column 1 and row 1, column 4",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/many.txt"],
+            "many.txt:1: the board has several solutions, which differ in row 3",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/one.txt", "--rollouts=4"],
+            "--rollouts is 4, and all would be the same; add --symmetry",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/one.txt", "--symmetry"],
+            "--symmetry is set with one rollout, and the first has none",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/one.txt", "--noise=1"],
+            "--noise is 1 with one rollout, and the first has none",
+        ),
+        (
+            ["solve", "{untrained}", "{tmp}/one.txt", "--noise=1", "--rollouts=2"],
+            "a halting head that was never trained",
+        ),
+        (
+            ["solve", "{solver}", "{tmp}/one.txt", "--calibrate={tmp}/one.txt"],
+            "one.txt shares 1 boards with",
+        ),
         (["solve", "{solver}", "{tmp}/empty.csv"], "holds no board"),
-        (["solve", "{solver}", "{tmp}/wrong.csv"], "wrong.csv:3: the answer is no solution: row 1, column 1 is blank, or not"),
+        (
+            ["solve", "{solver}", "{tmp}/wrong.csv"],
+            "wrong.csv:3: the answer is no solution: row 1, column 1 is blank, or not",
+        ),
         (["solve", "{solver}", "{tmp}/cut.csv"], "cut.csv:3: '1234' has 4 characters"),
-        (["solve", "{solver}", "{tmp}/other.csv"], "other.csv has no column question; it begins with 'id, grid'"),
+        (
+            ["solve", "{solver}", "{tmp}/other.csv"],
+            "other.csv has no column question; it begins with 'id, grid'",
+        ),
         (["solve", "{writer}", "{tmp}/short.csv"], "expected a run of jaxtrain.workloads.trm"),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_one_line(writer, solver, untrained, tmp_path, capsys, argv, text):
-    boards = {"five": f"{SOLUTION}\n125{SOLUTION[3:]}", "none": f"1..1{SOLUTION[4:]}", "many": f"{SOLUTION[:8]}........"}
+    boards = {
+        "five": f"{SOLUTION}\n125{SOLUTION[3:]}",
+        "none": f"1..1{SOLUTION[4:]}",
+        "many": f"{SOLUTION[:8]}........",
+    }
     for name, text_of in {**boards, "one": f".{SOLUTION[1:]}"}.items():
         (tmp_path / f"{name}.txt").write_text(text_of + "\n")
     (tmp_path / "short.csv").write_text("question\n12..\n")
     asked = f"question,answer\n,\n1.{SOLUTION[2:]},"
-    (tmp_path / "wrong.csv").write_text(asked + SOLUTION.translate(str.maketrans("12", "21")) + "\n")
+    (tmp_path / "wrong.csv").write_text(
+        asked + SOLUTION.translate(str.maketrans("12", "21")) + "\n"
+    )
     (tmp_path / "cut.csv").write_text(asked + SOLUTION[:4] + "\n")
     (tmp_path / "other.csv").write_text(f"id,grid\n0,{SOLUTION}\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     tokens = [] if "--tokens" in argv or argv[0] == "solve" else ["--tokens", "4"]
     assert (
-        cli.main([*(part.format(writer=writer, solver=solver, untrained=untrained, tmp=tmp_path) for part in argv), *tokens])
+        cli.main(
+            [
+                *(
+                    part.format(writer=writer, solver=solver, untrained=untrained, tmp=tmp_path)
+                    for part in argv
+                ),
+                *tokens,
+            ]
+        )
         == 2
     )
     told = capsys.readouterr().err
@@ -353,7 +563,9 @@ def test_a_size_that_a_damaged_config_leaves_open_is_named(writer, tmp_path, cap
         meta.write_text(json.dumps(stored))
     assert cli.main(["generate", str(run), "x", "--tokens", "4"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: ") and "does not say the size of" in told and told.count("\n") == 1
+    assert (
+        told.startswith("error: ") and "does not say the size of" in told and told.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def load(tmp_path, monkeypatch):
 
     def load(*overrides):
         return config_lib.load(
-            "configs/giblet.py:blank", [("workdir", str(tmp_path / "run")), ("train.batch", "16"), *overrides]
+            "configs/giblet.py:blank",
+            [("workdir", str(tmp_path / "run")), ("train.batch", "16"), *overrides],
         )
 
     return load
@@ -77,7 +78,10 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
     """A necessary condition, with which the plan's report begins. The update needs more memory."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
-    assert (plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False)) <= where.memory) == fits
+    assert (
+        plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False))
+        <= where.memory
+    ) == fits
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,8 @@ def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrid
 @pytest.mark.parametrize(
     ("target", "overrides", "verdict"),
     [
-        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients fit; a compiler reports the rest of a step's memory
+        # state and gradients fit; a compiler reports the rest of a step's memory
+        ("gpu:h100x1", BFLOAT16, ""),
         ("gpu:h200x1", (), ""),
         ("gpu:a6000x8", (), ""),
         ("gpu:h100x1", (NARROW,), "optim.moments=bfloat16 would make it at least 66.91 GB"),
@@ -112,7 +117,10 @@ def test_without_a_compiler_the_command_says_what_certainly_does_not_fit(
 ):
     load()
     monkeypatch.setattr(plan_lib.environment, "find", lambda kind: None)
-    settings = [f"--config.{name}={value}" for name, value in (("workdir", tmp_path / "run"), ("train.batch", 16), *overrides)]
+    settings = [
+        f"--config.{name}={value}"
+        for name, value in (("workdir", tmp_path / "run"), ("train.batch", 16), *overrides)
+    ]
     main.main(["--config=configs/giblet.py:blank", f"--plan={target}", *settings])
     text = capsys.readouterr().out
     problems = [line for line in text.splitlines() if line.startswith("problem: it ")]
@@ -133,7 +141,9 @@ def test_without_a_compiler_the_command_says_what_certainly_does_not_fit(
     ],
     ids=["float32", "bfloat16", "masters", "int8", "adafactor", "remat"],
 )
-def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything(load, overrides, beside):
+def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything(
+    load, overrides, beside
+):
     """On 31 GiB chips, the state is donated, no matrix is gathered, and the rest is little more
     than the gradients.
 
@@ -144,12 +154,17 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     assembly = plan_lib.assemble(load(*overrides), mesh)
     found = plan_lib.compiled(assembly, assembly.trace(None))
     held = plan_lib.held(assembly.abstract, assembly.layout, tiled=True)
-    print(f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it runs")
+    print(
+        f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it"
+        " runs"
+    )
     assert found.peak < target.memory
     assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
     assert found.temporaries < beside * held["parameters"]
     if found.collectives is not None:
-        assert sum(exchanged.sent for exchanged in found.collectives.values()) < 0.1e9, "activations travel"
+        assert sum(exchanged.sent for exchanged in found.collectives.values()) < 0.1e9, (
+            "activations travel"
+        )
 
 
 @pytest.mark.usefixtures("libtpu")
@@ -159,9 +174,14 @@ def test_the_start_makes_every_part_where_it_stays(load):
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
     assembly = plan_lib.assemble(load(), mesh)
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=assembly.layout.replicated())
-    init = state.make_init(assembly.task, assembly.tx, assembly.abstract, start=lambda params, given: params)
+    init = state.make_init(
+        assembly.task, assembly.tx, assembly.abstract, start=lambda params, given: params
+    )
     memory = init.lower(key, ()).compile().memory_analysis()
-    print(f"{memory.output_size_in_bytes / 1e9:.2f} GB made, {memory.temp_size_in_bytes / 1e9:.2f} GB while they are")
+    print(
+        f"{memory.output_size_in_bytes / 1e9:.2f} GB made, {memory.temp_size_in_bytes / 1e9:.2f} GB"
+        " while they are"
+    )
     assert memory.temp_size_in_bytes < FIRST * 4 / 4
 
 

@@ -46,7 +46,9 @@ def golden(request):
 
 def test_logits_equal_transformers(golden):
     _, c, params, _, g = golden
-    found = jax.jit(lambda p, b: language.logits(c, p, b, alone()))(params, batch_of(g["input_ids"]))
+    found = jax.jit(lambda p, b: language.logits(c, p, b, alone()))(
+        params, batch_of(g["input_ids"])
+    )
     np.testing.assert_allclose(found, g["logits"], rtol=0, atol=1e-4)
 
 
@@ -64,22 +66,30 @@ def test_loss_and_gradients_equal_transformers(golden):
     found = exported(c, grads)
     for key in g["grad_names"]:
         expected = g[f"grad/{key}"]
-        np.testing.assert_allclose(found[str(key)], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=key)
+        np.testing.assert_allclose(
+            found[str(key)], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=key
+        )
 
 
 def exported(c, params):
     """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
-    for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
+    for path, x in zip(
+        specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True
+    ):
         names = language_files.export_names(section, path)
-        for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
+        for name, part in zip(
+            *([names], [x]) if isinstance(names, str) else (names, x), strict=True
+        ):
             found[name] = part.reshape(language_files.export_shape(section, path, part.shape))
     return found
 
 
 def test_packed_documents_do_not_see_each_other(golden):
     _, c, params, task, g = golden
-    batch = batch_of(g["packed_input_ids"], g["packed_positions"], g["packed_segment_ids"], g["packed_labels"])
+    batch = batch_of(
+        g["packed_input_ids"], g["packed_positions"], g["packed_segment_ids"], g["packed_labels"]
+    )
     found = np.asarray(jax.jit(lambda p, b: language.logits(c, p, b, alone()))(params, batch))
     documents = [name for name in g if name.startswith("packed_logits_doc")]
     assert len(documents) > 1
@@ -92,9 +102,9 @@ def test_packed_documents_do_not_see_each_other(golden):
 
 def test_both_spellings_of_config_json_say_the_same():
     for name in MODELS:
-        assert language_files.read_config(DATA / name / "config.json") == language_files.read_config(
-            DATA / name / "config.classic.json"
-        )
+        assert language_files.read_config(
+            DATA / name / "config.json"
+        ) == language_files.read_config(DATA / name / "config.classic.json")
 
 
 # Through the real step, on meshes and in parts.
@@ -123,21 +133,40 @@ def test_a_step_is_the_same_in_parts(alone_two, mesh, accumulate, rules):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(norm="layer", activation="gelu", tied=True, kv_heads=0), dict(window=48)], ids=str
+    "changes",
+    [{}, dict(norm="layer", activation="gelu", tied=True, kv_heads=0), dict(window=48)],
+    ids=str,
 )
 def test_flops_are_those_that_the_compiler_counts(changes):
     """FLOPs of loss and gradients agree within 5 %, since XLA computes masked places too. Its work
     besides matrix products is the rest."""
     c = dataclasses.replace(
-        TINY, embed=128, depth=2, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=1000, context=128, qk_norm=False, unroll=2,
+        TINY,
+        embed=128,
+        depth=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        mlp=384,
+        vocab=1000,
+        context=128,
+        qk_norm=False,
+        unroll=2,
         chunk=10_000,
-    )  # fmt: skip
+    )
     c = dataclasses.replace(c, **changes)
     batch = 8
     task = language_loss.make_task(config_lib.Config(model=c), alone(), batch)
-    shapes = {n: jax.ShapeDtypeStruct((batch, c.context), jnp.dtype("f4" if n == "mask" else "i4")) for n in FIELDS}
+    shapes = {
+        n: jax.ShapeDtypeStruct((batch, c.context), jnp.dtype("f4" if n == "mask" else "i4"))
+        for n in FIELDS
+    }
     shapes["row"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), task.specs.params, is_leaf=specs_lib.is_spec)
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype),
+        task.specs.params,
+        is_leaf=specs_lib.is_spec,
+    )
     step = jax.jit(jax.grad(lambda p, b: task.loss(Variables(p), b, None).loss.total))
     found = step.lower(params, shapes).compile().cost_analysis()["flops"]
     assert task.full_flops == pytest.approx(found, rel=0.05)
@@ -149,7 +178,9 @@ def test_flops_are_those_that_the_compiler_counts(changes):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
-@pytest.mark.parametrize(("mesh", "kernels"), [((1, 2, 2), 4), ((1, 4, 1), 4), ((2, 2, 1), 0), ((4, 1, 1), 0)])
+@pytest.mark.parametrize(
+    ("mesh", "kernels"), [((1, 2, 2), 4), ((1, 4, 1), 4), ((2, 2, 1), 0), ((4, 1, 1), 0)]
+)
 def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(mesh, kernels):
     """XLA compiles the real kernel for four chips that are not here: forward, recomputed, and the
     two kernels backward."""
@@ -161,7 +192,9 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
     tx = make_optimizer(OPTIM, task.specs.params, steps=10)
     fields = {name: Field((256,), field.dtype) for name, field in FIELDS.items()}
     plan = state_lib.make_abstract(task, tx, layout, fields, batch=8, ema=False)
-    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0)
+    step = step_lib.make_train_step(
+        task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0
+    )
     text = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile().as_text()
     assert text.count("tpu_custom_call") >= kernels
 
@@ -173,23 +206,50 @@ def test_prompts_bind_the_context_where_there_are_prompts():
     assert not list(c.validate_data(info))
     c = dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=64))
     ((name, text),) = c.validate_data(info)
-    assert name == "generation.tokens" and text.startswith("is 64, and the model's context is 64, prompt included; ")
-    assert "; set config.model.generation.tokens=32, or write nothing: config.model.generation.prompts=()" in text
-    assert not list(dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=32)).validate_data(info))
-    ((name, text),) = dataclasses.replace(c, context=32, generation=language.Generation()).validate_data(info)
+    assert name == "generation.tokens" and text.startswith(
+        "is 64, and the model's context is 64, prompt included; "
+    )
+    assert (
+        "; set config.model.generation.tokens=32, or write nothing:"
+        " config.model.generation.prompts=()" in text
+    )
+    assert not list(
+        dataclasses.replace(
+            c, generation=language.Generation(prompts=("a",), tokens=32)
+        ).validate_data(info)
+    )
+    ((name, text),) = dataclasses.replace(
+        c, context=32, generation=language.Generation()
+    ).validate_data(info)
     assert (name, text) == (
         "context",
-        "is 32, and the data need 64; set config.model.context=64, or shorter rows: config.data.context=32",
+        (
+            "is 32, and the data need 64; set config.model.context=64, or shorter rows:"
+            " config.data.context=32"
+        ),
     )
 
 
 def test_a_vocabulary_that_no_data_use_is_worth_a_word():
     """A model shrunk from a preset would consist almost only of rows that are never read."""
-    small = dict(language_files.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
+    small = dict(
+        language_files.PRESETS["qwen3-0.6b"],
+        embed=64,
+        depth=2,
+        heads=4,
+        head_dim=16,
+        kv_heads=2,
+        mlp=128,
+        context=64,
+    )
     c = config_lib.section(language.Config, small)
     ((name, text),) = c.data_notes({"vocab": 512})
-    assert name == "vocab" and text.startswith("is 151,936, and the data have 512 tokens: 99% of the parameters are rows of")
+    assert name == "vocab" and text.startswith(
+        "is 151,936, and the data have 512 tokens: 99% of the parameters are rows of"
+    )
     assert "--config.model.vocab=None" in text
     assert not list(dataclasses.replace(c, vocab=512).data_notes({"vocab": 512}))
-    whole = config_lib.section(language.Config, dict(language_files.PRESETS["qwen3-0.6b"], context=64))
+    whole = config_lib.section(
+        language.Config, dict(language_files.PRESETS["qwen3-0.6b"], context=64)
+    )
     assert not list(whole.data_notes({"vocab": 512})), "a quarter of the published model"

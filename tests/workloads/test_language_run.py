@@ -28,7 +28,10 @@ def folder(tmp_path):
 
 def test_a_tokenizer_below_a_home_that_does_not_exist_is_refused_by_name(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match="~no-such-user/x: there is no such home on this machine; write the path out"):
+    with pytest.raises(
+        UserError,
+        match="~no-such-user/x: there is no such home on this machine; write the path out",
+    ):
         config_lib.load("lm.py", [("model.tokenizer", "~no-such-user/x")])
 
 
@@ -46,14 +49,23 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     records = processes.records(folder / "whole", "train")
     assert records[6]["loss"] < records[1]["loss"] - 1
     last = processes.records(folder / "whole", "test")[6]
-    assert last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6) and last["bits_per_byte"] > 0
+    assert (
+        last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6)
+        and last["bits_per_byte"] > 0
+    )
     assert not processes.unexplained(folder / "whole")
-    lines = [json.loads(line) for line in (folder / "whole" / "generations.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "whole" / "generations.jsonl").read_text().splitlines()
+    ]
     assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
 
     assert export.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
     assert lora_to_peft.main([str(folder / "whole"), "--out", str(folder / "adapter")]) == 0
-    merged, base = (safetensors.numpy.load_file(f / "model.safetensors") for f in (folder / "merged", DATA / "qwen2"))
+    merged, base = (
+        safetensors.numpy.load_file(f / "model.safetensors")
+        for f in (folder / "merged", DATA / "qwen2")
+    )
     adapter = safetensors.numpy.load_file(folder / "adapter" / "adapter_model.safetensors")
     assert merged.keys() == base.keys()
     for name, w in base.items():
@@ -71,10 +83,21 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     """
     monkeypatch.chdir(folder)
     fields = {
-        "model.dtype": "float32", "model.remat": "none", "model.context": "32", "data.context": "32", "data.text": "bytes",
-        "data.sources": "({'path': 'text.txt'},)", "train.steps": "1", "train.batch": "8", "train.eval_every": "0",
-        "optim.schedule": "constant", "optim.warmup": "0", "optim.decay": "0", "checkpoint.every": "1", "metrics.every": "1",
-    }  # fmt: skip
+        "model.dtype": "float32",
+        "model.remat": "none",
+        "model.context": "32",
+        "data.context": "32",
+        "data.text": "bytes",
+        "data.sources": "({'path': 'text.txt'},)",
+        "train.steps": "1",
+        "train.batch": "8",
+        "train.eval_every": "0",
+        "optim.schedule": "constant",
+        "optim.warmup": "0",
+        "optim.decay": "0",
+        "checkpoint.every": "1",
+        "metrics.every": "1",
+    }
     source, made = DATA / "qwen2", []
     for name, rate in (("first", "1e-2"), ("second", "1e-30")):
         overrides = fields | {"workdir": name, "optim.lr": rate}
@@ -84,16 +107,24 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
         made.append(safetensors.numpy.load_file(source / "model.safetensors"))
     begun = safetensors.numpy.load_file(DATA / "qwen2" / "model.safetensors")
     assert begun.keys() == made[0].keys() == made[1].keys()
-    assert all(np.abs(made[0][key] - x).max() > 1e-3 for key, x in begun.items() if key.endswith("proj.weight"))
+    assert all(
+        np.abs(made[0][key] - x).max() > 1e-3
+        for key, x in begun.items()
+        if key.endswith("proj.weight")
+    )
     for key, x in made[0].items():
         np.testing.assert_array_equal(made[1][key], x, err_msg=key)
-    assert language_files.read_config(folder / "second-out") == language_files.read_config(DATA / "qwen2")
+    assert language_files.read_config(folder / "second-out") == language_files.read_config(
+        DATA / "qwen2"
+    )
 
 
 def test_a_tokenizer_is_compared_by_its_content(tmp_path):
     def config(name, text):
         (tmp_path / name).write_text(text)
-        return config_lib.Config(model=language.Config(tokenizer=str(tmp_path / name)), data=tokens.Config())
+        return config_lib.Config(
+            model=language.Config(tokenizer=str(tmp_path / name)), data=tokens.Config()
+        )
 
     def changes(now, digests):
         return config_lib.compare(json.loads(config_lib.to_json(before)), now, digests)
@@ -101,6 +132,8 @@ def test_a_tokenizer_is_compared_by_its_content(tmp_path):
     before = config("a.json", "1")
     digests = config_lib.digests_of(before)
     assert changes(config("b.json", "1"), digests) == [], "it was moved"
-    assert [change.path for change in changes(config("b.json", "2"), digests)] == ["model.tokenizer"]
+    assert [change.path for change in changes(config("b.json", "2"), digests)] == [
+        "model.tokenizer"
+    ]
     (change,) = changes(config("a.json", "2"), digests)
     assert str(change).endswith("a.json' now with other content") and change.kind == FUNCTION

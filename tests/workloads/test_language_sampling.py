@@ -23,7 +23,15 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
     """The likeliest token is taken at each place, for prompts of several lengths, and compared with
     logits of the whole text so far."""
     changes = {
-        "gpt2": dict(norm="layer", activation="gelu", positions="learned", bias=True, qkv_bias=True, tied=True, kv_heads=0),
+        "gpt2": dict(
+            norm="layer",
+            activation="gelu",
+            positions="learned",
+            bias=True,
+            qkv_bias=True,
+            tied=True,
+            kv_heads=0,
+        ),
         "window": dict(window=3),
     }
     if kind in changes:
@@ -35,16 +43,24 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
     length = np.array([5, 1, 8])
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, c.vocab, (3, 8), dtype="i4")
-    found = jax.jit(lambda p, x, n: sampling.generate(c, p, x, n, jax.random.key(0), shard, n_new=n_new, temperature=0))(
-        params, prompt, length
-    )
+    found = jax.jit(
+        lambda p, x, n: sampling.generate(
+            c, p, x, n, jax.random.key(0), shard, n_new=n_new, temperature=0
+        )
+    )(params, prompt, length)
     logits = jax.jit(lambda p, b: language.logits(c, p, b, shard))
     for row in range(3):
         ids = [*prompt[row, : length[row]], *np.asarray(found)[row]]
         padded = np.zeros((1, 16), "i4")
         padded[0, : len(ids)] = ids
-        batch = {"tokens": padded, "positions": np.arange(16, dtype="i4")[None], "segments": np.ones((1, 16), "i4")}
-        expected = np.asarray(logits(params, batch))[0].argmax(-1)[length[row] - 1 : length[row] - 1 + n_new]
+        batch = {
+            "tokens": padded,
+            "positions": np.arange(16, dtype="i4")[None],
+            "segments": np.ones((1, 16), "i4"),
+        }
+        expected = np.asarray(logits(params, batch))[0].argmax(-1)[
+            length[row] - 1 : length[row] - 1 + n_new
+        ]
         np.testing.assert_array_equal(np.asarray(found)[row], expected)
 
 
@@ -54,7 +70,16 @@ def test_a_rows_draw_does_not_depend_on_the_other_rows_and_ends_at_the_end():
     prompt = np.arange(12, dtype="i4").reshape(3, 4)
     run = jax.jit(
         lambda x, n, end: sampling.generate(
-            c, params, x, n, jax.random.key(5), language_case.alone(), n_new=8, temperature=1.0, top_p=0.9, ends=(end,)
+            c,
+            params,
+            x,
+            n,
+            jax.random.key(5),
+            language_case.alone(),
+            n_new=8,
+            temperature=1.0,
+            top_p=0.9,
+            ends=(end,),
         ),
         static_argnums=2,
     )
@@ -97,7 +122,9 @@ def test_an_environment_that_cannot_be_used_is_an_error_of_the_config():
     ):
         c = dataclasses.replace(language_case.TINY, targets=(target,))
         assert [text in problem for _, problem in c.validate()] == [True]
-    c = dataclasses.replace(language_case.TINY, generation=language.Generation(prompts=("aé",), tokens=8), symbols="abc")
+    c = dataclasses.replace(
+        language_case.TINY, generation=language.Generation(prompts=("aé",), tokens=8), symbols="abc"
+    )
     assert ["'é'" in text for _, text in c.validate_data({})] == [True]
 
 
@@ -110,18 +137,23 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
         bytes_per_token=2.0,
         n_test=(3, 4),
     )
-    task = language_loss.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
+    task = language_loss.make_task(
+        config_lib.Config(model=c), language_case.alone(), language_case.BATCH
+    )
     variables = Variables(initial(task.specs.params))
     found, lines = {}, []
     for trial in task.generative:
         numbers, some = trial.score(jax.device_get(jax.jit(trial.run)(variables)))
         found |= numbers
         lines += some
-    assert [line["prompt"] for line in lines] == ["0", "01", "0", "1"] and all(len(x["continuation"]) == 4 for x in lines)
+    assert [line["prompt"] for line in lines] == ["0", "01", "0", "1"] and all(
+        len(x["continuation"]) == 4 for x in lines
+    )
     assert found.keys() == {f"{__name__}/{k}" for k in ("reward", "same_length", "is_right")}
     batch = language_case.packed_batch(0) | {"source": np.arange(language_case.BATCH) % 3 == 0}
     sums = jax.jit(task.evaluate)(
-        variables, {k: jnp.asarray(x, jnp.int32 if k == "source" else None) for k, x in batch.items()}
+        variables,
+        {k: jnp.asarray(x, jnp.int32 if k == "source" else None) for k, x in batch.items()},
     )
     record = task.finish({name: float(x.total / x.weight) for name, x in sums.items()})
     a, b = (sums[f"cross_entropy_source_{i}"] for i in range(2))

@@ -19,12 +19,24 @@ from tests.support import runs
 from tests.support.cases import initial
 
 WIDTHS = dict(
-    video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8, head_width=16,
-    decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16), decode_text_widths=(16, 16),
+    video_widths=(16, 16, 16),
+    audio_widths=(8, 8),
+    text_widths=(8, 8),
+    trunk_widths=(16, 16),
+    bottleneck=8,
+    head_width=16,
+    decoder_widths=(16, 16, 16, 16),
+    decode_video_widths=(16, 16),
+    decode_audio_widths=(16, 16),
+    decode_text_widths=(16, 16),
     dtype="float32",
-)  # fmt: skip
+)
 
-N, SHAPE, AFFINE = 21, (3, 4, 2), np.array([[-2.0, 0, 0, 9], [0, 2, 0, -7], [0, 0, 3, 1], [0, 0, 0, 1]])
+N, SHAPE, AFFINE = (
+    21,
+    (3, 4, 2),
+    np.array([[-2.0, 0, 0, 9], [0, 2, 0, -7], [0, 0, 3, 1], [0, 0, 0, 1]]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,9 @@ def film(tmp_path_factory):
     np.save(folder / "text.npy", rng.standard_normal((N, 8), np.float32))
     for name in "ab":
         np.save(folder / "fmri" / f"{name}.npy", rng.standard_normal((N, 12)).astype(np.float16))
-    film_files.write(folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]})
+    film_files.write(
+        folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]}
+    )
     inside = np.zeros(SHAPE, np.uint8)
     inside.flat[rng.permutation(inside.size)[:12]] = 1
     nibabel.save(nibabel.Nifti1Image(inside, AFFINE), folder / "mask.nii.gz")
@@ -51,8 +65,18 @@ def run(tmp_path_factory, film):
     c = giblet.Config(**WIDTHS, **{name: info[name] for name in (*giblet.SIZES, "audio")})
     params = initial(giblet.make_specs(c))
     model_state = jax.tree.map(lambda x: x + 0.3, initial(giblet.make_model_state(c), 1))
-    config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": model_state, "opt_state": ()}
+    config = {
+        "workload": giblet.__package__,
+        "model": dataclasses.asdict(c),
+        "data": dataclasses.asdict(data),
+        "seed": 0,
+    }
+    state = {
+        "step": jnp.array(1, jnp.int32),
+        "params": params,
+        "model_state": model_state,
+        "opt_state": (),
+    }
     folder = tmp_path_factory.mktemp("run")
     runs.save(folder, 1, state, run=config)
     return folder, c, params, model_state
@@ -61,7 +85,22 @@ def run(tmp_path_factory, film):
 def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
     workdir, c, params, model_state = run
     out, r = tmp_path / "p.nii.gz", tmp_path / "r.nii"
-    assert cli.main(["predict", str(workdir), str(film), "--out", str(out), "--correlation", str(r), "--batch", "8"]) == 0
+    assert (
+        cli.main(
+            [
+                "predict",
+                str(workdir),
+                str(film),
+                "--out",
+                str(out),
+                "--correlation",
+                str(r),
+                "--batch",
+                "8",
+            ]
+        )
+        == 0
+    )
     image = nibabel.load(out)
     assert image.shape == (*SHAPE, N) and image.get_data_dtype() == np.float32
     np.testing.assert_array_equal(image.affine, AFFINE)
@@ -70,16 +109,22 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
     got = np.asanyarray(image.dataobj)[inside].T
     assert (np.asanyarray(image.dataobj)[~inside] == 0).all()
     # The loader of training gives the same rows, in any order.
-    data = multimodal.Config(path=str(film), hrf=("text",), hrf_seconds=6.0, average=True, test_share=0.0)
+    data = multimodal.Config(
+        path=str(film), hrf=("text",), hrf_seconds=6.0, average=True, test_share=0.0
+    )
     loader = multimodal.make_loader(data, split="train", rows=multimodal.Rows(N, ((0, N),)), seed=3)
     _, batch = next(loader)
     loader.close()
     inputs = {name: jnp.asarray(batch[name][0]) for name in giblet.MODALITIES}
-    expected = np.asarray(giblet.forward(c, params, model_state, inputs, stored_params.one_device().shard)[0].fmri)
+    expected = np.asarray(
+        giblet.forward(c, params, model_state, inputs, stored_params.one_device().shard)[0].fmri
+    )
     order = batch["volume"][0]
     np.testing.assert_allclose(got[order], expected, atol=1e-4, rtol=1e-4)
     assert np.ptp(got, axis=0).max() > 0
-    measured = np.mean([np.load(film / "fmri" / f"{name}.npy").astype(np.float32) for name in "ab"], axis=0)
+    measured = np.mean(
+        [np.load(film / "fmri" / f"{name}.npy").astype(np.float32) for name in "ab"], axis=0
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         by_hand = np.nan_to_num([np.corrcoef(got[:, v], measured[:, v])[0, 1] for v in range(12)])
@@ -92,9 +137,13 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".nii.gz", pytest.param(".nii", marks=pytest.mark.slow)])
-def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(film, run, tmp_path, monkeypatch, capsys, ending):
+def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(
+    film, run, tmp_path, monkeypatch, capsys, ending
+):
     argv = ["predict", str(run[0]), str(film), "--batch", "8", "--correlation"]
-    assert cli.main([*argv, str(tmp_path / f"r{ending}"), "--out", str(tmp_path / f"p{ending}")]) == 0
+    assert (
+        cli.main([*argv, str(tmp_path / f"r{ending}"), "--out", str(tmp_path / f"p{ending}")]) == 0
+    )
     original, asked = predict.volumes, []
 
     def fills(*args, **options):
@@ -107,8 +156,13 @@ def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(film, run, tm
     out.parent.mkdir()
     monkeypatch.setattr(predict, "volumes", fills)
     assert cli.main([*argv, str(tmp_path / f"r2{ending}"), "--out", str(out)]) == 2
-    assert f"{out} could not be written: No space left on device" in capsys.readouterr().err and not out.exists()
-    monkeypatch.setattr(predict, "volumes", lambda *a, **k: asked.append(k["first"]) or original(*a, **k))
+    assert (
+        f"{out} could not be written: No space left on device" in capsys.readouterr().err
+        and not out.exists()
+    )
+    monkeypatch.setattr(
+        predict, "volumes", lambda *a, **k: asked.append(k["first"]) or original(*a, **k)
+    )
     assert cli.main([*argv, str(tmp_path / f"r2{ending}"), "--out", str(out)]) == 0
     assert asked == [11] and out.read_bytes() == (tmp_path / f"p{ending}").read_bytes()
     assert (tmp_path / f"r2{ending}").read_bytes() == (tmp_path / f"r{ending}").read_bytes()
@@ -136,6 +190,16 @@ def test_errors_are_one_line(film, run, tmp_path, capsys):
         told = capsys.readouterr().err
         assert told.startswith("error: ") and text in told and told.count("\n") == 1, told
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["predict", workdir, str(film), "--out", str(tmp_path / "x.nii"), "--correlation", str(tmp_path / "x.nii")])
+        cli.main(
+            [
+                "predict",
+                workdir,
+                str(film),
+                "--out",
+                str(tmp_path / "x.nii"),
+                "--correlation",
+                str(tmp_path / "x.nii"),
+            ]
+        )
     assert "--out and --correlation are the same file" in capsys.readouterr().err
     assert not (tmp_path / "x.nii").exists()

@@ -28,7 +28,16 @@ def level(k):
     return 40 + k % 160
 
 
-def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silent=(0, 0), shown=lambda k: True):
+def film(
+    path,
+    *,
+    seconds=12.0,
+    tone=3000.0,
+    picture_at=0.0,
+    sound_at=0.0,
+    silent=(0, 0),
+    shown=lambda k: True,
+):
     """Write a film without H.264: MPEG-4 at 10 frames/s, each frame of one grey, and a tone that
     doubles its pitch in the middle.
 
@@ -40,23 +49,33 @@ def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silen
         video.width, video.height, video.pix_fmt, video.bit_rate = 64, 48, "yuv420p", 4_000_000
         audio = container.add_stream("aac", rate=24_000)
         for k in range(round(seconds * FPS)):
-            picture = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level(k), np.uint8), format="rgb24")
+            picture = av.VideoFrame.from_ndarray(
+                np.full((48, 64, 3), level(k), np.uint8), format="rgb24"
+            )
             picture.pts, picture.time_base = k + round(picture_at * FPS), Fraction(1, FPS)
             for packet in video.encode(picture) if shown(k) else ():
                 container.mux(packet)
         t = np.arange(round(seconds * 24_000)) / 24_000
-        wave = (0.5 * np.sin(2 * np.pi * np.where(t < seconds / 2, tone, 2 * tone) * t)).astype(np.float32)
+        wave = (0.5 * np.sin(2 * np.pi * np.where(t < seconds / 2, tone, 2 * tone) * t)).astype(
+            np.float32
+        )
         for start in range(0, len(wave) - 1024, 1024):
-            frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1024], format="fltp", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                wave[None, start : start + 1024], format="fltp", layout="mono"
+            )
             frame.sample_rate, frame.pts = 24_000, start + round(sound_at * 24_000)
-            for packet in audio.encode(frame) if not silent[0] <= start / 24_000 < silent[1] else ():
+            for packet in (
+                audio.encode(frame) if not silent[0] <= start / 24_000 < silent[1] else ()
+            ):
                 container.mux(packet)
         for stream in (video, audio):
             for packet in stream.encode():
                 container.mux(packet)
 
 
-def brain(path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False, place=(0, 0, 0), unit="sec"):
+def brain(
+    path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False, place=(0, 0, 0), unit="sec"
+):
     """Write a scan and return its values. Voxels of the first plane do not vary."""
     rng = np.random.default_rng(seed)
     x = (100 + 10 * rng.standard_normal((*grid, volumes))).astype(np.float32)
@@ -80,7 +99,10 @@ def sources(tmp_path_factory):
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 1024, (1, 8, 900))
     np.savez(folder / "codes.npz", codes=codes)
-    np.savez(folder / "embeddings.npz", e=np.arange(1, 6, dtype=np.float32)[:, None] * np.ones(4, np.float32))
+    np.savez(
+        folder / "embeddings.npz",
+        e=np.arange(1, 6, dtype=np.float32)[:, None] * np.ones(4, np.float32),
+    )
     rows = [("scene", "start", "end"), *((f"s{i}", 2.0 * i, 2.0 * i + 2.5) for i in range(5))]
     book = openpyxl.Workbook()
     for row in rows:
@@ -107,7 +129,10 @@ def call(sources, out, **changes):
     line = ["--out", str(out)]
     for name, value in args.items():
         if value is not None:
-            line += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            line += [
+                f"--{name.replace('_', '-')}",
+                *map(str, value if isinstance(value, list) else [value]),
+            ]
     return tool.main(line)
 
 
@@ -122,7 +147,8 @@ def test_frames_are_those_on_the_screen(prepared):
     video = np.load(prepared / "video.npy", mmap_mode="r")
     assert video.shape == (VOLUMES * 15, 9, 16, 3), "no more than the volumes need"
     grey = video.reshape(len(video), -1).mean(1)
-    np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)  # lossy, with limited range in between
+    # lossy, with limited range in between
+    np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)
 
 
 @pytest.mark.parametrize("turned", [0, 90, 180, 270])
@@ -134,7 +160,10 @@ def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         picture = np.zeros((48, 64, 3), np.uint8)
         picture[:24, :32] = 200  # the top left corner
-        for packet in (*stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")), *stream.encode()):
+        for packet in (
+            *stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")),
+            *stream.encode(),
+        ):
             container.mux(packet)
     content = bytearray((tmp_path / "a.mp4").read_bytes())
     place = content.index(b"tkhd") + 4 + 40
@@ -145,13 +174,19 @@ def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
     streams.write_video(tmp_path / "a.mp4", tmp_path / "a.npy", FPS, (16, 8), limit=1)
     frame = np.load(tmp_path / "a.npy")[0]
     assert frame.shape == (8, 16, 3)
-    corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]  # clockwise from the top left corner
+    # clockwise from the top left corner
+    corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]
     assert [corner.mean() > 100 for corner in corners].index(True) == turned // 90
 
 
 def test_another_frame_rate_repeats_and_drops(sources, tmp_path):
-    for fps, expected in ((25, lambda k: int(k / 25 * FPS + 1e-6)), (4, lambda k: int(k / 4 * FPS + 1e-6))):
-        n = streams.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
+    for fps, expected in (
+        (25, lambda k: int(k / 25 * FPS + 1e-6)),
+        (4, lambda k: int(k / 4 * FPS + 1e-6)),
+    ):
+        n = streams.write_video(
+            sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000
+        )
         grey = np.load(tmp_path / f"{fps}.npy").reshape(n, -1).mean(1)
         assert abs(n - 12 * fps) <= fps / FPS + 1
         np.testing.assert_allclose(grey, [level(expected(k)) for k in range(n)], atol=4)
@@ -210,7 +245,10 @@ def test_a_large_mean_is_taken_away_whole(tmp_path, mean, dtype):
     nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
     nibabel.save(nibabel.Nifti1Image(np.ones((50, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
     (tmp_path / "fmri").mkdir()
-    assert fmri.write(tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii", 900, np.float32) == 0
+    assert (
+        fmri.write(tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii", 900, np.float32)
+        == 0
+    )
     z, wide = np.load(tmp_path / "fmri" / "a.npy"), x[:, 0, 0].astype("f8").T
     np.testing.assert_allclose(z, (wide - wide.mean(0)) / wide.std(0), atol=1e-5)
     assert abs(z.mean(0, dtype="f8")).max() < 1e-5
@@ -246,7 +284,11 @@ def test_arrays_may_come_as_npy_and_what_no_volume_has_is_reported(sources, tmp_
     np.save(tmp_path / "codes.npy", sources[2])
     np.save(tmp_path / "e.npy", np.ones((3, 4), np.float64))
     (tmp_path / "late.csv").write_text("start,end\n0,1\n6,7\n100,200\n")
-    changes = dict(codes=tmp_path / "codes.npy", embeddings=tmp_path / "e.npy", annotations=tmp_path / "late.csv")
+    changes = dict(
+        codes=tmp_path / "codes.npy",
+        embeddings=tmp_path / "e.npy",
+        annotations=tmp_path / "late.csv",
+    )
     assert call(sources, tmp_path / "out", **changes) == 0
     assert "(none in 5 volumes; 1 of 3 segments are in no volume)" in capsys.readouterr().out
 
@@ -258,7 +300,9 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
     expected = np.zeros((VOLUMES, 2))
     for i in range(VOLUMES):
         window = (max(i - 1, 0) * TR, max(i, 1) * TR)
-        touching = [s + 1 for s in range(5) if 2.0 * s < window[1] and 2.0 * s + 2.5 > window[0]][-2:]
+        touching = [s + 1 for s in range(5) if 2.0 * s < window[1] and 2.0 * s + 2.5 > window[0]][
+            -2:
+        ]
         expected[i, 2 - len(touching) :] = touching
     np.testing.assert_array_equal(text, expected)
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "audio.npy"), sources[2].T)
@@ -267,8 +311,14 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
 def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
     """The tables have semicolons, Latin-1, decimal commas and hh:mm:ss, and a workbook has its own
     times."""
-    folder, expected = sources[0], segments.read_annotations(sources[0] / "segments.csv", "start", "end")
-    lines = [f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}" for i in range(5)]
+    folder, expected = (
+        sources[0],
+        segments.read_annotations(sources[0] / "segments.csv", "start", "end"),
+    )
+    lines = [
+        f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}"
+        for i in range(5)
+    ]
     (tmp_path / "latin.csv").write_bytes("\n".join(["scene;start;end", *lines]).encode("latin-1"))
     book = openpyxl.Workbook()
     book.active.append(("scene", "start", "end"))
@@ -278,7 +328,10 @@ def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
     book.save(tmp_path / "times.xlsx")
     for name in ("latin.csv", "times.xlsx"):
         np.testing.assert_allclose(
-            segments.read_annotations(tmp_path / name, "start", "end"), expected, atol=1e-6, err_msg=name
+            segments.read_annotations(tmp_path / name, "start", "end"),
+            expected,
+            atol=1e-6,
+            err_msg=name,
         )
     for wrong in ("1:2:3:4", "0:61", "-1:00", "a:b"):
         (tmp_path / "wrong.csv").write_text(f"start,end\n0,{wrong}\n")
@@ -308,10 +361,19 @@ def test_a_table_made_by_hand_gives_the_same_result(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("start,end\n0,1:75:00\n", "row 2 has no seconds, nor hh:mm:ss, in start and end: .'0', '1:75:00'."),
-        ("start,end\n\n00:00:01,5,00:00:02\n", "row 3 has 3 cells, and the header 2: .*; put quotes around a cell"),
+        (
+            "start,end\n0,1:75:00\n",
+            "row 2 has no seconds, nor hh:mm:ss, in start and end: .'0', '1:75:00'.",
+        ),
+        (
+            "start,end\n\n00:00:01,5,00:00:02\n",
+            "row 3 has 3 cells, and the header 2: .*; put quotes around a cell",
+        ),
         ("sep=,\nstart,end\n0,1,2\n", "row 3 has 3 cells"),
-        ('start,end\n0,"1,234"\n', "row 2 has '1,234', and commas separate the columns.*a point, or .* by semicolons"),
+        (
+            'start,end\n0,"1,234"\n',
+            "row 2 has '1,234', and commas separate the columns.*a point, or .* by semicolons",
+        ),
         ('start,end\n"0:00:01,5",2\n', "row 2 has '0:00:01,5', and commas"),
         ("start,start,end\n0,5,1\n", "has the column start more than once: .*; rename"),
         ("Start,START,end\n0,5,1\n", "has the column start more than once"),
@@ -373,7 +435,9 @@ def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
     assert starts["audio"] == 0 and abs(starts["video"] - 2) < 0.05
     n = streams.write_video(tmp_path / f"a.{ending}", tmp_path / "a.npy", FPS, (16, 9), limit=80)
     grey = np.load(tmp_path / "a.npy").reshape(n, -1).mean(1)
-    np.testing.assert_allclose(grey, [level(k if k < 10 else k - k % 3 if k >= 12 else 9) for k in range(n)], atol=4)
+    np.testing.assert_allclose(
+        grey, [level(k if k < 10 else k - k % 3 if k >= 12 else 9) for k in range(n)], atol=4
+    )
     n = streams.write_video(tmp_path / f"b.{ending}", tmp_path / "b.npy", FPS, (16, 9), limit=80)
     grey = np.load(tmp_path / "b.npy").reshape(n, -1).mean(1)
     np.testing.assert_allclose(grey[21:], level(np.arange(1, n - 20)), atol=6)
@@ -393,7 +457,10 @@ def test_a_scan_of_a_part_of_the_film(sources, tmp_path, capsys):
         for folder in ("whole", "part")
     )
     np.testing.assert_array_equal(part["video"], whole["video"][45:120])
-    assert abs(change_of_pitch(whole["audio"], 1) - 6) <= 0.1 and abs(change_of_pitch(part["audio"], 1) - 1.5) <= 0.1
+    assert (
+        abs(change_of_pitch(whole["audio"], 1) - 6) <= 0.1
+        and abs(change_of_pitch(part["audio"], 1) - 1.5) <= 0.1
+    )
     np.testing.assert_array_equal(part["text"][1:], whole["text"][4:])
     assert call(sources, tmp_path / "short", volumes=5, film_start=-3, **changes) == 0
     assert "film.mp4 15.0 s" in capsys.readouterr().out
@@ -406,8 +473,15 @@ def test_a_scan_of_a_part_of_the_film(sources, tmp_path, capsys):
 def test_the_loader_reads_what_was_prepared(prepared):
     config = multimodal.Config(path=str(prepared), hrf=("text",), hrf_seconds=3.0, test_share=0.5)
     info = multimodal.dataset_info(config)
-    assert info["n_frames"] == 15 and info["audio_frames"] == 112 and info["n_subjects"] == 2 and info["n_text"] == 8
-    position, batch = next(multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0))
+    assert (
+        info["n_frames"] == 15
+        and info["audio_frames"] == 112
+        and info["n_subjects"] == 2
+        and info["n_text"] == 8
+    )
+    position, batch = next(
+        multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0)
+    )
     assert position == 1 and batch["video"][0].shape == (4, 15 * 9 * 16 * 3)
 
 
@@ -416,11 +490,20 @@ def test_the_loader_reads_what_was_prepared(prepared):
     [
         (dict(video="none.mp4"), "no such file: .*none.mp4"),
         (dict(video="segments.csv"), "segments.csv cannot be decoded"),
-        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz is no NIfTI file by its name; expected .nii or .nii.gz"),
-        (dict(fmri=["sub-1.nii.gz", "short.nii.gz"]), r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6"),
+        (
+            dict(fmri=["sub-1.nii.gz", "codes.npz"]),
+            "codes.npz is no NIfTI file by its name; expected .nii or .nii.gz",
+        ),
+        (
+            dict(fmri=["sub-1.nii.gz", "short.nii.gz"]),
+            r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6",
+        ),
         (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
         (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and .*sub-1.* says 1.5 s"),
-        (dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]), "broken.nii.gz has values that are not finite in 1 voxels"),
+        (
+            dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]),
+            "broken.nii.gz has values that are not finite in 1 voxels",
+        ),
         (dict(tr=2.0), "TR of 1.5 s, and --tr says 2 s; omit --tr, or correct the header"),
         (dict(volumes=9), "--volumes=9, and .*sub-1.nii.gz has only 8"),
         (dict(codes="embeddings.npz"), "expected integers .codebooks, times."),
@@ -431,28 +514,52 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(start="onset"), "has no column onset; expected one of: scene, start, end"),
         (
             dict(annotations="words.csv"),
-            r"words.csv: row 3 has no seconds, nor hh:mm:ss, in start and end: \['b', 'later', '4'\]",
+            (
+                r"words.csv: row 3 has no seconds, nor hh:mm:ss, in start and end: \['b', 'later',"
+                r" '4'\]"
+            ),
         ),
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
         (dict(annotations=None), "has 5 rows for 8 volumes; give one for each, or --annotations"),
-        (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
+        (
+            dict(annotations=None, embeddings="nine.npy"),
+            "has 9 rows for 8 volumes; give one for each",
+        ),
         (dict(fmri=["scan.mgz"]), "scan.mgz is no NIfTI file by its name"),
         (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
-        (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold not one sample of audio"),
+        (
+            dict(code_rate=0.4),
+            "/out: 1.5 s between volumes at 0.4 a second hold not one sample of audio",
+        ),
         (dict(codes="none.npz"), r"int64 \(8, 0\); expected integers"),
         (dict(codes="cut.npz"), "cut.npz cannot be read"),
         (dict(codes="nothing.npz"), "nothing.npz cannot be read"),
-        (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
+        (
+            dict(embeddings="huge.npz"),
+            "huge.npz has values that are not finite in float32, in 1 of its rows",
+        ),
         (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); expected floating-point"),
-        (dict(fmri=["sub-1.nii.gz", "two.nii.gz"]), r"two.nii.gz has the shape \(4, 5, 3, 8, 2\).*choose one of the scans"),
+        (
+            dict(fmri=["sub-1.nii.gz", "two.nii.gz"]),
+            r"two.nii.gz has the shape \(4, 5, 3, 8, 2\).*choose one of the scans",
+        ),
         (dict(fmri=["still.nii.gz"]), r"still.nii.gz has the shape \(4, 5, 3, 0\)"),
         (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
-        (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
+        (
+            dict(annotations="ms.csv"),
+            "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end",
+        ),
         (dict(fmri=["sub-1.nii.gz", "cut.nii.gz"]), "cut.nii.gz cannot be read"),
-        (dict(fmri=["sub-1.nii.gz", "moved.nii.gz"]), "moved.nii.gz lies elsewhere in space than .*sub-1.nii.gz.*resample"),
+        (
+            dict(fmri=["sub-1.nii.gz", "moved.nii.gz"]),
+            "moved.nii.gz lies elsewhere in space than .*sub-1.nii.gz.*resample",
+        ),
         (dict(mask="mask.nii.gz"), "mask.nii.gz lies elsewhere in space"),
         (dict(mask="share.nii.gz"), "share.nii.gz has 60 different values, 0 to 1; a mask has two"),
-        (dict(mask="labels.nii.gz"), "labels.nii.gz has the values 1 and 2, so .*; write those outside as 0"),
+        (
+            dict(mask="labels.nii.gz"),
+            "labels.nii.gz has the values 1 and 2, so .*; write those outside as 0",
+        ),
         (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; expected real numbers"),
         (dict(fmri=["type.nii"]), "type.nii cannot be read"),
         (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR with a unit; give --tr"),
@@ -472,18 +579,28 @@ def test_errors_are_reported_and_leave_nothing_behind(sources, tmp_path, capsys,
     (folder / "nothing.npz").write_bytes(b"")
     np.savez(folder / "huge.npz", e=np.diag([1e300, 1, 1, 1, 1]))
     np.savez(folder / "narrow.npz", e=np.zeros((5, 0), np.float32))
-    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8, 2), np.float32), np.eye(4)), folder / "two.nii.gz")
-    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 0), np.float32), np.eye(4)), folder / "still.nii.gz")
+    nibabel.save(
+        nibabel.Nifti1Image(np.ones((*GRID, 8, 2), np.float32), np.eye(4)), folder / "two.nii.gz"
+    )
+    nibabel.save(
+        nibabel.Nifti1Image(np.ones((*GRID, 0), np.float32), np.eye(4)), folder / "still.nii.gz"
+    )
     (folder / "bad.xlsx").write_bytes(b"PK no workbook")
-    (folder / "ms.csv").write_text("start,end\n" + "".join(f"{50 + 10 * i}000,{59 + 10 * i}000\n" for i in range(5)))
+    (folder / "ms.csv").write_text(
+        "start,end\n" + "".join(f"{50 + 10 * i}000,{59 + 10 * i}000\n" for i in range(5))
+    )
     (folder / "cut.nii.gz").write_bytes((folder / "sub-1.nii.gz").read_bytes()[:-600])
     brain(folder / "moved.nii.gz", 3, place=(0, 0, 5))
     nibabel.save(nibabel.Nifti1Image(np.ones(GRID, np.uint8), np.eye(4)), folder / "mask.nii.gz")
     share = np.linspace(0, 1, 60, dtype=np.float32).reshape(GRID)
     nibabel.save(nibabel.Nifti1Image(share, np.diag([3, 3, 3, 1])), folder / "share.nii.gz")
-    labels = nibabel.Nifti1Image(np.where(share > 0.5, 2, 1).astype(np.uint8), np.diag([3, 3, 3, 1]))
+    labels = nibabel.Nifti1Image(
+        np.where(share > 0.5, 2, 1).astype(np.uint8), np.diag([3, 3, 3, 1])
+    )
     nibabel.save(labels, folder / "labels.nii.gz")
-    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8), np.complex64), np.eye(4)), folder / "complex.nii.gz")
+    nibabel.save(
+        nibabel.Nifti1Image(np.ones((*GRID, 8), np.complex64), np.eye(4)), folder / "complex.nii.gz"
+    )
     brain(folder / "type.nii", 3)
     header = bytearray((folder / "type.nii").read_bytes())
     header[70:72] = (999).to_bytes(2, "little")  # datatype
@@ -497,11 +614,16 @@ def test_errors_are_reported_and_leave_nothing_behind(sources, tmp_path, capsys,
     def place(value):
         return folder / value if isinstance(value, str) and "." in value else value
 
-    full = {name: [place(v) for v in value] if isinstance(value, list) else place(value) for name, value in changes.items()}
+    full = {
+        name: [place(v) for v in value] if isinstance(value, list) else place(value)
+        for name, value in changes.items()
+    }
     assert call(sources, tmp_path / "out", **full) == 2
     told = capsys.readouterr().err
     assert re.search(message, told), told
-    assert not list(pathlib.Path(tmp_path).glob("*out*")) and not list(pathlib.Path(tmp_path).glob(".*"))
+    assert not list(pathlib.Path(tmp_path).glob("*out*")) and not list(
+        pathlib.Path(tmp_path).glob(".*")
+    )
 
 
 @pytest.mark.parametrize("kilobytes", [4, 16, 48])
@@ -512,12 +634,15 @@ def test_a_full_disk_is_reported_and_left_empty(sources, tmp_path, capsys, kilob
     told = capsys.readouterr().err
     assert (
         told
-        == f"error: {disk / 'out'} could not be written: No space left on device; free some space, then rerun the command\n"
+        == f"error: {disk / 'out'} could not be written: No space left on device; free some space,"
+        " then rerun the command\n"
     )
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [dict(tr="nan"), dict(fps="inf"), dict(code_rate="-1"), dict(slots=0)])
+@pytest.mark.parametrize(
+    "change", [dict(tr="nan"), dict(fps="inf"), dict(code_rate="-1"), dict(slots=0)]
+)
 def test_a_text_in_place_of_a_number_is_refused(sources, tmp_path, capsys, change):
     with pytest.raises(SystemExit):
         call(sources, tmp_path / "out", **change)
@@ -527,7 +652,10 @@ def test_a_text_in_place_of_a_number_is_refused(sources, tmp_path, capsys, chang
 def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
     assert call(sources, tmp_path / "out") == 2
-    assert "needs the package nibabel; install it with: pip install 'jaxtrain[giblet]'" in capsys.readouterr().err
+    assert (
+        "needs the package nibabel; install it with: pip install 'jaxtrain[giblet]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
@@ -539,7 +667,9 @@ def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
         t = np.arange(seconds * rate) / rate
         wave = np.where(t < begin, 0, 0.5 * np.sin(2 * np.pi * 1000 * t)).astype(np.float32)
         for start in range(0, len(wave) - 1024, 1024):
-            frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1024], format="fltp", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                wave[None, start : start + 1024], format="fltp", layout="mono"
+            )
             frame.sample_rate, frame.pts = rate, start
             container.mux(audio.encode(frame))
         container.mux(audio.encode())

@@ -38,7 +38,12 @@ def write(folder, kind):
     table = pa.table({"text": TEXTS, "id": range(len(TEXTS))})
     path = folder / f"corpus.{kind.split('-')[0]}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps({"text": t, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(TEXTS)))
+        path.write_text(
+            "".join(
+                json.dumps({"text": t, "id": i}, ensure_ascii=i % 2 == 0) + "\n"
+                for i, t in enumerate(TEXTS)
+            )
+        )
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=2)
     else:
@@ -60,7 +65,9 @@ def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
 
 def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
     words = ["[unk]", "<eos>", "to", "be", "or", "not"]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(2)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -71,22 +78,39 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
         "paragraph": [[2, 3, 4, 5, 1], [2, 3, 0, 1]],
         "line": [[2, 3, 1], [4, 5, 1], [2, 3, 0, 1]],
     }.items():
-        assert tokens_command.main([str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]) == 0
+        assert (
+            tokens_command.main(
+                [str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]
+            )
+            == 0
+        )
         assert documents(tmp_path / how) == expected
     about = json.loads((tmp_path / "file" / "tokens.json").read_text())
-    assert (about["vocab"], about["eos"], about["ends"], about["tokenizer"]) == (6, 1, [1], "tokenizer.json")
+    assert (about["vocab"], about["eos"], about["ends"], about["tokenizer"]) == (
+        6,
+        1,
+        [1],
+        "tokenizer.json",
+    )
     line = json.loads((tmp_path / "line" / "tokens.json").read_text())["shards"][0]
     assert (line["bytes"], line["first_bytes"]) == (len("to beor notto be it"), len("toorto"))
-    rows = tokens.dataset_info(tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0))
+    rows = tokens.dataset_info(
+        tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0)
+    )
     # The predicted tokens are " be", the end, " not", the end, " be", " it", the end.
     assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
-    assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (
+        tmp_path / "tokenizer.json"
+    ).read_bytes()
 
     again = [str(tmp_path / "file"), str(tmp_path / "a.txt"), "--documents=file", *common]
     assert tokens_command.main(again) == 0
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool.jinja").write_text("new")
-    assert tokens_command.main(again) == 2 and "or with other files of the tokenizer" in capsys.readouterr().err
+    assert (
+        tokens_command.main(again) == 2
+        and "or with other files of the tokenizer" in capsys.readouterr().err
+    )
     assert tokens_command.main([str(tmp_path / "new"), *again[1:]]) == 0
     assert (tmp_path / "new" / "additional_chat_templates" / "tool.jinja").read_text() == "new"
 
@@ -94,12 +118,19 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
 def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
     """That version used the number of tokens as the vocabulary, and stored larger ids as other
     ids."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "to": 1, "be": 70000}, unk_token="[unk]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[unk]": 0, "to": 1, "be": 70000}, unk_token="[unk]")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("to be to be")
     out = tmp_path / "out"
-    assert tokens_command.main([str(out), str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
+    assert (
+        tokens_command.main(
+            [str(out), str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+        )
+        == 0
+    )
     assert documents(out) == [[1, 70000, 1, 70000]]
     config = tokens.Config((tokens.Source(str(out)),), context=8, test_share=0.0)
     assert tokens.dataset_info(config)["vocab"] == 70001
@@ -109,7 +140,10 @@ def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
     assert tokens.dataset_info(config)["vocab"] == 70001
     np.array([1, 4464, 1, 4464], np.uint16).tofile(out / "00000.tokens")
     (out / "tokens.json").write_text(json.dumps({**about, "vocab": 3, "dtype": "uint16"}))
-    with pytest.raises(DataError, match="a vocabulary of 3, and its tokenizer.json one of 70001.*make the tokens again"):
+    with pytest.raises(
+        DataError,
+        match="a vocabulary of 3, and its tokenizer.json one of 70001.*make the tokens again",
+    ):
         tokens.dataset_info(config)
 
 
@@ -122,14 +156,20 @@ def test_a_killed_run_resumes_and_workers_change_no_byte(tmp_path):
     command = [sys.executable, "-m", "jaxtrain.cli", "tokens", str(out), *args, "--workers=2"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(list((out / ".parts").glob("*.json"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+    while (
+        len(list((out / ".parts").glob("*.json"))) < 3
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (out / "tokens.json").exists()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "resuming: " in again.stderr
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
+    }
 
 
 def test_files_of_a_folder_that_are_not_read_are_reported(tmp_path, capsys):
@@ -139,13 +179,26 @@ def test_files_of_a_folder_that_are_not_read_are_reported(tmp_path, capsys):
         (folder / name).write_text(name)
     assert tokens_command.main([str(tmp_path / "out"), str(folder), "--tokenizer=bytes"]) == 0
     assert documents(tmp_path / "out") == [list(b"B.TXT"), list(b"a.txt")]
-    assert f"{folder}: 5 files in it are not read (2 hidden, 1 .gz, 1 .json, 1 .csv), for example" in capsys.readouterr().err
+    assert (
+        f"{folder}: 5 files in it are not read (2 hidden, 1 .gz, 1 .json, 1 .csv), for example"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_paragraph_ends_at_a_blank_line_alone(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\r\none\r\ntwo\r\n \t\r\n\r\nthree\n\u2028\nfour\n\f\nfive\r\n".encode())
+    (tmp_path / "a.txt").write_bytes(
+        "\r\none\r\ntwo\r\n \t\r\n\r\nthree\n\u2028\nfour\n\f\nfive\r\n".encode()
+    )
     assert (
-        tokens_command.main([str(tmp_path / "out"), str(tmp_path / "a.txt"), "--documents=paragraph", "--tokenizer=bytes"]) == 0
+        tokens_command.main(
+            [
+                str(tmp_path / "out"),
+                str(tmp_path / "a.txt"),
+                "--documents=paragraph",
+                "--tokenizer=bytes",
+            ]
+        )
+        == 0
     )
     found = [bytes(ids).decode() for ids in documents(tmp_path / "out")]
     assert found == ["one\ntwo", "three\n\u2028\nfour\n\f\nfive"]
@@ -162,16 +215,32 @@ def test_errors_are_named(tmp_path, capsys):
     fails("line at byte 17, column 'text': holds None", bad, "--tokenizer=bytes")
     fails("line at byte 32 is not JSON", bad, "--tokenizer=bytes", "--skip=3")
     fails("begun with other inputs or options", bad, "--tokenizer=bytes", "--column=id")
-    assert tokens_command.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
-    assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("skipped: ") == 4
-    fails("holds token files of other inputs or options already", bad, "--tokenizer=bytes", "--column=id", "--skip=4")
+    assert (
+        tokens_command.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
+    )
+    assert (
+        documents(tmp_path / "out") == [list(b"fine")]
+        and capsys.readouterr().err.count("skipped: ") == 4
+    )
+    fails(
+        "holds token files of other inputs or options already",
+        bad,
+        "--tokenizer=bytes",
+        "--column=id",
+        "--skip=4",
+    )
     fails("nowhere is not a file", tmp_path / "nowhere", "--tokenizer=bytes")
     fails("give the path of a tokenizer.json", bad, "--tokenizer=gpt2")
     torn = tmp_path / "torn.parquet"
     torn.write_bytes(b"PAR1 and no more")
     fails("torn.parquet cannot be read", torn, "--tokenizer=bytes")
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "other.parquet")
-    assert tokens_command.main([str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]) == 2
+    assert (
+        tokens_command.main(
+            [str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]
+        )
+        == 2
+    )
     assert "has no column 'text'; expected one of: body (--column)" in capsys.readouterr().err
 
 
@@ -183,8 +252,13 @@ def test_running_the_same_command_again_reports_the_existing_output(tmp_path, ca
     capsys.readouterr()
     assert tokens_command.main(command) == 0
     told = capsys.readouterr().out
-    assert told == f"{tmp_path / 'out'} is there already, of these inputs: 1 documents, 5 tokens of 5 bytes\n"
-    assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "out").iterdir()} == before
+    assert (
+        told == f"{tmp_path / 'out'} is there already, of these inputs: 1 documents, 5 tokens of 5"
+        " bytes\n"
+    )
+    assert {
+        p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "out").iterdir()
+    } == before
     (tmp_path / "a.txt").write_text("or not to be")
     assert tokens_command.main(command) == 2
     assert "other inputs or options already" in capsys.readouterr().err

@@ -41,12 +41,25 @@ def load(name):
 def golden_config(variant):
     g = GOLDEN[variant]
     return trm.Config(
-        n_cells=g["seq_len"], vocab=g["vocab_size"], n_puzzles=g["num_puzzle_identifiers"], n_difficulties=1,
-        mixer="mlp" if g["mlp_t"] else "attention", positions=g["pos_encodings"], embed=g["hidden_size"],
-        heads=g["num_heads"], depth=g["L_layers"], expansion=g["expansion"], puzzle_tokens=g["puzzle_emb_len"],
-        puzzle_embed=g["puzzle_emb_ndim"], rope_theta=g["rope_theta"], cycles_high=g["H_cycles"], cycles_low=g["L_cycles"],
-        halt_steps=g["halt_max_steps"], explore=0.0, dtype="float32",
-    )  # fmt: skip
+        n_cells=g["seq_len"],
+        vocab=g["vocab_size"],
+        n_puzzles=g["num_puzzle_identifiers"],
+        n_difficulties=1,
+        mixer="mlp" if g["mlp_t"] else "attention",
+        positions=g["pos_encodings"],
+        embed=g["hidden_size"],
+        heads=g["num_heads"],
+        depth=g["L_layers"],
+        expansion=g["expansion"],
+        puzzle_tokens=g["puzzle_emb_len"],
+        puzzle_embed=g["puzzle_emb_ndim"],
+        rope_theta=g["rope_theta"],
+        cycles_high=g["H_cycles"],
+        cycles_low=g["L_cycles"],
+        halt_steps=g["halt_max_steps"],
+        explore=0.0,
+        dtype="float32",
+    )
 
 
 def from_original(c, w, prefix=""):
@@ -60,9 +73,15 @@ def from_original(c, w, prefix=""):
     def gate_up(x):  # (2 m, in) -> (in, 2, m)
         return x.reshape(2, x.shape[0] // 2, x.shape[1]).transpose(2, 0, 1)
 
-    net = {"w_up": layers("mlp.gate_up_proj", gate_up), "w_down": layers("mlp.down_proj", np.transpose)}
+    net = {
+        "w_up": layers("mlp.gate_up_proj", gate_up),
+        "w_down": layers("mlp.down_proj", np.transpose),
+    }
     if c.mixer == "mlp":
-        net |= {"w_mix_up": layers("mlp_t.gate_up_proj", gate_up), "w_mix_down": layers("mlp_t.down_proj", np.transpose)}
+        net |= {
+            "w_mix_up": layers("mlp_t.gate_up_proj", gate_up),
+            "w_mix_down": layers("mlp_t.down_proj", np.transpose),
+        }
     else:
         net["w_qkv"] = layers("self_attn.qkv_proj", lambda x: x.T.reshape(d, 3, h, k))
         net["w_out"] = layers("self_attn.o_proj", lambda x: x.T.reshape(h, k, d))
@@ -100,8 +119,18 @@ class Golden:
     def model_state(self, g, prefix):
         current = {f: g[f"{prefix}.current.{o}"] for f, o in FIELDS.items()}
         state = {"z_h": g[f"{prefix}.z_H"], "z_l": g[f"{prefix}.z_L"]}
-        fixed = {"init_h": self.weights["H_init"], "init_l": self.weights["L_init"], "step": np.int32(0)}
-        return {**current, **state, **fixed, "steps": g[f"{prefix}.steps"], "halted": g[f"{prefix}.halted"]}
+        fixed = {
+            "init_h": self.weights["H_init"],
+            "init_l": self.weights["L_init"],
+            "step": np.int32(0),
+        }
+        return {
+            **current,
+            **state,
+            **fixed,
+            "steps": g[f"{prefix}.steps"],
+            "halted": g[f"{prefix}.halted"],
+        }
 
 
 FIELDS = {"inputs": "inputs", "labels": "labels", "puzzle": "puzzle_identifiers"}
@@ -121,18 +150,24 @@ def golden(request):
 def check_step(model, g, i, model_state, out):
     prefix, out = f"step{i}.carry", jax.device_get(out)
     for ours, theirs in {"z_h": "z_H", "z_l": "z_L"}.items():
-        np.testing.assert_allclose(out.model_state[ours], g[f"{prefix}.{theirs}"], rtol=0, atol=1e-3)
+        np.testing.assert_allclose(
+            out.model_state[ours], g[f"{prefix}.{theirs}"], rtol=0, atol=1e-3
+        )
     for ours, theirs in {**FIELDS, "steps": "steps", "halted": "halted"}.items():
         theirs = f"{prefix}.{'current.' if ours in FIELDS else ''}{theirs}"
         np.testing.assert_array_equal(out.model_state[ours], g[theirs], err_msg=theirs)
     np.testing.assert_allclose(out.loss.total, g[f"step{i}.loss"], rtol=1e-5, atol=5e-4)
     for name in ("lm_loss", "q_halt_loss"):
-        np.testing.assert_allclose(out.metrics[name].total, g[f"step{i}.metrics.{name}"], rtol=1e-5, atol=5e-4)
+        np.testing.assert_allclose(
+            out.metrics[name].total, g[f"step{i}.metrics.{name}"], rtol=1e-5, atol=5e-4
+        )
     assert out.metrics["halted"].total == g[f"step{i}.metrics.count"]
     for name in ("exact_accuracy", "q_halt_accuracy", "steps"):
         assert out.metrics[name].total == g[f"step{i}.metrics.{name}"], name
         assert out.metrics[name].weight == g[f"step{i}.metrics.count"]
-    np.testing.assert_allclose(out.metrics["accuracy"].total, g[f"step{i}.metrics.accuracy"], atol=1e-5)
+    np.testing.assert_allclose(
+        out.metrics["accuracy"].total, g[f"step{i}.metrics.accuracy"], atol=1e-5
+    )
     assert out.loss.weight == model.batch
 
 
@@ -155,7 +190,9 @@ def test_training_steps_equal_the_originals(golden, kind):
     assert steps
     for i in range(1, steps + 1):
         check_outputs(model, g, i, params, model_state)
-        out = model.loss(Variables(params, model_state=model_state), batch_of(g, i), jax.random.key(0))
+        out = model.loss(
+            Variables(params, model_state=model_state), batch_of(g, i), jax.random.key(0)
+        )
         check_step(model, g, i, model_state, out)
         model_state = out.model_state
 
@@ -163,18 +200,28 @@ def test_training_steps_equal_the_originals(golden, kind):
 def test_gradients_and_the_tables_step_equal_the_originals(golden):
     variant, model = golden
     g, first = load(f"{variant}_grads"), load(f"{variant}_train")
-    grads, out = jax.device_get(model.grad(model.params, model.model_state(first, "initial"), batch_of(first, 1)))
+    grads, out = jax.device_get(
+        model.grad(model.params, model.model_state(first, "initial"), batch_of(first, 1))
+    )
     table = grads["puzzle"].pop("w_rows")
     expected = {**from_original(model.config, g, "grad."), "puzzle": {}}
-    for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(grads), strict=True):
+    for path, x, y in zip(
+        specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(grads), strict=True
+    ):
         np.testing.assert_allclose(y, x, rtol=0, atol=1e-4 * np.abs(x).max(), err_msg=path)
     ids, summed = g["puzzle_emb.unique_ids"], g["puzzle_emb.grad_per_unique_id"]
     np.testing.assert_allclose(table[ids], summed, rtol=0, atol=1e-4 * np.abs(summed).max())
     read = out.sparse_rows[trm_loss.TABLE]
-    np.testing.assert_array_equal(read, np.bincount(g["puzzle_emb.local_ids"], minlength=model.config.n_puzzles))
+    np.testing.assert_array_equal(
+        read, np.bincount(g["puzzle_emb.local_ids"], minlength=model.config.n_puzzles)
+    )
 
     optim = config_lib.Optim(
-        name="sign_sgd", lr=float(g["signsgd.lr"]), weight_decay=float(g["signsgd.weight_decay"]), schedule="constant", clip=0.0
+        name="sign_sgd",
+        lr=float(g["signsgd.lr"]),
+        weight_decay=float(g["signsgd.weight_decay"]),
+        schedule="constant",
+        clip=0.0,
     )
     params = {"puzzle": {"w_rows": jnp.asarray(model.params["puzzle"]["w_rows"])}}
     tx = make_optimizer(optim, {"puzzle": model.task.specs.params["puzzle"]}, steps=1)
@@ -195,16 +242,28 @@ def test_an_evaluation_takes_every_step_and_equals_the_original(golden):
     model_state, last = model.model_state(g, "initial"), GOLDEN[variant]["halt_max_steps"]
     for i in range(1, last + 1):
         check_outputs(model, g, i, params, model_state)
-        model_state = {**model.model_state(g, f"step{i}.carry"), "halted": g[f"step{i}.carry.halted"]}
+        model_state = {
+            **model.model_state(g, f"step{i}.carry"),
+            "halted": g[f"step{i}.carry.halted"],
+        }
     batch = {**batch_of(g, 1), "difficulty": np.zeros(model.batch, "i4")}
-    found = jax.device_get(jax.jit(model.task.evaluate)(Variables(params, model_state=model.model_state(g, "initial")), batch))
+    found = jax.device_get(
+        jax.jit(model.task.evaluate)(
+            Variables(params, model_state=model.model_state(g, "initial")), batch
+        )
+    )
     count = g[f"step{last}.metrics.count"]
     for name in ("exact_accuracy", "q_halt_accuracy"):
         assert (found[name].total, found[name].weight) == (g[f"step{last}.metrics.{name}"], count)
-    np.testing.assert_allclose(found["accuracy"].total, g[f"step{last}.metrics.accuracy"], atol=1e-5)
+    np.testing.assert_allclose(
+        found["accuracy"].total, g[f"step{last}.metrics.accuracy"], atol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("mixer", "positions", "expected"), [("mlp", "none", 5_028_866), ("attention", "rope", 6_828_034)])
+@pytest.mark.parametrize(
+    ("mixer", "positions", "expected"),
+    [("mlp", "none", 5_028_866), ("attention", "rope", 6_828_034)],
+)
 def test_the_published_sizes(mixer, positions, expected):
     c = trm.Config(n_cells=81, vocab=11, n_puzzles=1, mixer=mixer, positions=positions)
     table = trm.make_specs(c)
@@ -221,7 +280,10 @@ def test_the_q_head_starts_closed():
 @pytest.mark.parametrize("name", ["trm/stablemax", "ce/ce"])
 def test_stablemax_equals_float64_within_1e_6(name):
     g = np.load(DATA / f"{name}.npz")
-    logits, expected = g["logits"].astype("f4"), g["cross_entropy" if "trm" in name else "stablemax_ce"]
+    logits, expected = (
+        g["logits"].astype("f4"),
+        g["cross_entropy" if "trm" in name else "stablemax_ce"],
+    )
     if "ce/" in name:  # stored in float64: the loss does not cause float32's rounding of the logits
         expected = reference(logits.astype("f8"), g["labels"])
         np.testing.assert_allclose(expected, g["stablemax_ce"], rtol=1e-6, atol=1e-6)
@@ -242,7 +304,8 @@ def test_stablemax_of_extreme_logits_and_certain_answers():
     logits, labels = g["extreme_logits"].astype("f4"), g["extreme_labels"]
     found = trm_loss.cross_entropy(jnp.asarray(logits), jnp.asarray(labels), "stablemax")
     np.testing.assert_allclose(found, reference(logits.astype("f8"), labels), rtol=1e-6, atol=1e-6)
-    certain = np.array([[1e6, -1e6, -1e6], [3e5, 0, -7]], "f4")  # -log p of 1e-12: a difference of logs would lose it
+    # -log p of 1e-12: a difference of logs would lose it
+    certain = np.array([[1e6, -1e6, -1e6], [3e5, 0, -7]], "f4")
     found = trm_loss.cross_entropy(jnp.asarray(certain), jnp.zeros(2, jnp.int32), "stablemax")
     s = np.where(certain >= 0, certain + 1.0, 1 / (1 - np.minimum(certain, 0).astype("f8")))
     np.testing.assert_allclose(found, np.log1p(s[:, 1:].sum(-1) / s[:, 0]), rtol=1e-6)
@@ -270,7 +333,9 @@ def test_halting_takes_a_positive_q_the_last_step_or_neither():
     q = jnp.array([[1.0, 9], [-1, -9], [-1, -9], [0, 0], [2, 0], [2, 0]])
     found = trm_loss.halt(c, jnp.array([1, 1, 4, 2, 2, 4]), q, jnp.array([0, 0, 0, 0, 3, 9]))
     assert found.tolist() == [True, False, True, False, False, True]
-    by_comparison = trm_loss.halt(replace(c, q_continue=True), jnp.array([1, 1]), q[:2], jnp.zeros(2, jnp.int32))
+    by_comparison = trm_loss.halt(
+        replace(c, q_continue=True), jnp.array([1, 1]), q[:2], jnp.zeros(2, jnp.int32)
+    )
     assert by_comparison.tolist() == [False, True]
 
 
@@ -316,7 +381,9 @@ def test_slots_take_new_rows_only_when_they_are_done(alone):
         halted = model_state["halted"]
         kinds |= set(zip(steps.tolist(), halted.tolist(), strict=True))
         assert model_state["step"] == seed + 1
-    assert kinds >= {(1, True), (1, False), (2, True), (2, False), (3, True)}, "all ways of going on were seen"
+    assert kinds >= {(1, True), (1, False), (2, True), (2, False), (3, True)}, (
+        "all ways of going on were seen"
+    )
 
 
 def test_only_touched_rows_of_the_table_move(run, alone):
@@ -339,14 +406,18 @@ def test_cycles_without_gradient_keep_no_activations(run):
     assert TINY.cycles_high == 2
     two, six = bytes_of(run), bytes_of(cycles(cycles_high=6))
     assert six <= 1.05 * two
-    assert bytes_of(cycles(cycles_low=6)) > 1.5 * two, "while each low cycle of the last keeps its own"
+    assert bytes_of(cycles(cycles_low=6)) > 1.5 * two, (
+        "while each low cycle of the last keeps its own"
+    )
 
 
 @pytest.mark.parametrize(("loss", "q_continue"), [("softmax", False), ("stablemax", True)])
 def test_variants_that_fail_in_the_original_train_here(loss, q_continue):
     """Overfits one batch."""
     model = replace(TINY, loss=loss, q_continue=q_continue)
-    found, _ = Run(CASE._replace(model=model, batch=lambda seed: random_batch(0)), (1, 1, 1)).take(12)
+    found, _ = Run(CASE._replace(model=model, batch=lambda seed: random_batch(0)), (1, 1, 1)).take(
+        12
+    )
     losses = [float(metrics["lm_loss"].total) for _, metrics in found]
     assert losses[-1] < 0.9 * losses[0]
     assert ("q_continue_loss" in found[0][1]) == q_continue
@@ -355,7 +426,12 @@ def test_variants_that_fail_in_the_original_train_here(loss, q_continue):
 def test_curriculum_grows_to_the_full_cycles():
     c = replace(TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100)
     found = [trm_loss.curriculum(c, step) for step in range(0, 130)]
-    assert found[0] == (1, 2) and found[50] == (2, 4) and found[99] == (2, 5) and set(found[100:]) == {(3, 6)}
+    assert (
+        found[0] == (1, 2)
+        and found[50] == (2, 4)
+        and found[99] == (2, 5)
+        and set(found[100:]) == {(3, 6)}
+    )
     assert len(set(found)) <= 3 + 6 and found == sorted(found)
 
 
@@ -366,7 +442,9 @@ def test_pictures_are_of_the_first_boards_on_every_mesh(mesh):
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in random_batch(0).items()}
     config = config_lib.Config(model=TINY, optim=OPTIM, train=config_lib.Train(batch=WIDE))
     devices = jax.devices()[: np.prod(mesh)]
-    run = assemble(config, make_mesh(*mesh, devices=devices), make_task=trm_loss.make_task, fields=fields)
+    run = assemble(
+        config, make_mesh(*mesh, devices=devices), make_task=trm_loss.make_task, fields=fields
+    )
     found = jax.eval_shape(run.task.progress, run.abstract.state.variables, run.abstract.batch)
     assert found["steps"].shape == (4, 36, 5 * 35)
 

@@ -39,7 +39,10 @@ def net(c, p, x):
 
 
 def cycle(c, p, batch, z):
-    rows = np.pad(p["puzzle"]["w_rows"][batch["puzzle"]], ((0, 0), (0, c.puzzle_tokens * c.embed - c.puzzle_embed)))
+    rows = np.pad(
+        p["puzzle"]["w_rows"][batch["puzzle"]],
+        ((0, 0), (0, c.puzzle_tokens * c.embed - c.puzzle_embed)),
+    )
     cells = p["w_cells"][batch["inputs"]]
     x = np.sqrt(c.embed) * np.concatenate([rows.reshape(len(cells), -1, c.embed), cells], 1)
     z_h, z_l = z
@@ -55,7 +58,10 @@ def loss_of(c, p, batch, z):
     s = np.where(logits < 0, 1 / (1 - np.minimum(logits, 0)), 1 + logits)
     valid = batch["labels"] >= 0
     label = np.where(valid, batch["labels"], 0)
-    each = -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), label[..., None], -1))[..., 0] * valid
+    each = (
+        -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), label[..., None], -1))[..., 0]
+        * valid
+    )
     exact = ((logits.argmax(-1) == label) | ~valid).all(1)
     q_loss = np.log1p(np.exp(-np.abs(q))) + np.maximum(q, 0) - q * exact
     return (each.sum(1) / valid.sum(1) + 0.5 * q_loss).sum()
@@ -71,11 +77,15 @@ def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
     batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
 
     def total(params):
-        out = task.loss(Variables(params, model_state=variables.model_state), batch, jax.random.key(0))
+        out = task.loss(
+            Variables(params, model_state=variables.model_state), batch, jax.random.key(0)
+        )
         return out.loss.total, out
 
     (value, out), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
-    assert out.metrics["steps"].total == 3 * out.metrics["steps"].weight and set(out.model_state) == {
+    assert out.metrics["steps"].total == 3 * out.metrics["steps"].weight and set(
+        out.model_state
+    ) == {
         "init_h",
         "init_l",
         "step",
@@ -96,7 +106,9 @@ def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
             moved = jax.tree.unflatten(tree, [*leaves[:i], x + sign * direction, *leaves[i + 1 :]])
             ends.append(loss_of(c, moved, batch, z))
         expected = (ends[0] - ends[1]) / 2
-        assert (np.asarray(grad, np.float64) * direction).sum() == pytest.approx(expected, rel=2e-2, abs=2e-9)
+        assert (np.asarray(grad, np.float64) * direction).sum() == pytest.approx(
+            expected, rel=2e-2, abs=2e-9
+        )
 
 
 def test_depths_are_drawn_and_grow_and_are_counted():
@@ -113,28 +125,45 @@ def test_depths_are_drawn_and_grow_and_are_counted():
     assert trm.train_flops(replace(c, least_steps=0), c.cycles) - deep == 15 * one
 
 
-@pytest.mark.parametrize("options", [{"contract": "last"}, {"contract": "deep"}, {"contract": "deep", "q_continue": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"contract": "last"}, {"contract": "deep"}, {"contract": "deep", "q_continue": True}],
+)
 def test_operations_are_those_that_xla_counts(options):
     """With one cycle, since XLA counts the body of a loop once. XLA also counts norms and
     activations."""
-    sizes = dict(embed=64, puzzle_embed=64, inner_multiple=64, cycles_high=1, cycles_low=1, dtype="float32")
+    sizes = dict(
+        embed=64, puzzle_embed=64, inner_multiple=64, cycles_high=1, cycles_low=1, dtype="float32"
+    )
     c = replace(LAST, **sizes, halt_steps=1, least_steps=0, explore_end=None, **options)
     task = trm_loss.make_task(
-        config_lib.Config(model=c, train=config_lib.Train(batch=32)), stored_params.one_device().shard, 32
+        config_lib.Config(model=c, train=config_lib.Train(batch=32)),
+        stored_params.one_device().shard,
+        32,
     )
     variables = Run(CASE._replace(model=c), (1, 1, 1)).init().variables
     batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
 
     def total(params):
-        return task.loss(Variables(params, model_state=variables.model_state), batch, jax.random.key(0)).loss.total
+        return task.loss(
+            Variables(params, model_state=variables.model_state), batch, jax.random.key(0)
+        ).loss.total
 
     counted = jax.jit(jax.grad(total)).lower(variables.params).compile().cost_analysis()["flops"]
     assert counted == pytest.approx(task.flops, rel=0.08)
 
 
 def test_cycles_of_the_thought_grow_on_their_own():
-    c = replace(TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100, growth_low=10)
-    assert [trm_loss.curriculum(c, step) for step in (0, 5, 10, 50, 100)] == [(1, 2), (1, 4), (1, 6), (2, 6), (3, 6)]
+    c = replace(
+        TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100, growth_low=10
+    )
+    assert [trm_loss.curriculum(c, step) for step in (0, 5, 10, 50, 100)] == [
+        (1, 2),
+        (1, 4),
+        (1, 6),
+        (2, 6),
+        (3, 6),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +186,17 @@ def test_options_of_one_contract_are_refused_with_the_other():
     assert names(least_steps=2, first_steps=1) == ["least_steps", "first_steps", "first_steps"]
     assert names(contract="last") == ["explore_end"] and not list(LAST.validate())
     assert names(growth_low=5) == names(growth=0, growth_low=5) == ["growth_low"]
-    assert names(growth=5) == ["growth"] and not names(growth=5, first_low=1) and not names(growth=5, first_high=1)
+    assert (
+        names(growth=5) == ["growth"]
+        and not names(growth=5, first_low=1)
+        and not names(growth=5, first_high=1)
+    )
     last = dict(contract="last", explore_end=None)
-    assert names(**last, growth_steps=5) == ["growth_steps"] and not names(**last, growth_steps=5, first_steps=2)
-    assert names(noise=math.inf, rollouts=2) == ["noise"] and names(residual=math.inf) == ["residual"]
+    assert names(**last, growth_steps=5) == ["growth_steps"] and not names(
+        **last, growth_steps=5, first_steps=2
+    )
+    assert names(noise=math.inf, rollouts=2) == ["noise"] and names(residual=math.inf) == [
+        "residual"
+    ]
     assert names(contract="first") == ["contract", "explore_end"]
     assert names(contract="last", explore_end=None, least_steps=4) == ["least_steps"]

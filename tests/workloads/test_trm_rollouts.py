@@ -24,14 +24,20 @@ from tests.support.cases.trm import CASE, TINY, WIDE, calm, random_batch
 def variables():
     found = Run(CASE._replace(begin=calm), (1, 1, 1)).init().variables
     # The heads are sure of some boards at some steps.
-    return jax.device_get(found._replace(params={**found.params, "w_q": 3 * jax.random.normal(jax.random.key(5), (16, 2))}))
+    return jax.device_get(
+        found._replace(
+            params={**found.params, "w_q": 3 * jax.random.normal(jax.random.key(5), (16, 2))}
+        )
+    )
 
 
 def program(search, shard):
     """The number of steps is an argument: searches that differ in it alone share a program."""
 
     def run(variables, batch, noise, steps):
-        return rollouts.explore(TINY, variables, batch, search._replace(steps=steps), noise, jax.random.key(3), shard)
+        return rollouts.explore(
+            TINY, variables, batch, search._replace(steps=steps), noise, jax.random.key(3), shard
+        )
 
     return jax.jit(run)
 
@@ -58,7 +64,11 @@ def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
     the first rollout."""
     batch = {name: random_batch(0)[name] for name in ("inputs", "puzzle")}
     z = start(TINY, variables.model_state, WIDE, stored_params.one_device().shard)
-    step = jax.jit(lambda z: refine(TINY, variables.params, {**batch, **z}, TINY.cycles, stored_params.one_device().shard))
+    step = jax.jit(
+        lambda z: refine(
+            TINY, variables.params, {**batch, **z}, TINY.cycles, stored_params.one_device().shard
+        )
+    )
     boards, sure = [], []
     for _ in range(6):
         z_h, z_l, logits, q = step(z)
@@ -70,7 +80,9 @@ def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
     first = np.array(sure).argmax(0) + 1
     np.testing.assert_array_equal(whole.sure[:, 0], np.where(np.any(sure, 0), first, 0))
     differs = np.array([(b != boards[-1]).any(1) for b in boards])
-    np.testing.assert_array_equal(whole.since[:, 0], [max([0, *(np.flatnonzero(d) + 1)]) + 1 for d in differs.T])
+    np.testing.assert_array_equal(
+        whole.since[:, 0], [max([0, *(np.flatnonzero(d) + 1)]) + 1 for d in differs.T]
+    )
     assert len({board.tobytes() for board in whole.q[0, :, 0]}) == 4 and (whole.steps == 6).all()
     still = explore(variables, Search(4, 6), 0.0)
     assert (still.q == still.q[:, :1]).all()
@@ -85,16 +97,24 @@ def test_noise_follows_from_the_board_and_the_rollout_alone(variables, whole):
     np.testing.assert_allclose(alone.q[:, :4], whole.q[3:5], atol=1e-2)
     layout = make_layout(make_mesh(8, 1, 1), {})
     replicated = jax.device_put(variables, layout.replicated())
-    np.testing.assert_allclose(explore(replicated, Search(4, 6), shard=layout.shard).q, whole.q, atol=1e-2)
+    np.testing.assert_allclose(
+        explore(replicated, Search(4, 6), shard=layout.shard).q, whole.q, atol=1e-2
+    )
 
 
 def test_a_rollout_that_overflows_is_not_chosen(variables):
     found = explore(variables, Search(3, 2), 1e30)
-    assert np.isneginf(found.q[:, 1:, 0]).all() and not found.sure[:, 1:].any() and not np.isnan(found.q).any()
+    assert (
+        np.isneginf(found.q[:, 1:, 0]).all()
+        and not found.sure[:, 1:].any()
+        and not np.isnan(found.q).any()
+    )
     assert all((np.asarray(found.best(by)) == 0).all() for by in ("q", "check"))
 
 
-@pytest.mark.parametrize(("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7), ("lights", 6)])
+@pytest.mark.parametrize(
+    ("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7), ("lights", 6)]
+)
 def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
     source = puzzles.Source(kind=kind, n_train=12, n_test=0, blanks=(3, 6), side=side)
     made = puzzle_generators.generate(source, 0)["train"]
@@ -107,8 +127,15 @@ def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
     logits = jax.nn.one_hot(answers, puzzles.n_symbols(kind))
     np.testing.assert_array_equal(view.back(logits).argmax(-1), made.labels)
     if kind == "sudoku":
-        kept = np.array([[len(np.unique(b.reshape(9, 9)[:, k])) for k in range(9)] for b in np.asarray(view.places) // 9])
-        assert set(kept[1:].reshape(12 - 1, -1)[:, 0]) == {1, 9}, "some are transposed, and others are not"
+        kept = np.array(
+            [
+                [len(np.unique(b.reshape(9, 9)[:, k])) for k in range(9)]
+                for b in np.asarray(view.places) // 9
+            ]
+        )
+        assert set(kept[1:].reshape(12 - 1, -1)[:, 0]) == {1, 9}, (
+            "some are transposed, and others are not"
+        )
 
 
 def test_a_rollout_answers_the_board_as_it_sees_it(variables, whole):
@@ -153,18 +180,24 @@ def test_stops_keep_the_board_at_which_they_stop(variables, whole, monkeypatch):
     solved = np.array([one.solved.any(1) for one in each])
     checked = explore(variables, Search(4, 6, "check"))
     expected = np.where(solved.any(0), solved.argmax(0) + 1, 6)
-    assert (checked.steps == expected[:, None]).all() and len(set(expected.tolist())) > 1, "of a board all stop together"
+    assert (checked.steps == expected[:, None]).all() and len(set(expected.tolist())) > 1, (
+        "of a board all stop together"
+    )
     best = checked.best("check")
     any_solved = checked.solved.any(1)
     assert np.take_along_axis(checked.solved, np.asarray(best)[:, None], 1)[any_solved].all()
-    np.testing.assert_array_equal(np.asarray(best)[~any_solved], checked.q[..., 0].argmax(1)[~any_solved])
+    np.testing.assert_array_equal(
+        np.asarray(best)[~any_solved], checked.q[..., 0].argmax(1)[~any_solved]
+    )
 
 
 def test_a_fixed_point_stops_at_its_bound(variables):
     assert (explore(variables, Search(1, 6, residual=1e-9)).steps == 6).all()
     assert (explore(variables, Search(1, 6, residual=10.0)).steps == 1).all()
     params = variables.params
-    settling = variables._replace(params={**params, "net": {name: x / 10 for name, x in params["net"].items()}})
+    settling = variables._replace(
+        params={**params, "net": {name: x / 10 for name, x in params["net"].items()}}
+    )
     early, last = (explore(settling, Search(1, n, residual=1e-3)) for n in (200, 3))
     assert 3 < early.steps.min() <= early.steps.max() < 200 and (last.steps == 3).all()
     late = explore(settling, Search(1, 200))
@@ -174,7 +207,11 @@ def test_a_fixed_point_stops_at_its_bound(variables):
 def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
     c = replace(TINY, rollouts=2, noise=0.7, symmetry=True, test_steps=2, n_puzzles=1)
     assert not list(c.validate())
-    case = CASE._replace(model=c, begin=calm, batch=lambda seed: {**random_batch(seed), "puzzle": np.zeros(WIDE, "i4")})
+    case = CASE._replace(
+        model=c,
+        begin=calm,
+        batch=lambda seed: {**random_batch(seed), "puzzle": np.zeros(WIDE, "i4")},
+    )
     alone = Run(case, (1, 1, 1)).take(1)
     metrics = alone[1]
     assert {"exact_accuracy_checked", "rollouts_halted"} <= set(metrics)
@@ -186,7 +223,11 @@ def test_options_are_refused_by_name():
     def names(**options):
         return [name for name, _ in replace(TINY, **options).validate()]
 
-    assert (names(rollouts=4), names(noise=1.0), names(symmetry=True)) == (["rollouts"], ["noise"], ["symmetry"])
+    assert (names(rollouts=4), names(noise=1.0), names(symmetry=True)) == (
+        ["rollouts"],
+        ["noise"],
+        ["symmetry"],
+    )
     assert not names(rollouts=4, symmetry=True) and not names(rollouts=4, noise=0.3)
     data = {"n_cells": 16, "vocab": 6, "n_puzzles": 1, "n_difficulties": 2}
     one = replace(TINY, rollouts=2, symmetry=True, n_puzzles=1)
@@ -194,7 +235,10 @@ def test_options_are_refused_by_name():
     assert [text for _, text in replace(one, n_puzzles=2).validate_data(data)] == [
         "is True, of boards of one kind, and the data have 2 ids of puzzles; use noise"
     ]
-    assert "no kind of puzzle has 16 cells and 7 symbols" in next(replace(one, vocab=7).validate_data(data))[1]
+    assert (
+        "no kind of puzzle has 16 cells and 7 symbols"
+        in next(replace(one, vocab=7).validate_data(data))[1]
+    )
     assert "noise" in [n for n, _ in replace(TINY, rollouts=2, noise=-1.0).validate()]
 
 
@@ -205,7 +249,9 @@ def test_a_confidence_is_as_often_right():
     q = rng.normal(0, 6, 4000)
     right = rng.random(4000) < 1 / (1 + np.exp(-(0.4 * q - 1)))
     scale = confidence.fit(q, right)
-    assert scale.slope == pytest.approx(0.4, abs=0.04) and scale.offset == pytest.approx(-1, abs=0.15)
+    assert scale.slope == pytest.approx(0.4, abs=0.04) and scale.offset == pytest.approx(
+        -1, abs=0.15
+    )
     all_right = confidence.fit(np.linspace(1, 5, 30), np.ones(30, bool))
     assert 0.9 < all_right(3.0) < 1
     with pytest.raises(DataError, match="19 boards calibrate no confidence; expected at least 20"):

@@ -18,7 +18,10 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     """The states of its slots and the probability of exploring also equal those of the undisturbed
     run at the end, bit for bit."""
     whole = processes.run(folder, "trm.py", "--config.workdir=whole")
-    assert "2 programs, by (stage, bucket), are compiled ahead; their first steps: {((1, 1), 0): 0, ((2, 2), 0): 10}" in whole
+    assert (
+        "2 programs, by (stage, bucket), are compiled ahead; their first steps: {((1, 1), 0): 0,"
+        " ((2, 2), 0): 10}" in whole
+    )
     killed = (folder, "trm.py", "--config.workdir=killed")
     after = str(folder / "killed" / "checkpoints" / "8")
     processes.run(*killed, code=-signal.SIGKILL, KILL_AT="12", KILL_AFTER=after)
@@ -27,13 +30,23 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     assert processes.hashes(folder / "killed", 16) == processes.hashes(folder / "whole", 16)
     assert any("z_h" in path for path in processes.hashes(folder / "whole", 16))
     for split in ("train", "test"):
-        assert processes.records(folder / "killed", split) == processes.records(folder / "whole", split)
+        assert processes.records(folder / "killed", split) == processes.records(
+            folder / "whole", split
+        )
     # Before the end, evaluations have 8 of the 9 held-out boards. At the end they have all. A class
     # without a board has no accuracy.
-    lines = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
     last = [line for line in lines if line["split"] == "test"][-1]
-    assert round(last["exact_accuracy"] * 9, 6) % 1 == 0 and last["exact_accuracy_difficulty_4"] is None
-    assert {p.name for p in (folder / "whole" / "pictures").iterdir()} >= {"step000008_steps_0.png", "step000016_steps_3.png"}
+    assert (
+        round(last["exact_accuracy"] * 9, 6) % 1 == 0
+        and last["exact_accuracy_difficulty_4"] is None
+    )
+    assert {p.name for p in (folder / "whole" / "pictures").iterdir()} >= {
+        "step000008_steps_0.png",
+        "step000016_steps_3.png",
+    }
     assert "already reached step 16" in processes.run(*killed)
     assert not processes.unexplained(folder / "killed")
 

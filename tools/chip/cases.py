@@ -54,9 +54,14 @@ class Data:
         folder = self.folder / f"tokens-{vocab}"
         folder.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(0)
-        lengths = np.clip(rng.lognormal(6.0, 0.9, n), 16, 8_000).astype(int) // (20 if self.small else 1) + 2
+        lengths = (
+            np.clip(rng.lognormal(6.0, 0.9, n), 16, 8_000).astype(int) // (20 if self.small else 1)
+            + 2
+        )
         documents = [rng.integers(0, vocab, length) for length in lengths]
-        entry = token_files.write_shard(folder, "0", documents, (4 * lengths).tolist(), token_files.token_dtype(vocab))
+        entry = token_files.write_shard(
+            folder, "0", documents, (4 * lengths).tolist(), token_files.token_dtype(vocab)
+        )
         token_files.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=[entry])
         return str(folder)
 
@@ -70,26 +75,58 @@ class Case(NamedTuple):
     small: Overrides
     unit: str  # of what is counted a second: rows, or tokens where the task has them
 
-    def config(self, data: Data, choice: Overrides, more: Overrides | None = None) -> config_lib.Config:
+    def config(
+        self, data: Data, choice: Overrides, more: Overrides | None = None
+    ) -> config_lib.Config:
         """Raise ConfigError."""
         sizes = self.small if data.small else choice
-        chosen = {**self.common(data), **sizes, **(more or {}), "workdir": str(data.folder / "runs")}
+        chosen = {
+            **self.common(data),
+            **sizes,
+            **(more or {}),
+            "workdir": str(data.folder / "runs"),
+        }
         return config_lib.load(f"{ROOT}/{self.source(data)}", chosen.items())
 
 
 def _each(name: str, values: Sequence[Any], **rest: str) -> list[Overrides]:
-    return [{name: str(value), **{k.replace("__", "."): v for k, v in rest.items()}} for value in values]
+    return [
+        {name: str(value), **{k.replace("__", "."): v for k, v in rest.items()}} for value in values
+    ]
 
 
-_TINY = {"model.embed": "64", "model.depth": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "16",
-         "model.mlp": "128", "model.vocab": "512", "model.remat": "none", "model.dtype": "float32"}  # fmt: skip
-_TINY_VIT = {"model.embed": "64", "model.depth": "2", "model.heads": "4", "model.patch": "(32, 32)", "model.dtype": "float32",
-             "train.batch": "8"}  # fmt: skip
+_TINY = {
+    "model.embed": "64",
+    "model.depth": "2",
+    "model.heads": "4",
+    "model.kv_heads": "2",
+    "model.head_dim": "16",
+    "model.mlp": "128",
+    "model.vocab": "512",
+    "model.remat": "none",
+    "model.dtype": "float32",
+}
+_TINY_VIT = {
+    "model.embed": "64",
+    "model.depth": "2",
+    "model.heads": "4",
+    "model.patch": "(32, 32)",
+    "model.dtype": "float32",
+    "train.batch": "8",
+}
 _TINY_GIBLET = {
-    **{f"model.{name}": "(32, 16)" for name in ("audio_widths", "text_widths", "decode_video_widths", "decode_audio_widths")},
-    "model.decode_text_widths": "(32, 16)", "model.video_widths": "(32, 16, 16)", "model.trunk_widths": "(64, 64)",
-    "model.decoder_widths": "(64, 64, 32, 32)", "model.bottleneck": "32", "model.head_width": "64", "train.batch": "8",
-}  # fmt: skip
+    **{
+        f"model.{name}": "(32, 16)"
+        for name in ("audio_widths", "text_widths", "decode_video_widths", "decode_audio_widths")
+    },
+    "model.decode_text_widths": "(32, 16)",
+    "model.video_widths": "(32, 16, 16)",
+    "model.trunk_widths": "(64, 64)",
+    "model.decoder_widths": "(64, 64, 32, 32)",
+    "model.bottleneck": "32",
+    "model.head_width": "64",
+    "train.batch": "8",
+}
 
 
 def _vit(preset: str) -> Case:
@@ -111,9 +148,15 @@ def _language(context: int, batches: Sequence[int]) -> Case:
         lambda data: "configs/lm.py:llama-3.2-1b",
         lambda data: {
             "data.sources": f"({{'path': {data.tokens!r}}},)",
-            **{f"{section}.context": str(128 if data.small else context) for section in ("model", "data")},
+            **{
+                f"{section}.context": str(128 if data.small else context)
+                for section in ("model", "data")
+            },
         },
-        [*_each("train.batch", batches, model__remat="none"), *_each("train.batch", batches, model__remat="full")],
+        [
+            *_each("train.batch", batches, model__remat="none"),
+            *_each("train.batch", batches, model__remat="full"),
+        ],
         {**_TINY, "train.batch": "8"},
         "tokens",
     )
@@ -123,8 +166,12 @@ def _trm(name: str, argument: str, **more: str) -> Case:
     return Case(
         name,
         "trm",
-        lambda data: "configs/trm_sudoku.py:4x4" if data.small else f"configs/trm_sudoku.py{argument}",
-        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)", **more},
+        lambda data: (
+            "configs/trm_sudoku.py:4x4" if data.small else f"configs/trm_sudoku.py{argument}"
+        ),
+        lambda data: (
+            {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)", **more}
+        ),
         [*_each("train.accumulate", (1, 2, 4), train__batch="768")],
         {
             "data.sources": "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'views': 0},)",
@@ -143,7 +190,11 @@ CASES = (
     _language(8192, (4, 2, 1)),
     _trm("trm", ""),
     # Its steps have one depth, the largest, which is what its FLOPs are counted of.
-    _trm("trm-last", ":extreme", **{f"model.{name}_steps": "0" for name in ("least", "first", "growth")}),
+    _trm(
+        "trm-last",
+        ":extreme",
+        **{f"model.{name}_steps": "0" for name in ("least", "first", "growth")},
+    ),
     Case(
         "higgs-lora",
         "higgs",
@@ -164,12 +215,16 @@ CASES = (
             {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
             {"model.param_dtype": "bfloat16", "optim.moments": "int8"},
             {"model.param_dtype": "bfloat16", "optim.name": "adafactor"},
-            {"model.param_dtype": "bfloat16", "optim.name": "adafactor", "model.video_widths": "(2048, 2048, 1024)"},
+            {
+                "model.param_dtype": "bfloat16",
+                "optim.name": "adafactor",
+                "model.video_widths": "(2048, 2048, 1024)",
+            },
         ],
         _TINY_GIBLET,
         "rows",
     ),
-)  # fmt: skip
+)
 MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
@@ -224,7 +279,9 @@ def first_batch(assembly: plan_lib.Assembly) -> Batch:
 def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     """Return the first ones of the largest shape."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
-    loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
+    loader = importlib.import_module(config.loader).make_loader(
+        config.data, split="train", rows=rows, seed=config.seed
+    )
     taken: list[Batch] = []
     positions = itertools.count()
     try:
@@ -257,7 +314,9 @@ class Steps:
 
     def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
         """Start a step, and wait for no device."""
-        self.state, out = self.program(self.state, self.batch if batch is None else batch, self._go_on)
+        self.state, out = self.program(
+            self.state, self.batch if batch is None else batch, self._go_on
+        )
         return out
 
     def seconds(self, at_least: float, *, n: int = 3) -> float:
@@ -275,4 +334,6 @@ class Steps:
 
 
 def parameters(chosen: Chosen) -> int:
-    return specs.count(chosen.assembly.task.specs.params) + specs.count(chosen.assembly.task.specs.frozen)
+    return specs.count(chosen.assembly.task.specs.params) + specs.count(
+        chosen.assembly.task.specs.frozen
+    )

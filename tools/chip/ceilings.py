@@ -27,7 +27,10 @@ def _rate(run: Callable[[], Any], amount: float, seconds: float) -> float:
 
 def product(device: jax.Device, size: int, dtype: str, seconds: float) -> float:
     """[FLOP/s] of normal square matrices' product. Zeros draw less power: faster."""
-    a, b = (jax.device_put(jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)), device) for i in range(2))
+    a, b = (
+        jax.device_put(jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)), device)
+        for i in range(2)
+    )
     times = jax.jit(lambda a, b: a @ b)
     return _rate(lambda: times(a, b), 2 * size**3, seconds)
 
@@ -42,7 +45,11 @@ def measure(device: jax.Device, *, small: bool, quick: bool) -> dict[str, Any]:
     add = jax.jit(lambda x: x + 1)  # a plain copy might be left out
     host = np.ones(min(n_bytes, 2**28), np.uint8)
     return {
-        "product": {"dtype": dtype, "flops_per_second": max(products.values()), "by_size": products},
+        "product": {
+            "dtype": dtype,
+            "flops_per_second": max(products.values()),
+            "by_size": products,
+        },
         # Read once and written once.
         "copy": {"bytes_per_second": _rate(lambda: add(x), 2 * n_bytes, seconds), "bytes": n_bytes},
         "from_host": {

@@ -42,7 +42,8 @@ LOSS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative
 GRADIENT = {"float32": 1e-3, "bfloat16": 1e-1}  # relative, of the worst parameter
 # Gradients of a handful of bfloat16 numbers differ by more than their own rounding; such small
 # parameters are left out of it.
-LEAST = {"float32": 0.0, "bfloat16": 1e-3}  # share of all gradients' norm that a parameter must have to be compared
+# share of all gradients' norm that a parameter must have to be compared
+LEAST = {"float32": 0.0, "bfloat16": 1e-3}
 ATTENTION = 2e-2  # of values of about 1, forward and backward, in bfloat16: eps is 8e-3
 CURVES = 0.03  # mean distance of two loss curves over the mean loss
 MODELS = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
@@ -70,7 +71,12 @@ def measure(data: cases.Data, device: jax.Device, *, quick: bool, models: set[st
     found = [*attention(quick=quick)]
     # Compilers work side by side.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(4, machine.cores() // 4))) as pool:
-        pairs = [(case, dtype) for case in chosen for dtype in dtypes if dtype == "float32" or case.name in ATTENDING]
+        pairs = [
+            (case, dtype)
+            for case in chosen
+            for dtype in dtypes
+            if dtype == "float32" or case.name in ATTENDING
+        ]
         for checks in pool.map(lambda pair: list(workload(pair[0], data, device, pair[1])), pairs):
             found += checks
     if quick:
@@ -87,7 +93,9 @@ def chosen_in(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str
     return cases.put_together(case.config(small, {}, {"model.dtype": dtype}), device, {})
 
 
-def gradients(chosen: cases.Chosen, variables: PyTree, batch: PyTree) -> tuple[float, dict[str, np.ndarray]]:
+def gradients(
+    chosen: cases.Chosen, variables: PyTree, batch: PyTree
+) -> tuple[float, dict[str, np.ndarray]]:
     """Return the mean loss of a batch, and its gradients by path, in float32 on the host."""
     a = chosen.assembly
     task = a.task
@@ -97,7 +105,9 @@ def gradients(chosen: cases.Chosen, variables: PyTree, batch: PyTree) -> tuple[f
 
     def run(variables: PyTree, batch: PyTree) -> tuple[Any, ...]:
         key = jax.random.fold_in(jax.random.key(a.config.seed), 0)
-        return accumulate.gradients(task, a.layout, variables, step_lib.with_rows(batch, a.layout), key, accumulate=1)
+        return accumulate.gradients(
+            task, a.layout, variables, step_lib.with_rows(batch, a.layout), key, accumulate=1
+        )
 
     # Where attention asks which kernel to take, the answer is: that of this device.
     with jax.default_device(device), jax.default_matmul_precision("highest"):
@@ -115,13 +125,25 @@ def workload(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str)
     with jax.default_device(cpu):
         variables = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(1)).variables
         batch = cases.first_batch(a)
-    moved = [jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), tree) for tree in (variables, dict(batch))]
-    yield from compare(f"{case.model} {dtype}", gradients(there, variables, dict(batch)), gradients(here, *moved), dtype)
+    moved = [
+        jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), tree)
+        for tree in (variables, dict(batch))
+    ]
+    yield from compare(
+        f"{case.model} {dtype}",
+        gradients(there, variables, dict(batch)),
+        gradients(here, *moved),
+        dtype,
+    )
 
 
-def compare(name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree], dtype: str) -> Iterator[Check]:
+def compare(
+    name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree], dtype: str
+) -> Iterator[Check]:
     (loss, grads), (our_loss, our_grads) = theirs, ours
-    yield Check(f"{name}: loss", abs(our_loss - loss) / abs(loss), LOSS[dtype], f"{loss:.6g} on the CPU")
+    yield Check(
+        f"{name}: loss", abs(our_loss - loss) / abs(loss), LOSS[dtype], f"{loss:.6g} on the CPU"
+    )
     whole = math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in grads.values()))
     errors = {
         path: float(np.linalg.norm((our_grads[path] - g).ravel()) / np.linalg.norm(g.ravel()))
@@ -133,29 +155,51 @@ def compare(name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree],
     else:
         worst = max(errors, key=lambda path: errors[path])
         error = errors[worst]
-    yield Check(f"{name}: gradients", error, GRADIENT[dtype], f"worst of {len(errors)} of {len(grads)}: {worst}")
+    yield Check(
+        f"{name}: gradients",
+        error,
+        GRADIENT[dtype],
+        f"worst of {len(errors)} of {len(grads)}: {worst}",
+    )
 
 
 def attention(*, quick: bool) -> Iterator[Check]:
     """Yield the kernel here on bfloat16: causal, packed, few key heads, odd length."""
     shapes = {"vit": (2, 257, 6, 6, 64, False, False), "packed": (2, 512, 8, 2, 64, True, True)}
     if not quick:
-        shapes |= {"causal": (2, 512, 8, 2, 64, True, False), "wide": (1, 1024, 4, 4, 128, True, True)}
+        shapes |= {
+            "causal": (2, 512, 8, 2, 64, True, False),
+            "wide": (1, 1024, 4, 4, 128, True, True),
+        }
     for name, (b, t, h, g, k, causal, packed) in shapes.items():
         keys = jax.random.split(jax.random.key(0), 4)
         q, key, v, dy = (
-            jax.random.normal(one, (b, t, n, k)).astype(jnp.bfloat16) for one, n in zip(keys, (h, g, g, h), strict=True)
+            jax.random.normal(one, (b, t, n, k)).astype(jnp.bfloat16)
+            for one, n in zip(keys, (h, g, g, h), strict=True)
         )
-        segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32) if packed else None
+        segments = (
+            jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32)
+            if packed
+            else None
+        )
         kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
         ours = _with_derivatives(kernel, q, key, v, dy)
         wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
-        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *wide)
+        theirs = _with_derivatives(
+            functools.partial(formula, causal=causal, segments_bt=segments), *wide
+        )
         error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
-        yield Check(f"attention {name}", error, ATTENTION, f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}")
+        yield Check(
+            f"attention {name}",
+            error,
+            ATTENTION,
+            f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}",
+        )
 
 
-def formula(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_bt: jax.Array | None) -> jax.Array:
+def formula(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_bt: jax.Array | None
+) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v with all weights at once."""
     b, t, h, d = q.shape
     k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
@@ -167,7 +211,9 @@ def formula(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_
     return jnp.einsum("bhts,bshd->bthd", p_bhts, v, precision="highest")
 
 
-def _with_derivatives(f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
+def _with_derivatives(
+    f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array
+) -> list[np.ndarray]:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
         y, pull = jax.vjp(f, q, k, v)
         return y, *pull(dy.astype(y.dtype))
@@ -190,7 +236,12 @@ def curves(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int
         losses.append(np.array([float(x.total / x.weight) for x in jax.device_get(outs)]))
     wide, narrow = losses
     note = f"{wide[0]:.4f} to {wide[-1]:.4f} in float32, to {narrow[-1]:.4f} in bfloat16"
-    return Check(f"{case.model}: curves over {steps} steps", float(np.abs(narrow - wide).mean() / wide.mean()), CURVES, note)
+    return Check(
+        f"{case.model}: curves over {steps} steps",
+        float(np.abs(narrow - wide).mean() / wide.mean()),
+        CURVES,
+        note,
+    )
 
 
 def repeated(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int) -> Check:
@@ -205,7 +256,12 @@ def repeated(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: i
             run()
         states.append(jax.tree.leaves(jax.device_get(run.state)))
     differ = sum(x.tobytes() != y.tobytes() for x, y in zip(*states, strict=True))
-    return Check(f"{case.model}: two runs of {steps} steps", differ, 0, f"arrays of {len(states[0])} that differ")
+    return Check(
+        f"{case.model}: two runs of {steps} steps",
+        differ,
+        0,
+        f"arrays of {len(states[0])} that differ",
+    )
 
 
 def record(checks: list[Check]) -> list[dict[str, Any]]:

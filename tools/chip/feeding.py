@@ -46,11 +46,19 @@ def measure(data: cases.Data, device: jax.Device, *, quick: bool) -> dict[str, A
         choice["train.batch"] = str(int(choice["train.batch"]) // 2)
     seconds = 0.5 if data.small else 2.0 if quick else 4.0
     forms = dict(list(FORMS.items())[:1]) if quick else FORMS
-    return {form: measure_form(case, data, device, choice, more, seconds) for form, more in forms.items()}
+    return {
+        form: measure_form(case, data, device, choice, more, seconds)
+        for form, more in forms.items()
+    }
 
 
 def measure_form(
-    case: cases.Case, data: cases.Data, device: jax.Device, choice: cases.Overrides, more: cases.Overrides, seconds: float
+    case: cases.Case,
+    data: cases.Data,
+    device: jax.Device,
+    choice: cases.Overrides,
+    more: cases.Overrides,
+    seconds: float,
 ) -> dict[str, Any]:
     chosen = cases.put_together(case.config(data, choice, more), device, choice)
     a, batch = chosen.assembly, chosen.assembly.config.train.batch
@@ -81,7 +89,9 @@ def measure_form(
 
 @contextlib.contextmanager
 def _loader(config: Any, rows: Rows) -> Iterator[Loader]:
-    loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
+    loader = importlib.import_module(config.loader).make_loader(
+        config.data, split="train", rows=rows, seed=config.seed
+    )
     with contextlib.closing(loader):
         loader.seek(0)
         yield loader
@@ -98,7 +108,9 @@ def rate(loader: Loader, batch: int, seconds: float) -> float:
     return n * batch / (time.perf_counter() - begin)
 
 
-def end_to_end(stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float) -> tuple[float, float]:
+def end_to_end(
+    stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float
+) -> tuple[float, float]:
     """(rows a second, share of time waited for data), as in the loop: a step is read one late."""
     pending = None
     for _ in range(4):

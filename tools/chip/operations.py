@@ -22,8 +22,17 @@ KINDS = (
     ("copy to the device", re.compile(r"memcpyh2d|infeed", re.I)),
     ("copy from the device", re.compile(r"memcpyd2h|outfeed", re.I)),
     ("attention", re.compile(r"fmha|sdpa|flash|splash", re.I)),
-    ("product", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[/_.\-])dot([_.\-]|$)|matmul|conv|onednn", re.I)),
-    ("between devices", re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective", re.I)),
+    (
+        "product",
+        re.compile(
+            r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[/_.\-])dot([_.\-]|$)|matmul|conv|onednn",
+            re.I,
+        ),
+    ),
+    (
+        "between devices",
+        re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective", re.I),
+    ),
     ("graph", re.compile(r"graph", re.I)),
     ("copy", re.compile(r"memcpy|memset|^copy|transpose", re.I)),
 )
@@ -48,9 +57,16 @@ def read(folder: str | pathlib.Path) -> list[Operation]:
     """All operations of a trace, by start. Raises ValueError without any."""
     found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
     if not found:
-        raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
+        raise ValueError(
+            f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one"
+        )
     each = (op for file in found for op in scoped.operations(file))
-    if not (ops := [Operation(name, scope or name, start / 1e3, end / 1e3) for name, scope, start, end in each]):
+    if not (
+        ops := [
+            Operation(name, scope or name, start / 1e3, end / 1e3)
+            for name, scope, start, end in each
+        ]
+    ):
         raise ValueError(f"{found[-1]} names no operation of a device")
     return sorted(ops, key=lambda op: op.start)
 
@@ -84,7 +100,8 @@ class Summary(NamedTuple):
     longest_gap: float  # [s]
     matrix: float  # [share] of the operations' time that is in matrix units, as far as names show
     kinds: dict[str, float]  # [share] of the operations' time
-    top: list[tuple[str, str, str, float, int]]  # (name, where, kind, share of the operations' time, times), the most first
+    # (name, where, kind, share of the operations' time, times), the most first
+    top: list[tuple[str, str, str, float, int]]
     copied: float  # [s] that copies to the device took
     overlap: float | None  # [share] of them in which something else runs; None: there are none
 
@@ -102,7 +119,11 @@ def summary(operations: Sequence[Operation], *, top: int = 8) -> Summary:
     whole = spans[-1][1] - spans[0][0]
     gaps = [after[0] - before[1] for before, after in zip(spans, spans[1:], strict=False)]
     copies = [(op.start, op.end) for op in operations if op.kind == "copy to the device"]
-    others = [(op.start, op.end) for op in operations if op.kind not in ("copy to the device", "copy from the device")]
+    others = [
+        (op.start, op.end)
+        for op in operations
+        if op.kind not in ("copy to the device", "copy from the device")
+    ]
     ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     return Summary(
         seconds=whole * 1e-9,
@@ -110,7 +131,10 @@ def summary(operations: Sequence[Operation], *, top: int = 8) -> Summary:
         longest_gap=max(gaps, default=0.0) * 1e-9,
         matrix=sum(kinds.get(kind, 0.0) for kind in MATRIX) / busy,
         kinds={kind: kinds[kind] / busy for kind in sorted(kinds, key=lambda kind: -kinds[kind])},
-        top=[(name, where[name], kind, sum(times) / busy, len(times)) for (name, kind), times in ranked],
+        top=[
+            (name, where[name], kind, sum(times) / busy, len(times))
+            for (name, kind), times in ranked
+        ],
         copied=covered(copies) * 1e-9,
         overlap=common(copies, others) / covered(copies) if copies else None,
     )
@@ -123,35 +147,61 @@ def _plain(name: str) -> str:
 
 def advice(found: Summary) -> str:
     """Return the first thing to look at, by the longest time without a matrix unit."""
-    lost = {kind: share * (1 - found.idle) for kind, share in found.kinds.items() if kind not in MATRIX}
+    lost = {
+        kind: share * (1 - found.idle) for kind, share in found.kinds.items() if kind not in MATRIX
+    }
     lost["gaps"] = found.idle
     worst = max(lost, key=lambda kind: lost[kind])
     if lost[worst] < 0.1:
-        return f"nothing stands out: {found.matrix:.0%} of the operations' time is in matrix units, gaps are {found.idle:.0%}"
+        return (
+            f"nothing stands out: {found.matrix:.0%} of the operations' time is in matrix units,"
+            f" gaps are {found.idle:.0%}"
+        )
     if worst == "gaps":
         longest = f"longest {1e3 * found.longest_gap:.2f} ms"
-        return f"gaps: nothing runs in {found.idle:.0%} of the time ({longest}); what feeds the device?"
+        return (
+            f"gaps: nothing runs in {found.idle:.0%} of the time ({longest}); what feeds the"
+            " device?"
+        )
     if worst == "graph":
         return (
-            f"kernels inside CUDA graphs, {lost[worst]:.0%} of the time, are not distinguished; to see them: "
-            "XLA_FLAGS=--xla_gpu_enable_command_buffer= and --only profile"
+            f"kernels inside CUDA graphs, {lost[worst]:.0%} of the time, are not distinguished; to"
+            " see them: XLA_FLAGS=--xla_gpu_enable_command_buffer= and --only profile"
         )
-    name, where, _, share, times = next(row for row in (*found.top, ("", "", worst, 0.0, 0)) if row[2] == worst)
-    most = f"; most of one name in {name} ({where or 'unnamed'}), {share:.0%} in {times} calls" if name else ""
-    return f"{'operations outside matrix units' if worst == 'other' else worst}: {lost[worst]:.0%} of the time{most}"
+    name, where, _, share, times = next(
+        row for row in (*found.top, ("", "", worst, 0.0, 0)) if row[2] == worst
+    )
+    most = (
+        f"; most of one name in {name} ({where or 'unnamed'}), {share:.0%} in {times} calls"
+        if name
+        else ""
+    )
+    return (
+        f"{'operations outside matrix units' if worst == 'other' else worst}: {lost[worst]:.0%} of"
+        f" the time{most}"
+    )
 
 
 def lines(found: Summary) -> list[str]:
     """For people."""
     kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in found.kinds.items())
     rows = [
-        f"{1e3 * found.seconds:.1f} ms, {found.idle:.1%} of it gaps (longest {1e3 * found.longest_gap:.2f} ms); "
-        f"{found.matrix:.0%} of the operations' time in matrix units",
+        (
+            f"{1e3 * found.seconds:.1f} ms, {found.idle:.1%} of it gaps (longest"
+            f" {1e3 * found.longest_gap:.2f} ms); {found.matrix:.0%} of the operations' time in"
+            " matrix units"
+        ),
         f"by kind: {kinds}",
     ]
-    rows += [f"{share:6.1%}  {times:5} ×  {name[:60]:60}  {kind}" for name, _, kind, share, times in found.top]
+    rows += [
+        f"{share:6.1%}  {times:5} ×  {name[:60]:60}  {kind}"
+        for name, _, kind, share, times in found.top
+    ]
     if found.overlap is not None:
-        rows.append(f"copies to the device: {1e3 * found.copied:.2f} ms, {found.overlap:.0%} of it while something computes")
+        rows.append(
+            f"copies to the device: {1e3 * found.copied:.2f} ms, {found.overlap:.0%} of it while"
+            " something computes"
+        )
     return [*rows, f"next: {advice(found)}"]
 
 

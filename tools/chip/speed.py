@@ -27,7 +27,9 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
     return program, cold, time.perf_counter() - begin
 
 
-def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
+def measure(
+    case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]
+) -> dict[str, Any]:
     """Measure ``parts`` ("speed", "profile"). A planned size that does not fit is halved."""
     chosen = cases.choose(case, data, device)
     refused: list[dict[str, Any]] = []
@@ -38,11 +40,15 @@ def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bo
             config = cases.smaller(chosen)
             if "RESOURCE_EXHAUSTED" not in str(error) or config is None or len(refused) == 3:
                 raise
-            refused.append({"rows": chosen.assembly.config.train.batch, "least_bytes": chosen.bound.peak})
+            refused.append(
+                {"rows": chosen.assembly.config.train.batch, "least_bytes": chosen.bound.peak}
+            )
         chosen = cases.put_together(config, device, chosen.choice)
 
 
-def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
+def _measure(
+    case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool, parts: set[str]
+) -> dict[str, Any]:
     task, config, small = chosen.assembly.task, chosen.assembly.config, device.platform == "cpu"
     found: dict[str, Any] = {
         "case": case.name,

@@ -19,9 +19,12 @@ class Sides(NamedTuple):
     others: Mapping[str, Callable[[], Step]]
     count: int  # type: ignore[assignment]  # of what a step has
     unit: str
-    within: float | None = None  # largest relative difference of losses from the same weights; None = weights differ
-    steps: int = 20  # whose losses are held to that: fewer where a step makes rounding a thousand times what it was
-    same: Callable[[], tuple[Step, Step]] | None = None  # steps without randomness, whose losses are compared instead
+    # largest relative difference of losses from the same weights; None = weights differ
+    within: float | None = None
+    # whose losses are held to that: fewer where a step makes rounding a thousand times what it was
+    steps: int = 20
+    # steps without randomness, whose losses are compared instead
+    same: Callable[[], tuple[Step, Step]] | None = None
 
 
 def theirs(make: Callable[[bool], Step]) -> dict[str, Callable[[], Step]]:
@@ -32,10 +35,14 @@ def parameter(x: np.ndarray) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.from_numpy(np.array(x)))
 
 
-def linear(w_io: np.ndarray, b_o: np.ndarray | None = None, *, transposed: bool = False) -> torch.nn.Linear:
+def linear(
+    w_io: np.ndarray, b_o: np.ndarray | None = None, *, transposed: bool = False
+) -> torch.nn.Linear:
     """Return a linear layer [inputs, outputs], or transposed, whose caller flattens heads."""
     w_oi = w_io if transposed else w_io.T
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, w_oi.shape[1], w_oi.shape[0], bias=b_o is not None)
+    layer = torch.nn.utils.skip_init(
+        torch.nn.Linear, w_oi.shape[1], w_oi.shape[0], bias=b_o is not None
+    )
     layer.weight = parameter(np.ascontiguousarray(w_oi))
     if b_o is not None:
         layer.bias = parameter(b_o)
@@ -51,9 +58,13 @@ def layer_norm(scale_d: np.ndarray, bias_d: np.ndarray | None, eps: float) -> to
 
 
 def adamw_step(
-    model: torch.nn.Module, inputs: Sequence[torch.Tensor], o: config_lib.Optim, *, compiled: bool = False,
+    model: torch.nn.Module,
+    inputs: Sequence[torch.Tensor],
+    o: config_lib.Optim,
+    *,
+    compiled: bool = False,
     spared: tuple[str, ...] = (),
-) -> Step:  # fmt: skip
+) -> Step:
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
     ``o``: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters
@@ -62,7 +73,10 @@ def adamw_step(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in spared]
     others = [p for p in trained.values() if not any(p is d for d in decayed)]
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": o.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.b1, o.b2), eps=o.eps)
     forward = torch.compile(model) if compiled else model
 

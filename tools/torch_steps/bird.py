@@ -37,14 +37,23 @@ class Layer(torch.nn.Module):
         super().__init__()
         d = w["w_up"].shape[0]
         self.heads = heads
-        self.norm_1, self.norm_2 = (adamw.layer_norm(w[f"scale_{n}"], w[f"bias_{n}"], vit.EPS) for n in ("attention", "mlp"))
+        self.norm_1, self.norm_2 = (
+            adamw.layer_norm(w[f"scale_{n}"], w[f"bias_{n}"], vit.EPS) for n in ("attention", "mlp")
+        )
         self.qkv = adamw.linear(w["w_qkv"].reshape(d, 3 * d), w["b_qkv"].reshape(-1))
         self.out = adamw.linear(w["w_out"].reshape(d, d), w["b_out"])
-        self.up, self.down = adamw.linear(w["w_up"], w["b_up"]), adamw.linear(w["w_down"], w["b_down"])
+        self.up, self.down = (
+            adamw.linear(w["w_up"], w["b_up"]),
+            adamw.linear(w["w_down"], w["b_down"]),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x))
+            .view(b, t, 3, self.heads, d // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
@@ -62,7 +71,10 @@ class Classifier(torch.nn.Module):
         self.layers = torch.nn.Sequential(*(Layer(c.heads, w) for w in layers))
         self.norm = adamw.layer_norm(e["scale"], e["bias"], vit.EPS)
         head, probe = params["objective"]["supervised"], params["probe"]
-        self.head, self.probe = adamw.linear(head["w"], head["b"]), adamw.linear(probe["w"], probe["b"])
+        self.head, self.probe = (
+            adamw.linear(head["w"], head["b"]),
+            adamw.linear(probe["w"], probe["b"]),
+        )
         self.probe_norm = adamw.layer_norm(probe["scale"], probe["bias"], vit.EPS)
 
     def forward(self, x_bfw: torch.Tensor, label_b: torch.Tensor) -> torch.Tensor:
@@ -71,22 +83,33 @@ class Classifier(torch.nn.Module):
         x_bnp = x_bfw.view(b, m, f, n, w).transpose(2, 3).reshape(b, m * n, f * w)
         x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)
         pooled = self.norm(self.layers(x))[:, self.c.n_cls :].mean(1)
-        smoothed = F.cross_entropy(self.head(pooled), label_b, label_smoothing=self.c.supervised.label_smoothing)
+        smoothed = F.cross_entropy(
+            self.head(pooled), label_b, label_smoothing=self.c.supervised.label_smoothing
+        )
         return smoothed + F.cross_entropy(self.probe(self.probe_norm(pooled.detach())), label_b)
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
     make: Any = bird.Config  # its fields of objectives are made as it is imported
     c = make(
-        embed=size["embed"], depth=size["depth"], heads=size["heads"], patch=(size["patch"], size["patch"]), pool="patches",
-        dtype="float32", unroll=size["depth"], n_classes=12, supervised=supervised.Supervised(label_smoothing=0.1),
-    )  # fmt: skip
+        embed=size["embed"],
+        depth=size["depth"],
+        heads=size["heads"],
+        patch=(size["patch"], size["patch"]),
+        pool="patches",
+        dtype="float32",
+        unroll=size["depth"],
+        n_classes=12,
+        supervised=supervised.Supervised(label_smoothing=0.1),
+    )
     batch, o = make_batch(c, size["batch"]), config_lib.Optim(lr=1e-3, schedule="constant")
     ours = Ours(bird.make_task, c, o, batch)
     inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
     params = ours.params()
 
     def step(compiled: bool) -> adamw.Step:
-        return adamw.adamw_step(Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos"))
+        return adamw.adamw_step(
+            Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos")
+        )
 
     return adamw.Sides(ours, adamw.theirs(step), size["batch"], "rows", within=1e-4)

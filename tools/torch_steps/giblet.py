@@ -65,7 +65,9 @@ def chain(c: giblet.Config, layers: list[giblet.Layer], params: PyTree) -> torch
 def mean_error(y_bd: torch.Tensor, target_bd: torch.Tensor) -> torch.Tensor:
     """Return the mean square, over the standard deviation of the targets."""
     std, mean = torch.std_mean(target_bd)
-    return F.mse_loss(y_bd, target_bd) / torch.where(std > 1e-5 * mean.abs(), std + giblet_loss.STD_EPS, 1.0)
+    return F.mse_loss(y_bd, target_bd) / torch.where(
+        std > 1e-5 * mean.abs(), std + giblet_loss.STD_EPS, 1.0
+    )
 
 
 class Autoencoder(torch.nn.Module):
@@ -75,20 +77,34 @@ class Autoencoder(torch.nn.Module):
         super().__init__()
         self.c = c
         self.encoder, self.decoder = (
-            torch.nn.ModuleDict({name: chain(c, layers, params[part][name]) for name, layers in branches.items()})
+            torch.nn.ModuleDict(
+                {name: chain(c, layers, params[part][name]) for name, layers in branches.items()}
+            )
             for part, branches in giblet.layers(c).items()
         )
 
-    def forward(self, video: torch.Tensor, audio: torch.Tensor, text: torch.Tensor, fmri: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, video: torch.Tensor, audio: torch.Tensor, text: torch.Tensor, fmri: torch.Tensor
+    ) -> torch.Tensor:
         c, dtype = self.c, self.encoder["fmri"][0].weight.dtype
         video, audio, text, fmri = (x.to(dtype) for x in (video, audio, text, fmri))
-        joined = torch.cat([self.encoder["video"](video), self.encoder["audio"](audio), self.encoder["text"](text)], 1)
+        joined = torch.cat(
+            [
+                self.encoder["video"](video),
+                self.encoder["audio"](audio),
+                self.encoder["text"](text),
+            ],
+            1,
+        )
         bottleneck = self.encoder["trunk"](joined)
         shared = self.decoder["trunk"](bottleneck)
         start = c.frame % c.n_frames * c.frame_size
         sound = giblet.LARGEST_CODE * self.decoder["audio"](shared).sigmoid()
         return (
-            c.weight_video * mean_error(self.decoder["video"](shared).sigmoid(), video[:, start : start + c.frame_size])
+            c.weight_video
+            * mean_error(
+                self.decoder["video"](shared).sigmoid(), video[:, start : start + c.frame_size]
+            )
             + c.weight_audio * mean_error(sound, audio)
             + c.weight_text * mean_error(self.decoder["text"](shared), text)
             + c.weight_fmri * mean_error(self.encoder["fmri"](bottleneck), fmri)
@@ -105,12 +121,19 @@ def sides(size: Mapping[str, int]) -> adamw.Sides:
     def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[Ours, Callable[[bool], adamw.Step]]:
         ours = Ours(giblet_loss.make_task, c, o, batch)
         params = ours.params()
-        return ours, lambda compiled: adamw.adamw_step(Autoencoder(c, params), inputs, o, compiled=compiled)
+        return ours, lambda compiled: adamw.adamw_step(
+            Autoencoder(c, params), inputs, o, compiled=compiled
+        )
 
     def same() -> tuple[adamw.Step, adamw.Step]:
-        c, slow = dataclasses.replace(run.model, dropout=0.0), dataclasses.replace(o, lr=1e-3 * o.lr)
+        c, slow = (
+            dataclasses.replace(run.model, dropout=0.0),
+            dataclasses.replace(o, lr=1e-3 * o.lr),
+        )
         ours, _ = pair(c, slow)
         return ours, adamw.adamw_step(Autoencoder(c, ours.params()).double(), inputs, slow)
 
     ours, make = pair(run.model, o)
-    return adamw.Sides(ours, adamw.theirs(make), size["batch"], "rows", within=5e-5, steps=3, same=same)
+    return adamw.Sides(
+        ours, adamw.theirs(make), size["batch"], "rows", within=5e-5, steps=3, same=same
+    )

@@ -35,14 +35,22 @@ class Layer(torch.nn.Module):
         super().__init__()
         d = c.embed
         self.heads = c.heads
-        self.norm_1, self.norm_2 = (adamw.layer_norm(w[f"scale_{n}"], None, c.eps) for n in ("attention", "mlp"))
+        self.norm_1, self.norm_2 = (
+            adamw.layer_norm(w[f"scale_{n}"], None, c.eps) for n in ("attention", "mlp")
+        )
         qkv = np.concatenate([w[f"w_{n}"].reshape(-1, d) for n in "qkv"])
-        self.qkv, self.out = adamw.linear(qkv, transposed=True), adamw.linear(w["w_out"].reshape(d, -1), transposed=True)
+        self.qkv, self.out = (
+            adamw.linear(qkv, transposed=True),
+            adamw.linear(w["w_out"].reshape(d, -1), transposed=True),
+        )
         self.up, self.down = (adamw.linear(w[f"w_{n}"], transposed=True) for n in ("up", "down"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm_1(x)).split(d, dim=2))
+        q, k, v = (
+            y.view(b, t, self.heads, -1).transpose(1, 2)
+            for y in self.qkv(self.norm_1(x)).split(d, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -64,15 +72,32 @@ class Decoder(torch.nn.Module):
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
     c = language.Config(
-        vocab=65, context=size["context"], embed=size["embed"], depth=size["depth"], heads=size["heads"], mlp=4 * size["embed"],
-        norm="layer", activation="gelu", positions="learned", tied=True, dtype="float32", unroll=size["depth"],
-    )  # fmt: skip
+        vocab=65,
+        context=size["context"],
+        embed=size["embed"],
+        depth=size["depth"],
+        heads=size["heads"],
+        mlp=4 * size["embed"],
+        norm="layer",
+        activation="gelu",
+        positions="learned",
+        tied=True,
+        dtype="float32",
+        unroll=size["depth"],
+    )
     o = config_lib.Optim(
-        lr=1e-3, b2=0.99, weight_decay=0.1, schedule="constant", decayed=r"(^|/)(w|embed|pos)[^/]*$", undecayed=r"(^|/)scale"
+        lr=1e-3,
+        b2=0.99,
+        weight_decay=0.1,
+        schedule="constant",
+        decayed=r"(^|/)(w|embed|pos)[^/]*$",
+        undecayed=r"(^|/)scale",
     )
     batch = make_batch(c, size["batch"])
     ours = Ours(language_loss.make_task, c, o, batch)
-    inputs = tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets"))
+    inputs = tuple(
+        torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets")
+    )
     params = ours.params()
 
     def make(compiled: bool) -> adamw.Step:

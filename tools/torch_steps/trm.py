@@ -22,7 +22,16 @@ from tools.torch_steps import adamw
 
 F = torch.nn.functional
 VOCAB = 11
-DEFAULTS = {"embed": 128, "cells": 81, "low": 6, "high": 3, "inner": 256, "heads": 4, "batch": 32, "rounds": 10}
+DEFAULTS = {
+    "embed": 128,
+    "cells": 81,
+    "low": 6,
+    "high": 3,
+    "inner": 256,
+    "heads": 4,
+    "batch": 32,
+    "rounds": 10,
+}
 LR, DECAY, B1, B2, EMA = 1e-4, 1.0, 0.9, 0.95, 0.999
 
 
@@ -56,15 +65,24 @@ class Recursive(torch.nn.Module):
         self.c, net = c, params["net"]
 
         def matrices(name: str) -> torch.nn.ParameterList:
-            return torch.nn.ParameterList(adamw.parameter(w.reshape(len(w), -1).T) for w in net[name])
+            return torch.nn.ParameterList(
+                adamw.parameter(w.reshape(len(w), -1).T) for w in net[name]
+            )
 
-        self.mix_up, self.mix_down, self.up, self.down = (matrices(f"w_{n}") for n in ("mix_up", "mix_down", "up", "down"))
-        self.cells, self.head = adamw.parameter(params["w_cells"]), adamw.parameter(params["w_symbols"].T)
+        self.mix_up, self.mix_down, self.up, self.down = (
+            matrices(f"w_{n}") for n in ("mix_up", "mix_down", "up", "down")
+        )
+        self.cells, self.head = (
+            adamw.parameter(params["w_cells"]),
+            adamw.parameter(params["w_symbols"].T),
+        )
         self.q, self.q_bias = adamw.parameter(params["w_q"].T), adamw.parameter(params["b_q"])
 
     def net(self, z: torch.Tensor, injected: torch.Tensor) -> torch.Tensor:
         x = z + injected
-        for mix_up, mix_down, up, down in zip(self.mix_up, self.mix_down, self.up, self.down, strict=True):
+        for mix_up, mix_down, up, down in zip(
+            self.mix_up, self.mix_down, self.up, self.down, strict=True
+        ):
             y = x.transpose(1, 2)
             x = rms(y + swiglu(y, mix_up, mix_down)).transpose(1, 2)
             x = rms(x + swiglu(x, up, down))
@@ -96,14 +114,21 @@ class Recursive(torch.nn.Module):
         return (lm + 0.5 * bce) / n, z_h.detach(), z_l.detach(), q.detach()[:, 0]
 
 
-def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool) -> adamw.Step:
+def make_theirs(
+    c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool
+) -> adamw.Step:
     model = Recursive(c, params)
     if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
         model.net = torch.compile(model.net)  # type: ignore[method-assign]
     trained = list(model.parameters())
-    m, v, ema = ([f(p.detach()) for p in trained] for f in (torch.zeros_like, torch.zeros_like, torch.clone))
+    m, v, ema = (
+        [f(p.detach()) for p in trained] for f in (torch.zeros_like, torch.zeros_like, torch.clone)
+    )
     n, dtype = len(batch["weight"]), getattr(torch, c.dtype)
-    first = {name: torch.from_numpy(np.array(model_state[f"init_{name[-1]}"])).to(dtype) for name in ("z_h", "z_l")}
+    first = {
+        name: torch.from_numpy(np.array(model_state[f"init_{name[-1]}"])).to(dtype)
+        for name in ("z_h", "z_l")
+    }
     rows = {name: torch.from_numpy(batch[name]).long() for name in ("inputs", "labels")}
     slots = {
         **{name: torch.zeros(n, c.n_tokens, c.embed, dtype=dtype) for name in first},
@@ -144,11 +169,28 @@ def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
     c = trm.Config(
-        n_cells=size["cells"], vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=size["embed"], heads=size["heads"],
-        inner_multiple=size["inner"], puzzle_embed=0, cycles_high=size["high"], cycles_low=size["low"], dtype="float32",
-    )  # fmt: skip
+        n_cells=size["cells"],
+        vocab=VOCAB,
+        n_puzzles=1,
+        n_difficulties=1,
+        embed=size["embed"],
+        heads=size["heads"],
+        inner_multiple=size["inner"],
+        puzzle_embed=0,
+        cycles_high=size["high"],
+        cycles_low=size["low"],
+        dtype="float32",
+    )
     o = config_lib.Optim(
-        name="adam_atan2", lr=LR, b1=B1, b2=B2, weight_decay=DECAY, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
+        name="adam_atan2",
+        lr=LR,
+        b1=B1,
+        b2=B2,
+        weight_decay=DECAY,
+        schedule="constant",
+        clip=0.0,
+        decayed=".",
+        undecayed="^$",
     )
     batch = make_batch(size["cells"], size["batch"])
     ours = Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)

@@ -55,7 +55,9 @@ class Cluster(NamedTuple):
     note: str = ""  # the part of the environment that was ignored, and why
 
 
-def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
+def from_environment(
+    environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None
+) -> Cluster:
     """Return the cluster that ``environment`` describes.
 
     ``gpus``: the machine's NVIDIA GPUs, which CUDA_VISIBLE_DEVICES may hide. ``metadata``: of a TPU
@@ -84,7 +86,10 @@ def _check(found: Cluster) -> None:
     host = found.coordinator.rpartition(":")[0]
     problems = []
     if not 0 <= found.process < found.processes:
-        problems.append(f"process {found.process} of {found.processes} does not exist; processes are numbered from 0")
+        problems.append(
+            f"process {found.process} of {found.processes} does not exist; processes are numbered"
+            " from 0"
+        )
     elif found.processes > 1 and not found.coordinator:
         remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
         problems.append(f"{found.launcher} does not say where process 0 runs; {remedy}")
@@ -115,18 +120,29 @@ def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
     if given == "none" or (not given and rendezvous.is_loopback(coordinator.rpartition(":")[0])):
         return ""
     if not given:
-        text = f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}. Set it to the same random "
-        text += f"text in all processes (export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x {SECRET}), "
+        text = (
+            f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}. Set it"
+            " to the same random "
+        )
+        text += (
+            f"text in all processes (export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x"
+            f" {SECRET}), "
+        )
         raise ClusterError([f"{text}or to none in a network where everybody is trusted"])
     if len(given) < MIN_SECRET:
-        text = f"{SECRET} has {len(given)} characters; it needs at least {MIN_SECRET}: openssl rand -hex 32"
+        text = (
+            f"{SECRET} has {len(given)} characters; it needs at least {MIN_SECRET}: openssl rand"
+            " -hex 32"
+        )
         raise ClusterError([text])
     return given
 
 
 def _explicit(given: Mapping[str, str]) -> Cluster:
     named = ", ".join(given)
-    problems = [f"{name} is not set, although {named} is" for name in VARIABLES if name not in given]
+    problems = [
+        f"{name} is not set, although {named} is" for name in VARIABLES if name not in given
+    ]
     address, numbers = "", []
     for name in VARIABLES[1:]:
         try:
@@ -140,13 +156,17 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
     if problems:
         raise ClusterError(problems)
     processes, process = numbers
-    return Cluster(processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables")
+    return Cluster(
+        processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables"
+    )
 
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
-        raise ClusterError([f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"])
+        raise ClusterError(
+            [f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"]
+        )
     return text
 
 
@@ -166,13 +186,21 @@ def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     if not environment.get("SLURM_JOB_ID"):
         return None
     names = (
-        "STEP_ID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "PROCID", "LOCALID",
+        "STEP_ID",
+        "STEP_NUM_TASKS",
+        "STEP_NODELIST",
+        "STEP_TASKS_PER_NODE",
+        "PROCID",
+        "LOCALID",
         "NODEID",
-    )  # fmt: skip
+    )
     values = {name: environment.get(f"SLURM_{name}", "") for name in names}
     if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
         job = _plain(environment["SLURM_JOB_ID"])
-        note = f"this process is not a task of a step of SLURM job {job} ({', '.join(missing)} not set), so the run has "
+        note = (
+            f"this process is not a task of a step of SLURM job {job} ({', '.join(missing)} not"
+            " set), so the run has "
+        )
         return Cluster(note=f"{note}one process; start several with srun")
     tasks, process = _number(values["STEP_NUM_TASKS"]), _number(values["PROCID"])
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
@@ -227,8 +255,15 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
     first = _tpu_host(leader) if leader else workers[0]
     process, processes = own * len(workers) + _number(worker), slices * len(workers)
     if process >= processes:
-        raise ClusterError([f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are listed"])
-    return Cluster(processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod")
+        raise ClusterError(
+            [
+                f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are"
+                " listed"
+            ]
+        )
+    return Cluster(
+        processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod"
+    )
 
 
 def _tpu_host(text: str) -> str:
@@ -236,7 +271,9 @@ def _tpu_host(text: str) -> str:
     return parts[2] if len(parts) == 3 else parts[0]
 
 
-def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str) -> tuple[int, ...]:
+def _own_gpus(
+    environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str
+) -> tuple[int, ...]:
     """Return the ordinals of a process's own GPUs among the visible ones, () = all.
 
     ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 = unknown). A local rank is
@@ -249,11 +286,22 @@ def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: 
     per_task = bool(environment.get("SLURM_GPUS_PER_TASK"))
     if not (gpus < tasks or 0 < gpus < allocated or per_task):  # each task sees all of its node
         if gpus % tasks:
-            raise ClusterError([f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share evenly"])
+            raise ClusterError(
+                [
+                    f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share"
+                    " evenly"
+                ]
+            )
         each = gpus // tasks
         return tuple(range(task * each, (task + 1) * each)) if tasks > 1 else ()
     if allocated > gpus * tasks:
-        text = f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks} task(s): the rest would "
-        text += "idle. GPUs are bound per task; use --gpus-per-node without --gpus-per-task and --gpu-bind, or a task per GPU"
+        text = (
+            f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks}"
+            " task(s): the rest would "
+        )
+        text += (
+            "idle. GPUs are bound per task; use --gpus-per-node without --gpus-per-task and"
+            " --gpu-bind, or a task per GPU"
+        )
         raise ClusterError([text])
     return tuple(range(gpus)) if tasks > 1 else ()

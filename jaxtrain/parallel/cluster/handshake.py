@@ -27,7 +27,12 @@ class Line:
     """The messages of one authenticated connection, at one of its ends."""
 
     def __init__(
-        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], secret: bytes, nonces: bytes, *, coordinator: bool
+        self,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        secret: bytes,
+        nonces: bytes,
+        *,
+        coordinator: bool,
     ):
         self._reader, self.writer = streams
         self._key = _mac(secret, b"messages", nonces)

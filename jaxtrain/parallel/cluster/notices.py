@@ -45,7 +45,12 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
     """Read the attributes `POD` of a TPU VM. Empty without TPUs, or without the package libtpu."""
     chips = [path for path in machine.accelerators() if not path.name.startswith(("nvidia", "kfd"))]
     host = metadata_server(environment)
-    if not host or not chips or "TPU_SKIP_MDS_QUERY" in environment or importlib.util.find_spec("libtpu") is None:
+    if (
+        not host
+        or not chips
+        or "TPU_SKIP_MDS_QUERY" in environment
+        or importlib.util.find_spec("libtpu") is None
+    ):
         return {}
     return {name: text for name in POD if (text := read(host, f"attributes/{name}"))}
 

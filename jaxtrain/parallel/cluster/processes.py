@@ -34,10 +34,18 @@ VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 def find() -> Cluster:
     """Return the cluster that this machine's environment describes. Raises ClusterError."""
     gpus = sum(path.name.startswith("nvidia") for path in machine.accelerators())
-    return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
+    return discover.from_environment(
+        os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ)
+    )
 
 
-def await_peers(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
+def await_peers(
+    membership: Cluster,
+    config: Config,
+    *,
+    leave: Callable[[], Any] = lambda: False,
+    refusal: str = "",
+) -> None:
     """Wait until all processes of a run are present, and compare them (`rendezvous.await_peers`).
 
     ``leave`` is called again and again during the wait, and ends it by returning true. With
@@ -65,18 +73,30 @@ def await_peers(membership: Cluster, config: Config, *, leave: Callable[[], Any]
     )
 
 
-def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
+def initialize(
+    membership: Cluster,
+    config: Config,
+    *,
+    leave: Callable[[], Any] = lambda: False,
+    refusal: str = "",
+) -> None:
     """Join the processes: first `await_peers`, with its arguments and errors, then JAX."""
     if membership.note:
         log.warning("%s", membership.note)
     if membership.processes == 1:
         return
     here, numbers = socket.gethostname(), f"process {membership.process} of {membership.processes}"
-    log.info("%s (%s, on %s), coordinator %s", numbers, membership.launcher, here, membership.coordinator)
+    log.info(
+        "%s (%s, on %s), coordinator %s", numbers, membership.launcher, here, membership.coordinator
+    )
     await_peers(membership, config, leave=leave, refusal=refusal)
     bounds = config.distributed
     host, _, port = membership.coordinator.rpartition(":")
-    places = [host] if rendezvous.is_loopback(host) else rendezvous.addresses(host.strip("[]"), int(port))
+    places = (
+        [host]
+        if rendezvous.is_loopback(host)
+        else rendezvous.addresses(host.strip("[]"), int(port))
+    )
     bind = None
     if membership.process == 0 and len(places) == 1:
         # JAX's own port has no secret, so it listens only where process 0 is reached.
@@ -94,8 +114,12 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
             heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
     except Exception as error:
-        raise RendezvousError(f"{numbers} could not join the run at {membership.coordinator}: {error}") from error
-    if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
+        raise RendezvousError(
+            f"{numbers} could not join the run at {membership.coordinator}: {error}"
+        ) from error
+    if problem := uneven(
+        Counter(device.process_index for device in jax.devices()), membership.processes
+    ):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
         # Only process 0 would write programs there and read them back, since a program has another
@@ -110,7 +134,11 @@ def uneven(devices: Mapping[int, int], processes: int) -> str:
     counts = [devices.get(process, 0) for process in range(processes)]
     usual = Counter(counts).most_common(1)[0][0]
     odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
-    return f"the processes have different numbers of devices: {', '.join(odd)}, the others {usual}" if odd else ""
+    return (
+        f"the processes have different numbers of devices: {', '.join(odd)}, the others {usual}"
+        if odd
+        else ""
+    )
 
 
 def compare(texts: Mapping[str, str]) -> None:
@@ -120,11 +148,22 @@ def compare(texts: Mapping[str, str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    plain = ["\n".join(line for line in text.split("\n") if "callback" not in line) for text in texts.values()]
-    own = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain])
+    plain = [
+        "\n".join(line for line in text.split("\n") if "callback" not in line)
+        for text in texts.values()
+    ]
+    own = np.stack(
+        [np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain]
+    )
     every = np.asarray(multihost_utils.process_allgather(own))  # [processes, texts, 32]
     reports = [
-        {"process": p, "facts": {f"{name}'s hash": bytes(row).hex()[:12] for name, row in zip(texts, rows, strict=True)}}
+        {
+            "process": p,
+            "facts": {
+                f"{name}'s hash": bytes(row).hex()[:12]
+                for name, row in zip(texts, rows, strict=True)
+            },
+        }
         for p, rows in enumerate(every)
     ]
     if problem := rendezvous.differences(reports):
@@ -133,48 +172,73 @@ def compare(texts: Mapping[str, str]) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers: jaxtrain and `VERSIONED`."""
-    return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
+    return {"jaxtrain": jaxtrain.__version__} | {
+        name: importlib.metadata.version(name) for name in VERSIONED
+    }
 
 
 def devices() -> str:
     """Describe the devices of all processes, for example "8 × NVIDIA H100 of 2 processes"."""
     found = jax.devices()
     kinds = " and ".join(sorted({device.device_kind for device in found}))
-    return f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    return (
+        f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    )
 
 
 def of_cpus() -> dict[str, int]:
     """Return the numbers of cores and threads, which decide the last bits on CPUs, else {}."""
     if jax.default_backend() != "cpu":
         return {}
-    return {"cores": machine.cores(), "threads": int(os.environ.get("NPROC") or machine.schedulable())}
+    return {
+        "cores": machine.cores(),
+        "threads": int(os.environ.get("NPROC") or machine.schedulable()),
+    }
 
 
 def digest_of_files() -> str:
     """Hash the Python files, as two installations of one version or commit may differ."""
     here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
-    named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
+    named = [
+        path.relative_to(here)
+        for package in ("jaxtrain", "loaders")
+        for path in (here / package).rglob("*.py")
+    ]
     # Names that begin with "." are of editors, and are not imported.
-    named = sorted(path for path in named if not any(part.startswith(".") for part in path.parts) and (here / path).is_file())
+    named = sorted(
+        path
+        for path in named
+        if not any(part.startswith(".") for part in path.parts) and (here / path).is_file()
+    )
     digest = hashlib.sha256()
     for path in named:
-        digest.update(f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode()
+        )
     return digest.hexdigest()[:12]
 
 
 def digest_of_extension() -> str:
     """Hash the compiled extension, or return "" without one."""
     spec = importlib.util.find_spec("loaders._rust")
-    return hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()[:12] if spec and spec.origin else ""
+    return (
+        hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()[:12]
+        if spec and spec.origin
+        else ""
+    )
 
 
 def commit() -> str:
     """Return the checkout's commit with "-dirty" if files differ, "" for an installed package."""
     git = ["git", "-C", os.path.dirname(os.path.abspath(jaxtrain.__file__))]
     try:
-        if subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5).returncode:
+        if subprocess.run(
+            [*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5
+        ).returncode:
             return ""  # a package inside another checkout, or none
-        done = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5)
+        done = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode(errors="replace").strip()[:80]
@@ -194,7 +258,9 @@ def use_threads_for_host_devices(threads: int = 0) -> None:
     core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
     devices on 2 cores). ``threads``: of a run that is made again, unless too few for these devices.
     """
-    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    found = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
     count = int(found[1]) if found else 1
     if threads and (count == 1 or threads >= 4 * count):
         os.environ["NPROC"] = str(threads)
@@ -214,7 +280,11 @@ def barrier(name: str) -> None:
 
 def agree(value: int) -> int:
     """Return process 0's value on all processes, which may see another state of a file system."""
-    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return (
+        value
+        if jax.process_count() == 1
+        else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    )
 
 
 def agree_on(values: Sequence[int]) -> list[int]:

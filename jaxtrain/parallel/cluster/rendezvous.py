@@ -80,7 +80,13 @@ def await_peers(
     Raises RendezvousError: ``refusal``, a taken port, processes that did not connect or differ, by
     number; Stopped: ``leave`` returned true, here or in another process.
     """
-    hello = {"job": job, "process": process, "processes": processes, "host": socket.gethostname(), "facts": facts}
+    hello = {
+        "job": job,
+        "process": process,
+        "processes": processes,
+        "host": socket.gethostname(),
+        "facts": facts,
+    }
     place, _, port = coordinator.rpartition(":")
     host, key = place.strip("[]"), secret.encode()
 
@@ -91,7 +97,9 @@ def await_peers(
 
     if process == 0:
         others = set(range(processes) if awaited is None else awaited) - {0}
-        verdict = asyncio.run(Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), decide))
+        verdict = asyncio.run(
+            Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), decide)
+        )
     else:
         verdict = asyncio.run(_report(hello, host, int(port), key, timeout, leave))
     if verdict["error"]:
@@ -114,7 +122,9 @@ def addresses(host: str, port: int) -> list[str]:
     loopback, as a machine's own name does on some systems although others reach it by that name.
     """
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        found = [
+            str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
     except (socket.gaierror, UnicodeError):
         return []
     usable = (a for a in dict.fromkeys(found) if is_loopback(host) or not is_loopback(a))
@@ -134,7 +144,9 @@ def _is_own(address: str) -> bool:
 
 
 class Rendezvous:
-    def __init__(self, hello: dict[str, Any], secret: bytes, timeout: float, leave: Leave, awaited: set[int]):
+    def __init__(
+        self, hello: dict[str, Any], secret: bytes, timeout: float, leave: Leave, awaited: set[int]
+    ):
         self._hello, self._secret, self._timeout = hello, secret, timeout
         self._leave, self._awaited = leave, awaited
         self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # the oldest first
@@ -142,7 +154,9 @@ class Rendezvous:
         self._stopped: int | None = None  # the process that was asked to stop
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hold(self, host: str, port: int, decide: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    async def hold(
+        self, host: str, port: int, decide: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         deadline = time.monotonic() + self._timeout
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
@@ -160,14 +174,19 @@ class Rendezvous:
                 listener.close()
         return verdict
 
-    async def _wait(self, port: int, deadline: float, decide: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    async def _wait(
+        self, port: int, deadline: float, decide: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
         hello, present, late = self._hello, self._present, ""
         while missing := sorted(self._awaited - set(present)):
             stopped = f"process 0 ({hello['host']})" if self._leave() else ""
             if self._stopped is not None:
                 stopped = f"process {self._stopped}"
             if stopped:
-                return {"error": f"{stopped} was asked to stop while it waited for others", "stopped": True}
+                return {
+                    "error": f"{stopped} was asked to stop while it waited for others",
+                    "stopped": True,
+                }
             if time.monotonic() > deadline:
                 late = f"{_numbered(missing)} of {hello['processes']} did not connect to "
                 late += f"{hello['host']}:{port} within {self._timeout:g} s"
@@ -227,9 +246,18 @@ class Rendezvous:
 
     def _problem(self, other: Any) -> str:
         hello, present = self._hello, self._present
-        kinds = {"job": str, "process": int, "processes": int, "host": str, "clock": float, "facts": dict}
+        kinds = {
+            "job": str,
+            "process": int,
+            "processes": int,
+            "host": str,
+            "clock": float,
+            "facts": dict,
+        }
         # Exactly these: True, 0.5 and 1.0 are not the number of a process.
-        if type(other) is not dict or any(type(other.get(n)) is not kind for n, kind in kinds.items()):
+        if type(other) is not dict or any(
+            type(other.get(n)) is not kind for n, kind in kinds.items()
+        ):
             return "this was not a process of a run"
         own, number, name = f"process 0 ({hello['host']})", other["process"], other["host"]
         if other["job"] != hello["job"]:
@@ -257,8 +285,8 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
                 listener.close()
             if time.monotonic() > deadline or leave():
                 raise RendezvousError(
-                    f"process 0 ({socket.gethostname()}) cannot listen on port {port}: {error.strerror}. "
-                    "If another run uses it, choose another port"
+                    f"process 0 ({socket.gethostname()}) cannot listen on port {port}:"
+                    f" {error.strerror}. If another run uses it, choose another port"
                 ) from error
         await asyncio.sleep(0.5)
 
@@ -283,7 +311,9 @@ async def _reply(line: Line, verdict: dict[str, Any]) -> None:
             await line.writer.wait_closed()
 
 
-async def _report(hello: dict[str, Any], host: str, port: int, secret: bytes, timeout: float, leave: Leave) -> dict[str, Any]:
+async def _report(
+    hello: dict[str, Any], host: str, port: int, secret: bytes, timeout: float, leave: Leave
+) -> dict[str, Any]:
     """Report to process 0, as any other process, and return its verdict."""
     name, last = f"process {hello['process']} ({hello['host']})", OSError("no answer")
     deadline = time.monotonic() + timeout
@@ -329,15 +359,31 @@ async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> str:
     """List the processes that differ from most others, and in which facts. Else return ""."""
-    flat = [{key: json.dumps(value) for key, value in flatten(report["facts"]).items()} for report in reports]
+    flat = [
+        {key: json.dumps(value) for key, value in flatten(report["facts"]).items()}
+        for report in reports
+    ]
     lines = []
     for key in sorted({key for f in flat for key in f}):
         values = [f.get(key, "nothing") for f in flat]
         usual = Counter(values).most_common(1)[0][0]  # the first of equals is process 0's
         for value in sorted({v for v in values if v != usual}):
-            those = [report["process"] for report, v in zip(reports, values, strict=True) if v == value]
-            hosts = ", ".join(sorted({report["host"] for report in reports if report["process"] in those and "host" in report}))
-            lines.append(f"  {_numbered(those)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere {usual}")
+            those = [
+                report["process"] for report, v in zip(reports, values, strict=True) if v == value
+            ]
+            hosts = ", ".join(
+                sorted(
+                    {
+                        report["host"]
+                        for report in reports
+                        if report["process"] in those and "host" in report
+                    }
+                )
+            )
+            lines.append(
+                f"  {_numbered(those)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere"
+                f" {usual}"
+            )
     return "\n".join([f"the {len(reports)} processes of this run differ:", *lines]) if lines else ""
 
 

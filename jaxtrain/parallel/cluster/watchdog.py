@@ -31,7 +31,9 @@ class Watchdog:
 
     EXIT_CODE = 70
 
-    def __init__(self, folder: str, *, process: int, processes: int, timeout: float, start_timeout: float):
+    def __init__(
+        self, folder: str, *, process: int, processes: int, timeout: float, start_timeout: float
+    ):
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._process, self._processes = process, processes
@@ -44,7 +46,12 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
+        self._count, self._doing, self._since, self._limit = (
+            self._count + 1,
+            doing,
+            time.monotonic(),
+            self._timeout,
+        )
 
     def starting(self, doing: str) -> None:
         """Report progress before the first step, where ``start_timeout`` seconds may pass."""
@@ -68,7 +75,9 @@ class Watchdog:
         path = self._folder / f"alive-{self._process}.json"
         temporary = path.with_suffix(".new")
         try:
-            temporary.write_text(json.dumps({"count": self._count, "doing": self._doing, "time": time.time()}))
+            temporary.write_text(
+                json.dumps({"count": self._count, "doing": self._doing, "time": time.time()})
+            )
             temporary.replace(path)
         except OSError as error:  # a full disk must not end the run
             log.warning("the watchdog cannot write %s: %s", path, error)
@@ -88,14 +97,20 @@ class Watchdog:
         os._exit(self.EXIT_CODE)
 
 
-def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, timeout: float) -> str:
+def blame(
+    reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, timeout: float
+) -> str:
     silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > timeout]
     if silent:
         return "; ".join(
-            f"process {p} has been silent for {now - reports[p]['time']:.0f} s, at {reports[p]['doing']}" if p in reports
-            else f"process {p} has never sent a heartbeat"
+            (
+                f"process {p} has been silent for {now - reports[p]['time']:.0f} s, at"
+                f" {reports[p]['doing']}"
+                if p in reports
+                else f"process {p} has never sent a heartbeat"
+            )
             for p in silent
-        )  # fmt: skip
+        )
     least = min(report["count"] for report in reports.values())
     behind = [p for p, report in reports.items() if report["count"] == least]
     if len(behind) == processes and processes > 1:

@@ -21,7 +21,15 @@ MAX_CLASSES = 512  # classes of a line: those with the most rows
 MAX_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
-COLUMNS = [("class", ""), ("rows", "n"), ("right", "n"), ("answers", "n"), ("recall", ""), ("precision", ""), ("F1", "n")]
+COLUMNS = [
+    ("class", ""),
+    ("rows", "n"),
+    ("right", "n"),
+    ("answers", "n"),
+    ("recall", ""),
+    ("precision", ""),
+    ("F1", "n"),
+]
 Z = 1.959964  # of a normal distribution's 95 %
 
 
@@ -32,7 +40,11 @@ def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
     if confusions is not None:
         wrong = np.rint(confusions).astype(int)
         np.fill_diagonal(wrong, 0)
-        most = [int(i) for i in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS] if wrong.flat[i]]
+        most = [
+            int(i)
+            for i in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS]
+            if wrong.flat[i]
+        ]
         found["confused"] = [[*divmod(i, len(wrong)), int(wrong.flat[i])] for i in most]
     if len(rows) > MAX_CLASSES:
         kept = np.sort(np.argsort(-rows, kind="stable")[:MAX_CLASSES])
@@ -51,7 +63,9 @@ def _is_line(record: Mapping[str, Any]) -> bool:
     if not all(_is_count(record.get(name)) for name in ("n", "classes")):
         return False
     lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
-    if not all(isinstance(x, list) and 0 < len(x) <= MAX_CLASSES and all(map(_is_count, x)) for x in lists):
+    if not all(
+        isinstance(x, list) and 0 < len(x) <= MAX_CLASSES and all(map(_is_count, x)) for x in lists
+    ):
         return False
     rows, right, answers = lists
     of, pairs = record.get("of", list(range(len(rows)))), record.get("confused", [])
@@ -64,7 +78,13 @@ def _is_line(record: Mapping[str, Any]) -> bool:
         and sum(rows) <= record["n"]
         and len(rows) <= record["classes"]
         and len(pairs) <= MAX_PAIRS
-        and all(isinstance(p, list) and len(p) == 3 and all(map(_is_count, p)) and max(p[:2]) < len(rows) for p in pairs)
+        and all(
+            isinstance(p, list)
+            and len(p) == 3
+            and all(map(_is_count, p))
+            and max(p[:2]) < len(rows)
+            for p in pairs
+        )
     )
 
 
@@ -88,9 +108,13 @@ def section(run: Run) -> str:
     steps = spread(list(by_step), EVALUATIONS)
     names = _names(run)
     sets = [
-        f'<div data-name="step {step:,}">{_evaluation(by_step[step], names, whole=step == steps[-1])}</div>' for step in steps
+        '<div data-name="step'
+        f' {step:,}">{_evaluation(by_step[step], names, whole=step == steps[-1])}</div>'
+        for step in steps
     ]
-    return slider("classes-of", len(sets), "classes") + f'<div id="classes-of">{"".join(sets)}</div>'
+    return (
+        slider("classes-of", len(sets), "classes") + f'<div id="classes-of">{"".join(sets)}</div>'
+    )
 
 
 def _names(run: Run) -> list[str]:
@@ -112,7 +136,10 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
     if "confused" in record:
         low, high = interval(sum(right), record["n"])
         share = f"{sum(right) / record['n']:.1%}" if record["n"] else "–"
-        text = f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%} to {high:.1%}); "
+        text = (
+            f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%}"
+            f" to {high:.1%}); "
+        )
     else:
         text = f"{record['n']:,} labels; "
     text += f"the mean of the recalls of {len(recalls):,} classes is <b>{mean}</b>."
@@ -122,9 +149,16 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
     lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
     more = ""
     if whole and len(lines) > SHOWN:
-        more = f"<details><summary>{len(lines) - SHOWN:,} more classes</summary>{table(COLUMNS, lines[SHOWN:])}</details>"
+        more = (
+            f"<details><summary>{len(lines) - SHOWN:,} more"
+            f" classes</summary>{table(COLUMNS, lines[SHOWN:])}</details>"
+        )
     note = "Intervals of 95 % by Wilson; the classes with the lowest F1 come first."
-    shown = f"<h3>Scores by class</h3>{table(COLUMNS, lines[:SHOWN])}<p class='soft'>{note}</p>{more}" if lines else ""
+    shown = (
+        f"<h3>Scores by class</h3>{table(COLUMNS, lines[:SHOWN])}<p class='soft'>{note}</p>{more}"
+        if lines
+        else ""
+    )
     return f"<p>{text}</p>{_matrix(record, names)}{shown}"
 
 
@@ -144,8 +178,10 @@ def _range(right: int, of: int) -> str:
         return '<span class="soft">–</span>'
     low, high = interval(right, of)
     return (
-        f'<span class="range"><i style="left:{100 * low:.0f}%;width:{100 * (high - low):.0f}%"></i>'
-        f'<b style="left:{100 * right / of:.0f}%"></b></span>{right / of:.0%} <span class="soft">{low:.0%}–{high:.0%}</span>'
+        '<span class="range"><i'
+        f' style="left:{100 * low:.0f}%;width:{100 * (high - low):.0f}%"></i><b'
+        f' style="left:{100 * right / of:.0f}%"></b></span>{right / of:.0%} <span'
+        f' class="soft">{low:.0%}–{high:.0%}</span>'
     )
 
 
@@ -159,9 +195,13 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
     chosen = sorted(sorted(wrong, key=lambda i: (-wrong[i], i))[:MATRIX])
     if not pairs:
         return ""
-    counts = {(own, answer): count for own, answer, count in pairs} | {(i, i): right[i] for i in chosen}
+    counts = {(own, answer): count for own, answer, count in pairs} | {
+        (i, i): right[i] for i in chosen
+    }
     called = {i: _name(names, record, i) for i in chosen}
-    head = "".join(f'<th scope="col" title="{esc(called[i])}">{esc(called[i][:12])}</th>' for i in chosen)
+    head = "".join(
+        f'<th scope="col" title="{esc(called[i])}">{esc(called[i][:12])}</th>' for i in chosen
+    )
     body = []
     for i in chosen:
         cells = []
@@ -169,11 +209,22 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
             count = counts.get((i, j), 0)
             share = count / rows[i] if rows[i] else 0.0
             kind = "hit" if i == j else "miss"
-            cells.append(f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>' if count else "<td></td>")
+            cells.append(
+                f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>'
+                if count
+                else "<td></td>"
+            )
         body.append(f'<tr><th scope="row">{esc(called[i][:24])}</th>{"".join(cells)}</tr>')
-    which = "" if len(chosen) == record["classes"] else f"the {len(chosen)} classes that are confused most; "
-    note = f"A row is a class, a column an answer: {which}the darker, the larger the share of the row."
+    which = (
+        ""
+        if len(chosen) == record["classes"]
+        else f"the {len(chosen)} classes that are confused most; "
+    )
+    note = (
+        f"A row is a class, a column an answer: {which}the darker, the larger the share of the row."
+    )
     return (
-        f'<h3>Confusions</h3><p class="meaning">{note}</p><div class="scroll"><table class="matrix"><tr><td></td>{head}</tr>'
+        f'<h3>Confusions</h3><p class="meaning">{note}</p><div class="scroll"><table'
+        f' class="matrix"><tr><td></td>{head}</tr>'
         f"{''.join(body)}</table></div>"
     )

@@ -11,7 +11,9 @@ from jaxtrain.telemetry.report.markup import esc, number, short, table
 from jaxtrain.telemetry.report.run import Run, Score
 
 
-def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]) -> str:
+def section(
+    runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]
+) -> str:
     """Return a ranking, differing fields, and a sweep, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
     known = [score for score in scores if score]
@@ -29,7 +31,9 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
     ranking = table([*columns, *((field, "code") for field in fields)], rows)
     more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
     none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
-    return f"<p>Ranked by {esc(name)}.</p>{ranking}{more}{none}" + _parallel(runs, differ, scores, charts)
+    return f"<p>Ranked by {esc(name)}.</p>{ranking}{more}{none}" + _parallel(
+        runs, differ, scores, charts
+    )
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:
@@ -53,17 +57,27 @@ def _parallel(
     chosen = [i for i, score in enumerate(scores) if score and score.name == name]
     if len(chosen) < 3:
         return ""
-    dimensions = [_axis(field, [row[str(i)] for i in chosen]) for field, row in list(differ.items())[:12]]
+    dimensions = [
+        _axis(field, [row[str(i)] for i in chosen]) for field, row in list(differ.items())[:12]
+    ]
     if not dimensions:
         return ""
     dimensions.append(_axis(f"best {name}", [s.best for i in chosen if (s := scores[i])]))
     names = [runs[i].name for i in chosen]
-    charts.append({"kind": "parallel", "title": "sweep", "dimensions": dimensions, "names": names, "sign": sign})
+    charts.append(
+        {
+            "kind": "parallel",
+            "title": "sweep",
+            "dimensions": dimensions,
+            "names": names,
+            "sign": sign,
+        }
+    )
     return (
-        "<figure><h3>The varied fields and the scores</h3><p class='meaning'>A line is a run: the darker, "
-        "the better; green are the best.</p>"
-        f"<div class='chart tall' tabindex='0' role='img' data-chart='{len(charts) - 1}' "
-        f"aria-label='parallel coordinates of {len(names)} runs; the table above has the same numbers'></div></figure>"
+        "<figure><h3>The varied fields and the scores</h3><p class='meaning'>A line is a run: the"
+        " darker, the better; green are the best.</p><div class='chart tall' tabindex='0'"
+        f" role='img' data-chart='{len(charts) - 1}' aria-label='parallel coordinates of"
+        f" {len(names)} runs; the table above has the same numbers'></div></figure>"
     )
 
 
@@ -75,10 +89,20 @@ def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
         x = np.log(x) if x.min() > 0 and x.max() > 30 * x.min() else x
         x = x / (np.abs(x).max() or 1.0)  # the difference of two numbers may be none
         at = (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else np.full(len(x), 0.5)
-        ends = sorted({int(at.argmin()), int(at.argmax()), *([int(np.abs(at - 0.5).argmin())] if len(set(texts)) < 6 else [])})
+        ends = sorted(
+            {
+                int(at.argmin()),
+                int(at.argmax()),
+                *([int(np.abs(at - 0.5).argmin())] if len(set(texts)) < 6 else []),
+            }
+        )
     else:
         names = sorted(set(texts))
         at = np.array([names.index(text) / max(len(names) - 1, 1) for text in texts])
         ends = [texts.index(name) for name in names[:12]]
-    return {"label": label, "at": [round(float(a), 4) for a in at], "texts": texts,
-            "ticks": [[round(float(at[i]), 4), texts[i][:24]] for i in ends]}  # fmt: skip
+    return {
+        "label": label,
+        "at": [round(float(a), 4) for a in at],
+        "texts": texts,
+        "ticks": [[round(float(at[i]), 4), texts[i][:24]] for i in ends],
+    }

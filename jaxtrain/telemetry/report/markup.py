@@ -30,7 +30,13 @@ def duration(seconds: float) -> str:
 
 def short(value: object) -> str:
     """Return a value of a config, on a line."""
-    text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
+    text = (
+        value
+        if isinstance(value, str)
+        else f"{value:.6g}"
+        if type(value) is float
+        else json.dumps(value)
+    )
     return text if len(text) <= 120 else text[:117] + "…"
 
 
@@ -49,9 +55,15 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]], nam
       columns: the heading and the class of each: n for numbers, code, text, or none.
       rows: the cells of each row, as HTML.
     """
-    head = "".join(f'<th class="n">{esc(text)}</th>' if kind == "n" else f"<th>{esc(text)}</th>" for text, kind in columns)
+    head = "".join(
+        f'<th class="n">{esc(text)}</th>' if kind == "n" else f"<th>{esc(text)}</th>"
+        for text, kind in columns
+    )
     kinds = [f' class="{kind}"' if kind else "" for _, kind in columns]
-    cells = ("".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    cells = (
+        "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
+        for row in rows
+    )
     lines = "".join(f"<tr>{each}</tr>" for each in cells)
     named = f' data-name="{esc(name)}"' if name else ""
     return f'<div class="scroll"{named}><table><tr>{head}</tr>{lines}</table></div>'
@@ -66,7 +78,10 @@ def slider(which: str, n: int, label: str) -> str:
     """Return a control that selects one of ``n`` sets below it."""
     kind = "range" if n > 1 else "hidden"
     value = f'min="0" max="{n - 1}" value="{n - 1}"'
-    tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'
+    tag = (
+        f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of'
+        f' {esc(label)}">'
+    )
     return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'
 
 

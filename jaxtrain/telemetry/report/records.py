@@ -26,7 +26,8 @@ MAX_NAMES = 2000  # metrics of a run: more is no run's
 class Records(NamedTuple):
     """The records of a run."""
 
-    splits: dict[str, dict[str, np.ndarray]]  # split -> metric, and "step", -> values by step, nan if a record has none
+    # split -> metric, and "step", -> values by step, nan if a record has none
+    splits: dict[str, dict[str, np.ndarray]]
     lines: int  # that are records
     odd: int  # lines that are no records
 
@@ -69,9 +70,12 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
             rows.setdefault(record["split"], []).append(record)
     columns = {}
     for split, records in rows.items():
-        names = list(dict.fromkeys(name for record in records for name in record if name != "split"))[:MAX_NAMES]
+        names = list(
+            dict.fromkeys(name for record in records for name in record if name != "split")
+        )[:MAX_NAMES]
         columns[split] = {
-            n: np.array([run_lib.number(r.get(n)) for r in records]) for n in {**dict.fromkeys(names), "step": None}
+            n: np.array([run_lib.number(r.get(n)) for r in records])
+            for n in {**dict.fromkeys(names), "step": None}
         }
     return columns, len(lines) - sum(len(records) for records in rows.values())
 
@@ -79,7 +83,9 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
 def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
     """Parse by pyarrow, which is ten times as fast. Return None if there is an odd line."""
     try:
-        return _table(arrow.read_json(io.BytesIO(text), arrow.ReadOptions(block_size=len(text) + 1)))
+        return _table(
+            arrow.read_json(io.BytesIO(text), arrow.ReadOptions(block_size=len(text) + 1))
+        )
     except (pa.ArrowException, ValueError, OSError):  # ValueError: names that are not UTF-8
         return None
 
@@ -90,7 +96,9 @@ def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
         return None
     if schema.get("step") != pa.int64() or schema.get("split") != pa.string():
         return None
-    if not all(t in (pa.int64(), pa.float64(), pa.null()) for n, t in schema.items() if n != "split"):
+    if not all(
+        t in (pa.int64(), pa.float64(), pa.null()) for n, t in schema.items() if n != "split"
+    ):
         return None
     table = table.combine_chunks()
     step, split = table["step"], table["split"]
@@ -105,7 +113,9 @@ def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
     for name in dict.fromkeys(compute.unique(split).to_pylist()):
         chosen = compute.equal(split, name).to_numpy()
         columns = {metric: x[chosen] for metric, x in values.items()}
-        found[name] = {metric: x for metric, x in columns.items() if metric == "step" or not np.isnan(x).all()}
+        found[name] = {
+            metric: x for metric, x in columns.items() if metric == "step" or not np.isnan(x).all()
+        }
     return found
 
 
@@ -114,7 +124,12 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return parts[0]
     names = dict.fromkeys(name for part in parts for name in part)
     nothing = [np.full(len(part["step"]), math.nan) for part in parts]
-    return {name: np.concatenate([part.get(name, none) for part, none in zip(parts, nothing, strict=True)]) for name in names}
+    return {
+        name: np.concatenate(
+            [part.get(name, none) for part, none in zip(parts, nothing, strict=True)]
+        )
+        for name in names
+    }
 
 
 def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int, float, float]]:
@@ -136,7 +151,14 @@ def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int,
         usual, deviation = usually(before)
         deviation = max(deviation, 1e-3 * abs(usual))
         if len(before) >= 10 and loss[i] > usual + FAR * deviation:
-            found.append(((float(loss[i]) - usual) / max(deviation, 1e-30), int(step[i]), float(loss[i]), usual))
+            found.append(
+                (
+                    (float(loss[i]) - usual) / max(deviation, 1e-30),
+                    int(step[i]),
+                    float(loss[i]),
+                    usual,
+                )
+            )
     return [row[1:] for row in sorted(found, reverse=True)[:most]]
 
 
@@ -158,7 +180,9 @@ def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray,
     lowest, highest = np.minimum.reduceat(value, starts), np.maximum.reduceat(value, starts)
     lengths = np.diff(edges)
     number = np.repeat(np.arange(stretches), lengths)
-    low, high = (_first(value == np.repeat(x, lengths), number, stretches) for x in (lowest, highest))
+    low, high = (
+        _first(value == np.repeat(x, lengths), number, stretches) for x in (lowest, highest)
+    )
     kept = np.unique(np.concatenate([[0], low, high, [len(step) - 1]]))
     return step[kept], value[kept]
 
@@ -182,7 +206,13 @@ def generations(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[
 
 def _text(value: object) -> str:
     try:
-        text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+        text = (
+            value
+            if isinstance(value, str)
+            else f"{value:.4g}"
+            if isinstance(value, float)
+            else json.dumps(value)
+        )
     except RecursionError:  # nested as deep as could just be read
         text = "…"
     return text if len(text) <= 1500 else text[:1500] + " …"
@@ -192,7 +222,9 @@ def pictures(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:
     """Name of a kind -> step (-1: of the run's begin) -> names of PNG files in order."""
     found: dict[str, dict[int, dict[int, str]]] = {}
     try:
-        entries = [entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)]
+        entries = [
+            entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
+        ]
     except OSError:
         return {}
     for name in entries:
@@ -201,7 +233,14 @@ def pictures(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:
         if kind != "png" or not number.isdecimal() or len(number) > 6 or not rest:
             continue
         step, kind = -1, rest
-        if rest.startswith("step") and (digits := rest[4:].partition("_")[0]).isdecimal() and len(digits) < 16:
+        if (
+            rest.startswith("step")
+            and (digits := rest[4:].partition("_")[0]).isdecimal()
+            and len(digits) < 16
+        ):
             step, kind = int(digits), rest.partition("_")[2]
         found.setdefault(kind, {}).setdefault(step, {})[int(number)] = name
-    return {kind: {step: [row[i] for i in sorted(row)] for step, row in sorted(found[kind].items())} for kind in sorted(found)}
+    return {
+        kind: {step: [row[i] for i in sorted(row)] for step, row in sorted(found[kind].items())}
+        for kind in sorted(found)
+    }

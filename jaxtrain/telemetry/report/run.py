@@ -63,16 +63,25 @@ class Run:
         folder = self.setting("checkpoint.folder", "")
         if "://" in folder:
             raise RunError(
-                f"{self.path}: its checkpoints are in {folder}; copy those that are needed into a folder of this machine, and "
-                "name it as checkpoint.folder in the run's config.json"
+                f"{self.path}: its checkpoints are in {folder}; copy those that are needed into a"
+                " folder of this machine, and name it as checkpoint.folder in the run's"
+                " config.json"
             )
         saved = files.expanded(folder) if folder else self.path / "checkpoints"
-        return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+        return (
+            {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()}
+            if saved.is_dir()
+            else {}
+        )
 
     @property
     def traces(self) -> list[pathlib.Path]:
         """The folders of its traces that are whole, by name."""
-        return sorted(path for path in (self.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
+        return sorted(
+            path
+            for path in (self.path / "traces").glob("steps-*")
+            if path.is_dir() and not path.is_symlink()
+        )
 
     @property
     def steps(self) -> int:
@@ -98,7 +107,9 @@ class Run:
         """The newest start's config and the fields of its command line. "": an older version."""
         facts = self.starts[-1].facts if self.starts else {}
         source, overrides = facts.get("source"), facts.get("overrides")
-        return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()
+        return source if isinstance(source, str) else "", (
+            set(overrides) if isinstance(overrides, dict) else set()
+        )
 
     @functools.cached_property
     def latest(self) -> dict[str, Any]:
@@ -146,7 +157,10 @@ class Run:
             if tests is None:
                 values = [(r["step"], number(r.get(plain))) for r in self.tests]
             else:
-                values = [(int(s), float(x)) for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)]
+                values = [
+                    (int(s), float(x))
+                    for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)
+                ]
             values = [(step, value) for step, value in values if math.isfinite(value)]
             if values:
                 best = max(values, key=lambda pair: sign * pair[1])
@@ -209,12 +223,21 @@ class Score:
 def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
     """Return the run in a folder. Raises RunError without one."""
     if "://" in os.fspath(path):
-        raise RunError(f"{path} is an address; copy the run's workdir into a folder of this machine, and name that folder")
+        raise RunError(
+            f"{path} is an address; copy the run's workdir into a folder of this machine, and name"
+            " that folder"
+        )
     path = pathlib.Path(path)
     if not path.is_dir():
-        raise RunError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's workdir")
+        raise RunError(
+            f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's"
+            " workdir"
+        )
     if not any((path / mark).is_file() for mark in MARKS):
-        raise RunError(f"{path} holds neither {' nor '.join(MARKS)}; expected a run's workdir, as config.workdir names it")
+        raise RunError(
+            f"{path} holds neither {' nor '.join(MARKS)}; expected a run's workdir, as"
+            " config.workdir names it"
+        )
     return Run(path, name or path.resolve().name)
 
 
@@ -235,9 +258,14 @@ def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]
     """
     top = pathlib.Path(folder)
     if not top.is_dir():
-        raise RunError(f"{top} {'is no folder' if top.exists() else 'does not exist'}; expected a folder with runs in it")
+        raise RunError(
+            f"{top} {'is no folder' if top.exists() else 'does not exist'}; expected a folder with"
+            " runs in it"
+        )
     found = sorted(_below(top, 0))
-    return [named(path, top) for path, kind in found if kind in MARKS], [path for path, kind in found if kind == LAUNCHED]
+    return [named(path, top) for path, kind in found if kind in MARKS], [
+        path for path, kind in found if kind == LAUNCHED
+    ]
 
 
 def named(path: pathlib.Path, top: pathlib.Path) -> Run:
@@ -251,7 +279,11 @@ def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str
         entries = list(os.scandir(folder))
     except OSError:
         return  # of somebody else, or gone meanwhile
-    marks = [entry.name for entry in entries if entry.name in MARKS and entry.is_file(follow_symlinks=False)]
+    marks = [
+        entry.name
+        for entry in entries
+        if entry.name in MARKS and entry.is_file(follow_symlinks=False)
+    ]
     if marks and not any(entry.name == EXPORTED for entry in entries):
         yield folder, marks[0]
     for entry in entries:
@@ -303,7 +335,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    good = isinstance(record, dict) and not jsonl.record_problem(record) and record["step"] < 1 << 53
+    good = (
+        isinstance(record, dict) and not jsonl.record_problem(record) and record["step"] < 1 << 53
+    )
     return record if good else None
 
 
@@ -320,4 +354,8 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     flat = {name: flatten(config) for name, config in configs.items()}
     fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
     rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}
-    return {field: row for field, row in rows.items() if len({json.dumps(value) for value in row.values()}) > 1}
+    return {
+        field: row
+        for field, row in rows.items()
+        if len({json.dumps(value) for value in row.values()}) > 1
+    }

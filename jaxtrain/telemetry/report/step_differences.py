@@ -31,13 +31,24 @@ def read(run: Run) -> Steps:
     """Read the training steps of a run. Raises RunError if there is none, FileError."""
     columns = records.read(run.file("metrics.jsonl")).splits.get("train", {})
     if not columns:
-        raise RunError(f"{run.path}: no record of a training step in metrics.jsonl; name a run that has taken one")
+        raise RunError(
+            f"{run.path}: no record of a training step in metrics.jsonl; name a run that has"
+            " taken one"
+        )
     steps = [int(step) for step in columns["step"]]
-    values = {name: dict(zip(steps, columns[name].tolist(), strict=True)) for name in FIELDS if name in columns}
+    values = {
+        name: dict(zip(steps, columns[name].tolist(), strict=True))
+        for name in FIELDS
+        if name in columns
+    }
     digests = {}
     if all(name in columns for name in DIGEST):
         halves = zip(*(columns[name].tolist() for name in DIGEST), strict=True)
-        digests = {step: digest_text(pair) for step, pair in zip(steps, halves, strict=True) if np.isfinite(pair).all()}
+        digests = {
+            step: digest_text(pair)
+            for step, pair in zip(steps, halves, strict=True)
+            if np.isfinite(pair).all()
+        }
     return Steps(run.name, values, digests, arrays(run))
 
 
@@ -82,10 +93,21 @@ class Compared:
     def _wrong(self, step: int) -> list[str]:
         """Return the fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
         a, b = self._a, self._b
-        halves = [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
-        numbers = [(name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b))) for name in FIELDS]
-        different = [f"{name} {x:.9g} and {y:.9g}" for name, x, y in numbers if x != y and not (x != x and y != y)]
-        return [f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y] + different
+        halves = (
+            [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
+        )
+        numbers = [
+            (name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b)))
+            for name in FIELDS
+        ]
+        different = [
+            f"{name} {x:.9g} and {y:.9g}"
+            for name, x, y in numbers
+            if x != y and not (x != x and y != y)
+        ]
+        return [
+            f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y
+        ] + different
 
     def arrays(self, step: int) -> list[str]:
         """List the arrays of a step with unlike digests, those of the batch first."""
@@ -102,9 +124,16 @@ class Compared:
         if not self.steps:
             return f"{self._a.name} and {self._b.name} have recorded no step in common"
         if self.differs is None:
-            return f"identical to step {self.steps[-1]}: {len(self.steps)} recorded steps have the same {self.by}"
+            return (
+                f"identical to step {self.steps[-1]}: {len(self.steps)} recorded steps have the"
+                f" same {self.by}"
+            )
         same = [step for step in self.steps if step < self.differs]
-        before = f"the same {self.by} to step {same[-1]}" if same else "no step before it is recorded in both"
+        before = (
+            f"the same {self.by} to step {same[-1]}"
+            if same
+            else "no step before it is recorded in both"
+        )
         return f"step {self.differs} differs: {', '.join(self._wrong(self.differs))}; {before}"
 
     def apart(self) -> str:
@@ -116,5 +145,8 @@ class Compared:
             return max((abs(x - y) / max(abs(x), 1e-30) for x, y in pairs), default=math.nan)
 
         loss, norm = map(most, FIELDS)
-        text = f"the losses of {len(self.steps)} recorded steps are at most {loss:.2g} apart, and the gradient norms {norm:.2g}"
+        text = (
+            f"the losses of {len(self.steps)} recorded steps are at most {loss:.2g} apart, and the"
+            f" gradient norms {norm:.2g}"
+        )
         return f"{text}, relative to their size"

@@ -31,7 +31,9 @@ def html(run: Run, step: int, found: Any, verdict: Sequence[str]) -> str:
     """
     columns = records.read(run.file("metrics.jsonl")).splits.get("train", {})
     title = f"{run.name}, step {step:,}"
-    head = f"<h1>{esc(title)}</h1>" + "".join(f"<p class='soft'>{esc(line)}</p>" for line in verdict)
+    head = f"<h1>{esc(title)}</h1>" + "".join(
+        f"<p class='soft'>{esc(line)}</p>" for line in verdict
+    )
     sections = [
         ("The step", _variants(columns, step, found)),
         ("The steps around it", _around(columns, step)),
@@ -55,7 +57,13 @@ def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float
             continue
         usual, spread = records.usually(before)
         value = float(values[at])
-        apart = (value - usual) / spread if spread else 0.0 if value == usual else math.copysign(math.inf, value - usual)
+        apart = (
+            (value - usual) / spread
+            if spread
+            else 0.0
+            if value == usual
+            else math.copysign(math.inf, value - usual)
+        )
         found.append((name, value, usual, apart))
     return sorted(found, key=lambda row: (-abs(row[3]) if row[3] == row[3] else -math.inf, row[0]))
 
@@ -68,13 +76,19 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1)
 def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:
     at = np.flatnonzero(columns.get("step", np.zeros(0)) == step)
     first, *tries = found.variants
-    names = [n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))]
+    names = [
+        n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))
+    ]
     rows = []
     for name in names:
         recorded = float(columns[name][at[-1]]) if len(at) and name in columns else math.nan
-        rows.append([esc(name), number(recorded), *(number(v.numbers.get(name)) for v in found.variants)])
+        rows.append(
+            [esc(name), number(recorded), *(number(v.numbers.get(name)) for v in found.variants)]
+        )
     head = ["", "recorded", "again, on one device", *(v.name for v in tries)]
-    note = "loss_after is the loss of the same examples after the update. The record has none of it."
+    note = (
+        "loss_after is the loss of the same examples after the update. The record has none of it."
+    )
     return _table(head, rows) + f"<p class='soft'>{note}</p>"
 
 
@@ -85,12 +99,22 @@ def _around(columns: Mapping[str, np.ndarray], step: int) -> str:
     at = int(np.flatnonzero(columns["step"] == step)[-1])
     near = range(max(at - AROUND, 0), min(at + AROUND + 1, len(columns["step"])))
     rows = [
-        [esc(name), number(usual), "∞" if math.isinf(apart) else number(apart),
-         *(f"<b>{number(columns[name][i])}</b>" if i == at else number(columns[name][i]) for i in near)]
+        [
+            esc(name),
+            number(usual),
+            "∞" if math.isinf(apart) else number(apart),
+            *(
+                f"<b>{number(columns[name][i])}</b>" if i == at else number(columns[name][i])
+                for i in near
+            ),
+        ]
         for name, _, usual, apart in ranked[:MAX_ROWS]
-    ]  # fmt: skip
+    ]
     head = ["", "usual", "deviations apart", *(f"step {int(columns['step'][i]):,}" for i in near)]
-    note = f"Usual is the median of the {records.USUAL} records before, and a deviation their median one."
+    note = (
+        f"Usual is the median of the {records.USUAL} records before, and a deviation their median"
+        " one."
+    )
     note += " The one that moved most comes first."
     return f"<p class='meaning'>{note}</p>" + _table(head, rows)
 
@@ -102,15 +126,33 @@ def _examples(found: Any) -> str:
     for k in order:
         row = found.rows[k]
         media = _media(row.shown, row.id)
-        shown = "".join(media) if sum(map(len, media)) <= left else "<span class='soft'>left out: the page is full</span>"
+        shown = (
+            "".join(media)
+            if sum(map(len, media)) <= left
+            else "<span class='soft'>left out: the page is full</span>"
+        )
         left -= len(shown)
-        text = f'<div class="text">{esc(row.shown.text[:TEXT])}{" …" if len(row.shown.text) > TEXT else ""}</div>'
-        rows.append([esc(row.id), f"{shown}{text}", f"row:{k}", *map(number, (row.loss, row.weight, row.grad_norm))])
-    notes = ["The largest gradient first. Loss and gradient norm are of the mean over each example alone."]
+        text = (
+            "<div"
+            f' class="text">{esc(row.shown.text[:TEXT])}{" …" if len(row.shown.text) > TEXT else ""}</div>'
+        )
+        rows.append(
+            [
+                esc(row.id),
+                f"{shown}{text}",
+                f"row:{k}",
+                *map(number, (row.loss, row.weight, row.grad_norm)),
+            ]
+        )
+    notes = [
+        "The largest gradient first. Loss and gradient norm are of the mean over each example"
+        " alone."
+    ]
     if not math.isclose(found.loss, found.sum_of_rows, rel_tol=1e-3):
         notes.append(
-            f"The loss of the batch is {number(found.loss)}, and the examples alone give {number(found.sum_of_rows)}: this "
-            "loss has statistics of the whole batch, without which an example's own numbers are others."
+            f"The loss of the batch is {number(found.loss)}, and the examples alone give"
+            f" {number(found.sum_of_rows)}: this loss has statistics of the whole batch, without"
+            " which an example's own numbers are others."
         )
     return f"<p class='meaning'>{esc(' '.join(notes))}</p>" + _table(
         ["example", "", "place", "loss", "weight", "gradient norm"], rows, text=2
@@ -131,7 +173,10 @@ def _media(shown: Any, example: str) -> list[str]:
     if shown.sound is not None:
         label = esc(f"sound of {example}")
         sound = _wav(*shown.sound)
-        parts.append(f'<br><audio controls aria-label="{label}" preload="none" src="data:audio/wav;base64,{sound}"></audio>')
+        parts.append(
+            f'<br><audio controls aria-label="{label}" preload="none"'
+            f' src="data:audio/wav;base64,{sound}"></audio>'
+        )
     return parts
 
 
@@ -142,19 +187,27 @@ def _wav(samples: Any, rate: int) -> str:
         out.setnchannels(1)
         out.setsampwidth(2)
         out.setframerate(rate)
-        out.writeframes((x / max(1.0, float(np.abs(x).max(initial=0))) * 32767).astype("<i2").tobytes())
+        out.writeframes(
+            (x / max(1.0, float(np.abs(x).max(initial=0))) * 32767).astype("<i2").tobytes()
+        )
     return base64.b64encode(file.getvalue()).decode()
 
 
 def _params(params: Mapping[str, tuple[float, float, float]]) -> str:
     order = sorted(params, key=lambda path: (-_finite(params[path][1]), path))
     rows = [
-        [f'<span class="code">{esc(path)}</span>', *map(number, params[path]), number(params[path][2] / params[path][0])
-         if params[path][0] else "–"]
+        [
+            f'<span class="code">{esc(path)}</span>',
+            *map(number, params[path]),
+            number(params[path][2] / params[path][0]) if params[path][0] else "–",
+        ]
         for path in order
-    ]  # fmt: skip
+    ]
     head = ["parameter", "norm", "gradient", "update", "update / norm"]
-    more = f"<details><summary>{len(rows) - MAX_ROWS} more</summary>{_table(head, rows[MAX_ROWS:])}</details>"
+    more = (
+        f"<details><summary>{len(rows) - MAX_ROWS}"
+        f" more</summary>{_table(head, rows[MAX_ROWS:])}</details>"
+    )
     return _table(head, rows[:MAX_ROWS]) + (more if len(rows) > MAX_ROWS else "")
 
 

@@ -20,7 +20,10 @@ from loaders.io import files
 MAX_BYTES = 1 << 30  # [bytes] of a file that is read
 # Parts of a step: the first whose pattern is in the scope, or in an operation's name.
 PARTS = (
-    ("collectives", re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I)),
+    (
+        "collectives",
+        re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I),
+    ),
     ("optimizer", re.compile(r"/update(/|$)")),
     ("backward", re.compile(r"transpose\(")),
     ("forward", re.compile(r"/loss_and_grad(/|$)|jvp\(")),
@@ -30,9 +33,19 @@ PARTS = (
 # holds, of which there may be several.
 MESSAGES: dict[str, dict[str, tuple[int, type | str]]] = {
     "XSpace": {"planes": (1, "XPlane")},
-    "XPlane": {"name": (2, bytes), "lines": (3, "XLine"), "event_metadata": (4, "Entry"), "stat_metadata": (5, "Entry")},
+    "XPlane": {
+        "name": (2, bytes),
+        "lines": (3, "XLine"),
+        "event_metadata": (4, "Entry"),
+        "stat_metadata": (5, "Entry"),
+    },
     "XLine": {"name": (2, bytes), "timestamp_ns": (3, int), "events": (4, "XEvent")},
-    "XEvent": {"metadata_id": (1, int), "offset_ps": (2, int), "duration_ps": (3, int), "stats": (4, "XStat")},
+    "XEvent": {
+        "metadata_id": (1, int),
+        "offset_ps": (2, int),
+        "duration_ps": (3, int),
+        "stats": (4, "XStat"),
+    },
     "XStat": {
         "metadata_id": (1, int),
         "uint64_value": (3, int),
@@ -42,7 +55,8 @@ MESSAGES: dict[str, dict[str, tuple[int, type | str]]] = {
         "ref_value": (7, int),
     },
     "Entry": {"key": (1, int), "value": (2, "Metadata")},  # of a map
-    "Metadata": {"name": (2, bytes), "stats": (5, "XStat")},  # of events; those of stats have a name alone
+    # of events; those of stats have a name alone
+    "Metadata": {"name": (2, bytes), "stats": (5, "XStat")},
     "HloProto": {"hlo_module": (1, "HloModuleProto")},
     "HloModuleProto": {"computations": (3, "HloComputationProto")},
     "HloComputationProto": {"instructions": (2, "HloInstructionProto")},
@@ -51,7 +65,8 @@ MESSAGES: dict[str, dict[str, tuple[int, type | str]]] = {
 }
 OTHER, GAPS = "other operations", "gaps"
 Program = tuple[int | None, str]  # its number and name, as far as a trace has them
-CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")  # their time is their parts'
+# their time is their parts'
+CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")
 
 
 class Trace(NamedTuple):
@@ -59,7 +74,8 @@ class Trace(NamedTuple):
 
     seconds: float  # from the first operation to the last
     parts: dict[str, float]  # part of a step -> share of the time. With the gaps they add up to 1
-    scopes: list[tuple[str, float, int]]  # (scope or operation, share of the operations' time, times), the most first
+    # (scope or operation, share of the operations' time, times), the most first
+    scopes: list[tuple[str, float, int]]
     operations: int
 
 
@@ -73,7 +89,9 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
     try:
         return list(_operations(files.read(path, most=MAX_BYTES)))
     except DecodeError as error:
-        raise files.FileError(f"{path} is no trace, or is cut short; make another with jaxtrain profile") from error
+        raise files.FileError(
+            f"{path} is no trace, or is cut short; make another with jaxtrain profile"
+        ) from error
 
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
@@ -87,11 +105,13 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
     if not found:
         return None
     edges = sorted(
-        [(start, 1, i) for i, (_, _, start, _) in enumerate(found)] + [(end, 0, i) for i, (*_, end) in enumerate(found)]
+        [(start, 1, i) for i, (_, _, start, _) in enumerate(found)]
+        + [(end, 0, i) for i, (*_, end) in enumerate(found)]
     )
     begin, end = edges[0][0], edges[-1][0]
     whole = max(end - begin, 1)
-    part, short = functools.cache(_part), functools.cache(_short)  # a file may name one long scope in millions of events
+    # a file may name one long scope in millions of events
+    part, short = functools.cache(_part), functools.cache(_short)
     of = [part(name, scope) for name, scope, _, _ in found]
     parts: dict[str, float] = collections.defaultdict(float)
     running: collections.Counter[str] = collections.Counter()
@@ -113,7 +133,10 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
         times[key] += 1
         spent[key] += stop - start
     busy = spent.total() or 1
-    shares = {part: parts[part] / whole for part in sorted(parts, key=lambda part: (part == GAPS, -parts[part]))}
+    shares = {
+        part: parts[part] / whole
+        for part in sorted(parts, key=lambda part: (part == GAPS, -parts[part]))
+    }
     scopes = [(name, time / busy, times[name]) for name, time in spent.most_common(15)]
     return Trace(whole * 1e-12, shares, scopes, len(found))
 
@@ -147,11 +170,16 @@ def _operations(space: bytes) -> Iterator[tuple[str, str, int, int]]:
         kinds, stats = _titles(plane.event_metadata), _titles(plane.stat_metadata)
         lines = plane.lines
         if devices:
-            lines = [x for x in lines if x.name.startswith(b"Stream")] or [x for x in lines if x.name == b"XLA Ops"]
+            lines = [x for x in lines if x.name.startswith(b"Stream")] or [
+                x for x in lines if x.name == b"XLA Ops"
+            ]
         for line in lines:
             for event in line.events:
                 op, program = _instruction(event, stats)
-                kind, start = kinds.get(event.metadata_id, ""), 1000 * line.timestamp_ns + event.offset_ps
+                kind, start = (
+                    kinds.get(event.metadata_id, ""),
+                    1000 * line.timestamp_ns + event.offset_ps,
+                )
                 name = op or kind
                 if event.duration_ps and (op or devices) and not is_container(name):
                     found.append((kind, name, program, start, start + event.duration_ps))
@@ -161,7 +189,9 @@ def _operations(space: bytes) -> Iterator[tuple[str, str, int, int]]:
         yield kind, scopes[program].get(name, ""), start, end
 
 
-def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
+def _scopes_of(
+    programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]
+) -> Mapping[str, str]:
     """Return each instruction's scope in a program that a trace knows by number, name or not.
 
     ``programs``: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names.
@@ -169,9 +199,15 @@ def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, modul
     a CPU read from the cache keeps its compilation's number, which is another program's here.
     """
     numbered = f"{module}({number})"
-    titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]
+    titles = [
+        title
+        for title in programs
+        if (title.rpartition("(")[0] == module if module else title.endswith(numbered))
+    ]
     if titles:
-        return programs[max(titles, key=lambda title: (len(programs[title].keys() & seen), title == numbered))]
+        return programs[
+            max(titles, key=lambda title: (len(programs[title].keys() & seen), title == numbered))
+        ]
     return {name: scope for title in programs for name, scope in programs[title].items()}
 
 
@@ -182,9 +218,21 @@ def _programs(plane: Any) -> Iterator[tuple[str, dict[str, str]]]:
             for stat in about.stats:
                 if stat.HasField("bytes_value"):
                     program = _message("HloProto").FromString(stat.bytes_value)
-                    computations = (each for module in program.hlo_module for each in module.computations)
-                    every = (each for computation in computations for each in computation.instructions)
-                    yield _text(about.name), {_text(i.name): _text(m.op_name) for i in every for m in i.metadata if m.op_name}
+                    computations = (
+                        each for module in program.hlo_module for each in module.computations
+                    )
+                    every = (
+                        each for computation in computations for each in computation.instructions
+                    )
+                    yield (
+                        _text(about.name),
+                        {
+                            _text(i.name): _text(m.op_name)
+                            for i in every
+                            for m in i.metadata
+                            if m.op_name
+                        },
+                    )
 
 
 def _instruction(event: Any, stats: Mapping[int, str]) -> tuple[str, Program]:
@@ -192,7 +240,11 @@ def _instruction(event: Any, stats: Mapping[int, str]) -> tuple[str, Program]:
     number, named = None, {"hlo_op": "", "hlo_module": ""}
     for stat in event.stats:
         if (name := stats.get(stat.metadata_id)) in named:
-            named[name] = _text(stat.str_value) if stat.HasField("str_value") else stats.get(stat.ref_value, "")
+            named[name] = (
+                _text(stat.str_value)
+                if stat.HasField("str_value")
+                else stats.get(stat.ref_value, "")
+            )
         elif name == "program_id":
             number = stat.uint64_value or stat.int64_value
     return named["hlo_op"], (number, named["hlo_module"])
@@ -210,7 +262,13 @@ def _message(name: str) -> Any:
         made = file.message_type.add(name=message)
         for field, (number, kind) in fields.items():
             if isinstance(kind, str):
-                made.field.add(name=field, number=number, type="TYPE_MESSAGE", type_name=kind, label="LABEL_REPEATED")
+                made.field.add(
+                    name=field,
+                    number=number,
+                    type="TYPE_MESSAGE",
+                    type_name=kind,
+                    label="LABEL_REPEATED",
+                )
             else:
                 of = "TYPE_UINT64" if kind is int else "TYPE_BYTES"
                 made.field.add(name=field, number=number, type=of, label="LABEL_OPTIONAL")

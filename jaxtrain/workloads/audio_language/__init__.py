@@ -9,7 +9,9 @@ WORKLOAD = Workload(
     make_task=f"{_HERE}.loss:make_task",
     make_specs=f"{_HERE}.model:make_specs",
     commands={
-        "train-codec": Command(f"{_HERE}.commands.train_codec", "data", "learn an audio codec from recordings"),
+        "train-codec": Command(
+            f"{_HERE}.commands.train_codec", "data", "learn an audio codec from recordings"
+        ),
         "encode-audio": Command(
             f"{_HERE}.commands.encode_audio",
             "data",

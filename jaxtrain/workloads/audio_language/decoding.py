@@ -51,7 +51,9 @@ class Writing(NamedTuple):
     done_b: Array  # bool
 
 
-def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
+def prefill(
+    c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int
+) -> tuple[Array, PyTree]:
     """Return each prompt's last state [B, D], and a cache with ``n_new`` free places."""
     x_bud, kept = model.decode(c, params, prompt, shard, keep=True)
     padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
@@ -61,15 +63,26 @@ def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Sh
 
 
 def extend(
-    c: Config, params: PyTree, token_b: Array, codes_bk: Array, is_audio_b: Array, place_b: Array, cache: PyTree, shard: Shard
+    c: Config,
+    params: PyTree,
+    token_b: Array,
+    codes_bk: Array,
+    is_audio_b: Array,
+    place_b: Array,
+    cache: PyTree,
+    shard: Shard,
 ) -> tuple[Array, PyTree]:
     """State [B, D] and cache of one more place of each row. Both nets run, as rows differ."""
     (shared, columns), is_audio_bu = cache
     u = is_audio_bu.shape[1]
-    is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
+    is_audio_bu = jnp.where(
+        jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu
+    )
     seen_bu = attention.visible(place_b, jnp.arange(u), causal=True, window=c.window)
     text_bd = lookup(params["embed"], token_b[:, None], shard, dtype=c.dtype)
-    x_btd = jnp.where(is_audio_b[:, None, None], model.embed_codes(c, params, codes_bk[:, None], shard), text_bd)
+    x_btd = jnp.where(
+        is_audio_b[:, None, None], model.embed_codes(c, params, codes_bk[:, None], shard), text_bd
+    )
     angles = rope_angles(c.rope, place_b[:, None], c.k)
     is_audio_bt = is_audio_b[:, None]
 
@@ -85,7 +98,9 @@ def extend(
             return jnp.where(is_audio_bt[..., None], y_btd, x_btd), new
 
         mix = sampling.cached(kept, place_b, seen_bu)
-        return model.layer(c, w, x_btd, is_audio_bt, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend)
+        return model.layer(
+            c, w, x_btd, is_audio_bt, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend
+        )
 
     x_btd, kept = jax.lax.scan(body, x_btd, (params["blocks"], shared, columns))
     return transformer.norm(c, params, "", x_btd)[:, 0], (kept, is_audio_bu)
@@ -115,9 +130,17 @@ NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
 
 
 def generate(
-    c: Config, params: PyTree, prompt: Batch, length_b: Array, key: Key, shard: Shard, grammar: Grammar, *, n_new: int,
+    c: Config,
+    params: PyTree,
+    prompt: Batch,
+    length_b: Array,
+    key: Key,
+    shard: Shard,
+    grammar: Grammar,
+    *,
+    n_new: int,
     streams: Streams = Streams(),  # noqa: B008
-) -> Written:  # fmt: skip
+) -> Written:
     """Continue each prompt: text, and from a token ``opens`` on a recording's columns.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column.
@@ -136,28 +159,40 @@ def generate(
         place = next_place(c, grammar, state, token_b, drawn_bk)
         is_audio_b = place.is_audio_b
         fed_b = jnp.where(state.done_b, grammar.ends, place.token_b)
-        x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
+        x_bd, cache = extend(
+            c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard
+        )
         new = Writing(
-            x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
+            x_bd,
+            cache,
+            jnp.where(is_audio_b, -1, place.token_b),
+            jnp.where(is_audio_b, place.column_b + 1, 0),
+            place.end_b,
             state.done_b | (~is_audio_b & (place.token_b == grammar.ends)),
-        )  # fmt: skip
+        )
         tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
         return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
 
     x_bd, cache = prefill(c, params, prompt, length_b, shard, n_new=n_new)
     # None ends within a recording, so that its last place is a token.
     slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
-    last_b = jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]
+    last_b = jnp.take_along_axis(
+        prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1
+    )[:, 0]
     zero_b = jnp.zeros_like(length_b)
     start = Writing(x_bd, cache, last_b, zero_b, zero_b + NEVER, zero_b > 0)
     _, (tokens_nb, columns_nbk) = jax.lax.scan(write, start, jnp.arange(n_new))
     return Written(tokens_nb.T, jnp.moveaxis(columns_nbk, 0, 1))
 
 
-def draw(c: Config, params: PyTree, streams: Streams, x_bd: Array, keys_b: Array, i: Array) -> tuple[Array, Array]:
+def draw(
+    c: Config, params: PyTree, streams: Streams, x_bd: Array, keys_b: Array, i: Array
+) -> tuple[Array, Array]:
     """Draw a token [B] and codes [B, K] from a state; stream s by fold_in(fold_in(key, i), s)."""
     x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
-    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < c.codebook_size, (c.codebooks, c.n_codes))
+    allowed_kc = jnp.broadcast_to(
+        jnp.arange(c.n_codes)[None] < c.codebook_size, (c.codebooks, c.n_codes)
+    )
     allowed_kc = allowed_kc.at[0, c.codebook_size + 1].set(True)
 
     def choose(logits_bv: Array, stream: int, **how: Any) -> Array:
@@ -173,12 +208,17 @@ def draw(c: Config, params: PyTree, streams: Streams, x_bd: Array, keys_b: Array
     return token_b, jnp.stack(codes_bk, axis=1)
 
 
-def next_place(c: Config, grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
+def next_place(
+    c: Config, grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array
+) -> Place:
     """Return each row's next place from a token and codes, by its state and codebooks."""
-    begin, end = c.codebook_size, c.codebook_size + 1  # the codes before a codebook's stream, and after it
+    # the codes before a codebook's stream, and after it
+    begin, end = c.codebook_size, c.codebook_size + 1
     shift_k = jnp.arange(c.codebooks) * grammar.delay  # [columns] by which each codebook is late
     # A recording continues until its last codebook has ended, then its closing token follows.
-    inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + shift_k[-1]))
+    inside_b = (state.was_b == grammar.opens) | (
+        (state.was_b < 0) & (state.column_b <= state.end_b + shift_k[-1])
+    )
     closing_b = (state.was_b < 0) & ~inside_b
     at_b = jnp.where(inside_b, state.column_b, 0)
     full_b = (at_b > grammar.longest) if grammar.longest else jnp.zeros_like(inside_b)
@@ -187,4 +227,10 @@ def next_place(c: Config, grammar: Grammar, state: Writing, token_b: Array, draw
     stream_bk = at_b[:, None] - shift_k[None]  # column of each codebook's own sequence
     over_bk = stream_bk >= end_b[:, None]
     codes_bk = jnp.where(stream_bk <= 0, begin, jnp.where(over_bk, end, drawn_bk))
-    return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)
+    return Place(
+        jnp.where(closing_b, grammar.closes, token_b),
+        codes_bk,
+        inside_b & ~state.done_b,
+        at_b,
+        end_b,
+    )

@@ -10,7 +10,9 @@ from loaders.chat import chat_examples, chatml
 from loaders.chat import codec as codec_lib
 
 
-def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(
+    config: Any, model_state: Any, batch: Mapping[str, Any], position: int
+) -> Sequence[Example]:
     """Decode the conversation of each row."""
     tools = chat_examples.tools_of(config.data, config.data.manifest)
     voice = chat_examples.open_codec(config.data) if config.data.codec else None
@@ -19,10 +21,16 @@ def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: 
         n = len(text)
         columns = [codes[i - n] for i in slot.tolist() if i >= n]
         sound = None
-        if isinstance(voice, codec_lib.Rvq) and columns and len(whole := _codes(np.stack(columns), tools)[0]):
+        if (
+            isinstance(voice, codec_lib.Rvq)
+            and columns
+            and len(whole := _codes(np.stack(columns), tools)[0])
+        ):
             mel = voice.decode(_codes(np.stack(columns), tools))
             sound = (codec_lib.sound(mel), codec_lib.RATE) if len(whole) else None
-        found.append(Example(text=tools.tokenizer.decode(text[text != tools.pad].tolist()), sound=sound))
+        found.append(
+            Example(text=tools.tokenizer.decode(text[text != tools.pad].tolist()), sound=sound)
+        )
     return found
 
 

@@ -36,7 +36,14 @@ class Answer(NamedTuple):
     codes: list[np.ndarray]  # int32 [K, T] of each recording in it
 
 
-def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
+def load(
+    run: str,
+    *,
+    step: int | None = None,
+    ema: bool = False,
+    tokenizer: str = "",
+    codec_path: str = "",
+) -> Speaker:
     """Read a model with the tokenizer and the codec that it was trained with, or others.
 
     ``run`` is a run, a step or an export. Raises StoredError if it is none of them, or holds
@@ -45,18 +52,28 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     source = source_lib.find(run, step)
     run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)
-    if missing := [name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None]:
-        raise StoredError(f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is damaged")
+    if missing := [
+        name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None
+    ]:
+        raise StoredError(
+            f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is"
+            " damaged"
+        )
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json")
     changes = {"tokenizer": chosen} if chosen else {}
     changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
     run_data = run_config.get("data") or {}
     theirs = run_data.get("codec")
     # module:function would be imported, and the run may be anyone's.
-    if not codec_path and isinstance(theirs, str) and theirs and not files.expanded(theirs).is_file():
+    if (
+        not codec_path
+        and isinstance(theirs, str)
+        and theirs
+        and not files.expanded(theirs).is_file()
+    ):
         raise StoredError(
-            f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a codec.npz, or that function if you "
-            "trust its code, with --codec"
+            f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a"
+            " codec.npz, or that function if you trust its code, with --codec"
         )
     data = config_lib.section(chat_audio.Config, run_data | changes)
     params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
@@ -66,14 +83,27 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def speak(
-    speaker: Speaker, prompts: Sequence[str], *, seconds: float, streams: decoding.Streams, seed: int = 0,
-    text_first: bool = False, batch: int = 16
-) -> list[Answer]:  # fmt: skip
+    speaker: Speaker,
+    prompts: Sequence[str],
+    *,
+    seconds: float,
+    streams: decoding.Streams,
+    seed: int = 0,
+    text_first: bool = False,
+    batch: int = 16,
+) -> list[Answer]:
     """Generate an answer to each prompt, ``batch`` at a time: its text and recordings."""
     c, tools = speaker.model, speaker.tools
     rows = []
     for prompt in prompts:
-        pieces = chatml.render({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": []}]})
+        pieces = chatml.render(
+            {
+                "messages": [
+                    {"role": "user", "content": prompt},
+                    {"role": "assistant", "content": []},
+                ]
+            }
+        )
         tokens, labels, _ = chatml.tokenise(pieces[:-1], tools.encode)
         opening = [] if text_first else [tools.ids[chatml.AUDIO_OUT_BOS]]
         tokens = narrowed(np.concatenate([tokens, opening]), np.int32, "the tokens")
@@ -81,22 +111,33 @@ def speak(
     longest = round(seconds * tools.frame_rate)
     shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
     layout = stored_params.one_device()
-    opens, closes, ends = (tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN))
+    opens, closes, ends = (
+        tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN)
+    )
     grammar = decoding.Grammar(opens, closes, ends, tools.delay, longest)
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit
-    def run(params: PyTree, prompt: dict[str, Any], length_b: jax.Array, key: jax.Array) -> decoding.Written:
-        return decoding.generate(c, params, prompt, length_b, key, layout.shard, grammar, n_new=n_new, streams=streams)
+    def run(
+        params: PyTree, prompt: dict[str, Any], length_b: jax.Array, key: jax.Array
+    ) -> decoding.Written:
+        return decoding.generate(
+            c, params, prompt, length_b, key, layout.shard, grammar, n_new=n_new, streams=streams
+        )
 
     answers: list[Answer] = []
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         some = some + some[:1] * (batch - len(some))  # one program for all
         laid = [chatml.row(x, shape, tools.pad) for x in some]
-        context = {name: jnp.asarray(np.stack([x[name] for x in laid])) for name in ("text", "codes", "place", "slot")}
+        context = {
+            name: jnp.asarray(np.stack([x[name] for x in laid]))
+            for name in ("text", "codes", "place", "slot")
+        }
         length_b = jnp.array([len(x.tokens) for x in some], jnp.int32)
-        written = jax.device_get(run(speaker.params, context, length_b, jax.random.fold_in(jax.random.key(seed), start)))
+        written = jax.device_get(
+            run(speaker.params, context, length_b, jax.random.fold_in(jax.random.key(seed), start))
+        )
         each = list(_answers(speaker, written))
         answers += each[: len(rows) - start]
     return answers
@@ -104,10 +145,15 @@ def speak(
 
 def _answers(speaker: Speaker, written: decoding.Written) -> Iterator[Answer]:
     tools = speaker.tools
-    for tokens, columns in zip(np.asarray(written.tokens), np.asarray(written.columns), strict=True):
+    for tokens, columns in zip(
+        np.asarray(written.tokens), np.asarray(written.columns), strict=True
+    ):
         is_audio = columns[:, 0] >= 0
         edges = np.flatnonzero(np.diff(np.concatenate([[0], is_audio, [0]])))
-        clips = [chatml.undelayed(columns[a:b], delay=tools.delay) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        clips = [
+            chatml.undelayed(columns[a:b], delay=tools.delay)
+            for a, b in zip(edges[::2], edges[1::2], strict=True)
+        ]
         # A recording that was cut off by the end of the buffer may hold begins and ends.
         clips = [x[:, : int((x < tools.size).all(0).cumprod().sum())] for x in clips]
         special = set(tools.ids.values())
@@ -115,7 +161,13 @@ def _answers(speaker: Speaker, written: decoding.Written) -> Iterator[Answer]:
         yield Answer(text, clips)
 
 
-def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: Sequence[Answer], each: int) -> None:
+def write(
+    speaker: Speaker,
+    out: pathlib.Path,
+    prompts: Sequence[str],
+    answers: Sequence[Answer],
+    each: int,
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

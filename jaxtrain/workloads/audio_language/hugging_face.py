@@ -20,15 +20,27 @@ from loaders.text import tokenizer
 # Sizes as published.
 PRESETS: dict[str, dict[str, Any]] = {
     "v2": dict(
-        embed=3072, depth=28, heads=24, kv_heads=8, head_dim=128, mlp=8192, eps=1e-5, vocab=128256, codebooks=8,
-        codebook_size=1024, rope=dict(theta=5e5, factor=32.0, low=1.0, high=4.0, original=8192),
+        embed=3072,
+        depth=28,
+        heads=24,
+        kv_heads=8,
+        head_dim=128,
+        mlp=8192,
+        eps=1e-5,
+        vocab=128256,
+        codebooks=8,
+        codebook_size=1024,
+        rope=dict(theta=5e5, factor=32.0, low=1.0, high=4.0, original=8192),
     )
-}  # fmt: skip
+}
 # Section `lora` of a run that adapts every matrix of both nets' layers, and nothing else.
 ADAPTERS: dict[str, Any] = dict(
-    rank=32, alpha=64.0, adapt=r"^blocks/(audio/|audio_attention/)?w_",
-    freeze=r"^(embed|w_head)(_audio)?$|^scale$|/scale_[^/]*$", dtype="bfloat16",
-)  # fmt: skip
+    rank=32,
+    alpha=64.0,
+    adapt=r"^blocks/(audio/|audio_attention/)?w_",
+    freeze=r"^(embed|w_head)(_audio)?$|^scale$|/scale_[^/]*$",
+    dtype="bfloat16",
+)
 
 _LAYER = {
     **LAYER,
@@ -59,7 +71,8 @@ _OF_TRANSFORMERS = Names(  # of the same model in transformers, model_type higgs
     layer=_LAYER,
     prefix="model.layers",
 )
-_ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
+# an encoder of waveforms, which this model does without
+_ELSEWHERE = ("audio_tower", "audio_encoder_proj")
 _CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
 _FILES = ("config.json", "generation_config.json", "preprocessor_config.json")
 
@@ -80,15 +93,25 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return the tokenizer of the whole run's ``config``, and config.json of its first weights."""
     source = files.expanded(config["warm_start"]["source"] or "?")
     found, _ = hugging_face.tokenizer_files(
-        (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files
+        (config["data"].get("tokenizer"),),
+        source,
+        config["model"].get("vocab"),
+        tokenizer.read_files,
     )
     found |= hugging_face.read_files(source, _FILES) | hugging_face.terms_files(source)
     if "config.json" in found:
         about = files.read_json(source / "config.json")
         about.pop("quantization_config", None)  # the arrays are numbers, not codes
         if _is_of_transformers(about):  # under the release's names, it has the release's fields
-            sizes = {"audio_num_codebooks": about["num_codebooks"], "audio_codebook_size": about["codebook_size"] - N_SPECIAL}
-            about = {"model_type": "higgs_audio", "text_config": {**about, "model_type": "llama"}, **sizes}
+            sizes = {
+                "audio_num_codebooks": about["num_codebooks"],
+                "audio_codebook_size": about["codebook_size"] - N_SPECIAL,
+            }
+            about = {
+                "model_type": "higgs_audio",
+                "text_config": {**about, "model_type": "llama"},
+                **sizes,
+            }
         found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
         # Of a model of Hugging Face, not of our own export (with a run's config) or another's.
         if "model_type" not in about:
@@ -99,7 +122,11 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """Return the card: with the tokenizer, an example that plays an audio sample."""
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
-    example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""
+    example = (
+        "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played"
+        if "tokenizer.json" in files
+        else ""
+    )
     return Hub("jaxtrain", "text-to-audio", metrics, example)
 
 
@@ -120,7 +147,10 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
         if _is_of_transformers(h):
             return _read_transformers(h, path, stored.open_safetensors(folder))
         if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
-            remedy = "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its jaxtrain.json"
+            remedy = (
+                "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its"
+                " jaxtrain.json"
+            )
             raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
         text = h.get("text_config") or h["text"]
         head_dim = {"head_dim": h["head_dim"]} if "head_dim" in h else {}
@@ -135,9 +165,15 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
             average_codes=bool(h.get("audio_embed_avg", False)),
         )
     table = make_specs(Config(**{**model, "rope": Rope()}))
-    unused = tuple(f"^{prefix}/" for prefix in _ELSEWHERE if any(name.startswith(f"{prefix}/") for name in there))
+    unused = tuple(
+        f"^{prefix}/"
+        for prefix in _ELSEWHERE
+        if any(name.startswith(f"{prefix}/") for name in there)
+    )
     reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
-    return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused)
+    return model, dict(
+        source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused
+    )
 
 
 def _is_of_transformers(h: Mapping[str, Any]) -> bool:
@@ -150,16 +186,28 @@ def _read_transformers(
     """`from_hugging_face` of a folder that transformers wrote. Raises HuggingFaceError."""
     size = h["codebook_size"]
     ends = {"audio_stream_bos_id": size - 2, "audio_stream_eos_id": size - 1}
-    if wrong := [f"{name} is {h.get(name)}; expected {value}" for name, value in ends.items() if h.get(name) != value]:
+    if wrong := [
+        f"{name} is {h.get(name)}; expected {value}"
+        for name, value in ends.items()
+        if h.get(name) != value
+    ]:
         raise HuggingFaceError(f"{path}: {'; '.join(wrong)}, of {size} rows of a codebook")
     if "text_lm_head/weight" not in there:
         raise HuggingFaceError(
-            f"{path.parent} has no text_lm_head.weight, without which no text is learned; take a folder with it"
+            f"{path.parent} has no text_lm_head.weight, without which no text is learned; take a"
+            " folder with it"
         )
     model = dict(
-        hugging_face.decoder_fields({"head_dim": 128, "rms_norm_eps": 1e-5, **h}, path), vocab=h["vocab_size"],
-        codebooks=h["num_codebooks"], codebook_size=size - N_SPECIAL, tied=False, audio_attention=False, average_codes=False,
-    )  # fmt: skip
+        hugging_face.decoder_fields({"head_dim": 128, "rms_norm_eps": 1e-5, **h}, path),
+        vocab=h["vocab_size"],
+        codebooks=h["num_codebooks"],
+        codebook_size=size - N_SPECIAL,
+        tied=False,
+        audio_attention=False,
+        average_codes=False,
+    )
     table = make_specs(Config(**{**model, "rope": Rope()}))
     reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
-    return model, dict(source=str(path.parent), renames=_OF_TRANSFORMERS.renames(table), reshape=reshape)
+    return model, dict(
+        source=str(path.parent), renames=_OF_TRANSFORMERS.renames(table), reshape=reshape
+    )

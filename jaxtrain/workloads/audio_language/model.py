@@ -38,15 +38,21 @@ class Config(transformer.Decoder):
     """The release's choices by default. Its published sizes are `PRESETS`."""
 
     on_resume = checks.OnResume(
-        checks.FUNCTION, free=("buckets", "chunk"), state=("vocab", "codebooks", "codebook_size", "audio_attention")
+        checks.FUNCTION,
+        free=("buckets", "chunk"),
+        state=("vocab", "codebooks", "codebook_size", "audio_attention"),
     )
 
     vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
     codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
-    codebook_size: OfData[int] = OF_DATA  # [codes] of each, without begin and end; None = as the data have
-    average_codes: bool = False  # [bool] a column's input is the mean of its codes' embeddings, not their sum
-    audio_attention: bool = False  # [bool] before the shared attention, one of columns alone, with its own weights
-    buckets: tuple[tuple[int, int, int, int, float], ...] | None = None  # [S, A, N, M, share] of rows; None = the data's
+    # [codes] of each, without begin and end; None = as the data have
+    codebook_size: OfData[int] = OF_DATA
+    # [bool] a column's input is the mean of its codes' embeddings, not their sum
+    average_codes: bool = False
+    # [bool] before the shared attention, one of columns alone, with its own weights
+    audio_attention: bool = False
+    # [S, A, N, M, share] of rows; None = the data's
+    buckets: tuple[tuple[int, int, int, int, float], ...] | None = None
     chunk: int = 1024  # [labels] of each device whose logits exist at the same time
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -55,7 +61,10 @@ class Config(transformer.Decoder):
         required = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
         for name, value in required.items():
             if getattr(self, name) != value:
-                yield name, f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}"
+                yield (
+                    name,
+                    f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}",
+                )
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "codebooks", "codebook_size"):
@@ -63,7 +72,10 @@ class Config(transformer.Decoder):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed if name == "vocab" else value != needed):
-                yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
+                yield (
+                    name,
+                    f"is {value}, and the data have {needed}; config.model.{name}=None takes that",
+                )
 
     @property
     def n_codes(self) -> int:
@@ -78,7 +90,11 @@ def make_specs(c: Config) -> PyTree:
     norm = transformer.norm_specs(c, "attention", (l,))
     blocks["audio"] = {**norm, **transformer.feed_forward_specs(c)}
     if c.audio_attention:
-        weights = {name: spec for name, spec in transformer.attention_specs(c).items() if name != "scale_attention"}
+        weights = {
+            name: spec
+            for name, spec in transformer.attention_specs(c).items()
+            if name != "scale_attention"
+        }
         # The norm after it, before the shared attention. The one before it is blocks/audio's.
         blocks["audio_attention"] = {**weights, "scale_after": norm["scale_attention"]}
     codes = Spec((c.codebooks, c.n_codes, d), (None, "vocab", "embed"), init)
@@ -91,7 +107,9 @@ def permute(shard: Shard, x_bud: Array, index_bu: Array, inverse_bu: Array) -> A
     return _rows(shard, x_bud, index_bu)
 
 
-def _permute_forward(shard: Shard, x_bud: Array, index_bu: Array, inverse_bu: Array) -> tuple[Array, Array]:
+def _permute_forward(
+    shard: Shard, x_bud: Array, index_bu: Array, inverse_bu: Array
+) -> tuple[Array, Array]:
     return _rows(shard, x_bud, index_bu), inverse_bu
 
 
@@ -105,13 +123,17 @@ _IN_ROW = (("batch", None, None), ("batch", None))
 
 
 def take(x_bud: Array, at_bn: Array) -> Array:
-    x_bnd: Array = jax.vmap(lambda x_ud, at_n: x_ud.at[at_n].get(mode="promise_in_bounds"))(x_bud, at_bn)
+    x_bnd: Array = jax.vmap(lambda x_ud, at_n: x_ud.at[at_n].get(mode="promise_in_bounds"))(
+        x_bud, at_bn
+    )
     return x_bnd
 
 
 def _rows(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
     b, n = at_bn.shape
-    return kernels.local(shard, take, (x_bud, at_bn), _IN_ROW, shard.spec((b, n, x_bud.shape[2]), _IN_ROW[0]))
+    return kernels.local(
+        shard, take, (x_bud, at_bn), _IN_ROW, shard.spec((b, n, x_bud.shape[2]), _IN_ROW[0])
+    )
 
 
 def states(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
@@ -124,15 +146,26 @@ def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Ar
     """[B, A, D]: the codebooks' embeddings, summed in the table's or the model's wider dtype."""
     w_kcd = params["embed_audio"]
     wide = jnp.promote_types(w_kcd.dtype, c.dtype)
-    x_bad = cast(Array, sum(lookup(w_kcd[k], codes_bak[..., k], shard, dtype=wide) for k in range(c.codebooks)))  # there is one
+    # there is one
+    x_bad = cast(
+        Array,
+        sum(lookup(w_kcd[k], codes_bak[..., k], shard, dtype=wide) for k in range(c.codebooks)),
+    )
     return (x_bad / c.codebooks if c.average_codes else x_bad).astype(c.dtype)
 
 
 def layer(
-    c: Config, w: PyTree, x_bud: Array, is_audio_bu: Array, nets: Callable[[Net, Net, Array], Array], shard: Shard,
-    *, angles: tuple[Array, Array], mix: transformer.Mix,
-    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]]
-) -> tuple[Array, PyTree]:  # fmt: skip
+    c: Config,
+    w: PyTree,
+    x_bud: Array,
+    is_audio_bu: Array,
+    nets: Callable[[Net, Net, Array], Array],
+    shard: Shard,
+    *,
+    angles: tuple[Array, Array],
+    mix: transformer.Mix,
+    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]],
+) -> tuple[Array, PyTree]:
     """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
 
     Args:
@@ -148,7 +181,9 @@ def layer(
         before = w["audio_attention"]["scale_after"]
     of_audio, of_text = (jnp.broadcast_to(s, x_bud.shape) for s in (before, w["scale_attention"]))
     chosen = jnp.where(is_audio_bu[..., None], of_audio, of_text)
-    x_bud, more = transformer.attend(c, {**w, "scale_attention": chosen}, x_bud, shard, angles=angles, mix=mix)
+    x_bud, more = transformer.attend(
+        c, {**w, "scale_attention": chosen}, x_bud, shard, angles=angles, mix=mix
+    )
     net = functools.partial(transformer.feed_forward, c, shard=shard)
     return nets(lambda x: net(w, x), lambda x: net(audio, x), x_bud), (more, kept)
 
@@ -192,9 +227,13 @@ def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool 
         return together(text_bsd, audio_bad), kept
 
     def body(x_bud: Array, w: PyTree) -> tuple[Array, PyTree]:
-        return layer(c, w, x_bud, is_audio_bu, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend)
+        return layer(
+            c, w, x_bud, is_audio_bu, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend
+        )
 
-    x_bud, kept = remat.scan(body, x_bud, params["blocks"], c.remat, unroll=c.unroll, kernels=transformer.KERNELS)
+    x_bud, kept = remat.scan(
+        body, x_bud, params["blocks"], c.remat, unroll=c.unroll, kernels=transformer.KERNELS
+    )
     x_bud = transformer.norm(c, params, "", x_bud)
     return (x_bud, kept) if keep else x_bud
 
@@ -218,7 +257,9 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
     return jnp.einsum("bud,kcd->bukc", x_bud, w_kcd, preferred_element_type=jnp.float32)
 
 
-def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
+def step_flops(
+    c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool
+) -> int:
     """Count the FLOPs of one row of a bucket, forward and backward.
 
     Each place goes through its own net, and labelled ones alone through the heads. Matrices that

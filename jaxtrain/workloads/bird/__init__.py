@@ -5,14 +5,34 @@ from jaxtrain.workload import Command, Workload
 _HERE = "jaxtrain.workloads.bird"
 _COMMANDS = {  # name -> group, help, whether it keeps a cache of programs
     "index": ("data", "index recordings: folders, tables of annotations, hours-long files", False),
-    "prepare": ("data", "decode recordings once, for training on many accelerators or few cores", False),
-    "detect": ("inference", "what is heard when: tables and scores of recordings of any length", True),
+    "prepare": (
+        "data",
+        "decode recordings once, for training on many accelerators or few cores",
+        False,
+    ),
+    "detect": (
+        "inference",
+        "what is heard when: tables and scores of recordings of any length",
+        True,
+    ),
     "fit": ("inference", "a head for new classes, from few examples on embeddings", True),
-    "search": ("inference", "windows of embeddings that sound like a clip, or that a head gives most", True),
-    "review": ("inference", "review the results of detect or search, on a page of this machine", False),
+    "search": (
+        "inference",
+        "windows of embeddings that sound like a clip, or that a head gives most",
+        True,
+    ),
+    "review": (
+        "inference",
+        "review the results of detect or search, on a page of this machine",
+        False,
+    ),
     "embed": ("evaluate", "embed any dataset with a trained encoder", True),
     "probe": ("evaluate", "measure how good embeddings are: linear probe, k-NN, few shot", False),
-    "benchmark": ("evaluate", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", True),
+    "benchmark": (
+        "evaluate",
+        "score a run as BirdSet, ESC-10 or ESC-50 does, from their files",
+        True,
+    ),
 }
 _FORMATS = """\
 Encoders of sound have the formats `timm` (`timm.create_model` reads its config.json) and `onnx`.

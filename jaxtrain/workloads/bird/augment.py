@@ -33,12 +33,16 @@ class Augment(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    crop: float = 1.0  # [share] of the area that a random crop, resized to the whole, has at least; 1 = none
-    crop_ratio: tuple[float, float] = (0.75, 1.333)  # [ratio] of a crop's extent in time to that in mel, shares of the whole
+    # [share] of the area that a random crop, resized to the whole, has at least; 1 = none
+    crop: float = 1.0
+    # [ratio] of a crop's extent in time to that in mel, shares of the whole
+    crop_ratio: tuple[float, float] = (0.75, 1.333)
     shift: int = 0  # [frames] largest rotation in time, either way
     background: float = 0.0  # [share] of the views that one of data.background is added to
     background_snr: tuple[float, float] = (0.0, 20.0)  # [dB] by which it is weaker, drawn evenly
-    mixup: float = 0.0  # [1] alpha: a share drawn from Beta(alpha, alpha) of the energy, and of the label, is the partner's
+    # [1] alpha: a share drawn from Beta(alpha, alpha) of the energy, and of the label, is the
+    # partner's
+    mixup: float = 0.0
     gain: float = 0.0  # [2 std] largest change of level, either way
     noise: float = 0.0  # [2 std] standard deviation of noise on every value
     time_masks: int = 0  # [masks] spans of frames set to the view's mean
@@ -47,7 +51,16 @@ class Augment(Section):
     mel_mask: int = 16  # [bands] widest mel mask
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        sizes = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
+        sizes = (
+            "shift",
+            "mixup",
+            "gain",
+            "noise",
+            "time_masks",
+            "time_mask",
+            "mel_masks",
+            "mel_mask",
+        )
         yield from checks.not_negative(self, *sizes)
         yield from checks.within(self, "(0, 1]", "crop")
         yield from checks.within(self, "[0, 1]", "background")
@@ -59,7 +72,9 @@ class Augment(Section):
 
 class Augmented(NamedTuple):
     x: Array  # float32, as the batch's spectrograms
-    own: Array | None  # float32 [B, V]: share of the row's own label, of which `partner` has the rest; None = all of it
+    # float32 [B, V]: share of the row's own label, of which `partner` has the rest; None = all of
+    # it
+    own: Array | None
 
 
 def augment(c: Augment, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augmented:
@@ -67,7 +82,9 @@ def augment(c: Augment, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augm
     x = batch["spectrogram"].astype(jnp.float32)
     x_bvfw = x if x.ndim == 4 else x[:, None]
     views = jnp.arange(x_bvfw.shape[1])
-    keys_bv = jax.vmap(lambda e, i: jax.vmap(lambda v: view_key(seed, e, i, v))(views))(batch["epoch"], batch["index"])
+    keys_bv = jax.vmap(lambda e, i: jax.vmap(lambda v: view_key(seed, e, i, v))(views))(
+        batch["epoch"], batch["index"]
+    )
 
     def every(f: Callable[..., Array]) -> Callable[..., Array]:
         return jax.vmap(jax.vmap(f))
@@ -75,11 +92,15 @@ def augment(c: Augment, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augm
     x_bvfw = every(lambda x_fw, key: _place(c, x_fw, key))(x_bvfw, keys_bv)
     if c.background:
         other = batch["background"].astype(jnp.float32).reshape(x_bvfw.shape)
-        x_bvfw = every(lambda x_fw, y_fw, key: _add_background(c, of, x_fw, y_fw, _part(key, 2)))(x_bvfw, other, keys_bv)
+        x_bvfw = every(lambda x_fw, y_fw, key: _add_background(c, of, x_fw, y_fw, _part(key, 2)))(
+            x_bvfw, other, keys_bv
+        )
     own_bv = None
     if c.mixup:
         own_bv = every(lambda key: _own_share(c, _part(key, 3)))(keys_bv)
-        x_bvfw = every(lambda x_fw, y_fw, own: _mix(of, x_fw, y_fw, own))(x_bvfw, partner(x_bvfw), own_bv)
+        x_bvfw = every(lambda x_fw, y_fw, own: _mix(of, x_fw, y_fw, own))(
+            x_bvfw, partner(x_bvfw), own_bv
+        )
     x_bvfw = every(lambda x_fw, key: _spoil(c, x_fw, key))(x_bvfw, keys_bv)
     return Augmented(x_bvfw.reshape(x.shape), own_bv)
 
@@ -95,8 +116,8 @@ def partner(x: Array) -> Array:
     """[B, …]: each row's partner: rows 2 k and 2 k + 1 change places."""
     if x.shape[0] % 2:
         raise ValueError(
-            f"augment.mixup pairs rows, and {x.shape[0]} of them are together on a part of the mesh's data axis, or in a "
-            "microbatch; make train.batch an even multiple"
+            f"augment.mixup pairs rows, and {x.shape[0]} of them are together on a part of the"
+            " mesh's data axis, or in a microbatch; make train.batch an even multiple"
         )
     return x.reshape(x.shape[0] // 2, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
 
@@ -119,12 +140,19 @@ def _crop(c: Augment, x_fw: Array, key: Key) -> Array:
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
     low, high = jnp.log(jnp.array(c.crop_ratio, jnp.float32))
     ratio = jnp.exp(jax.random.uniform(key_ratio, (), minval=low, maxval=high))
-    extent = jnp.minimum(jnp.stack([jnp.sqrt(area * ratio), jnp.sqrt(area / ratio)]), 1.0)  # shares of time and of mel
+    # shares of time and of mel
+    extent = jnp.minimum(jnp.stack([jnp.sqrt(area * ratio), jnp.sqrt(area / ratio)]), 1.0)
     start = jax.random.uniform(key_place, (2,)) * (1 - extent)
     size = jnp.array(x_fw.shape, jnp.float32)
     # Products with two matrices of weights: a gather could not be split over devices.
     x_fw = jax.image.scale_and_translate(
-        x_fw, x_fw.shape, (0, 1), 1 / extent, -start * size / extent, method="linear", antialias=False
+        x_fw,
+        x_fw.shape,
+        (0, 1),
+        1 / extent,
+        -start * size / extent,
+        method="linear",
+        antialias=False,
     )
     return x_fw
 
@@ -149,7 +177,9 @@ def _mix(of: FrontEnd, x_fw: Array, y_fw: Array, own: Array) -> Array:
     """ln (own e^x + (1 - own) e^y) (Zhang et al. 2018, in energies)."""
     # A share of exactly one has no logarithm for the rest.
     rest = jnp.log(jnp.maximum(1 - own, 1e-9))
-    return _from_ln_energy(of, jnp.logaddexp(_ln_energy(of, x_fw) + jnp.log(own), _ln_energy(of, y_fw) + rest))
+    return _from_ln_energy(
+        of, jnp.logaddexp(_ln_energy(of, x_fw) + jnp.log(own), _ln_energy(of, y_fw) + rest)
+    )
 
 
 def _spoil(c: Augment, x_fw: Array, key: Key) -> Array:

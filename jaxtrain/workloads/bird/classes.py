@@ -42,11 +42,15 @@ def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -
     """Return -sum_c target_c log softmax(logits)_c, [B], with ``smoothing`` spread evenly."""
     log_p_bc = jax.nn.log_softmax(logits_bc)
     # A masked sum, not a gather: classes may be split over devices, and each then adds its own.
-    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
+    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(
+        -1
+    )
     return -(1 - smoothing) * picked_b - smoothing * log_p_bc.mean(-1)
 
 
-def asymmetric_loss(logits_bc: Array, target_bc: Array, *, gamma_positive: float, gamma_negative: float, clip: float) -> Array:
+def asymmetric_loss(
+    logits_bc: Array, target_bc: Array, *, gamma_positive: float, gamma_negative: float, clip: float
+) -> Array:
     """Return the asymmetric loss of scores, [B] (Ridnik et al. 2021).
 
     -sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0). With both exponents
@@ -65,7 +69,13 @@ def asymmetric_loss(logits_bc: Array, target_bc: Array, *, gamma_positive: float
 
 def _power(x: Array, exponent: float) -> Array:
     """x^exponent, with a derivative at 0 that is not nan."""
-    return jnp.ones_like(x) if exponent == 0 else x if exponent == 1 else jnp.maximum(x, 1e-12) ** exponent
+    return (
+        jnp.ones_like(x)
+        if exponent == 0
+        else x
+        if exponent == 1
+        else jnp.maximum(x, 1e-12) ** exponent
+    )
 
 
 MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
@@ -78,9 +88,17 @@ def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
     else:
         class_c = jnp.arange(c.n_classes)[None]
         own_bc, answer_bc = class_c == labels.own[:, None], class_c == logits_bc.argmax(-1)[:, None]
-    own_bc, answer_bc, n = own_bc * labels.weight[:, None], answer_bc.astype(jnp.float32), labels.weight.sum()
+    own_bc, answer_bc, n = (
+        own_bc * labels.weight[:, None],
+        answer_bc.astype(jnp.float32),
+        labels.weight.sum(),
+    )
     answers_bc = answer_bc * labels.weight[:, None]
-    found = {"classes": Mean(jnp.stack([x_bc.sum(0) for x_bc in (own_bc, own_bc * answer_bc, answers_bc)]), n)}
+    found = {
+        "classes": Mean(
+            jnp.stack([x_bc.sum(0) for x_bc in (own_bc, own_bc * answer_bc, answers_bc)]), n
+        )
+    }
     if not c.multilabel and logits_bc.shape[1] <= MAX_CONFUSED:
         found["confusions"] = Mean(jnp.einsum("bc,bd->cd", own_bc, answer_bc), n)
     return found
@@ -99,7 +117,11 @@ def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
 def probe_specs(c: Settings) -> PyTree:
     """Return the online probe of any objective's features: layer norm and a linear layer."""
     d = c.embed
-    return {"scale": Spec((d,), ("embed",), ones), "bias": Spec((d,), ("embed",), zeros), **specs(c)}
+    return {
+        "scale": Spec((d,), ("embed",), ones),
+        "bias": Spec((d,), ("embed",), zeros),
+        **specs(c),
+    }
 
 
 def probe_scores(params: PyTree, pooled_rd: Array) -> Array:
@@ -114,5 +136,7 @@ def probe_loss(c: Settings, logits_rc: Array, labels: Labels) -> Array:
     """Cross-entropy with the recording's class, or binary ones with each of its classes, [R]."""
     if c.multilabel:
         target_rc = labels.own.astype(jnp.float32)
-        return asymmetric_loss(logits_rc, target_rc, gamma_positive=0.0, gamma_negative=0.0, clip=0.0)
+        return asymmetric_loss(
+            logits_rc, target_rc, gamma_positive=0.0, gamma_negative=0.0, clip=0.0
+        )
     return cross_entropy(logits_rc, labels.own)

@@ -13,7 +13,9 @@ from loaders import base
 from loaders.audio import spectrogram
 
 
-def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(
+    config: Any, model_state: Any, batch: Mapping[str, Any], position: int
+) -> Sequence[Example]:
     """Draw the first view of each row. The sound of the same place is read again."""
     c, n = config.model, len(batch["index"])
     made = views.with_spectrograms(c, batch, one_device.shard)["spectrogram"]
@@ -36,7 +38,9 @@ def _waves(config: Any, n: int, position: int) -> np.ndarray | None:
     if not isinstance(config.data, spectrogram.Config):
         return None
     data = dataclasses.replace(config.data, form="waveform", dtype="float32")
-    loader = spectrogram.make_loader(data, split="train", rows=base.Rows(n, ((0, n),)), seed=config.seed)
+    loader = spectrogram.make_loader(
+        data, split="train", rows=base.Rows(n, ((0, n),)), seed=config.seed
+    )
     try:
         loader.seek(position)
         return np.asarray(next(loader)[1]["waveform"][0])

@@ -3,11 +3,31 @@
 from jaxtrain.telemetry.glossary import Entry
 
 GLOSSARY = (
-    Entry("accuracy", "accuracy", "share of recordings whose likeliest class by the objective's head is theirs"),
-    Entry("probe_accuracy", "probe_accuracy", "accuracy of the online probe, a linear layer that trains nothing else"),
-    Entry("probe_loss", "probe_loss", "of the online probe: part of the loss, without a gradient for the encoder"),
-    Entry("objective_loss", "objective_loss", "weighted sum of the objectives: the loss without the probe's"),
-    Entry("X_loss", r"(?P<X>supervised|mae|lejepa|diet|teacher)_loss", "of objective X, before its weight"),
+    Entry(
+        "accuracy",
+        "accuracy",
+        "share of recordings whose likeliest class by the objective's head is theirs",
+    ),
+    Entry(
+        "probe_accuracy",
+        "probe_accuracy",
+        "accuracy of the online probe, a linear layer that trains nothing else",
+    ),
+    Entry(
+        "probe_loss",
+        "probe_loss",
+        "of the online probe: part of the loss, without a gradient for the encoder",
+    ),
+    Entry(
+        "objective_loss",
+        "objective_loss",
+        "weighted sum of the objectives: the loss without the probe's",
+    ),
+    Entry(
+        "X_loss",
+        r"(?P<X>supervised|mae|lejepa|diet|teacher)_loss",
+        "of objective X, before its weight",
+    ),
     Entry("lejepa_invariance", "lejepa_invariance", "how far the views of a recording are apart"),
     Entry("lejepa_sigreg", "lejepa_sigreg", "how far the embeddings are from a Gaussian"),
     Entry("diet_accuracy", "diet_accuracy", "share of crops whose own recording is the likeliest"),

@@ -34,7 +34,9 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
     x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
     missing = n_frames - x_rfw.shape[1]
     least_r11 = x_rfw.min((1, 2), keepdims=True)
-    x_rfw = jnp.concatenate([x_rfw, jnp.broadcast_to(least_r11, (x_rfw.shape[0], missing, of.n_mels))], axis=1)
+    x_rfw = jnp.concatenate(
+        [x_rfw, jnp.broadcast_to(least_r11, (x_rfw.shape[0], missing, of.n_mels))], axis=1
+    )
     return ((x_rfw - of.mean) / of.scale).reshape(*wave.shape[:-1], n_frames, of.n_mels)
 
 
@@ -52,10 +54,13 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
     frames_rfn = _frames(x_rn.astype(jnp.int32), of.window, of.hop)
     y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
     y_rfn = y_rfn.astype(jnp.float32) / (of.window * FULL)
-    before_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)  # the first has weight 0
+    # the first has weight 0
+    before_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)
     window_n, bands_kw = tables(of)
     n_fft = 2 * bands_kw.shape[0]
-    spectrum_rfk = jnp.fft.rfft((y_rfn - EMPHASIS * before_rfn) * window_n[None, None], n_fft)[..., : n_fft // 2]
+    spectrum_rfk = jnp.fft.rfft((y_rfn - EMPHASIS * before_rfn) * window_n[None, None], n_fft)[
+        ..., : n_fft // 2
+    ]
     power_rfk = jnp.square(spectrum_rfk.real) + jnp.square(spectrum_rfk.imag)
     energy_rfw = jnp.einsum("rfk,kw->rfw", power_rfk, bands_kw, precision=jax.lax.Precision.HIGHEST)
     return jnp.log(jnp.maximum(energy_rfw, FLOOR))
@@ -86,5 +91,9 @@ def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
 
     low = mel(of.f_min)
     step = (mel(of.highest) - low) / (of.n_mels + 1)
-    at_kw = ((mel(np.arange(half) * of.sample_rate / (2 * half)) - low) / step)[:, None] - np.arange(of.n_mels)[None]
-    return window_n.astype(np.float32), np.maximum(np.minimum(at_kw, 2 - at_kw), 0).astype(np.float32)
+    at_kw = ((mel(np.arange(half) * of.sample_rate / (2 * half)) - low) / step)[
+        :, None
+    ] - np.arange(of.n_mels)[None]
+    return window_n.astype(np.float32), np.maximum(np.minimum(at_kw, 2 - at_kw), 0).astype(
+        np.float32
+    )

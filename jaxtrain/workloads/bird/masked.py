@@ -40,7 +40,9 @@ class Decoder(Section):
 
     def stack(self, c: vit.Encoder) -> vit.Stack:
         remat = "none" if c.remat == "none" else "full"
-        return vit.Stack(self.embed, self.depth, self.heads, 4 * self.embed, dtype=c.dtype, remat=remat)
+        return vit.Stack(
+            self.embed, self.depth, self.heads, 4 * self.embed, dtype=c.dtype, remat=remat
+        )
 
 
 class Masks(NamedTuple):
@@ -62,7 +64,9 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
 
     def mask(key: Key) -> Array:
         key_blocks, key_rest = jax.random.split(key)
-        drawn = (rank(jax.random.uniform(key_blocks, (places[0] * places[1],))) < n_blocks).reshape(places)
+        drawn = (rank(jax.random.uniform(key_blocks, (places[0] * places[1],))) < n_blocks).reshape(
+            places
+        )
         covered = jnp.zeros(grid, bool)
         for i in range(high):
             for j in range(wide):
@@ -72,7 +76,9 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
 
     masked_bn = jax.vmap(mask)(key_b)
     place_bn = jnp.cumsum(~masked_bn, axis=1) - 1
-    visible_bvn = ~masked_bn[:, None] & (place_bn[:, None] == jnp.arange(n - n_masked)[None, :, None])
+    visible_bvn = ~masked_bn[:, None] & (
+        place_bn[:, None] == jnp.arange(n - n_masked)[None, :, None]
+    )
     return Masks(masked_bn.astype(jnp.float32), visible_bvn.astype(jnp.float32))
 
 
@@ -99,7 +105,9 @@ def decoder_specs(c: vit.Encoder, d: Decoder, size: int) -> PyTree:
     }
 
 
-def decode(c: vit.Encoder, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
+def decode(
+    c: vit.Encoder, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard
+) -> Array:
     """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
 
     The mean CLS goes first, without a position. A learned token replaces a masked patch.
@@ -118,7 +126,9 @@ def decode(c: vit.Encoder, d: Decoder, params: PyTree, seen: vit.Encoded, masks:
 
 def decoder_flops(c: vit.Encoder, d: Decoder, size: int) -> int:
     """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
-    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
+    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (
+        c.embed + size
+    )
 
 
 def normalised(patches_bnp: Array) -> Array:

@@ -66,7 +66,10 @@ class Config(Settings):
             yield from checks.under(name, objective.problems(self, section))
         if not self.on:
             first, *others = OBJECTIVES
-            yield f"{first}.weight", f"is 0, as are those of {', '.join(others)}; nothing would be learned"
+            yield (
+                f"{first}.weight",
+                f"is 0, as are those of {', '.join(others)}; nothing would be learned",
+            )
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from super().validate_data(info)
@@ -79,7 +82,11 @@ class Config(Settings):
     @property
     def on(self) -> dict[str, Objective]:
         """The objectives that the loss consists of."""
-        return {name: objective for name, objective in OBJECTIVES.items() if self.section(name).weight > 0}
+        return {
+            name: objective
+            for name, objective in OBJECTIVES.items()
+            if self.section(name).weight > 0
+        }
 
     def reads(self, needs: str) -> bool:
         """Whether some objective reads this pass of the encoder."""
@@ -90,14 +97,20 @@ def make_specs(c: Config) -> PyTree:
     """Return the specs of encoder, objective/NAME of those in use, probe if there are classes."""
     table = {
         "encoder": vit.make_specs(c),
-        "objective": {name: objective.specs(c, c.section(name)) for name, objective in c.on.items()},
+        "objective": {
+            name: objective.specs(c, c.section(name)) for name, objective in c.on.items()
+        },
     }
     return {**table, "probe": classes.probe_specs(c)} if c.n_classes else table
 
 
 def make_model_state(c: Config, table: PyTree) -> PyTree:
     """Return a table for each objective with a state, or ()."""
-    return {name: objective.model_state(table) for name, objective in c.on.items() if objective.model_state} or ()
+    return {
+        name: objective.model_state(table)
+        for name, objective in c.on.items()
+        if objective.model_state
+    } or ()
 
 
 def forward_flops(c: Config) -> int:
@@ -113,7 +126,9 @@ def train_flops(c: Config) -> int:
         forward += vit.forward_flops(c)
     if c.reads(VISIBLE):
         forward += vit.forward_flops(c, c.n_patches - c.n_masked)
-    return 3 * forward + sum(objective.flops(c, c.section(name)) for name, objective in c.on.items())
+    return 3 * forward + sum(
+        objective.flops(c, c.section(name)) for name, objective in c.on.items()
+    )
 
 
 class Model(NamedTuple):
@@ -152,7 +167,12 @@ def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
         return
     for name, objective in c.on.items():
         if statistic := objective.batch_statistic(c.section(name)):
-            log.warning("%s is over a microbatch's %d rows, not the batch's %d", statistic, batch // accumulate, batch)
+            log.warning(
+                "%s is over a microbatch's %d rows, not the batch's %d",
+                statistic,
+                batch // accumulate,
+                batch,
+            )
     if c.augment.mixup:
         log.warning("with train.accumulate=%d rows are mixed within microbatches", accumulate)
 
@@ -160,7 +180,10 @@ def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
 def batch_axes(c: Config) -> dict[str, Axes]:
     view = (None,) * (c.n_views > 1)
     clip = ("batch", *view, None) if c.form == "waveform" else ("batch", *view, None, None)
-    axes: dict[str, Axes] = {c.form or "spectrogram": clip, **({"background": clip} if c.augment.background else {})}
+    axes: dict[str, Axes] = {
+        c.form or "spectrogram": clip,
+        **({"background": clip} if c.augment.background else {}),
+    }
     if c.n_classes:
         axes |= {"labels": ("batch", None)} if c.multilabel else {"label": ("batch",)}
     return {**axes, **{name: ("batch",) for name in ("index", "epoch", "weight")}}
@@ -171,21 +194,27 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
     batch = views.with_spectrograms(c, batch, model.shard)
     augmented = augment_lib.augment(c.augment, model.seed, batch, c.spectrograms)
     labels = views.labels_of_views(c, batch, augmented.own) if c.n_classes else None
-    make = functools.partial(inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own)
+    make = functools.partial(
+        inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own
+    )
     passes = {needs: make(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
     # Sums over the rows: the term of each objective.
     sums: dict[str, Array] = {}
     metrics: dict[str, Mean] = {}
     for name, objective in c.on.items():
         with jax.named_scope(name):
-            sums[name], more = objective.loss(c.section(name), of_objective(passes[objective.needs], variables, name))
+            sums[name], more = objective.loss(
+                c.section(name), of_objective(passes[objective.needs], variables, name)
+            )
         metrics |= more
     total, n = sum(c.section(name).weight * x for name, x in sums.items()), weight_b.sum()
     metrics |= {f"{name}_loss": Mean(x, n) for name, x in sums.items()}
     metrics["objective_loss"] = Mean(total, n)
     if labels is not None:
         # The features of all patches if some objective reads them, else of the visible ones.
-        logits_rc = classes.probe_scores(params["probe"], next(iter(passes.values())).features.pooled_rd)
+        logits_rc = classes.probe_scores(
+            params["probe"], next(iter(passes.values())).features.pooled_rd
+        )
         probe_total = (classes.probe_loss(c, logits_rc, labels) * labels.weight).sum()
         metrics["probe_loss"] = Mean(probe_total, labels.weight.sum())
         metrics["probe_accuracy"] = classes.accuracy(c, logits_rc, labels)
@@ -204,8 +233,16 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     passes = {needs: make(needs) for needs in (ALL, VISIBLE) if needs in needed}
     metrics: dict[str, Mean] = {}
     if labels is not None:
-        logits_bc = passes[ALL].by_view(classes.probe_scores(variables.params["probe"], passes[ALL].features.pooled_rd)).mean(1)
-        metrics["probe_loss"] = Mean((classes.probe_loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum())
+        logits_bc = (
+            passes[ALL]
+            .by_view(
+                classes.probe_scores(variables.params["probe"], passes[ALL].features.pooled_rd)
+            )
+            .mean(1)
+        )
+        metrics["probe_loss"] = Mean(
+            (classes.probe_loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum()
+        )
         metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
         if "supervised" not in c.on:  # which counts the answers of its own head
             metrics |= classes.counts(c, logits_bc, labels)
@@ -224,14 +261,25 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
     c, encoder = model.c, variables.params["encoder"]
     encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
     features_bd = views.pooled(c, encoder, encoded)
-    scores = {"scores": classes.probe_scores(variables.params["probe"], features_bd)} if c.n_classes else {}
+    scores = (
+        {"scores": classes.probe_scores(variables.params["probe"], features_bd)}
+        if c.n_classes
+        else {}
+    )
     return {"features": features_bd, **scores}
 
 
 def inputs(
-    model: Model, variables: Variables, batch: Batch, x: Array, needs: str, *, key: Key | None = None,
-    labels: Labels | None = None, share_bv: Array | None = None,
-) -> Inputs:  # fmt: skip
+    model: Model,
+    variables: Variables,
+    batch: Batch,
+    x: Array,
+    needs: str,
+    *,
+    key: Key | None = None,
+    labels: Labels | None = None,
+    share_bv: Array | None = None,
+) -> Inputs:
     """One pass of the encoder over spectrograms ``x``; `of_objective` adds what one objective has.
 
     ``key``: of the step; without it, in an evaluation, there is no stochastic depth.
@@ -244,10 +292,20 @@ def inputs(
     encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
     weight_b = batch["weight"]
     return Inputs(
-        c=c, shard=model.shard, params=(), model_state=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
-        weight_r=views.repeated(c, weight_b) / c.n_views, labels=labels,
-        features=Features(encoded, views.pooled(c, encoder, encoded)), masks=masks, share_bv=share_bv,
-    )  # fmt: skip
+        c=c,
+        shard=model.shard,
+        params=(),
+        model_state=(),
+        key=key,
+        batch=batch,
+        x_rfw=x_rfw,
+        weight_b=weight_b,
+        weight_r=views.repeated(c, weight_b) / c.n_views,
+        labels=labels,
+        features=Features(encoded, views.pooled(c, encoder, encoded)),
+        masks=masks,
+        share_bv=share_bv,
+    )
 
 
 def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
@@ -270,11 +328,16 @@ def pictures(model: Model, batch: Batch) -> dict[str, Array]:
     """Return first views, mel up and time to the right, from quietest to loudest value of each."""
     c = model.c
     first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
-    shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}
+    shown = {
+        "input": first["spectrogram"],
+        "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x,
+    }
     if c.reads(VISIBLE):
         x_rnp = vit.patchify(c, views.flat(c, shown["augmented"]))
         hidden_rn1 = views.masks(c, model.seed, first).masked[:, :, None]
-        shown["masked"] = views.unpatchify(c, jnp.where(hidden_rn1 > 0, x_rnp.min((1, 2), keepdims=True), x_rnp))
+        shown["masked"] = views.unpatchify(
+            c, jnp.where(hidden_rn1 > 0, x_rnp.min((1, 2), keepdims=True), x_rnp)
+        )
     return {name: views.as_picture(views.flat(c, x)[:: c.n_views]) for name, x in shown.items()}
 
 
@@ -285,7 +348,8 @@ def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Arra
     drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}
     if not drawing:
         return images
-    n = math.lcm(4, model.shard.size("batch", next(iter(batch.values())).shape[0]))  # rows that divide over the devices
+    # rows that divide over the devices
+    n = math.lcm(4, model.shard.size("batch", next(iter(batch.values())).shape[0]))
     first = views.with_spectrograms(c, {name: x[:n] for name, x in batch.items()}, model.shard)
     for name, (needs, draw) in drawing.items():
         shared = inputs(model, variables, first, first["spectrogram"], needs)

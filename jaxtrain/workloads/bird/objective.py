@@ -25,7 +25,8 @@ from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 
 NORMS = ("batch", "layer")  # of hidden values, by `normed`
-ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over the visible ones
+# the passes of the encoder: over every patch, or over the visible ones
+ALL, VISIBLE = "all", "visible"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Inputs(NamedTuple):
     weight_r: Array  # float32 [R]: the same, shared out to the views
     features: Features
     masks: masked.Masks | None  # of a pass over visible patches
-    labels: Labels | None  # of R views in training, of B rows in an evaluation; None without classes
+    # of R views in training, of B rows in an evaluation; None without classes
+    labels: Labels | None
     share_bv: Array | None  # float32 [B, V]: mixup's share of the row itself; None = no mixup
 
     def by_view(self, x_r: Array) -> Array:
@@ -75,18 +77,26 @@ class Objective(NamedTuple):
     section: type[Section]
     needs: str  # the pass that it reads: ALL or VISIBLE
     specs: Callable[[Settings, Any], PyTree]  # its parameters, a tree of Spec
-    loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]  # the weighted sum over rows, and metrics
-    flops: Callable[[Settings, Any], int]  # of one view in a training step, backward pass included, beyond the encoder's pass
-    evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
-    problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = lambda c, section: iter(())  # (field of the section, text)
+    # the weighted sum over rows, and metrics
+    loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]
+    # of one view in a training step, backward pass included, beyond the encoder's pass
+    flops: Callable[[Settings, Any], int]
+    # None = only training batches have it
+    evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None
+    # (field of the section, text)
+    problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = lambda c, section: iter(())
     # (field, text)
-    validate_data: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = lambda c, section, info: iter(())
-    model_state: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
+    validate_data: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = (
+        lambda c, section, info: iter(())
+    )
+    # the model's table of parameters -> the table of its state
+    model_state: Callable[[PyTree], PyTree] | None = None
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = (
         None  # (…, new params, model state, step, steps) -> model state
     )
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
-    batch_statistic: Callable[[Any], str] = lambda section: ""  # name of a statistic of the global batch; "" = none
+    # name of a statistic of the global batch; "" = none
+    batch_statistic: Callable[[Any], str] = lambda section: ""
 
 
 def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
@@ -94,4 +104,6 @@ def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Arra
     if norm == "layer":
         return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
     zero, valid_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]
-    return batch_norm(x_rh, scale_h, bias_h, {"mean": zero, "var": zero}, valid_r1, momentum=0.0, eps=vit.EPS)[0]
+    return batch_norm(
+        x_rh, scale_h, bias_h, {"mean": zero, "var": zero}, valid_r1, momentum=0.0, eps=vit.EPS
+    )[0]

@@ -16,9 +16,15 @@ from jaxtrain.workloads.bird.settings import Settings
 def with_spectrograms(c: Settings, batch: Batch, shard: Shard) -> Batch:
     if c.form != "waveform":
         return batch
-    fields = {"spectrogram": "waveform", **({"background": "background"} if c.augment.background else {})}
+    fields = {
+        "spectrogram": "waveform",
+        **({"background": "background"} if c.augment.background else {}),
+    }
     with jax.named_scope("log_mel"):
-        made = {name: log_mel.split(batch[wave], c.n_frames, shard, c.spectrograms) for name, wave in fields.items()}
+        made = {
+            name: log_mel.split(batch[wave], c.n_frames, shard, c.spectrograms)
+            for name, wave in fields.items()
+        }
     return {**batch, **made}
 
 
@@ -31,7 +37,9 @@ def repeated(c: Settings, x_b: Array) -> Array:
     """[B, …] -> [R, …]: every row once for each of its views, without a gather."""
     if c.n_views == 1:
         return x_b
-    return jnp.broadcast_to(x_b[:, None], (x_b.shape[0], c.n_views, *x_b.shape[1:])).reshape(-1, *x_b.shape[1:])
+    return jnp.broadcast_to(x_b[:, None], (x_b.shape[0], c.n_views, *x_b.shape[1:])).reshape(
+        -1, *x_b.shape[1:]
+    )
 
 
 def pooled(c: Settings, params: PyTree, encoded: vit.Encoded) -> Array:
@@ -60,7 +68,9 @@ def masks(c: Settings, seed: int, batch: Batch) -> masked.Masks:
     """Of R spectrograms: a function of (seed, epoch, recording, view), as augmentations are."""
     index_r, epoch_r = repeated(c, batch["index"]), repeated(c, batch["epoch"])
     view_r = jnp.arange(index_r.shape[0]) % c.n_views
-    keys_r = jax.vmap(lambda e, i, v: fold_in_path(augment.view_key(seed, e, i, v), "masks"))(epoch_r, index_r, view_r)
+    keys_r = jax.vmap(lambda e, i, v: fold_in_path(augment.view_key(seed, e, i, v), "masks"))(
+        epoch_r, index_r, view_r
+    )
     return masked.draw_masks(keys_r, c.grid, c.n_masked, c.mask.block)
 
 
@@ -68,14 +78,23 @@ def survival(c: Settings, batch: Batch, key: Key, name: str) -> Array | None:
     """`vit.survival` of R spectrograms in a pass ``name``, by the step's key and place."""
     if not c.drop_path:
         return None
-    place_r = repeated(c, batch["row"]) * c.n_views + jnp.arange(batch["row"].shape[0] * c.n_views) % c.n_views
-    return vit.survival(c, jax.vmap(lambda r: jax.random.fold_in(fold_in_path(key, name), r))(place_r))
+    place_r = (
+        repeated(c, batch["row"]) * c.n_views
+        + jnp.arange(batch["row"].shape[0] * c.n_views) % c.n_views
+    )
+    return vit.survival(
+        c, jax.vmap(lambda r: jax.random.fold_in(fold_in_path(key, name), r))(place_r)
+    )
 
 
 def unpatchify(c: Settings, x_rnp: Array) -> Array:
     """[R, N, P] -> [R, F, W], the inverse of `vit.patchify`."""
     (rows, columns), (f, w) = c.grid, c.patch
-    return x_rnp.reshape(-1, rows, columns, f, w).transpose(0, 1, 3, 2, 4).reshape(-1, c.n_frames, c.n_mels)
+    return (
+        x_rnp.reshape(-1, rows, columns, f, w)
+        .transpose(0, 1, 3, 2, 4)
+        .reshape(-1, c.n_frames, c.n_mels)
+    )
 
 
 def as_picture(x_rfw: Array) -> Array:

@@ -35,11 +35,20 @@ EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_
 EXACT = jax.lax.Precision.HIGHEST
 
 # name -> embed, depth, heads (Touvron et al. 2021, Dosovitskiy et al. 2021)
-PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "h": (1280, 32, 16)}
+PRESETS = {
+    "ti": (192, 12, 3),
+    "s": (384, 12, 6),
+    "b": (768, 12, 12),
+    "l": (1024, 24, 16),
+    "h": (1280, 32, 16),
+}
 CHOICES: dict[str, Iterable[str]] = {
-    "preset": PRESETS, "dtype": ("float32", "bfloat16"), "positions": ("learned", "rope"),
-    "mlp": ("gelu", "gelu_exact", "swiglu"), "norm": ("tokens", "pooled"),
-}  # fmt: skip
+    "preset": PRESETS,
+    "dtype": ("float32", "bfloat16"),
+    "positions": ("learned", "rope"),
+    "mlp": ("gelu", "gelu_exact", "swiglu"),
+    "norm": ("tokens", "pooled"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,50 +57,82 @@ class Encoder(checks.Section):
 
     on_resume = checks.OnResume(
         free=("preset", "remat", "unroll"),
-        state=("n_frames", "n_mels", "patch", "embed", "depth", "heads", "mlp_ratio", "mlp", "n_cls", "n_registers"),
+        state=(
+            "n_frames",
+            "n_mels",
+            "patch",
+            "embed",
+            "depth",
+            "heads",
+            "mlp_ratio",
+            "mlp",
+            "n_cls",
+            "n_registers",
+        ),
     )
 
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each
     n_mels: int = 128  # [bands] of a spectrogram
-    patch: tuple[int, int] = (16, 16)  # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
+    # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
+    patch: tuple[int, int] = (16, 16)
     preset: str = "s"  # [name] ti, s, b, l or h: the embed, depth and heads for fields that are 0
     embed: int = 0  # [values] width of a token; 0 = the preset's
     depth: int = 0  # [layers] of the encoder; 0 = the preset's
     heads: int = 0  # [heads] of the attention; 0 = the preset's
     mlp_ratio: int = 4  # [1] inner width of the MLP, over embed
-    mlp: str = "gelu"  # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3 as wide
+    # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3
+    # as wide
+    mlp: str = "gelu"
     eps: float = EPS  # [1] added to the variance in the layer norms (timm: 1e-6)
-    norm: str = "tokens"  # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
+    # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
+    norm: str = "tokens"
     n_cls: int = 1  # [tokens] CLS tokens, whose mean is the feature "cls"
     n_registers: int = 0  # [tokens] that nothing reads
     positions: str = "learned"  # [name] learned, or rope: rotary along time and mel
     rope_base: float = 100.0  # [1] rope: longest wavelength over 2 pi, in patches, nearly
     qk_norm: bool = False  # [bool] layer norm of each head's queries and keys
-    layer_scale: float = 0.0  # [1] initial factor of a layer's output, learned for each channel; 0 = none, 1e-4 is usual
-    drop_path: float = 0.0  # [1] stochastic depth: share of the rows that skip the last layer, and evenly less before it
-    dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
-    remat: str = "none"  # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
-    unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    # [1] initial factor of a layer's output, learned for each channel; 0 = none, 1e-4 is usual
+    layer_scale: float = 0.0
+    # [1] stochastic depth: share of the rows that skip the last layer, and evenly less before it
+    drop_path: float = 0.0
+    # [name] of activations and matrix products; parameters, norms and losses are float32
+    dtype: str = "bfloat16"
+    # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
+    remat: str = "none"
+    # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    unroll: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in zip(("embed", "depth", "heads"), PRESETS.get(self.preset, (1, 1, 1)), strict=True):
+        for name, value in zip(
+            ("embed", "depth", "heads"), PRESETS.get(self.preset, (1, 1, 1)), strict=True
+        ):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll")
+        yield from checks.at_least(
+            self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll"
+        )
         yield from checks.not_negative(self, "n_registers", "layer_scale")
         for name, allowed in CHOICES.items():
             yield from checks.choice(self, allowed, name)
         yield from checks.positive(self, "eps")
-        for size, part, axis in zip((self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True):
+        for size, part, axis in zip(
+            (self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True
+        ):
             if part < 1 or size % part:
                 yield "patch", f"is {self.patch}, which does not divide {axis}={size}"
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
         elif self.positions == "rope" and self.heads > 0 and self.embed // self.heads % 4:
             values = f"a head has {self.embed // self.heads} values"
-            yield "positions", f"is 'rope', which turns pairs along two axes, and {values}; it takes a multiple of 4"
+            yield (
+                "positions",
+                (
+                    f"is 'rope', which turns pairs along two axes, and {values}; it takes a"
+                    " multiple of 4"
+                ),
+            )
         if self.rope_base <= 1:
             yield "rope_base", f"is {self.rope_base}; it must be above 1"
         yield from checks.within(self, "[0, 1)", "drop_path")
@@ -115,9 +156,19 @@ class Encoder(checks.Section):
         hidden = self.embed * self.mlp_ratio
         gated = self.mlp == "swiglu"
         return Stack(
-            self.embed, self.depth, self.heads, int(2 / 3 * hidden) if gated else hidden, gated, self.qk_norm, self.layer_scale,
-            self.dtype, self.remat, self.unroll, self.mlp == "gelu_exact", self.eps,
-        )  # fmt: skip
+            self.embed,
+            self.depth,
+            self.heads,
+            int(2 / 3 * hidden) if gated else hidden,
+            gated,
+            self.qk_norm,
+            self.layer_scale,
+            self.dtype,
+            self.remat,
+            self.unroll,
+            self.mlp == "gelu_exact",
+            self.eps,
+        )
 
 
 def from_saved(section: Mapping[str, Any]) -> Encoder:
@@ -175,7 +226,9 @@ def stack_specs(s: Stack) -> PyTree:
             table[f"bias_{name}"] = Spec((l, k), ("layer", "head_dim"), zeros)
     if s.layer_scale:
         for name in SAVED:
-            table[f"scale_added_{name}"] = Spec((l, d), ("layer", "embed"), jax.nn.initializers.constant(s.layer_scale))
+            table[f"scale_added_{name}"] = Spec(
+                (l, d), ("layer", "embed"), jax.nn.initializers.constant(s.layer_scale)
+            )
     return table
 
 
@@ -216,19 +269,33 @@ def read_exported(path: str | os.PathLike[str]) -> PyTree:
         if part != "encoder":
             continue
         start, stop = entry["data_offsets"]
-        x = np.frombuffer(data[start:stop], EXPORTED[entry["dtype"]]).reshape(entry["shape"]).astype(np.float32)
+        x = (
+            np.frombuffer(data[start:stop], EXPORTED[entry["dtype"]])
+            .reshape(entry["shape"])
+            .astype(np.float32)
+        )
         if rest.startswith("blocks."):
             _, i, leaf = rest.split(".")
             layers.setdefault(leaf, {})[int(i)] = x
         else:
             params[rest] = x
-    return {**params, "blocks": {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}}
+    return {
+        **params,
+        "blocks": {
+            leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()
+        },
+    }
 
 
 def encode(
-    c: Encoder, params: PyTree, x_bfw: Array, shard: Shard = one_device.shard, *, visible_bvn: Array | None = None,
+    c: Encoder,
+    params: PyTree,
+    x_bfw: Array,
+    shard: Shard = one_device.shard,
+    *,
+    visible_bvn: Array | None = None,
     keep_l2b: Array | None = None,
-) -> Encoded:  # fmt: skip
+) -> Encoded:
     """Spectrograms [B, F, W] through the encoder.
 
     It sees all patches in order, or those of ``visible_bvn``, one-hot along N. ``keep_l2b``:
@@ -237,7 +304,9 @@ def encode(
     with jax.named_scope("patchify"):
         x_bnp = patchify(c, x_bfw)
         # Half precision would round the measurements at the input.
-        x_bnd = product("bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT)
+        x_bnd = product(
+            "bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT
+        )
         x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
         if c.positions == "learned":
             x_bnd += spread(params["pos"], x_bnd.shape, shard)
@@ -263,9 +332,14 @@ def pooled(c: Encoder, params: PyTree, x_bnd: Array) -> Array:
 
 
 def run_stack(
-    s: Stack, stack: PyTree, x_btd: Array, shard: Shard, *, turns: tuple[Array, Array] | None = None,
+    s: Stack,
+    stack: PyTree,
+    x_btd: Array,
+    shard: Shard,
+    *,
+    turns: tuple[Array, Array] | None = None,
     keep_l2b: Array | None = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
     dtype, cheap = jnp.dtype(s.dtype), remat.cheap(s.remat)
 
@@ -280,10 +354,15 @@ def run_stack(
     @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
         y_btd = layer_norm(x_btd, scale, bias, s.eps, shard)
-        return [product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard) for m in matrices]
+        return [
+            product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard)
+            for m in matrices
+        ]
 
     @cheap
-    def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
+    def place(
+        z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None
+    ) -> Array:
         if scale is not None:
             z_bthk = layer_norm(z_bthk, scale, bias, s.eps, shard)
         return z_bthk if turns is None else rotate(z_bthk, turns)
@@ -304,16 +383,28 @@ def run_stack(
             qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
             q, k, v = (z[:, :, 0] for z in jnp.split(qkv_bt3hk, 3, axis=2))
             if s.qk_norm or turns is not None:
-                q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
-            y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v, policy=s.remat), w["w_out"], shard)
-            x_btd = add(x_btd, y_btd + spread(w["b_out"].astype(dtype), y_btd.shape, shard), w, 0, keep_2b)
+                q, k = (
+                    place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns)
+                    for z, n in ((q, "q"), (k, "k"))
+                )
+            y_btd = product(
+                "bthk,hkd->btd", attention.within(shard, q, k, v, policy=s.remat), w["w_out"], shard
+            )
+            x_btd = add(
+                x_btd, y_btd + spread(w["b_out"].astype(dtype), y_btd.shape, shard), w, 0, keep_2b
+            )
         with jax.named_scope("mlp"):
             norm = (w["scale_mlp"], w["bias_mlp"])
             if s.gated:
                 y_btm, gate_btm = project(x_btd, *norm, w["w_up"], w["w_gate"])
             else:
                 (y_btm,), gate_btm = project(x_btd, *norm, w["w_up"]), None
-                y_btm = shard(y_btm + spread(w["b_up"].astype(dtype), y_btm.shape, shard), "batch", "seq", "mlp")
+                y_btm = shard(
+                    y_btm + spread(w["b_up"].astype(dtype), y_btm.shape, shard),
+                    "batch",
+                    "seq",
+                    "mlp",
+                )
             y_btd = activate(y_btm, gate_btm, w["w_down"])
             if not s.gated:
                 y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
@@ -360,7 +451,11 @@ def survival(c: Encoder, key_b: Key) -> Array | None:
     """
     if not c.drop_path:
         return None
-    rate_l = np.linspace(0, c.drop_path, c.depth, dtype=np.float32)[:, None] if c.depth > 1 else np.array([[c.drop_path]])
+    rate_l = (
+        np.linspace(0, c.drop_path, c.depth, dtype=np.float32)[:, None]
+        if c.depth > 1
+        else np.array([[c.drop_path]])
+    )
     rate_l2 = jnp.broadcast_to(jnp.asarray(rate_l, jnp.float32), (c.depth, 2))
     kept_bl2 = jax.vmap(lambda key: jax.random.uniform(key, (c.depth, 2)) >= rate_l2)(key_b)
     return jnp.where(kept_bl2, (1 / (1 - rate_l2))[None], 0.0).transpose(1, 2, 0)
@@ -375,4 +470,6 @@ def stack_flops(s: Stack, tokens: int) -> int:
 def forward_flops(c: Encoder, visible: int | None = None) -> int:
     """Return the same of the encoder, of whose patches ``visible`` enter (None: all)."""
     seen = c.n_patches if visible is None else visible
-    return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)
+    return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(
+        c.stack, c.n_cls + seen + c.n_registers
+    )

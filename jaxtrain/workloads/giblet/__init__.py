@@ -10,9 +10,16 @@ WORKLOAD = Workload(
     make_specs=f"{_HERE}.model:make_specs",
     commands={
         "prepare-giblet": Command(
-            f"{_HERE}.commands.prepare_giblet", "data", "make a dataset of a film and the brains of its viewers"
+            f"{_HERE}.commands.prepare_giblet",
+            "data",
+            "make a dataset of a film and the brains of its viewers",
         ),
-        "predict": Command(f"{_HERE}.commands.predict", "inference", "predict the fMRI of a film, as NIfTI", caches=True),
+        "predict": Command(
+            f"{_HERE}.commands.predict",
+            "inference",
+            "predict the fMRI of a film, as NIfTI",
+            caches=True,
+        ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
     examples=f"{_HERE}.loss:examples",

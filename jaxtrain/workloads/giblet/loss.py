@@ -46,7 +46,8 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     n_groups = c.groups * config.train.accumulate
     if batch % n_groups or batch // n_groups < 2:
         text = (
-            f"is {c.groups}, and train.accumulate {config.train.accumulate}: they do not divide train.batch={batch} into groups"
+            f"is {c.groups}, and train.accumulate {config.train.accumulate}: they do not divide"
+            f" train.batch={batch} into groups"
         )
         raise ConfigError([("model.groups", f"{text} of 2 rows or more, which batch norm needs")])
     model = Model(c, shard, batch)
@@ -74,12 +75,16 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
         return forward(c, params, running, inputs, shard, draws)
 
     inputs = {name: batch[name] for name in MODALITIES}
-    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.model_state, inputs)
+    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(
+        variables.params, variables.model_state, inputs
+    )
     target, weight_b = targets(c, batch, shard), batch["weight"]
     each = errors(c, out, target, weight_b)
     each["fmri_r"] = voxels.pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
     n = weight_b.sum()
-    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
+    metrics = {
+        _loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()
+    }
     return LossOut(metrics.pop("total_loss"), metrics, running)
 
 
@@ -98,7 +103,10 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     partner_bv, has_partner_b = voxels.shuffled(t_bv, weight_b, batch["volume"])
     each |= {"fmri_r": voxels.pearson(y_bv, t_bv), "fmri_r2": voxels.r_squared(y_bv, t_bv)}
     null_b = weight_b * has_partner_b
-    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
+    metrics = {
+        _loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum())
+        for name, value_b in each.items()
+    }
     metrics["fmri_r_null"] = Mean((voxels.pearson(y_bv, partner_bv) * null_b).sum(), null_b.sum())
     for kind, x_bv, w_b in (("voxel", t_bv, weight_b), ("null", partner_bv, null_b)):
         products = {"y": y_bv, "t": x_bv, "yy": y_bv * y_bv, "tt": x_bv * x_bv, "yt": y_bv * x_bv}
@@ -114,14 +122,23 @@ def pictures(c: Config, batch: Batch) -> dict[str, Array]:
 
 def _last_frames(c: Config, video_bi: Array) -> Array:
     """Return grey pictures [B, height, width]."""
-    return entry(video_bi[:, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS).mean(-1)[:, ::-1]
+    return (
+        entry(video_bi[:, -c.frame_size :])
+        .reshape(-1, c.height, c.width, CHANNELS)
+        .mean(-1)[:, ::-1]
+    )
 
 
-def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(
+    config: Any, model_state: Any, batch: Mapping[str, Any], position: int
+) -> Sequence[Example]:
     """Draw the last frame of each row's window, and say whose volume it is."""
     frames = np.asarray(_last_frames(config.model, batch["video"]))
     volumes = batch["volume"].tolist()
-    return [Example(text=f"volume {v}", pictures={"last frame": x}) for v, x in zip(volumes, frames, strict=True)]
+    return [
+        Example(text=f"volume {v}", pictures={"last frame": x})
+        for v, x in zip(volumes, frames, strict=True)
+    ]
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
@@ -142,7 +159,10 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
         video_bi = video_bi[:, start : start + c.frame_size]
     else:
         video_bi = shard(video_bi, "rows", "input")
-    return {"video": entry(video_bi), **{name: entry(batch[name]) for name in ("audio", "text", "fmri")}}
+    return {
+        "video": entry(video_bi),
+        **{name: entry(batch[name]) for name in ("audio", "text", "fmri")},
+    }
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
@@ -157,7 +177,9 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
     return jnp.where(std > 1e-5 * jnp.abs(mean), std + STD_EPS, 1.0)
 
 
-def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
+def errors(
+    c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array
+) -> dict[str, Array]:
     """Compute each row's errors, [B]: "video", "audio", "text", "fmri", and the weighted "total".
 
     With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are
@@ -167,7 +189,10 @@ def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array
     for name in (*MODALITIES, "fmri"):
         y_bd, t_bd = getattr(out, name), target[name]
         if y_bd.shape != t_bd.shape:
-            raise ValueError(f"{name}: the model makes {y_bd.shape} and the target is {t_bd.shape}; nothing is cut to fit")
+            raise ValueError(
+                f"{name}: the model makes {y_bd.shape} and the target is {t_bd.shape}; nothing is"
+                " cut to fit"
+            )
         kind = c.fmri_loss if name == "fmri" else "mse"
         if kind == "mse":
             losses[name] = jnp.square(y_bd - t_bd).mean(1)
@@ -179,5 +204,7 @@ def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array
         if c.normalised and kind != "cosine":
             losses[f"{name}_raw"] = losses[name]
             losses[name] = losses[name] / scale(t_bd, weight_b)
-    losses["total"] = sum(getattr(c, f"weight_{name}") * losses[name] for name in (*MODALITIES, "fmri"))
+    losses["total"] = sum(
+        getattr(c, f"weight_{name}") * losses[name] for name in (*MODALITIES, "fmri")
+    )
     return losses

@@ -30,7 +30,19 @@ from jaxtrain.config import ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm
 from jaxtrain.specs import fold_in_path, ones, zeros
-from jaxtrain.types import OF_DATA, Array, Axes, Export, Hub, Initializer, Key, OfData, PyTree, Shard, Spec
+from jaxtrain.types import (
+    OF_DATA,
+    Array,
+    Axes,
+    Export,
+    Hub,
+    Initializer,
+    Key,
+    OfData,
+    PyTree,
+    Shard,
+    Spec,
+)
 from loaders.io import checks
 
 DTYPES = ("float32", "bfloat16")
@@ -40,8 +52,10 @@ FMRI_LOSSES = ("mse", "mae", "cosine")
 MODALITIES = ("video", "audio", "text")
 EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
-METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")  # that the card of an export has
-EXPORT = Export(model_state=".", hub=lambda *_: Hub(metrics=METRICS))  # an evaluation needs the running statistics
+# that the card of an export has
+METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")
+# an evaluation needs the running statistics
+EXPORT = Export(model_state=".", hub=lambda *_: Hub(metrics=METRICS))
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
 
@@ -54,46 +68,70 @@ class Config(ModelSection):
         checks.FUNCTION,
         free=("remat",),
         state=(
-            *("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels", "bottleneck", "head_width"),
+            *(
+                "n_frames",
+                "height",
+                "width",
+                "codebooks",
+                "audio_frames",
+                "n_text",
+                "n_voxels",
+                "bottleneck",
+                "head_width",
+            ),
             *("video_widths", "audio_widths", "text_widths", "trunk_widths", "decoder_widths"),
             *("decode_video_widths", "decode_audio_widths", "decode_text_widths", "param_dtype"),
         ),
     )
 
-    n_frames: OfData[int] = OF_DATA  # [frames] of a window; None = as the data have, like the next six
+    # [frames] of a window; None = as the data have, like the next six
+    n_frames: OfData[int] = OF_DATA
     height: OfData[int] = OF_DATA  # [pixels] of a frame
     width: OfData[int] = OF_DATA  # [pixels] of a frame
     codebooks: OfData[int] = OF_DATA  # [codes] of audio at one time, or features
     audio_frames: OfData[int] = OF_DATA  # [times] of audio in a window
     n_text: OfData[int] = OF_DATA  # [values] of a window's text embeddings
     n_voxels: OfData[int] = OF_DATA  # [voxels] predicted
-    audio: OfData[str] = OF_DATA  # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
-    video_widths: tuple[int, int, int] = (4096, 2048, 1024)  # [values] of the video encoder's layers
+    # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
+    audio: OfData[str] = OF_DATA
+    # [values] of the video encoder's layers
+    video_widths: tuple[int, int, int] = (4096, 2048, 1024)
     audio_widths: tuple[int, int] = (512, 256)  # [values] of the audio encoder's layers
     text_widths: tuple[int, int] = (512, 256)  # [values] of the text encoder's layers
-    trunk_widths: tuple[int, int] = (4096, 8000)  # [values] between the joined encoders and the bottleneck
+    # [values] between the joined encoders and the bottleneck
+    trunk_widths: tuple[int, int] = (4096, 8000)
     bottleneck: int = 2048  # [values] that everything passes through
     head_width: int = 16384  # [values] between the bottleneck and the voxels
-    decoder_widths: tuple[int, int, int, int] = (8000, 4096, 2048, 1536)  # [values] that the decoder's heads share
+    # [values] that the decoder's heads share
+    decoder_widths: tuple[int, int, int, int] = (8000, 4096, 2048, 1536)
     decode_video_widths: tuple[int, int] = (2048, 4096)  # [values] before the frame
     decode_audio_widths: tuple[int, int] = (2048, 2048)  # [values] before the codes
     decode_text_widths: tuple[int, int] = (1024, 1024)  # [values] before the embeddings
-    reconstruct: str = "frame"  # [name] part of the video that the decoder makes: one frame, or the whole window
+    # [name] part of the video that the decoder makes: one frame, or the whole window
+    reconstruct: str = "frame"
     frame: int = 0  # [frames] which one, counted from the window's first; -1 = its last
     dropout: float = 1.0  # [ratio] of the published rates, 0.2 and 0.3; 0 = none
-    groups: int = 1  # [groups] of rows that batch norm treats alone, in order; 8 with a batch of 16 = eight devices with 2 rows
+    # [groups] of rows that batch norm treats alone, in order; 8 with a batch of 16 = eight devices
+    # with 2 rows
+    groups: int = 1
     fmri_loss: str = "mse"  # [name] mse, mae, or cosine (1 - cosine similarity of a row)
-    normalised: bool = False  # [bool] divide each mean error by the standard deviation of its targets in the batch
+    # [bool] divide each mean error by the standard deviation of its targets in the batch
+    normalised: bool = False
     weight_video: float = 1.0  # [1] of its loss in the total
     weight_audio: float = 1.0  # [1] of its loss in the total
     weight_text: float = 1.0  # [1] of its loss in the total
     weight_fmri: float = 1.0  # [1] of its loss in the total
-    dtype: str = "bfloat16"  # [name] of the matrix products' inputs; sums, norms and losses are float32
+    # [name] of the matrix products' inputs; sums, norms and losses are float32
+    dtype: str = "bfloat16"
     param_dtype: str = "float32"  # [name] of the parameters
-    remat: str = "none"  # [name] none, or full: compute the forward pass again in the backward pass (statistics move once)
+    # [name] none, or full: compute the forward pass again in the backward pass (statistics move
+    # once)
+    remat: str = "none"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(self, 1, *(name for name in SIZES if getattr(self, name) is not None))
+        yield from checks.at_least(
+            self, 1, *(name for name in SIZES if getattr(self, name) is not None)
+        )
         yield from checks.at_least(self, 1, "bottleneck", "head_width", "groups")
         for name, value in vars(self).items():
             if name.endswith("widths") and min(value) < 1:
@@ -120,7 +158,13 @@ class Config(ModelSection):
                 text = f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
                 yield name, f"{text}: config.model.{name}=None takes the data's"
         if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
-            yield "frame", f"is {self.frame}, and a window has the frames 0 … {self.n_frames - 1} (or -{self.n_frames} … -1)"
+            yield (
+                "frame",
+                (
+                    f"is {self.frame}, and a window has the frames 0 … {self.n_frames - 1} (or"
+                    f" -{self.n_frames} … -1)"
+                ),
+            )
 
     @property
     def frame_size(self) -> int:
@@ -129,12 +173,19 @@ class Config(ModelSection):
     @property
     def inputs(self) -> dict[str, int]:
         """Values of each modality in a row."""
-        return {"video": self.n_frames * self.frame_size, "audio": self.codebooks * self.audio_frames, "text": self.n_text}
+        return {
+            "video": self.n_frames * self.frame_size,
+            "audio": self.codebooks * self.audio_frames,
+            "text": self.n_text,
+        }
 
     @property
     def outputs(self) -> dict[str, int]:
         """Values that the decoder makes."""
-        return {**self.inputs, **({"video": self.frame_size} if self.reconstruct == "frame" else {})}
+        return {
+            **self.inputs,
+            **({"video": self.frame_size} if self.reconstruct == "frame" else {}),
+        }
 
 
 SIZES = ("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels")
@@ -154,9 +205,14 @@ class Layer(NamedTuple):
 def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
     """Return the whole net: part -> branch -> its layers, in order."""
 
-    def chain(n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], first: Axes = ("embed", "mlp")) -> list[Layer]:
+    def chain(
+        n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], first: Axes = ("embed", "mlp")
+    ) -> list[Layer]:
         sizes = zip((n_in, *widths[:-1]), widths, rates, strict=True)
-        return [Layer(i, o, rate, axes=("embed", "mlp") if n else first) for n, (i, o, rate) in enumerate(sizes)]
+        return [
+            Layer(i, o, rate, axes=("embed", "mlp") if n else first)
+            for n, (i, o, rate) in enumerate(sizes)
+        ]
 
     size, out = c.inputs, c.outputs
     joined = c.video_widths[-1] + c.audio_widths[-1] + c.text_widths[-1]
@@ -214,7 +270,10 @@ def make_specs(c: Config) -> PyTree:
         if part == "decoder":  # He et al. 2015, by outputs
             matrix, bias = normal((2 / layer.n_out) ** 0.5), zeros
         wide: Axes = ("input",) if layer.axes[1] == "input" else (None,)
-        norm = {name: Spec((layer.n_out,), (None,), init, c.param_dtype) for name, init in (("scale", ones), ("bias", zeros))}
+        norm = {
+            name: Spec((layer.n_out,), (None,), init, c.param_dtype)
+            for name, init in (("scale", ones), ("bias", zeros))
+        }
         return {
             "w": Spec((layer.n_in, layer.n_out), layer.axes, matrix, c.param_dtype),
             "b": Spec((layer.n_out,), wide, bias, c.param_dtype),
@@ -222,7 +281,10 @@ def make_specs(c: Config) -> PyTree:
         }
 
     return {
-        part: {branch: {str(i): specs(part, layer) for i, layer in enumerate(chain)} for branch, chain in branches.items()}
+        part: {
+            branch: {str(i): specs(part, layer) for i, layer in enumerate(chain)}
+            for branch, chain in branches.items()
+        }
         for part, branches in layers(c).items()
     }
 
@@ -231,11 +293,15 @@ def make_model_state(c: Config) -> PyTree:
     """Return the running statistics of every norm, float32."""
 
     def norm(layer: Layer) -> dict[str, Spec]:
-        return {"mean": Spec((layer.n_out,), (None,), zeros), "var": Spec((layer.n_out,), (None,), ones)}
+        return {
+            "mean": Spec((layer.n_out,), (None,), zeros),
+            "var": Spec((layer.n_out,), (None,), ones),
+        }
 
     return {
         part: {
-            branch: {str(i): norm(layer) for i, layer in enumerate(chain) if layer.norm} for branch, chain in branches.items()
+            branch: {str(i): norm(layer) for i, layer in enumerate(chain) if layer.norm}
+            for branch, chain in branches.items()
         }
         for part, branches in layers(c).items()
     }
@@ -265,7 +331,12 @@ def entry(x: Array) -> Array:
 
 
 def forward(
-    c: Config, params: PyTree, running: PyTree, inputs: Mapping[str, Array], shard: Shard, draws: Draws | None = None
+    c: Config,
+    params: PyTree,
+    running: PyTree,
+    inputs: Mapping[str, Array],
+    shard: Shard,
+    draws: Draws | None = None,
 ) -> tuple[Outputs, PyTree]:
     """Return `Outputs` of the loader's inputs [B, values], and the new running statistics.
 
@@ -287,17 +358,23 @@ def forward(
                 y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
                 if layer.norm:
                     norm = functools.partial(batch_norm, momentum=MOMENTUM, eps=EPS)
-                    y_bo, new[str(i)] = norm(y_bo, w["scale"], w["bias"], old[str(i)], draws.member_bg if draws else None)
+                    y_bo, new[str(i)] = norm(
+                        y_bo, w["scale"], w["bias"], old[str(i)], draws.member_bg if draws else None
+                    )
                 if layer.relu:
                     y_bo = jax.nn.relu(y_bo)
                 if draws and layer.rate and c.dropout:
-                    y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
+                    y_bo = drop(
+                        y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b
+                    )
             x_bi = y_bo
         return x_bi, new
 
     encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to the pixels' weights, and become floats there.
-    video, encoder["video"] = run("encoder", "video", entry(shard(inputs["video"], "rows", "input")))
+    video, encoder["video"] = run(
+        "encoder", "video", entry(shard(inputs["video"], "rows", "input"))
+    )
     audio, encoder["audio"] = run("encoder", "audio", entry(inputs["audio"]))
     text, encoder["text"] = run("encoder", "text", entry(inputs["text"]))
     joined = jnp.concatenate([shard(x_bi, "rows", None) for x_bi in (video, audio, text)], axis=1)
@@ -318,10 +395,17 @@ def forward(
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
     """Drop out (Srivastava et al. 2014) by the key and a row's place in the global batch alone."""
-    keep_bd = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:]))(row_b)
+    keep_bd = jax.vmap(
+        lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:])
+    )(row_b)
     return jnp.where(keep_bd, x_bd / (1 - rate), 0)
 
 
 def n_weights(c: Config) -> int:
     """Numbers in all matrices."""
-    return sum(layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain)
+    return sum(
+        layer.n_in * layer.n_out
+        for branches in layers(c).values()
+        for chain in branches.values()
+        for layer in chain
+    )

@@ -35,7 +35,9 @@ class Predictor(NamedTuple):
     name: str  # of the step, and its parameters
 
 
-def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
+def load(
+    run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False
+) -> Predictor:
     """Read a run of this workload for the film in a folder of `jaxtrain prepare-giblet`.
 
     Raises StoredError, WarmStartError, ConfigError, and DataError if the film has another shape.
@@ -44,10 +46,19 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)
     known = {
-        name: value for name, value in (config.get("data") or {}).items() if name in multimodal.Config.__dataclass_fields__
+        name: value
+        for name, value in (config.get("data") or {}).items()
+        if name in multimodal.Config.__dataclass_fields__
     }
     # One row for each volume, for any viewers. The command line names the files.
-    own = {"path": folder, "subjects": (), "average": True, "test_share": 0.0, "follow_links": links, "threads": 0}
+    own = {
+        "path": folder,
+        "subjects": (),
+        "average": True,
+        "test_share": 0.0,
+        "follow_links": links,
+        "threads": 0,
+    }
     data = config_lib.section(multimodal.Config, {**known, **own})
     for where, text in data.validate():
         raise DataError(f"data.{where} {text}")
@@ -59,7 +70,9 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     return Predictor(c, params, running, layout, data, source.name(ema=ema))
 
 
-def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
+def volumes(
+    predictor: Predictor, *, batch: int = 16, first: int = 0
+) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
     """Yield each volume's prediction, None before number ``first``, and the viewers' mean.
 
     Both are float32 [voxels]. Raises DataError.
@@ -68,7 +81,9 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
     film = multimodal.open_film(data)
     abstract = {
         name: jax.ShapeDtypeStruct(
-            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
+            (batch, *f.shape),
+            f.dtype,
+            sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape)),
         )
         for name, f in multimodal.element_spec(data).items()
     }
@@ -85,11 +100,16 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
             n = min(batch, film.n_volumes - done)
             if done + n > first:
                 inputs = feed.put(
-                    {name: host[name] for name in giblet.MODALITIES}, {n: abstract[n] for n in giblet.MODALITIES}, rows
+                    {name: host[name] for name in giblet.MODALITIES},
+                    {n: abstract[n] for n in giblet.MODALITIES},
+                    rows,
                 )
                 predicted = np.asarray(run(predictor.params, predictor.running, inputs), np.float32)
             for i in range(n):
-                yield predicted[i] if done + i >= first else None, np.asarray(host["fmri"][0][i], np.float32)
+                yield (
+                    predicted[i] if done + i >= first else None,
+                    np.asarray(host["fmri"][0][i], np.float32),
+                )
             done += batch
     finally:
         loader.close()
@@ -114,17 +134,23 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     place = files.inside(files.expanded(folder), MASK, links=links)
     with files.reading(place):
         image = foreign_files.nifti(place)
-        if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
+        if (
+            len(image.shape) != 3
+            or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS
+        ):
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
     if int(inside.sum()) != n_voxels:
         raise DataError(
-            f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the folder of its mask: --mask"
+            f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the"
+            " folder of its mask: --mask"
         )
     return Brain(inside, image.header, image.affine)
 
 
-def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> tuple[int, np.ndarray]:
+def write(
+    predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16
+) -> tuple[int, np.ndarray]:
     """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's.
 
     `loaders.io.resumable` says how it is resumed. Returns the number of volumes, and Pearson's r of
@@ -145,7 +171,14 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
     sums = np.zeros((5, int(brain.inside.sum())))
     n, packed = 0, out.name.endswith(".gz")
     head = header.binaryblock + bytes(4)
-    made_of = (predictor.name, predictor.data, json.dumps(film.info, sort_keys=True), brain.inside.tobytes(), head, batch)
+    made_of = (
+        predictor.name,
+        predictor.data,
+        json.dumps(film.info, sort_keys=True),
+        brain.inside.tobytes(),
+        head,
+        batch,
+    )
     with resumable.file(out, made_of) as file:
         if not file.n:
             file.write(_packed(head) if packed else head)
@@ -154,7 +187,11 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
         for y, t in volumes(predictor, batch=batch, first=max(0, file.n - 1)):
             if y is None:
                 record = next(kept)
-                grid = np.frombuffer(gzip.decompress(record) if packed else record, "<f4").reshape(brain.inside.shape[::-1]).T
+                grid = (
+                    np.frombuffer(gzip.decompress(record) if packed else record, "<f4")
+                    .reshape(brain.inside.shape[::-1])
+                    .T
+                )
                 y = grid[brain.inside]
             else:
                 record = np.ascontiguousarray(brain.volume(y).T).tobytes()  # x changes fastest

@@ -52,7 +52,9 @@ class Spread(NamedTuple):
 
 
 def spread(record: Mapping[str, Any], kind: str) -> Spread:
-    y, t, yy, tt, yt = (np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt"))
+    y, t, yy, tt, yt = (
+        np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt")
+    )
     # Of squares that were summed in float32, a difference of this size is rounding.
     var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
     varies = var_t > 0
@@ -61,7 +63,13 @@ def spread(record: Mapping[str, Any], kind: str) -> Spread:
 
 def correlation(s: Spread) -> np.ndarray:
     """Pearson's r of each voxel, 0 if the prediction is constant."""
-    return np.clip(np.where(s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0), -1, 1)
+    return np.clip(
+        np.where(
+            s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0
+        ),
+        -1,
+        1,
+    )
 
 
 def _mean(x: np.ndarray) -> float:
@@ -89,8 +97,13 @@ def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Arr
     edges = jnp.arange(bins)[None, None]
 
     def place(z: Array) -> Array:
-        return jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None] == edges
+        return (
+            jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None]
+            == edges
+        )
 
-    count_byx = jnp.einsum("bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32))
+    count_byx = jnp.einsum(
+        "bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32)
+    )
     grey = jnp.log1p(count_byx) / jnp.log1p(jnp.maximum(count_byx.max((1, 2), keepdims=True), 1))
     return jnp.maximum(grey, 0.3 * jnp.eye(bins)[None])

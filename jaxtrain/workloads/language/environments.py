@@ -42,8 +42,13 @@ class Prompts(NamedTuple):
     def score(self, completions: Sequence[str]) -> tuple[dict[str, float], list[float]]:
         """Means over the prompts, "reward" and every function's own, and the reward of each."""
         each = [self._scores(row, text) for row, text in zip(self.rows, completions, strict=True)]
-        rewards = [sum(w * x for w, x in zip(self.rubric.weights, scores, strict=True)) for scores in each]
-        means = {f.__name__: sum(scores[i] for scores in each) / len(each) for i, f in enumerate(self.rubric.funcs)}
+        rewards = [
+            sum(w * x for w, x in zip(self.rubric.weights, scores, strict=True)) for scores in each
+        ]
+        means = {
+            f.__name__: sum(scores[i] for scores in each) / len(each)
+            for i, f in enumerate(self.rubric.funcs)
+        }
         return {"reward": sum(rewards) / len(rewards), **means}, rewards
 
     def _scores(self, row: Mapping[str, Any], completion: str) -> list[float]:
@@ -56,22 +61,34 @@ def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
     try:
         environment = importlib.import_module(module).load_environment(**arguments)
     except (ImportError, AttributeError, TypeError) as error:
-        raise BadEnvironment(f"{module}: load_environment(**{dict(arguments)}) failed: {error}") from error
+        raise BadEnvironment(
+            f"{module}: load_environment(**{dict(arguments)}) failed: {error}"
+        ) from error
     try:
         rows, rubric = tuple(itertools.islice(environment.dataset, limit)), environment.rubric
         n_funcs, n_weights = len(rubric.funcs), len(rubric.weights)
     except (AttributeError, TypeError) as error:
-        raise BadEnvironment(f"{module}: an environment has a dataset and a rubric of funcs and weights: {error}") from error
+        raise BadEnvironment(
+            f"{module}: an environment has a dataset and a rubric of funcs and weights: {error}"
+        ) from error
     if not rows or not n_funcs or n_funcs != n_weights:
-        raise BadEnvironment(f"{module}: {len(rows)} prompts, {n_funcs} functions and {n_weights} weights cannot be scored")
+        raise BadEnvironment(
+            f"{module}: {len(rows)} prompts, {n_funcs} functions and {n_weights} weights cannot be"
+            " scored"
+        )
     for i, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-            raise BadEnvironment(f"{module}: row {i} has the prompt {row.get('prompt')!r}; expected a text of one turn")
+            raise BadEnvironment(
+                f"{module}: row {i} has the prompt {row.get('prompt')!r}; expected a text of one"
+                " turn"
+            )
     return Prompts(rows, rubric)
 
 
 def _call(f: Callable[..., Any], known: Mapping[str, Any]) -> float:
     parameters = inspect.signature(f).parameters.values()
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    score = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))
+    score = f(
+        **(known if everything else {p.name: known[p.name] for p in parameters if p.name in known})
+    )
     return float(asyncio.run(score) if inspect.iscoroutine(score) else score)

@@ -24,25 +24,42 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
     if c.generation.prompts:
 
         def show(texts: Sequence[str]) -> Scored:
-            return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.generation.prompts, texts, strict=True)]
+            return {}, [
+                {"prompt": p, "continuation": x}
+                for p, x in zip(c.generation.prompts, texts, strict=True)
+            ]
 
-        yield _evaluation(c, shard, seed, c.generation.prompts, c.generation, c.generation.top_p, show)
+        yield _evaluation(
+            c, shard, seed, c.generation.prompts, c.generation, c.generation.top_p, show
+        )
     for target in c.targets:
         prompts = environments.load(target.module, target.arguments, target.prompts)
 
-        def score(texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module) -> Scored:
+        def score(
+            texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module
+        ) -> Scored:
             means, rewards = prompts.score(texts)
             triples = zip(prompts.rows, texts, rewards, strict=True)
-            lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
+            lines = [
+                {"target": name, "prompt": r["prompt"], "continuation": x, "reward": y}
+                for r, x, y in triples
+            ]
             return {f"{name}/{k}": v for k, v in means.items()}, lines[:MAX_LINES]
 
-        yield _evaluation(c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score)
+        yield _evaluation(
+            c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score
+        )
 
 
 def _evaluation(
-    c: Config, shard: Shard, seed: int, prompts: Sequence[str], section: Generation | Target, top_p: float,
-    score: Callable[[Sequence[str]], Scored]
-) -> GenerativeEvaluation:  # fmt: skip
+    c: Config,
+    shard: Shard,
+    seed: int,
+    prompts: Sequence[str],
+    section: Generation | Target,
+    top_p: float,
+    score: Callable[[Sequence[str]], Scored],
+) -> GenerativeEvaluation:
     """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""
     codec = c.codec()
     ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]
@@ -50,12 +67,22 @@ def _evaluation(
 
     def run(variables: Variables) -> Array:
         return sampling.generate(
-            c, variables.params, jnp.asarray(prompt_bp), jnp.asarray(length_b), jax.random.key(seed), shard,
-            n_new=section.tokens, temperature=section.temperature, top_p=top_p, ends=codec.ends,
-        )  # fmt: skip
+            c,
+            variables.params,
+            jnp.asarray(prompt_bp),
+            jnp.asarray(length_b),
+            jax.random.key(seed),
+            shard,
+            n_new=section.tokens,
+            temperature=section.temperature,
+            top_p=top_p,
+            ends=codec.ends,
+        )
 
     def texts(tokens_bn: Array) -> Scored:
         rows = np.asarray(tokens_bn).tolist()
-        return score([codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)])
+        return score(
+            [codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)]
+        )
 
     return GenerativeEvaluation(run, texts)

@@ -44,7 +44,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     """Read a run with its tokenizer or another. Raises StoredError, WarmStartError, DataError."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
-    theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
+    theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get(
+        "tokenizer"
+    )
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
     changes = {"tokenizer": str(chosen)} if chosen else {}
     model = run_workload.model_section(config, Config, **changes, targets=(), generation={})
@@ -79,9 +81,16 @@ def read_prompts(path: str) -> list[str]:
 
 
 def generate(
-    writer: Writer, prompts: Sequence[str], *, tokens: int, temperature: float = 0.8, top_p: float = 0.95,
-    seeds: Sequence[int] = (0,), batch: int = 16, first: int = 0
-) -> Iterator[Continuation]:  # fmt: skip
+    writer: Writer,
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seeds: Sequence[int] = (0,),
+    batch: int = 16,
+    first: int = 0,
+) -> Iterator[Continuation]:
     """Continue each prompt once for each seed, in order, from continuation number ``first`` on.
 
     A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the
@@ -92,30 +101,44 @@ def generate(
     c, codec = writer.model, writer.codec
     if not 0 < tokens < c.context:
         raise DataError(
-            f"--tokens is {tokens}; the model's context is {c.context}, prompt included: ask for {c.context - 1} at most"
+            f"--tokens is {tokens}; the model's context is {c.context}, prompt included: ask for"
+            f" {c.context - 1} at most"
         )
     ids = []
     for prompt in prompts:
         ids.append(codec.encode(prompt))
         if max(ids[-1]) >= (c.vocab or 0):
             raise DataError(
-                f"the prompt {prompt[:40]!r} has a token {max(ids[-1])}, of {c.vocab}; name the model's own --tokenizer"
+                f"the prompt {prompt[:40]!r} has a token {max(ids[-1])}, of {c.vocab}; name the"
+                " model's own --tokenizer"
             )
         if len(ids[-1]) + tokens > c.context:
             raise DataError(
-                f"the prompt {prompt[:40]!r} has {len(ids[-1])} tokens, and {tokens} more are asked for; the context is "
-                f"{c.context}: ask for fewer (--tokens), or shorten it"
+                f"the prompt {prompt[:40]!r} has {len(ids[-1])} tokens, and {tokens} more are asked"
+                f" for; the context is {c.context}: ask for fewer (--tokens), or shorten it"
             )
-    rows = [(prompt, i, seed) for prompt, i in zip(prompts, ids, strict=True) for seed in seeds][first:]
+    rows = [(prompt, i, seed) for prompt, i in zip(prompts, ids, strict=True) for seed in seeds][
+        first:
+    ]
     longest = max((len(i) for i in ids), default=1)
 
     @jax.jit
-    def run(params: PyTree, prompt_bp: jax.Array, length_b: jax.Array, seed_b: jax.Array) -> jax.Array:
+    def run(
+        params: PyTree, prompt_bp: jax.Array, length_b: jax.Array, seed_b: jax.Array
+    ) -> jax.Array:
         def one(prompt_p: jax.Array, length: jax.Array, seed: jax.Array) -> jax.Array:
             return sampling.generate(
-                c, params, prompt_p[None], length[None], jax.random.key(seed), writer.layout.shard, n_new=tokens,
-                temperature=temperature, top_p=top_p, ends=codec.ends,
-            )[0]  # fmt: skip
+                c,
+                params,
+                prompt_p[None],
+                length[None],
+                jax.random.key(seed),
+                writer.layout.shard,
+                n_new=tokens,
+                temperature=temperature,
+                top_p=top_p,
+                ends=codec.ends,
+            )[0]
 
         return jax.vmap(one)(prompt_bp, length_b, seed_b)
 

@@ -30,7 +30,9 @@ from jaxtrain.workloads.language.model import Config, forward, forward_flops, lo
 
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
-    fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
+    fields = {
+        name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")
+    }
     return Task(
         specs=Variables(make_specs(c)),
         loss=functools.partial(loss, c, shard),
@@ -48,8 +50,11 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
     x_bsd = forward(c, variables.params, batch, shard)
-    total, metrics = measure(c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
-    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
+    total, metrics = measure(
+        c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32)
+    )
+    # valid ones in a row
+    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))
     return LossOut(total, metrics)
 
 
@@ -61,14 +66,22 @@ def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Arra
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    measured = functools.partial(measure, c, shard, variables.params, forward(c, variables.params, batch, shard), batch)
+    measured = functools.partial(
+        measure, c, shard, variables.params, forward(c, variables.params, batch, shard), batch
+    )
     mask_bs = batch["mask"].astype(jnp.float32)
     if c.n_sources < 2:
         return measured(mask_bs)[1]
     source_b1 = batch["source"][:, None]
-    by_source = [measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)]
-    metrics: dict[str, Mean] = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
-    return metrics | {f"cross_entropy_source_{i}": of_source["cross_entropy"] for i, of_source in enumerate(by_source)}
+    by_source = [
+        measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)
+    ]
+    # every row is of one source
+    metrics: dict[str, Mean] = jax.tree.map(lambda *sums: sum(sums), *by_source)
+    return metrics | {
+        f"cross_entropy_source_{i}": of_source["cross_entropy"]
+        for i, of_source in enumerate(by_source)
+    }
 
 
 def measure(
@@ -76,7 +89,16 @@ def measure(
 ) -> tuple[Mean, dict[str, Mean]]:
     """Return the loss over the targets of ``mask_bs``, and metrics."""
     w_vd = transformer.head(c, params)
-    sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE)
+    sums = cross_entropy(
+        x_bsd,
+        w_vd,
+        batch["targets"],
+        mask_bs,
+        shard,
+        z_loss=c.z_loss,
+        chunk=c.chunk,
+        axes=transformer.TABLE,
+    )
     n = mask_bs.sum()
     metrics = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
     if c.z_loss:
@@ -89,7 +111,8 @@ def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
     complete = dict(record)
     for name in [name for name in record if name.startswith("cross_entropy")]:
         suffix = name.removeprefix("cross_entropy")
-        complete[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))  # exp(700) is the last that a float holds
+        # exp(700) is the last that a float holds
+        complete[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))
     if c.bytes_per_token:
         complete["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
     return complete

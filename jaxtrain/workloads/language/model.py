@@ -53,15 +53,21 @@ class Config(transformer.Decoder):
     )
 
     vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
-    bytes_per_token: OfData[float] = OF_DATA  # [bytes] of text behind a token, for bits per byte; None = as the data have
-    z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
+    # [bytes] of text behind a token, for bits per byte; None = as the data have
+    bytes_per_token: OfData[float] = OF_DATA
+    # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
+    z_loss: float = 0.0
     chunk: int = 1024  # [tokens] of each device whose logits exist at the same time
-    n_test: OfData[tuple[int, ...]] = OF_DATA  # [documents] held out of each source, several also apart; None = the data's
+    # [documents] held out of each source, several also apart; None = the data's
+    n_test: OfData[tuple[int, ...]] = OF_DATA
     generation: Generation = field(default_factory=Generation)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
-    tokenizer: OfData[str] = OF_DATA  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
-    ends: OfData[tuple[int, ...]] = OF_DATA  # [tokens] that end a text, for prompts; None = as the data have
-    symbols: OfData[str] = OF_DATA  # [text] whose i-th character is token i; None = as the data have
+    # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
+    tokenizer: OfData[str] = OF_DATA
+    # [tokens] that end a text, for prompts; None = as the data have
+    ends: OfData[tuple[int, ...]] = OF_DATA
+    # [text] whose i-th character is token i; None = as the data have
+    symbols: OfData[str] = OF_DATA
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
@@ -83,13 +89,24 @@ class Config(transformer.Decoder):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value < needed:
-                shorter = f", or shorter rows: config.data.context={value}" if name == "context" else ""
-                yield name, f"is {value}, and the data need {needed}; set config.model.{name}={needed}{shorter}"
+                shorter = (
+                    f", or shorter rows: config.data.context={value}" if name == "context" else ""
+                )
+                yield (
+                    name,
+                    (
+                        f"is {value}, and the data need {needed}; set"
+                        f" config.model.{name}={needed}{shorter}"
+                    ),
+                )
         for where, section in self._writers():
             if section is self.generation and not self.generation.prompts:
                 continue  # nothing is continued
             if self.context is not None and section.tokens >= self.context:
-                text = f"is {section.tokens}, and the model's context is {self.context}, prompt included"
+                text = (
+                    f"is {section.tokens}, and the model's context is {self.context}, prompt"
+                    " included"
+                )
                 yield f"{where}.tokens", f"{text}; {self._fewer(where)}"
         try:
             codec = self.codec()
@@ -97,7 +114,10 @@ class Config(transformer.Decoder):
                 if (token := max(codec.encode(prompt))) >= (self.vocab or token + 1):
                     yield (
                         "generation.prompts",
-                        f"{prompt[:40]!r} has a token {token}, of {self.vocab}; set config.model.tokenizer",
+                        (
+                            f"{prompt[:40]!r} has a token {token}, of {self.vocab}; set"
+                            " config.model.tokenizer"
+                        ),
                     )
         except CodecError as error:
             if self.generation.prompts or self.targets:
@@ -113,16 +133,25 @@ class Config(transformer.Decoder):
             share = min(round(100 * idle / whole), 99)
             yield (
                 "vocab",
-                f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of "
-                "tokens that never come; --config.model.vocab=None takes the data's",
+                (
+                    f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the"
+                    " parameters are rows of tokens that never come; --config.model.vocab=None"
+                    " takes the data's"
+                ),
             )
 
     def _fewer(self, where: str) -> str:
         """Return the remedy for continuations of ``where`` that the context does not hold."""
         half = max(self.context // 2, 1)
         if where == "generation":
-            return f"set config.model.generation.tokens={half}, or write nothing: config.model.generation.prompts=()"
-        return f"set tokens to {half} in config.model.targets, or score nothing: config.model.targets=()"
+            return (
+                f"set config.model.generation.tokens={half}, or write nothing:"
+                " config.model.generation.prompts=()"
+            )
+        return (
+            f"set tokens to {half} in config.model.targets, or score nothing:"
+            " config.model.targets=()"
+        )
 
     def _writers(self) -> Iterator[tuple[str, Generation | Target]]:
         """Yield the sections that have the model write: (path, section)."""
@@ -144,7 +173,9 @@ def make_specs(c: Config) -> PyTree:
 
 def forward(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     """Last hidden states [B, S, D]. Times `transformer.head` they are logits."""
-    return transformer.decode(c, params, batch["tokens"], batch["positions"], batch.get("segments"), shard)
+    return transformer.decode(
+        c, params, batch["tokens"], batch["positions"], batch.get("segments"), shard
+    )
 
 
 def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
@@ -159,4 +190,6 @@ def forward_flops(c: Config, *, causal: bool) -> int:
 
     With ``causal``, places that the mask or a window hides are left out of attention.
     """
-    return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(c, c.context, causal=causal)
+    return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(
+        c, c.context, causal=causal
+    )

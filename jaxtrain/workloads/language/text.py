@@ -17,13 +17,17 @@ class Codec(NamedTuple):
     decode: Callable[[Sequence[int]], str]
     ends: tuple[int, ...] = ()  # tokens that end a text
 
-    def continuation(self, prompt: Sequence[int], new: Sequence[int], text: str = "") -> tuple[str, int, bool]:
+    def continuation(
+        self, prompt: Sequence[int], new: Sequence[int], text: str = ""
+    ) -> tuple[str, int, bool]:
         """Return what ``new`` tokens add to a prompt, their number, and if one of `ends` came."""
         n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
         return tokenizer_lib.continuation(self.decode, prompt, new[:n], text), n, n < len(new)
 
 
-def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, ends: Sequence[int] | None = None) -> Codec:
+def make_codec(
+    tokenizer: str | None, symbols: str | None, vocab: int | None, ends: Sequence[int] | None = None
+) -> Codec:
     """Make a codec from a model's settings of these names.
 
     Args:
@@ -35,7 +39,9 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, en
         try:
             of = tokenizer_lib.open_tokenizer(tokenizer)
             return Codec(
-                lambda text: _not_empty(of.encode([text])[0], text), of.decode, of.ends() if ends is None else tuple(ends)
+                lambda text: _not_empty(of.encode([text])[0], text),
+                of.decode,
+                of.ends() if ends is None else tuple(ends),
             )
         except DataError as error:
             raise CodecError(str(error)) from error
@@ -43,7 +49,8 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, en
         return _of_symbols(symbols)
     if vocab != 256 and tokenizer != "bytes":
         raise CodecError(
-            'text cannot be turned into tokens: the data name no tokenizer; set tokenizer to a tokenizer.json, or to "bytes"'
+            "text cannot be turned into tokens: the data name no tokenizer; set tokenizer to a"
+            ' tokenizer.json, or to "bytes"'
         )
 
     def decode(ids: Sequence[int]) -> str:
@@ -52,7 +59,9 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, en
     return Codec(lambda text: _not_empty(list(text.encode()), text), decode)
 
 
-def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(
+    config: Any, model_state: Any, batch: Mapping[str, Any], position: int
+) -> Sequence[Example]:
     """Decode the documents of each row, or write their tokens if the data name no tokenizer."""
     c = config.model
     try:
@@ -61,7 +70,9 @@ def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: 
         decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     found = []
     for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
-        documents = [decode(tokens[segments == k].tolist()) for k in range(1, segments.max(initial=0) + 1)]
+        documents = [
+            decode(tokens[segments == k].tolist()) for k in range(1, segments.max(initial=0) + 1)
+        ]
         found.append(Example(text="\n¶ ".join(documents)))
     return found
 
@@ -71,7 +82,9 @@ def _of_symbols(symbols: str) -> Codec:
 
     def encode(text: str) -> list[int]:
         if unknown := sorted(set(text) - set(place)):
-            raise CodecError(f"{text!r} has the characters {unknown}, and no token of the data stands for them")
+            raise CodecError(
+                f"{text!r} has the characters {unknown}, and no token of the data stands for them"
+            )
         return _not_empty([place[x] for x in text], text)
 
     return Codec(encode, lambda ids: "".join(symbols[i] for i in ids if i < len(symbols)))

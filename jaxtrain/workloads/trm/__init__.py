@@ -10,7 +10,12 @@ WORKLOAD = Workload(
     make_specs=f"{_HERE}.model:make_specs",
     commands={
         "sudoku": Command(f"{_HERE}.commands.sudoku", "data", "generate puzzles with one solution"),
-        "solve": Command(f"{_HERE}.commands.solve", "inference", "solve puzzles with a recursive model", caches=True),
+        "solve": Command(
+            f"{_HERE}.commands.solve",
+            "inference",
+            "solve puzzles with a recursive model",
+            caches=True,
+        ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
     examples=f"{_HERE}.loss:examples",

@@ -25,7 +25,9 @@ class Scale(NamedTuple):
 def fit(q: np.ndarray, right: np.ndarray) -> Scale:
     """Fit a scale to boards with answers (Platt 1999). Raises DataError for fewer than 20."""
     if len(q) < MIN_BOARDS:
-        raise DataError(f"{len(q)} boards calibrate no confidence; expected at least {MIN_BOARDS} with answers")
+        raise DataError(
+            f"{len(q)} boards calibrate no confidence; expected at least {MIN_BOARDS} with answers"
+        )
     n_right = int(right.sum())
     # Targets between 0 and 1, so that the fit exists if all are right, too.
     target = np.where(right, (n_right + 1) / (n_right + 2), 1 / (len(q) - n_right + 2))

@@ -16,10 +16,22 @@ GLOSSARY = (
         r"exact_accuracy_difficulty_(?P<N>\d+)",
         "share that is solved of boards in difficulty class N, from easy to hard",
     ),
-    Entry("exact_accuracy_checked", "exact_accuracy_checked", "share that is solved if the rules choose among the rollouts"),
-    Entry("rollouts_halted", "rollouts_halted", "share of the rollouts but the first of which the halting head was sure"),
+    Entry(
+        "exact_accuracy_checked",
+        "exact_accuracy_checked",
+        "share that is solved if the rules choose among the rollouts",
+    ),
+    Entry(
+        "rollouts_halted",
+        "rollouts_halted",
+        "share of the rollouts but the first of which the halting head was sure",
+    ),
     Entry("test_steps", "test_steps", "supervision steps of an evaluation's boards"),
-    Entry("q_halt_accuracy", "q_halt_accuracy", "share of boards of which the halting head knows whether they are solved"),
+    Entry(
+        "q_halt_accuracy",
+        "q_halt_accuracy",
+        "share of boards of which the halting head knows whether they are solved",
+    ),
     Entry("steps", "steps", "supervision steps of boards that were finished"),
     Entry("halted", "halted", "share of boards that were finished in this step"),
 )

@@ -25,10 +25,20 @@ import numpy as np
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.types import Array, Batch, Example, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.trm import boards, rollouts
-from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_model_state, make_specs, refine, start, train_flops
+from jaxtrain.workloads.trm.model import (
+    IGNORED,
+    Config,
+    Cycles,
+    make_model_state,
+    make_specs,
+    refine,
+    start,
+    train_flops,
+)
 
 TABLE = "puzzle/w_rows"  # the parameter whose rows that it read the loss reports
-OF_DEPTH = 2**31 - 1  # folded into a step's key for `depth`: rows fold in their own places, which are smaller
+# folded into a step's key for `depth`: rows fold in their own places, which are smaller
+OF_DEPTH = 2**31 - 1
 LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 
@@ -42,14 +52,20 @@ def reset_halted(model_state: PyTree, batch: Batch) -> PyTree:
 
     return {
         **model_state,
-        "z_h": pick(jnp.broadcast_to(model_state["init_h"], model_state["z_h"].shape), model_state["z_h"]),
-        "z_l": pick(jnp.broadcast_to(model_state["init_l"], model_state["z_l"].shape), model_state["z_l"]),
+        "z_h": pick(
+            jnp.broadcast_to(model_state["init_h"], model_state["z_h"].shape), model_state["z_h"]
+        ),
+        "z_l": pick(
+            jnp.broadcast_to(model_state["init_l"], model_state["z_l"].shape), model_state["z_l"]
+        ),
         "steps": pick(jnp.zeros_like(model_state["steps"]), model_state["steps"]),
         **{name: pick(batch[name], model_state[name]) for name in ("inputs", "labels", "puzzle")},
     }
 
 
-def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(
+    config: Any, model_state: Any, batch: Mapping[str, Any], position: int
+) -> Sequence[Example]:
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
     slots = jax.device_get(reset_halted(model_state, batch))
     no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
@@ -90,7 +106,9 @@ def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
     numbers never cancel.
     """
     valid = label != IGNORED
-    picked = jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
+    picked = (
+        jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
+    )
     if kind == "softmax":
         loss = -jnp.where(picked, jax.nn.log_softmax(logits), 0).sum(-1)
     else:
@@ -129,7 +147,9 @@ def curriculum(c: Config, step: int) -> Cycles:
         return int(first + (min(step / growth, 1.0) if growth else 1.0) * (last - first))
 
     growth_low = c.growth if c.growth_low is None else c.growth_low
-    return grown(c.first_high, c.cycles_high, c.growth), grown(c.first_low, c.cycles_low, growth_low)
+    return grown(c.first_high, c.cycles_high, c.growth), grown(
+        c.first_low, c.cycles_low, growth_low
+    )
 
 
 def depth(c: Config, step: Array, key: Key) -> Array:
@@ -137,7 +157,9 @@ def depth(c: Config, step: Array, key: Key) -> Array:
     first = c.first_steps or c.halt_steps
     most = first + (c.halt_steps - first) * jnp.minimum(step / max(c.growth_steps, 1), 1)
     most = jnp.floor(most).astype(jnp.int32) if c.growth_steps else jnp.int32(c.halt_steps)
-    return jax.random.randint(jax.random.fold_in(key, OF_DEPTH), (), c.least_steps or most, most + 1)
+    return jax.random.randint(
+        jax.random.fold_in(key, OF_DEPTH), (), c.least_steps or most, most + 1
+    )
 
 
 class Model(NamedTuple):
@@ -170,7 +192,9 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     )
 
 
-def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
+def loss(
+    model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None
+) -> LossOut:
     """One supervision step of every slot. ``stage`` is of `curriculum`, None = the last."""
     c, cycles = model.c, stage or model.c.cycles
     rows = reset_halted(variables.model_state, batch)
@@ -178,23 +202,31 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     steps_b = rows["steps"] + 1
     least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
     done_b = halt(c, steps_b, q_b2, least_b)
-    model_state = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
+    model_state = jax.lax.stop_gradient(
+        {**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b}
+    )
     each = scores(c, logits_bsv, q_b2, rows["labels"])
     if c.q_continue:
         # The value of another step: the better of that step's two values, but at the end only its
         # first.
-        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, model_state, cycles, model.shard))
+        *_, next_b2 = jax.lax.stop_gradient(
+            refine(c, variables.params, model_state, cycles, model.shard)
+        )
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
         each["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
     return loss_of(model, each, rows["puzzle"], steps_b, done_b, model_state)
 
 
-def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
+def last_loss(
+    model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None
+) -> LossOut:
     """Take supervision steps of each row from its beginning, with a loss after the last one."""
     c, cycles = model.c, stage or model.c.cycles
     n_steps = depth(c, variables.model_state["step"], key)
     z = start(c, variables.model_state, batch["inputs"].shape[0], model.shard)
-    params, rows = jax.lax.stop_gradient((variables.params, {"inputs": batch["inputs"], "puzzle": batch["puzzle"]}))
+    params, rows = jax.lax.stop_gradient(
+        (variables.params, {"inputs": batch["inputs"], "puzzle": batch["puzzle"]})
+    )
 
     def step(_: Array, z: dict[str, Array]) -> dict[str, Array]:
         z_h, z_l = refine(c, params, {**rows, **z}, cycles, model.shard)[:2]
@@ -205,26 +237,39 @@ def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage:
     *_, logits_bsv, q_b2 = refine(c, variables.params, {**rows, **z}, cycles, model.shard)
     each = scores(c, logits_bsv, q_b2, batch["labels"])
     steps_b = jnp.broadcast_to(n_steps, q_b2.shape[:1])
-    return loss_of(model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.model_state)
+    return loss_of(
+        model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.model_state
+    )
 
 
 def loss_of(
-    model: Model, each: dict[str, Array], puzzle_b: Array, steps_b: Array, done_b: Array, model_state: PyTree
+    model: Model,
+    each: dict[str, Array],
+    puzzle_b: Array,
+    steps_b: Array,
+    done_b: Array,
+    model_state: PyTree,
 ) -> LossOut:
     """Return the loss of rows, and the metrics of those that are done."""
     c = model.c
     losses = {name: each[name] for name in LOSSES if name in each}
     n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
     metrics: dict[str, Mean] = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
-    metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
+    metrics |= {
+        name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES
+    }
     metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
     metrics["halted"] = Mean(finished_b.sum(), n)
     sparse_rows = {}
     if c.puzzle_embed:
         # The rows of the slots, not of the batch.
-        sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1), "item")
+        sparse_rows[TABLE] = model.shard(
+            jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1), "item"
+        )
     q_loss_b = each["q_halt_loss"] + (each["q_continue_loss"] if c.q_continue else 0)
-    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, model_state, sparse_rows)
+    return LossOut(
+        Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, model_state, sparse_rows
+    )
 
 
 def exploration(model: Model, step: Array) -> Array | float:
@@ -236,7 +281,10 @@ def exploration(model: Model, step: Array) -> Array | float:
 
 
 def solve(
-    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
+    model: Model,
+    variables: Variables,
+    batch: Batch,
+    keep: Callable[[Array, Array], PyTree] | None = None,
 ) -> tuple[Array, Array, PyTree]:
     """All supervision steps, from the start: last logits and q, and ``keep`` of each, stacked.
 
@@ -245,11 +293,22 @@ def solve(
     c, n = model.c, batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
-        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
-        logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
-        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
+        z_h, z_l, logits_bsv, q_b2 = refine(
+            c, variables.params, {**batch, **state[0]}, c.cycles, model.shard
+        )
+        logits_bsv, q_b2 = (
+            model.shard(logits_bsv, "batch", None, None),
+            model.shard(q_b2, "batch", None),
+        )
+        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), (
+            keep(logits_bsv, q_b2) if keep else None
+        )
 
-    first = (start(c, variables.model_state, n, model.shard), jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
+    first = (
+        start(c, variables.model_state, n, model.shard),
+        jnp.zeros((n, c.n_cells, c.vocab)),
+        jnp.zeros((n, 2)),
+    )
     (_, logits_bsv, q_b2), kept = jax.lax.scan(step, first, length=c.halt_steps)
     return logits_bsv, q_b2, kept
 
@@ -270,11 +329,16 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     if search == rollouts.Search(steps=c.halt_steps):
         logits_bsv, q_b2, _ = solve(model, variables, batch)
     else:
-        found = rollouts.explore(c, variables, batch, search, c.noise, jax.random.key(0), model.shard)
+        found = rollouts.explore(
+            c, variables, batch, search, c.noise, jax.random.key(0), model.shard
+        )
         logits_bsv, q_b2 = found.of(found.best("q"))
     each = scores(c, logits_bsv, q_b2, batch["labels"])
     weight_b = batch["weight"] * each["valid"]
-    metrics = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *ACCURACIES)}
+    metrics = {
+        name: Mean((each[name] * weight_b).sum(), weight_b.sum())
+        for name in ("lm_loss", "q_halt_loss", *ACCURACIES)
+    }
     if found:
         taken_b = found.steps.astype(jnp.float32).mean(1)
         metrics["test_steps"] = Mean((taken_b * weight_b).sum(), weight_b.sum())
@@ -282,17 +346,22 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
         halts_b = (found.sure[:, 1:] > 0).astype(jnp.float32).mean(1)
         if c.n_puzzles == 1:  # rows of a mixture have other rules
             checked = scores(c, *found.of(found.best("check")), batch["labels"])
-            metrics["exact_accuracy_checked"] = Mean((checked["exact_accuracy"] * weight_b).sum(), weight_b.sum())
+            metrics["exact_accuracy_checked"] = Mean(
+                (checked["exact_accuracy"] * weight_b).sum(), weight_b.sum()
+            )
         metrics["rollouts_halted"] = Mean((halts_b * weight_b).sum(), weight_b.sum())
     for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
         weight_of_k_b = weight_b * (batch["difficulty"] == k)
-        metrics[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum())
+        metrics[f"exact_accuracy_difficulty_{k}"] = Mean(
+            (each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum()
+        )
     return metrics
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """Return the first boards, a picture each: the puzzle, each step's guess, the solution."""
-    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
+    # rows that divide over the devices
+    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))
     first = {name: x[:n] for name, x in batch.items()}
     _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))
     return {"steps": boards.draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}

@@ -52,7 +52,17 @@ class Config(ModelSection):
         checks.FUNCTION,
         free=("n_difficulties", "remat", "rollouts", "noise", "symmetry", "test_steps", "residual"),
         state=(
-            *("contract", "n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
+            *(
+                "contract",
+                "n_cells",
+                "vocab",
+                "n_puzzles",
+                "mixer",
+                "embed",
+                "depth",
+                "expansion",
+                "inner_multiple",
+            ),
             *("puzzle_tokens", "puzzle_embed"),
         ),
     )
@@ -61,54 +71,99 @@ class Config(ModelSection):
     vocab: OfData[int] = OF_DATA  # [symbols] in and out; 0 is padding
     n_puzzles: OfData[int] = OF_DATA  # [ids] rows of the puzzle embedding
     n_difficulties: OfData[int] = OF_DATA  # [classes] by which the exact accuracy is reported
-    mixer: str = "mlp"  # [name] of the mixer of positions: mlp (a SwiGLU along the sequence) or attention
+    # [name] of the mixer of positions: mlp (a SwiGLU along the sequence) or attention
+    mixer: str = "mlp"
     positions: str = "none"  # [name] none, rope (attention only) or learned
     embed: int = 512  # [values] width of a token
     heads: int = 8  # [heads] of the attention
     depth: int = 2  # [layers] of the net that both states share
-    expansion: float = 4.0  # [1] inner width is two thirds of this times the width, rounded up to inner_multiple
+    # [1] inner width is two thirds of this times the width, rounded up to inner_multiple
+    expansion: float = 4.0
     inner_multiple: int = 256  # [values] see expansion
-    puzzle_tokens: int = 16  # [tokens] before the cells, which hold the puzzle's embedding, padded with zeros
+    # [tokens] before the cells, which hold the puzzle's embedding, padded with zeros
+    puzzle_tokens: int = 16
     puzzle_embed: int = 512  # [values] of a puzzle's embedding
     rope_theta: float = 1e4  # [1] longest wavelength of the rotary positions, over 2 pi
-    cycles_high: int = 3  # [cycles] of the answer in a supervision step, of which the last is differentiated
+    # [cycles] of the answer in a supervision step, of which the last is differentiated
+    cycles_high: int = 3
     cycles_low: int = 6  # [cycles] of the thought in each of them
     first_high: int = 0  # [cycles] of the answer at step 0 of a curriculum; 0 = cycles_high
     first_low: int = 0  # [cycles] of the thought at step 0 of a curriculum; 0 = cycles_low
     growth: int = 0  # [steps] over which the cycles grow, linearly; 0 = no curriculum
-    growth_low: int | None = None  # [steps] over which the cycles of the thought grow; None = growth
-    contract: str = "deep"  # [name] deep: a loss after each supervision step; last: of a detached history, after its last one
-    halt_steps: int = 16  # [supervision steps] after which a row is always done. An evaluation takes all
-    least_steps: int = 0  # [supervision steps] of contract last: drawn from these to halt_steps in each step; 0 = halt_steps
+    # [steps] over which the cycles of the thought grow; None = growth
+    growth_low: int | None = None
+    # [name] deep: a loss after each supervision step; last: of a detached history, after its last
+    # one
+    contract: str = "deep"
+    # [supervision steps] after which a row is always done. An evaluation takes all
+    halt_steps: int = 16
+    # [supervision steps] of contract last: drawn from these to halt_steps in each step; 0 =
+    # halt_steps
+    least_steps: int = 0
     first_steps: int = 0  # [supervision steps] at most at step 0, of contract last; 0 = halt_steps
     growth_steps: int = 0  # [steps] over which first_steps grows to halt_steps; 0 = no curriculum
     explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
-    explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
-    q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
-    rollouts: int = 1  # [passes] over a board in an evaluation, all but the first with noise or symmetry; the head chooses
-    noise: float = 0.0  # [1] standard deviation added to both states before each supervision step of rollouts, whose size is 1
-    symmetry: bool = False  # [bool] each rollout sees the board with lines in another order, turned, or other digits
+    # [probability] at the end of the run, reached linearly; None = explore
+    explore_end: float | None = None
+    # [bool] halt by comparing with the value of another step, learned from one more forward pass
+    q_continue: bool = False
+    # [passes] over a board in an evaluation, all but the first with noise or symmetry; the head
+    # chooses
+    rollouts: int = 1
+    # [1] standard deviation added to both states before each supervision step of rollouts, whose
+    # size is 1
+    noise: float = 0.0
+    # [bool] each rollout sees the board with lines in another order, turned, or other digits
+    symmetry: bool = False
     test_steps: int = 0  # [supervision steps] of an evaluation; 0 = halt_steps
-    residual: float = 0.0  # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
+    # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
+    residual: float = 0.0
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
-    dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
-    remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
+    # [name] of activations and matrix products; parameters, norms and losses are float32
+    dtype: str = "bfloat16"
+    # [name] none, or full: recompute each application of the net in the backward pass
+    remat: str = "none"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        counts = ("embed", "heads", "depth", "inner_multiple", "cycles_high", "cycles_low", "halt_steps")
+        counts = (
+            "embed",
+            "heads",
+            "depth",
+            "inner_multiple",
+            "cycles_high",
+            "cycles_low",
+            "halt_steps",
+        )
         yield from checks.at_least(self, 1, *counts)
-        yield from checks.not_negative(self, "puzzle_tokens", "puzzle_embed", "first_high", "first_low", "growth")
+        yield from checks.not_negative(
+            self, "puzzle_tokens", "puzzle_embed", "first_high", "first_low", "growth"
+        )
         yield from checks.choice(self, MIXERS, "mixer")
         yield from checks.choice(self, POSITIONS, "positions")
         yield from checks.choice(self, LOSSES, "loss")
         yield from checks.choice(self, DTYPES, "dtype")
         yield from checks.choice(self, remat.WHOLE, "remat")
         if self.mixer == "attention" and self.heads > 0 and self.embed % (2 * self.heads):
-            yield "heads", f"is {self.heads}; embed={self.embed} must be an even number of values for each"
+            yield (
+                "heads",
+                f"is {self.heads}; embed={self.embed} must be an even number of values for each",
+            )
         if self.mixer == "mlp" and self.positions == "rope":
-            yield "positions", "is 'rope', which turns queries and keys, and mixer='mlp' has none; use 'none' or 'learned'"
+            yield (
+                "positions",
+                (
+                    "is 'rope', which turns queries and keys, and mixer='mlp' has none; use 'none'"
+                    " or 'learned'"
+                ),
+            )
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
-            yield "puzzle_embed", f"is {self.puzzle_embed}, more than puzzle_tokens × embed = {self.puzzle_tokens * self.embed}"
+            yield (
+                "puzzle_embed",
+                (
+                    f"is {self.puzzle_embed}, more than puzzle_tokens × embed ="
+                    f" {self.puzzle_tokens * self.embed}"
+                ),
+            )
         yield from self._contract_problems()
         explore = ("explore",) if self.explore_end is None else ("explore", "explore_end")
         yield from checks.within(self, "[0, 1]", *explore)
@@ -120,13 +175,25 @@ class Config(ModelSection):
         for first, last, growth in curricula:
             n = getattr(self, first)
             if n and not getattr(self, growth):
-                yield first, f"is {n}, and {growth}=0 means no curriculum; set {growth} to its length in steps"
+                yield (
+                    first,
+                    (
+                        f"is {n}, and {growth}=0 means no curriculum; set {growth} to its length in"
+                        " steps"
+                    ),
+                )
             if n > getattr(self, last):
                 yield first, f"is {n}, more than {last}={getattr(self, last)}"
         for growth in dict.fromkeys(growth for *_, growth in curricula):
             grown = [first for first, _, of in curricula if of == growth]
             if getattr(self, growth) and not any(getattr(self, first) for first in grown):
-                yield growth, f"is {getattr(self, growth)}, and nothing grows; set {' or '.join(grown)}, or {growth}=0"
+                yield (
+                    growth,
+                    (
+                        f"is {getattr(self, growth)}, and nothing grows; set {' or '.join(grown)},"
+                        f" or {growth}=0"
+                    ),
+                )
 
     def _contract_problems(self) -> Iterator[tuple[str, str]]:
         yield from checks.choice(self, CONTRACTS, "contract")
@@ -136,20 +203,44 @@ class Config(ModelSection):
             if math.isinf(getattr(self, name)):
                 yield name, "is infinite; set a number"
         if self.rollouts > 1 and not (self.noise or self.symmetry):
-            yield "rollouts", f"is {self.rollouts}, and all would be the same; set symmetry=True, or noise, for example 0.3"
+            yield (
+                "rollouts",
+                (
+                    f"is {self.rollouts}, and all would be the same; set symmetry=True, or noise,"
+                    " for example 0.3"
+                ),
+            )
         if self.rollouts == 1 and (self.noise or self.symmetry):
             name = "noise" if self.noise else "symmetry"
-            yield name, f"is {getattr(self, name)} with rollouts=1, and the first has none; set rollouts, for example 16"
+            yield (
+                name,
+                (
+                    f"is {getattr(self, name)} with rollouts=1, and the first has none; set"
+                    " rollouts, for example 16"
+                ),
+            )
         yield from checks.not_negative(self, "least_steps", "first_steps", "growth_steps")
         yield from checks.not_negative(self, *(() if self.growth_low is None else ("growth_low",)))
         if self.contract == "deep":
             for name in ("least_steps", "first_steps", "growth_steps"):
                 if getattr(self, name):
-                    yield name, f"is {getattr(self, name)}, of contract='last' alone; contract='deep' has it from its halting"
+                    yield (
+                        name,
+                        (
+                            f"is {getattr(self, name)}, of contract='last' alone; contract='deep'"
+                            " has it from its halting"
+                        ),
+                    )
             return
         for name, unused in (("q_continue", False), ("explore_end", None)):
             if getattr(self, name) != unused:
-                yield name, f"is {getattr(self, name)}, of contract='deep' alone: no row of contract='last' halts in training"
+                yield (
+                    name,
+                    (
+                        f"is {getattr(self, name)}, of contract='deep' alone: no row of"
+                        " contract='last' halts in training"
+                    ),
+                )
         most = self.first_steps or self.halt_steps
         if self.least_steps > most:
             yield "least_steps", f"is {self.least_steps}, more than the {most} steps that there are"
@@ -160,12 +251,27 @@ class Config(ModelSection):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):
-                yield name, f"is {value}, and the data need {needed}; config.model.{name}=None takes that"
+                yield (
+                    name,
+                    f"is {value}, and the data need {needed}; config.model.{name}=None takes that",
+                )
 
         if self.symmetry and not kind_of(self.n_cells or 0, self.vocab or 0):
-            yield "symmetry", f"is True, and no kind of puzzle has {self.n_cells} cells and {self.vocab} symbols; use noise"
+            yield (
+                "symmetry",
+                (
+                    f"is True, and no kind of puzzle has {self.n_cells} cells and {self.vocab}"
+                    " symbols; use noise"
+                ),
+            )
         elif self.symmetry and self.n_puzzles != 1:
-            yield "symmetry", f"is True, of boards of one kind, and the data have {self.n_puzzles} ids of puzzles; use noise"
+            yield (
+                "symmetry",
+                (
+                    f"is True, of boards of one kind, and the data have {self.n_puzzles} ids of"
+                    " puzzles; use noise"
+                ),
+            )
 
     @property
     def n_tokens(self) -> int:
@@ -177,7 +283,9 @@ class Config(ModelSection):
 
     def inner(self, width: int) -> int:
         """Inner width of a SwiGLU: 2/3 of the usual, as it has three matrices (Shazeer 2020)."""
-        return -(-round(self.expansion * width * 2 / 3) // self.inner_multiple) * self.inner_multiple
+        return (
+            -(-round(self.expansion * width * 2 / 3) // self.inner_multiple) * self.inner_multiple
+        )
 
 
 def make_specs(c: Config) -> PyTree:
@@ -190,7 +298,9 @@ def make_specs(c: Config) -> PyTree:
         }
     else:
         mixer = {
-            "w_qkv": Spec((l, d, 3, h, k), ("layer", "embed", None, "heads", "head_dim"), fan_in(d)),
+            "w_qkv": Spec(
+                (l, d, 3, h, k), ("layer", "embed", None, "heads", "head_dim"), fan_in(d)
+            ),
             "w_out": Spec((l, h, k, d), ("layer", "heads", "head_dim", "embed"), fan_in(d)),
         }
     return {
@@ -204,7 +314,11 @@ def make_specs(c: Config) -> PyTree:
         "w_q": Spec((d, 2), ("embed", None), zeros),
         "b_q": Spec((2,), (None,), jax.nn.initializers.constant(Q_BIAS)),
         **({"pos": Spec((t, d), ("seq", "embed"), fan_in(d))} if c.positions == "learned" else {}),
-        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}} if c.puzzle_embed else {}),
+        **(
+            {"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}}
+            if c.puzzle_embed
+            else {}
+        ),
     }
 
 
@@ -236,7 +350,9 @@ def make_model_state(c: Config, batch: int) -> PyTree:
 
 def start(c: Config, model_state: PyTree, n: int, shard: Shard) -> dict[str, Array]:
     """Return the states of rows that begin, z_h and z_l, [B, T, D]."""
-    z = {f"z_{k}": jnp.broadcast_to(model_state[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
+    z = {
+        f"z_{k}": jnp.broadcast_to(model_state[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"
+    }
     # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself,
     # and another for the logits.
     return {name: shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
@@ -267,7 +383,10 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
     each = range(w.shape[at_w])
     if shard.devices[0] == "cpu":
         one = equation.replace("c", "")
-        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
+        return [
+            shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes)
+            for i in each
+        ]
     y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
     return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
 
@@ -275,7 +394,8 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
     """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
-    if shard.devices[0] != "tpu":  # tokens last, or each product is written out once more, transposed
+    # tokens last, or each product is written out once more, transposed
+    if shard.devices[0] != "tpu":
         x_bdt = x_btd.swapaxes(1, 2)
         gate_bdn, y_bdn = products("bdt,tcn->bdcn", x_bdt, up_tcn, shard, *axes)
         y_bdt = product("bdn,nt->bdt", jax.nn.silu(gate_bdn) * y_bdn, down_nt, shard)
@@ -292,18 +412,28 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
                 x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard)
             else:
                 axes = ("batch", "seq", "heads", "head_dim")
-                q_bthk, k_bthk, v_bthk = products("btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes)
+                q_bthk, k_bthk, v_bthk = products(
+                    "btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes
+                )
                 if c.positions == "rope":
                     q_bthk, k_bthk = (rotate(x_bthk, angles(c)) for x_bthk in (q_bthk, k_bthk))
                 y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=c.remat)
                 x_btd = rms_norm(x_btd + product("bthk,hkd->btd", y_bthk, w["w_out"][l], shard), 2)
         with jax.named_scope("mlp"):
-            gate_btm, y_btm = products("btd,dcm->btcm", x_btd, w["w_up"][l], shard, "batch", "seq", "mlp")
-            x_btd = rms_norm(x_btd + product("btm,md->btd", jax.nn.silu(gate_btm) * y_btm, w["w_down"][l], shard), 2)
+            gate_btm, y_btm = products(
+                "btd,dcm->btcm", x_btd, w["w_up"][l], shard, "batch", "seq", "mlp"
+            )
+            x_btd = rms_norm(
+                x_btd
+                + product("btm,md->btd", jax.nn.silu(gate_btm) * y_btm, w["w_down"][l], shard),
+                2,
+            )
     return shard(x_btd, "batch", "seq", None)
 
 
-def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles, shard: Shard) -> tuple[Array, ...]:
+def refine(
+    c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles, shard: Shard
+) -> tuple[Array, ...]:
     """One supervision step on the slots' states.
 
     Returns new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32).
@@ -316,11 +446,15 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
         x_btd = embed(c, params, rows["inputs"], rows["puzzle"], shard)
     high, low = cycles
 
-    def cycle(w: PyTree, x_btd: Array, z: tuple[Array, Array], unroll: int | bool) -> tuple[Array, Array]:
+    def cycle(
+        w: PyTree, x_btd: Array, z: tuple[Array, Array], unroll: int | bool
+    ) -> tuple[Array, Array]:
         apply: Callable[..., Array] = functools.partial(net, c, shard=shard)
         apply = jax.checkpoint(apply) if c.remat == "full" and unroll is True else apply
         z_h, z_l = z
-        z_l, _ = jax.lax.scan(lambda z_l, _: (apply(w, z_l + z_h + x_btd), None), z_l, length=low, unroll=unroll)
+        z_l, _ = jax.lax.scan(
+            lambda z_l, _: (apply(w, z_l + z_h + x_btd), None), z_l, length=low, unroll=unroll
+        )
         return apply(w, z_h + z_l), z_l
 
     z = (rows["z_h"], rows["z_l"])
@@ -331,9 +465,13 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
     with jax.named_scope("with_gradient"):
         z_h, z_l = cycle(w, x_btd, jax.lax.stop_gradient(z), True)
     with jax.named_scope("heads"):
-        symbols_dv, q_d2 = (shard(params[name].astype(dtype), None, None) for name in ("w_symbols", "w_q"))
+        symbols_dv, q_d2 = (
+            shard(params[name].astype(dtype), None, None) for name in ("w_symbols", "w_q")
+        )
         cells_bsd = z_h[:, c.puzzle_tokens :]
-        logits_bsv = jnp.einsum("bsd,dv->bsv", cells_bsd, symbols_dv, preferred_element_type=jnp.float32)
+        logits_bsv = jnp.einsum(
+            "bsd,dv->bsv", cells_bsd, symbols_dv, preferred_element_type=jnp.float32
+        )
         q_b2 = (z_h[:, 0] @ q_d2 + params["b_q"].astype(dtype)[None]).astype(jnp.float32)
     return z_h, z_l, logits_bsv, q_b2
 

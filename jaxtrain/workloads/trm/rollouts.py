@@ -30,9 +30,13 @@ class Search(NamedTuple):
 
     rollouts: int = 1
     steps: int = 16  # [supervision steps] at most
-    stop: str = "none"  # halt: a rollout ends when the q-head is sure; check: those of a board, when one keeps the rules
-    residual: float = 0.0  # [1] a rollout ends when its answer's state changes by less, in its own units; 0 = never
-    symmetry: bool = False  # [bool] all rollouts but the first see the board under a random symmetry
+    # halt: a rollout ends when the q-head is sure; check: those of a board, when one keeps the
+    # rules
+    stop: str = "none"
+    # [1] a rollout ends when its answer's state changes by less, in its own units; 0 = never
+    residual: float = 0.0
+    # [bool] all rollouts but the first see the board under a random symmetry
+    symmetry: bool = False
 
 
 class Found(NamedTuple):
@@ -82,17 +86,25 @@ def views(kind: str, side: int, keys_n: Array, vary_n: Array) -> Views:
     """Draw a symmetry of a kind of puzzle from each key. Rows that do not vary stay as they are."""
 
     def draws(domain: int, *shape: int) -> Array:
-        return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, OF_VIEW + domain), shape))(keys_n)
+        return jax.vmap(
+            lambda key: jax.random.uniform(jax.random.fold_in(key, OF_VIEW + domain), shape)
+        )(keys_n)
 
     def shuffled(domain: int, *shape: int) -> Array:
         """[N, *shape]: permutations of the last axis."""
         vary = vary_n.reshape(-1, *[1] * len(shape))
-        return jnp.where(vary, draws(domain, *shape).argsort(-1), jnp.arange(shape[-1])[(None,) * len(shape)])
+        return jnp.where(
+            vary, draws(domain, *shape).argsort(-1), jnp.arange(shape[-1])[(None,) * len(shape)]
+        )
 
-    names = jnp.broadcast_to(jnp.arange(puzzles.n_symbols(kind))[None], (len(vary_n), puzzles.n_symbols(kind)))
+    names = jnp.broadcast_to(
+        jnp.arange(puzzles.n_symbols(kind))[None], (len(vary_n), puzzles.n_symbols(kind))
+    )
     if kind not in puzzles.BOXES:
         turns = jnp.asarray(puzzles.turns(side))
-        return Views(turns[jnp.where(vary_n, jnp.floor(8 * draws(puzzles.TURN)).astype(int), 0)], names)
+        return Views(
+            turns[jnp.where(vary_n, jnp.floor(8 * draws(puzzles.TURN)).astype(int), 0)], names
+        )
     high, wide = puzzles.BOXES[kind]
     rows = shuffled(puzzles.BANDS, side // high), shuffled(puzzles.LINES, side // high, high)
     columns = shuffled(puzzles.STACKS, side // wide), shuffled(puzzles.COLUMNS, side // wide, wide)
@@ -107,7 +119,13 @@ def search_of(c: Config) -> Search:
 
 
 def explore(
-    c: Config, variables: Variables, rows: Mapping[str, Array], search: Search, noise: Array | float, key: Key, shard: Shard
+    c: Config,
+    variables: Variables,
+    rows: Mapping[str, Array],
+    search: Search,
+    noise: Array | float,
+    key: Key,
+    shard: Shard,
 ) -> Found:
     """Search boards.
 
@@ -148,7 +166,9 @@ def explore(
         answer_ns, before_ns = logits_nsv.argmax(-1), state["logits"].argmax(-1)
         changed_n = (answer_ns != before_ns).any(-1) | (i == 0)
         sure_n = q_n2[:, 0] > (q_n2[:, 1] if c.q_continue else 0)
-        solved_n = puzzles.is_solved(kind, given["inputs"], answer_ns) if kind else jnp.zeros_like(sure_n)
+        solved_n = (
+            puzzles.is_solved(kind, given["inputs"], answer_ns) if kind else jnp.zeros_like(sure_n)
+        )
         new = {
             "z_h": z_h,
             "z_l": z_l,
@@ -160,7 +180,10 @@ def explore(
             "steps": jnp.full_like(state["steps"], i + 1),
             "done": done_n,
         }
-        new = {name: jnp.where(done_n.reshape(-1, *[1] * (x.ndim - 1)), state[name], x) for name, x in new.items()}
+        new = {
+            name: jnp.where(done_n.reshape(-1, *[1] * (x.ndim - 1)), state[name], x)
+            for name, x in new.items()
+        }
         if search.stop == "halt":
             new["done"] |= sure_n
         if search.stop == "check":
@@ -180,13 +203,19 @@ def explore(
         **dict.fromkeys(("solved", "done"), count_n > 0),
         "i": jnp.int32(0),
     }
-    state = jax.lax.while_loop(lambda state: (state["i"] < search.steps) & ~state["done"].all(), step, state)
+    state = jax.lax.while_loop(
+        lambda state: (state["i"] < search.steps) & ~state["done"].all(), step, state
+    )
     if search.symmetry:
         state["logits"] = shard(view.back(state["logits"]), "batch", None, None)
-    return Found(*(state[name].reshape(n_boards, r, *state[name].shape[1:]) for name in Found._fields))
+    return Found(
+        *(state[name].reshape(n_boards, r, *state[name].shape[1:]) for name in Found._fields)
+    )
 
 
 def _numbers(inputs_ns: Array) -> Array:
     """Return uint32 [N]: a number that follows from a board alone, wherever it is in a batch."""
-    weights_s = np.array([pow(2_654_435_761, i + 1, 2**32) for i in range(inputs_ns.shape[1])], np.uint32)
+    weights_s = np.array(
+        [pow(2_654_435_761, i + 1, 2**32) for i in range(inputs_ns.shape[1])], np.uint32
+    )
     return (inputs_ns.astype(jnp.uint32) * weights_s[None]).sum(-1, dtype=jnp.uint32)

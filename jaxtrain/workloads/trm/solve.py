@@ -57,7 +57,9 @@ class How(NamedTuple):
     """Values that a compiled search takes, and the batch."""
 
     noise: float = 0.0  # [1] of `rollouts.explore`
-    choose: str = "q"  # the rollout that the halting head prefers, or, by "check", one that keeps the rules, if any does
+    # the rollout that the halting head prefers, or, by "check", one that keeps the rules, if any
+    # does
+    choose: str = "q"
     seed: int = 0
     batch: int = 64  # [boards] searched together, rounded up to a multiple of the devices
 
@@ -95,7 +97,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     c = run_workload.model_section(config, Config)
     if not kinds.kind_of(max(c.n_cells or 0, 0), c.vocab or 0):
         raise StoredError(
-            f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected Sudoku, mazes or lights"
+            f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected"
+            " Sudoku, mazes or lights"
         )
     limit_cycles(c, c.halt_steps, str(source.path))
     devices = jax.local_devices()
@@ -107,7 +110,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
         if path not in arrays or arrays[path].shape != (c.embed,):
             remedy = "export the run again" if source.is_export else "name another step"
             raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
-        model_state[name] = jax.device_put(np.asarray(arrays[path].read(()), np.float32), layout.replicated())
+        model_state[name] = jax.device_put(
+            np.asarray(arrays[path].read(()), np.float32), layout.replicated()
+        )
     params = stored_params.read(source, make_specs(c), layout, ema=ema)
     return Solver(c, Variables(params, model_state=model_state), source.name(ema=ema), layout.shard)
 
@@ -115,15 +120,19 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
 def limit_cycles(c: Config, steps: int, what: str) -> None:
     """Raise StoredError for more work than any config of ours asks for."""
     if max(steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
-        raise StoredError(f"{what} takes {steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config of ours")
+        raise StoredError(
+            f"{what} takes {steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config"
+            " of ours"
+        )
 
 
 def need_head(solver: Solver) -> None:
     """Raise StoredError if the halting head, which chooses rollouts, has never been trained."""
     if not np.any(np.asarray(solver.variables.params["w_q"])):
         raise StoredError(
-            f"{solver.name.split()[0]} has a halting head that was never trained (w_q is 0), and it chooses rollouts; use "
-            "--choose=check, or train it: a run that warm-starts from this one does (metric q_halt_loss)"
+            f"{solver.name.split()[0]} has a halting head that was never trained (w_q is 0), and it"
+            " chooses rollouts; use --choose=check, or train it: a run that warm-starts from this"
+            " one does (metric q_halt_loss)"
         )
 
 
@@ -142,17 +151,26 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     if question is not None:
         rows = rows[1:]
     elif len(header) > 1 and len(header[0]) != side * side:
-        raise DataError(f"{path} has no column question; it begins with {', '.join(rows[0][1])[:90]!r}; name the column so")
+        raise DataError(
+            f"{path} has no column question; it begins with {', '.join(rows[0][1])[:90]!r}; name"
+            " the column so"
+        )
     if not rows:
         raise DataError(f"{path} holds no board; expected a column question, or a board a line")
     found = []
     for _, row in rows:
-        board, solution = (row[at] if at is not None and at < len(row) else "" for at in (question or 0, answer))
+        board, solution = (
+            row[at] if at is not None and at < len(row) else "" for at in (question or 0, answer)
+        )
         found.append(Puzzle(board.replace("0", ".") if kind in kinds.BOXES else board, solution))
     lines = [line for line, _ in rows]
-    boards = kinds.to_symbols(kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{lines[i]}")
+    boards = kinds.to_symbols(
+        kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{lines[i]}"
+    )
     known = [i for i, puzzle in enumerate(found) if puzzle.answer]
-    answers = kinds.to_symbols(kind, side, [found[i].answer for i in known], lambda i: f"{path}:{lines[known[i]]}")
+    answers = kinds.to_symbols(
+        kind, side, [found[i].answer for i in known], lambda i: f"{path}:{lines[known[i]]}"
+    )
     puzzle_files.check_answers(kind, boards[known], answers, lambda i: f"{path}:{lines[known[i]]}")
     if kind in kinds.BOXES:
         puzzle_files.check_boards(kind, boards, lambda i: f"{path}:{lines[i]}")
@@ -174,7 +192,9 @@ def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
     """Compile the search: (variables, inputs, noise, key) -> arrays of each board and rollout."""
 
     @jax.jit
-    def run(variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array) -> dict[str, Any]:
+    def run(
+        variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array
+    ) -> dict[str, Any]:
         rows = {"inputs": inputs_bs, "puzzle": jnp.zeros(len(inputs_bs), jnp.int32)}
         found = rollouts.explore(solver.c, variables, rows, search, noise, key, solver.shard)
         arrays = {name: getattr(found, name) for name in ("solved", "sure", "since", "steps")}
@@ -185,7 +205,12 @@ def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
 
 
 def solve(
-    solver: Solver, puzzles: Sequence[Puzzle], search: Search, how: How = ALONE, *, run: Callable[..., Any] | None = None
+    solver: Solver,
+    puzzles: Sequence[Puzzle],
+    search: Search,
+    how: How = ALONE,
+    *,
+    run: Callable[..., Any] | None = None,
 ) -> Iterator[Solved]:
     """Solve boards, in order. ``run`` is the `program` of the search, to use it again."""
     n_devices = len(jax.local_devices())
@@ -193,21 +218,34 @@ def solve(
     run = run or program(solver, search)
     for start in range(0, len(puzzles), batch):
         some = puzzles[start : start + batch]
-        boards = kinds.to_symbols(solver.kind, solver.side, [puzzle.question for puzzle in some], str)
-        inputs = np.concatenate([boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]).astype(np.int32)
+        boards = kinds.to_symbols(
+            solver.kind, solver.side, [puzzle.question for puzzle in some], str
+        )
+        inputs = np.concatenate(
+            [boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]
+        ).astype(np.int32)
         try:
-            out = jax.device_get(run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed)))
+            out = jax.device_get(
+                run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed))
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
                 raise
             raise DataError(
-                f"{batch} boards with {search.rollouts} rollouts each need more memory than there is; lower --batch, --rollouts"
+                f"{batch} boards with {search.rollouts} rollouts each need more memory than there"
+                " is; lower --batch, --rollouts"
             ) from error
         for i in range(len(some)):
             at = out[how.choose][i]
             yield Solved(
-                board=kinds.to_text(solver.kind, out["boards"][i, at]), q=float(out["logits"][i, at]),
-                steps=int(out["since"][i, at]), halted=int(out["sure"][i, at]), valid=bool(out["solved"][i, at]),
-                rollout=int(at), taken=float(out["steps"][i].mean()), logits=out["logits"][i],
-                solved=out["solved"][i], sure=out["sure"][i],
-            )  # fmt: skip
+                board=kinds.to_text(solver.kind, out["boards"][i, at]),
+                q=float(out["logits"][i, at]),
+                steps=int(out["since"][i, at]),
+                halted=int(out["sure"][i, at]),
+                valid=bool(out["solved"][i, at]),
+                rollout=int(at),
+                taken=float(out["steps"][i].mean()),
+                logits=out["logits"][i],
+                solved=out["solved"][i],
+                sure=out["sure"][i],
+            )

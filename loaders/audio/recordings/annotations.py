@@ -14,60 +14,151 @@ SHOWN = 3  # examples of a kind that are printed
 
 # Kind -> what it is, what is done about it without an option, and whether it may be kept.
 KINDS: Mapping[str, tuple[str, str, bool]] = {
-    "absent-recording": ("a line about a recording, or a part of one, that the embeddings do not have", DROP, False),
+    "absent-recording": (
+        "a line about a recording, or a part of one, that the embeddings do not have",
+        DROP,
+        False,
+    ),
     "missing-file": ("a table names a recording that is not there", REFUSE, False),
     "ambiguous-name": ("several files have the name that a table gives", REFUSE, False),
-    "other-folder": ("a name with a folder in which the recording does not lie; kept: the only one of this name", KEEP, True),
+    "other-folder": (
+        "a name with a folder in which the recording does not lie; kept: the only one of this name",
+        KEEP,
+        True,
+    ),
     "no-permission": ("a file or folder that may not be read", REFUSE, False),
     "link-circle": ("a folder that is a link to one that it lies in", DROP, False),
     "odd-name": ("a file name that is not UTF-8", REFUSE, False),
     "outside-root": ("a recording that does not lie below the root", REFUSE, False),
-    "link-outside": ("a link out of the root; name a --root that holds what it leads to, too", REFUSE, False),
+    "link-outside": (
+        "a link out of the root; name a --root that holds what it leads to, too",
+        REFUSE,
+        False,
+    ),
     "empty-file": ("a recording of 0 bytes", REFUSE, False),
     "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
-    "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
+    "truncated-file": (
+        "a recording that ends before its header says; kept: as far as it goes",
+        REFUSE,
+        True,
+    ),
     "stale-header": ("a recording longer than its header says; kept: all of it", KEEP, True),
-    "opposite-channels": ("two channels that cancel; kept: their mean is almost silent, so say --channels 0", KEEP, True),
-    "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
-    "bad-date": ("a date or a time of day that is none", REFUSE, False),
-    "no-times": ("a line without times in a table that has some; kept: the whole recording has its label", REFUSE, True),
-    "reversed-times": ("an end that is not after its start", REFUSE, False),
-    "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
-    "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
-    "overlapping-times": ("two events of one class that overlap in a recording; dropped: the later one", KEEP, True),
-    "duplicate-row": ("a line that says what another said; dropped: all but one", DROP, False),
-    "conflicting-labels": ("a whole recording under several labels; kept: it has all of them", REFUSE, True),
-    "shared-times": ("parts with the same times under several labels; kept: one row with all of them", KEEP, True),
-    "unknown-label": ("a label that is in no line of --classes", REFUSE, False),
-    "rare-label": ("a label with fewer events than --min-count", DROP, True),
-    "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
-    "other-time": ("a recording whose header or table has another time than its name; kept: not the name's", KEEP, True),
-    "no-label": ("a line without a label, or whose label says that there is none: nocall; kept: without a class", KEEP, True),
-    "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
-    "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
-    "similar-labels": (
-        "labels that differ in case, blanks or marks alone, or were read in a wrong encoding; --classes makes them one",
+    "opposite-channels": (
+        "two channels that cancel; kept: their mean is almost silent, so say --channels 0",
         KEEP,
         True,
     ),
-    "open-class": ("a line that says unknown of one of its classes; kept: as if it were absent", KEEP, True),
+    "bad-row": (
+        (
+            "no number or name where one belongs, a name that --labels does not match, or no such"
+            " channel"
+        ),
+        REFUSE,
+        False,
+    ),
+    "bad-date": ("a date or a time of day that is none", REFUSE, False),
+    "no-times": (
+        "a line without times in a table that has some; kept: the whole recording has its label",
+        REFUSE,
+        True,
+    ),
+    "reversed-times": ("an end that is not after its start", REFUSE, False),
+    "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
+    "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
+    "overlapping-times": (
+        "two events of one class that overlap in a recording; dropped: the later one",
+        KEEP,
+        True,
+    ),
+    "duplicate-row": ("a line that says what another said; dropped: all but one", DROP, False),
+    "conflicting-labels": (
+        "a whole recording under several labels; kept: it has all of them",
+        REFUSE,
+        True,
+    ),
+    "shared-times": (
+        "parts with the same times under several labels; kept: one row with all of them",
+        KEEP,
+        True,
+    ),
+    "unknown-label": ("a label that is in no line of --classes", REFUSE, False),
+    "rare-label": ("a label with fewer events than --min-count", DROP, True),
+    "duplicate-content": (
+        "recordings with the same bytes; dropped: all but the first by name",
+        REFUSE,
+        True,
+    ),
+    "other-time": (
+        "a recording whose header or table has another time than its name; kept: not the name's",
+        KEEP,
+        True,
+    ),
+    "no-label": (
+        (
+            "a line without a label, or whose label says that there is none: nocall; kept: without"
+            " a class"
+        ),
+        KEEP,
+        True,
+    ),
+    "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
+    "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
+    "similar-labels": (
+        (
+            "labels that differ in case, blanks or marks alone, or were read in a wrong encoding;"
+            " --classes makes them one"
+        ),
+        KEEP,
+        True,
+    ),
+    "open-class": (
+        "a line that says unknown of one of its classes; kept: as if it were absent",
+        KEEP,
+        True,
+    ),
     "odd-channel": ("a channel that is no number, L or R; kept: of the mean of all", KEEP, True),
     "no-channel": (
-        "a line without a channel, with --channels table; kept: of the mean; name its column: --channel-column",
+        (
+            "a line without a channel, with --channels table; kept: of the mean; name its column:"
+            " --channel-column"
+        ),
         REFUSE,
         True,
     ),
     "odd-place": ("a latitude or longitude that is none; kept: without it", KEEP, True),
-    "no-split": ("a line without a split in a table that has some; kept: in train; or say --split-column none", REFUSE, True),
+    "no-split": (
+        (
+            "a line without a split in a table that has some; kept: in train; or say --split-column"
+            " none"
+        ),
+        REFUSE,
+        True,
+    ),
     "unused-column": ("a column that looks like times or labels, and is not used", KEEP, True),
     "other-encoding": ("a table that is not in UTF-8", KEEP, True),
     "comment-line": ("a line that begins with #", DROP, False),
-    "unanswered": ("a line that was skipped in review, or says unknown of its classes", DROP, False),
+    "unanswered": (
+        "a line that was skipped in review, or says unknown of its classes",
+        DROP,
+        False,
+    ),
     "no-events": ("a table without events: windows of its recording have no class", KEEP, True),
     "no-table": ("a recording next to tables, none of which is about it", DROP, False),
-    "hidden-file": ("a recording in a hidden folder or a bin, or whose name begins with a point", DROP, False),
-    "unread-table": ("annotations next to recordings; name the table, or its export as CSV, as a source", DROP, False),
-    "unread-sound": ("a file that looks like sound, an archive or a project; convert, rename or unpack it", DROP, False),
+    "hidden-file": (
+        "a recording in a hidden folder or a bin, or whose name begins with a point",
+        DROP,
+        False,
+    ),
+    "unread-table": (
+        "annotations next to recordings; name the table, or its export as CSV, as a source",
+        DROP,
+        False,
+    ),
+    "unread-sound": (
+        "a file that looks like sound, an archive or a project; convert, rename or unpack it",
+        DROP,
+        False,
+    ),
     "other-file": ("a file next to recordings that is neither sound nor a table", DROP, False),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
 }
@@ -90,13 +181,22 @@ class Annotation:
     channel: int | None = None  # from 0; None: the mean
     split: str = ""
     where: str = ""  # the table and its line, for messages
-    about: Mapping[str, str] = dataclasses.field(default_factory=dict)  # recording, site, date, time, latitude, longitude
+    # recording, site, date, time, latitude, longitude
+    about: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nothing: bool = False  # the recording has no events, and gives windows alone
 
     def __str__(self) -> str:
-        part = " whole" if self.start is None or self.end is None else f" [{self.start:g}, {self.end:g}) s"
+        part = (
+            " whole"
+            if self.start is None or self.end is None
+            else f" [{self.start:g}, {self.end:g}) s"
+        )
         text = f"{self.path}{part}: {', '.join(self.labels) or 'no label'}"
-        band = f", {self.low:g} to {self.high:g} Hz" if self.low is not None and self.high is not None else ""
+        band = (
+            f", {self.low:g} to {self.high:g} Hz"
+            if self.low is not None and self.high is not None
+            else ""
+        )
         about = ", ".join(f"{key} {value}" for key, value in self.about.items())
         return shown(text + band + (f"; {about}" if about else ""))
 
@@ -109,7 +209,11 @@ def shown(text: str) -> str:
 
     def escape(character: str) -> str:
         kind = unicodedata.category(character)
-        odd = kind[0] == "M" or kind in ("Cc", "Cf", "Zl", "Zp") or (kind == "Zs" and character != " ")
+        odd = (
+            kind[0] == "M"
+            or kind in ("Cc", "Cf", "Zl", "Zp")
+            or (kind == "Zs" and character != " ")
+        )
         return ascii(character)[1:-1] if odd else character
 
     return text if text.isascii() and text.isprintable() else "".join(map(escape, text))
@@ -124,13 +228,22 @@ class Errors:
         for text in policies:
             kind, _, policy = text.partition("=")
             if kind != "all" and kind not in KINDS:
-                raise DataError(f"--on names the error {kind!r}; {checks.expected(kind, [*KINDS, 'all'])}")
+                raise DataError(
+                    f"--on names the error {kind!r}; {checks.expected(kind, [*KINDS, 'all'])}"
+                )
             if policy not in (REFUSE, DROP, KEEP):
-                raise DataError(f"--on {text!r} says to {policy!r} it; {checks.expected(policy, (REFUSE, DROP, KEEP))}")
+                raise DataError(
+                    f"--on {text!r} says to {policy!r} it;"
+                    f" {checks.expected(policy, (REFUSE, DROP, KEEP))}"
+                )
             if policy == KEEP and kind != "all" and not KINDS[kind][2]:
-                raise DataError(f"--on {text!r} cannot be: {KINDS[kind][0]}; expected one of: {REFUSE}, {DROP}")
+                raise DataError(
+                    f"--on {text!r} cannot be: {KINDS[kind][0]}; expected one of: {REFUSE}, {DROP}"
+                )
             for each in KINDS if kind == "all" else (kind,):
-                self._policy[each] = policy if policy != KEEP or KINDS[each][2] else self._policy[each]
+                self._policy[each] = (
+                    policy if policy != KEEP or KINDS[each][2] else self._policy[each]
+                )
         self.counts: Counter[str] = Counter()
         self.lines: list[tuple[str, str]] = []
 
@@ -150,7 +263,9 @@ class Errors:
         for kind in KINDS:
             if not self.counts[kind]:
                 continue
-            out.append(f"{kind}: {self.counts[kind]} ({done[self._policy[kind]]}): {KINDS[kind][0]}")
+            out.append(
+                f"{kind}: {self.counts[kind]} ({done[self._policy[kind]]}): {KINDS[kind][0]}"
+            )
             examples = [text for each, text in self.lines if each == kind]
             out += [f"    {text}" for text in examples[:SHOWN]]
             if len(examples) > SHOWN:
@@ -171,7 +286,11 @@ class Errors:
     def summary(self, listed: str = "") -> str:
         """Return the count of each kind, in a line, and the name of the list."""
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if self.counts[kind])
-        return f"{counts}{f', listed in {listed}' if listed else ''}" if counts else "nothing passed over"
+        return (
+            f"{counts}{f', listed in {listed}' if listed else ''}"
+            if counts
+            else "nothing passed over"
+        )
 
     @property
     def serious(self) -> int:
@@ -184,4 +303,6 @@ class Errors:
             n = sum(self.counts[kind] for kind in refused)
             remedy = " ".join(f"--on {kind}=drop" for kind in refused)
             what, them = ("1 error", "it") if n == 1 else (f"{n} errors", "them")
-            raise IndexErrors(f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}")
+            raise IndexErrors(
+                f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}"
+            )

@@ -16,7 +16,7 @@ SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
     *((text, lambda parts: True) for text in (";", "|", " / ", "\uff1b", "\u3001", "\uff0c")),
     *((text, any) for text in (" + ", " & ", " and ", ",", "/", "+")),
     *((text, all) for text in ("&", " ")),
-)  # fmt: skip
+)
 # Parts that are labels by their form: scientific names, and codes such as PIPPIP.
 WHOLE = re.compile("[A-Z][a-z]{2,} [a-z]{3,}|[A-Z]{4,6}")
 CODE = re.compile("[a-z]{6}[0-9]?|[A-Z]{4}")  # of eBird and of the Bird Banding Laboratory
@@ -41,17 +41,26 @@ def read(path: str) -> Classes:
     file = files.expanded(path)
     names: list[str] = []
     known: dict[str, str] = {}
-    for number, line in enumerate(files.lines(unicodedata.normalize("NFC", tables.text_of(file))), 1):
+    for number, line in enumerate(
+        files.lines(unicodedata.normalize("NFC", tables.text_of(file))), 1
+    ):
         if not line.strip() or line.startswith("#"):
             continue
-        fields = [" ".join(field.split()).strip('"') for field in line.split(tables.separator(line))]
+        fields = [
+            " ".join(field.split()).strip('"') for field in line.split(tables.separator(line))
+        ]
         name = fields[0]
         if not name:
-            raise DataError(f"{path}:{number} has no class before its synonyms; write NAME,SYNONYM,…")
+            raise DataError(
+                f"{path}:{number} has no class before its synonyms; write NAME,SYNONYM,…"
+            )
         names.append(name)
         for field in filter(None, fields):
             if known.setdefault(field.casefold(), name) != name:
-                raise DataError(f"{path}:{number} gives {field!r} to {name!r}, and line before to {known[field.casefold()]!r}")
+                raise DataError(
+                    f"{path}:{number} gives {field!r} to {name!r}, and line before to"
+                    f" {known[field.casefold()]!r}"
+                )
     if not names:
         raise DataError(f"{path} holds no class; write one a line: NAME,SYNONYM,…")
     if len(set(names)) < len(names):
@@ -72,21 +81,33 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) ->
             errors.add("similar-labels", f"{other!r} and {name!r}")
         elif (repaired := _repaired(name)) != name:
             errors.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
-        elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
-            errors.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
+        elif "\ufffd" in name or re.search(
+            r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE
+        ):
+            errors.add(
+                "similar-labels",
+                f"{ascii(name)} has a letter that was lost, or is of another alphabet",
+            )
     recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
-    reported = {text for kind, text in errors.lines if kind == "joined-labels"}  # by the name of a column
+    # by the name of a column
+    reported = {text for kind, text in errors.lines if kind == "joined-labels"}
     for name, where in names.items():
         if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
-            errors.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
+            errors.add(
+                "joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own"
+            )
             continue
         for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
             own = [part in names for part in parts]
-            are_uniform = all(map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)) and (
-                between != " " or any(own)
-            )
-            if all(parts) and len(parts) > 1 and (enough(own) or are_uniform or recurring[between] & set(parts)):
+            are_uniform = all(
+                map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)
+            ) and (between != " " or any(own))
+            if (
+                all(parts)
+                and len(parts) > 1
+                and (enough(own) or are_uniform or recurring[between] & set(parts))
+            ):
                 numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
                 remedy = f"split it with --separator {between!r}"
                 if 0 < len(numbers) < len(parts):

@@ -12,49 +12,236 @@ from collections.abc import Mapping
 # Meaning -> names. Of several columns with one meaning, the one whose name is listed first is used.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "file": (
-        "begin path", "file path", "audio file path", "audio path", "begin file", "in file", "file name", "file",
-        "audio file name", "audio file", "audio", "path", "recording", "recording name", "recording file", "fname",
-        "sound files", "sound file", "wav file name", "wav file", "wav", "slice file name", "segment id", "ytid", "item id",
-        "item name", "clip name", "clip", "source file", "soundscape", "sample name", "media", "datei", "dateiname", "archivo",
-        "nombre archivo", "nombre del archivo", "nombre de archivo", "fichier", "nom fichier", "nom du fichier",
-        "aufnahme", "enregistrement", "grabacion", "bestand", "bestandsnaam", "arquivo", "ficheiro", "sound url",
+        "begin path",
+        "file path",
+        "audio file path",
+        "audio path",
+        "begin file",
+        "in file",
+        "file name",
+        "file",
+        "audio file name",
+        "audio file",
+        "audio",
+        "path",
+        "recording",
+        "recording name",
+        "recording file",
+        "fname",
+        "sound files",
+        "sound file",
+        "wav file name",
+        "wav file",
+        "wav",
+        "slice file name",
+        "segment id",
+        "ytid",
+        "item id",
+        "item name",
+        "clip name",
+        "clip",
+        "source file",
+        "soundscape",
+        "sample name",
+        "media",
+        "datei",
+        "dateiname",
+        "archivo",
+        "nombre archivo",
+        "nombre del archivo",
+        "nombre de archivo",
+        "fichier",
+        "nom fichier",
+        "nom du fichier",
+        "aufnahme",
+        "enregistrement",
+        "grabacion",
+        "bestand",
+        "bestandsnaam",
+        "arquivo",
+        "ficheiro",
+        "sound url",
     ),
-    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),  # and names with a word of `FOLDERS`
+    # and names with a word of `FOLDERS`
+    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
     "start": (
-        "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
-        "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
-        "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
-        "tag start", "anfang", "startzeit", "anfangszeit", "von", "inicio", "tiempo inicio", "debut", "temps debut",
-        "tiempo inicial", "inizio", "file begin",
+        "start",
+        "start time",
+        "begin",
+        "begin time",
+        "onset",
+        "onset time",
+        "event start",
+        "event start time",
+        "segment start",
+        "event onset",
+        "window start",
+        "window start time",
+        "time begin",
+        "clip start",
+        "clip start time",
+        "start offset",
+        "time start",
+        "t start",
+        "t min",
+        "min t",
+        "time min",
+        "t0",
+        "x1",
+        "from",
+        "starts",
+        "beginn",
+        "tag start",
+        "anfang",
+        "startzeit",
+        "anfangszeit",
+        "von",
+        "inicio",
+        "tiempo inicio",
+        "debut",
+        "temps debut",
+        "tiempo inicial",
+        "inizio",
+        "file begin",
     ),
     "end": (
-        "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
-        "window end time", "clip end", "clip end time", "end offset", "time end", "t end", "t stop", "t max", "max t",
-        "time max", "t1", "x2", "to", "ends", "finish", "ende", "endzeit", "bis", "fin",
-        "tiempo fin", "temps fin", "tiempo final", "fim", "file end",
+        "end",
+        "end time",
+        "stop",
+        "stop time",
+        "event end",
+        "event end time",
+        "segment end",
+        "event offset",
+        "window end",
+        "window end time",
+        "clip end",
+        "clip end time",
+        "end offset",
+        "time end",
+        "t end",
+        "t stop",
+        "t max",
+        "max t",
+        "time max",
+        "t1",
+        "x2",
+        "to",
+        "ends",
+        "finish",
+        "ende",
+        "endzeit",
+        "bis",
+        "fin",
+        "tiempo fin",
+        "temps fin",
+        "tiempo final",
+        "fim",
+        "file end",
     ),
-    "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "tag duration", "length",
-                 "dauer", "duree", "duracion"),
+    "duration": (
+        "duration",
+        "dur",
+        "delta time",
+        "event duration",
+        "segment duration",
+        "tag duration",
+        "length",
+        "dauer",
+        "duree",
+        "duracion",
+    ),
     "offset": ("offset",),  # an end next to an onset, a start next to a duration
-    "file offset": ("file offset", "begin file offset"),  # Raven's start in the file; its Begin Time counts over all files
+    # Raven's start in the file; its Begin Time counts over all files
+    "file offset": ("file offset", "begin file offset"),
     "label": (
-        "manual id", "label", "labels", "annotation", "annotations", "class name", "class label", "species", "species name",
-        "ebird code", "species ebird code", "primary label", "species code", "alpha code", "common name", "scientific name",
-        "event label", "positive labels", "category", "class", "tags", "tag", "taxon", "taxon name", "vernacular name",
-        "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "artname", "spezies",
-        "especie", "espece", "class species",
+        "manual id",
+        "label",
+        "labels",
+        "annotation",
+        "annotations",
+        "class name",
+        "class label",
+        "species",
+        "species name",
+        "ebird code",
+        "species ebird code",
+        "primary label",
+        "species code",
+        "alpha code",
+        "common name",
+        "scientific name",
+        "event label",
+        "positive labels",
+        "category",
+        "class",
+        "tags",
+        "tag",
+        "taxon",
+        "taxon name",
+        "vernacular name",
+        "english name",
+        "sci name",
+        "latin name",
+        "target",
+        "auto id",
+        "top1match",
+        "art",
+        "artname",
+        "spezies",
+        "especie",
+        "espece",
+        "class species",
     ),
-    "genus": ("gen", "genus", "gattung", "genre", "genero"),  # with "epithet" or species a scientific name
+    # with "epithet" or species a scientific name
+    "genus": ("gen", "genus", "gattung", "genre", "genero"),
     "epithet": ("sp", "specific epithet"),
     "low": (
-        "low", "low freq", "low f", "freq low", "f low", "f min", "min freq", "freq min", "low frequency", "min frequency",
-        "lower frequency", "frequency min", "frequency low", "bottom freq", "y1",
+        "low",
+        "low freq",
+        "low f",
+        "freq low",
+        "f low",
+        "f min",
+        "min freq",
+        "freq min",
+        "low frequency",
+        "min frequency",
+        "lower frequency",
+        "frequency min",
+        "frequency low",
+        "bottom freq",
+        "y1",
     ),
     "high": (
-        "high", "high freq", "high f", "freq high", "f high", "f max", "max freq", "freq max", "high frequency",
-        "max frequency", "upper frequency", "frequency max", "frequency high", "top freq", "y2",
+        "high",
+        "high freq",
+        "high f",
+        "freq high",
+        "f high",
+        "f max",
+        "max freq",
+        "freq max",
+        "high frequency",
+        "max frequency",
+        "upper frequency",
+        "frequency max",
+        "frequency high",
+        "top freq",
+        "y2",
     ),
-    "channel": ("channel", "channel number", "channel no", "channel index", "chan", "ch", "kanal", "canal", "canale", "voie"),
+    "channel": (
+        "channel",
+        "channel number",
+        "channel no",
+        "channel index",
+        "chan",
+        "ch",
+        "kanal",
+        "canal",
+        "canale",
+        "voie",
+    ),
     "selection": ("selection", "selec"),
     "view": ("view",),
     "answer": ("answer", "validated", "validation", "validation status"),
@@ -66,53 +253,179 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     # meaning are used if one of them is train, too.
     "split": ("split", "set", "subset", "partition", "data split", "dataset split", "split name"),
     "recording": ("recording id",),
-    "site": ("site", "location", "station", "site name", "site id", "locality", "loc", "deployment"),
+    "site": (
+        "site",
+        "location",
+        "station",
+        "site name",
+        "site id",
+        "locality",
+        "loc",
+        "deployment",
+    ),
     "date": ("date", "recording date", "date recorded", "event date", "datum", "fecha"),
     "time": ("time", "local time", "recording time", "time of day", "uhrzeit", "heure", "hora"),
     "datetime": ("date time", "recorded at", "timestamp", "recording date time", "recording start"),
     "latitude": ("latitude", "lat", "decimal latitude", "breitengrad", "latitud"),
-    "longitude": ("longitude", "lon", "lng", "long", "decimal longitude", "laengengrad", "langengrad", "longitud"),
-}  # fmt: skip
+    "longitude": (
+        "longitude",
+        "lon",
+        "lng",
+        "long",
+        "decimal longitude",
+        "laengengrad",
+        "langengrad",
+        "longitud",
+    ),
+}
 # Columns of the same programs that say nothing about times and labels.
 OTHER = (
-    "notes", "note", "comment", "comments", "remarks", "rmk", "observer", "recordist", "rec", "author", "reviewer",
-    "annotator", "url", "license", "lic", "rating", "quality", "q", "id", "index", "unnamed", "row", "x", "key", "uuid",
-    "model", "overlap", "sensitivity", "week", "min conf", "species list", "seconds", "windows", "unreadable windows",
-    "detections", "query", "begin clock time", "end clock time", "begin date", "begin date time", "begin hour",
-    "sample rate", "rate", "samplerate", "peak time", "center time", "delta freq", "peak freq", "center freq",
-    "avg power density", "inband power", "occupancy", "type", "sex", "stage", "method", "cnt", "country", "elevation",
-    "alt", "uploaded", "also", "sono", "osci", "ssp", "group", "grp", "en", "manufacturer", "device", "recorder",
-    "temperature", "temp", "battery", "gain", "humidity", "weather", "hour", "day", "month", "year", "fs id", "salience",
-    "fold", "class id", "esc10", "src file", "take", "mids", "out file", "out dir", "out file fs",
-    "out file zc", "time 12", "date 12", "hour 12", "n", "verified", "checked", "file size", "size", "channels", "fmean",
-    "fc", "dur mean", "match", "matching", "margin", "pulses", "qual", "sc", "tk", "files", "top1dist", "s1",
-)  # fmt: skip
+    "notes",
+    "note",
+    "comment",
+    "comments",
+    "remarks",
+    "rmk",
+    "observer",
+    "recordist",
+    "rec",
+    "author",
+    "reviewer",
+    "annotator",
+    "url",
+    "license",
+    "lic",
+    "rating",
+    "quality",
+    "q",
+    "id",
+    "index",
+    "unnamed",
+    "row",
+    "x",
+    "key",
+    "uuid",
+    "model",
+    "overlap",
+    "sensitivity",
+    "week",
+    "min conf",
+    "species list",
+    "seconds",
+    "windows",
+    "unreadable windows",
+    "detections",
+    "query",
+    "begin clock time",
+    "end clock time",
+    "begin date",
+    "begin date time",
+    "begin hour",
+    "sample rate",
+    "rate",
+    "samplerate",
+    "peak time",
+    "center time",
+    "delta freq",
+    "peak freq",
+    "center freq",
+    "avg power density",
+    "inband power",
+    "occupancy",
+    "type",
+    "sex",
+    "stage",
+    "method",
+    "cnt",
+    "country",
+    "elevation",
+    "alt",
+    "uploaded",
+    "also",
+    "sono",
+    "osci",
+    "ssp",
+    "group",
+    "grp",
+    "en",
+    "manufacturer",
+    "device",
+    "recorder",
+    "temperature",
+    "temp",
+    "battery",
+    "gain",
+    "humidity",
+    "weather",
+    "hour",
+    "day",
+    "month",
+    "year",
+    "fs id",
+    "salience",
+    "fold",
+    "class id",
+    "esc10",
+    "src file",
+    "take",
+    "mids",
+    "out file",
+    "out dir",
+    "out file fs",
+    "out file zc",
+    "time 12",
+    "date 12",
+    "hour 12",
+    "n",
+    "verified",
+    "checked",
+    "file size",
+    "size",
+    "channels",
+    "fmean",
+    "fc",
+    "dur mean",
+    "match",
+    "matching",
+    "margin",
+    "pulses",
+    "qual",
+    "sc",
+    "tk",
+    "files",
+    "top1dist",
+    "s1",
+)
 # Of those, the ones that count, number or ask, and so are no class although they hold 0 and 1.
 NUMBERS = set(
-    "id index unnamed row key overlap sensitivity week minconf windows detections unreadablewindows hour day month year fold "
-    "verified checked channels classid fsid esc10 uploaded rating size filesize".split()
+    "id index unnamed row key overlap sensitivity week minconf windows detections unreadablewindows"
+    " hour day month year fold verified checked channels classid fsid esc10 uploaded rating size"
+    " filesize".split()
 )
 # Columns that may say that a label was denied, or that nobody has checked it yet.
 DOUBTFUL = set(
-    "verifiziert gepruft verifie valide verificado validado "
-    "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
-    "accepted approved confirmation review truepositive tp validationresult manualvalidation labeltype present presence "
-    "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
-    "excluded ignore ignored discard discarded delete remove removed reject verdict outcome decision agree agreement korrekt "
-    "richtig bestatigt gepruft verifiziert validiert confirme verifie correcto confirmado verificado manualcheck check "
-    "modelpresence thresholdpresence presenceabsence presenceorabsence istp istruepositive isfp isfalsepositive".split()
+    "verifiziert gepruft verifie valide verificado validado verified verification"
+    " verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked"
+    " reviewed accepted approved confirmation review truepositive tp validationresult"
+    " manualvalidation labeltype present presence detected occurrencestatus keep use include"
+    " included rejected falsepositive fp negative isnegative deleted exclude excluded ignore"
+    " ignored discard discarded delete remove removed reject verdict outcome decision agree"
+    " agreement korrekt richtig bestatigt gepruft verifiziert validiert confirme verifie correcto"
+    " confirmado verificado manualcheck check modelpresence thresholdpresence presenceabsence"
+    " presenceorabsence istp istruepositive isfp isfalsepositive".split()
 )
-VERDICTS = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
+# such a name's last word
+VERDICTS = set("verified confirmed validated reviewed checked approved accepted rejected".split())
 DENYING = set(
-    "rejected falsepositive fp isfp isfalsepositive negative isnegative deleted exclude excluded ignore ignored discard "
-    "discarded delete remove removed reject".split()
+    "rejected falsepositive fp isfp isfalsepositive negative isnegative deleted exclude excluded"
+    " ignore ignored discard discarded delete remove removed reject".split()
 )
 # Columns of numbers of which 0 says that the label is absent: counts of animals and calls, and
 # weights in [0, 1]. The confidence of a detector is none: it lists what it found at a threshold of
 # 0, too.
 COUNTS = set(
-    "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls ncall numcalls calls callcount "
-    "numberofcalls anzahl individuen nombre effectif cantidad".split()
+    "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls"
+    " ncall numcalls calls callcount numberofcalls anzahl individuen nombre effectif cantidad".split()
 )
 WEIGHTS = set("softlabel softlabels weight value relevance presenceprobability".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
@@ -126,30 +439,51 @@ SECONDS = {
 }
 HERTZ = {"hz": 1.0, "khz": 1e3}
 KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
-GLUED = ("milliseconds", "seconds", "msec", "secs", "sec", "ms")  # units that names have without a mark before them: startms
+# units that names have without a mark before them: startms
+GLUED = ("milliseconds", "seconds", "msec", "secs", "sec", "ms")
 # Words of units that are no times until they are divided by a rate, or multiplied by a length.
-COUNTING = {"sample", "samples", "frame", "frames", "pixel", "pixels", "percent", "percentage", "fraction", "%"}
+COUNTING = {
+    "sample",
+    "samples",
+    "frame",
+    "frames",
+    "pixel",
+    "pixels",
+    "percent",
+    "percentage",
+    "fraction",
+    "%",
+}
 # Words of names that say that a date is of a recording, not of an event in it.
-RECORDING = set("recording recorded rec file audio deployment deployed survey visit session upload uploaded created".split())
+RECORDING = set(
+    "recording recorded rec file audio deployment deployed survey visit session upload uploaded"
+    " created".split()
+)
 # Words in the name of a column that looks like a time, and like a label.
 TIME = set(
-    "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
-    "secs second seconds s ms msec position at frame frames sample samples tstart tend "
-    "interval window segment range span chunk slice pos timestamps onsets offsets when ende fin bis von sekunde sekunden "
-    "seconde secondes segundo segundos intervall intervalle intervalo abschnitt fenster fenetre ventana segmento".split()
+    "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2"
+    " time times timestamp sec secs second seconds s ms msec position at frame frames sample"
+    " samples tstart tend interval window segment range span chunk slice pos timestamps onsets"
+    " offsets when ende fin bis von sekunde sekunden seconde secondes segundo segundos intervall"
+    " intervalle intervalo abschnitt fenster fenetre ventana segmento".split()
 )
 # How words begin and end that say so, too: Zeitpunkt, Startposition, detectionTime.
-TIMES = re.compile("start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$")
+TIMES = re.compile(
+    "start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$"
+)
 MINUTES = {"min", "minute", "minuten", "minutes", "minuto", "minutos"}  # such a word, too
 SPLIT = {"train", "training", "test", "testing", "split", "holdout"}
-OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
+# none, if a column of hours makes them a time of day
+OF_DAY = MINUTES | {"sec", "second", "seconds"}
 FOLDERS = set(
-    "folder dir directory subfolder subdirectory ordner unterordner verzeichnis dossier repertoire carpeta directorio pasta "
-    "cartella mappe map katalog".split()
+    "folder dir directory subfolder subdirectory ordner unterordner verzeichnis dossier repertoire"
+    " carpeta directorio pasta cartella mappe map katalog".split()
 )
-NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last word of a column that numbers or counts
+# the last word of a column that numbers or counts
+NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}
 LABEL = set(
-    "label labels species class taxon taxa name annotation tag category code bird call sound event common scientific".split()
+    "label labels species class taxon taxa name annotation tag category code bird call sound event"
+    " common scientific".split()
 )
 # Columns of further labels of a line: xeno-canto's "also", and the species behind the first.
 MORE_LABELS = {"also", "background", "backgroundspecies", "otherspecies", "secondary"}
@@ -168,7 +502,11 @@ def plain(name: str) -> str:
     return "".join(words(name))
 
 
-KNOWN = {plain(name): (meaning, place) for meaning, its in NAMES.items() for place, name in enumerate(its)}
+KNOWN = {
+    plain(name): (meaning, place)
+    for meaning, its in NAMES.items()
+    for place, name in enumerate(its)
+}
 IGNORED = {plain(name) for name in OTHER}
 
 
@@ -235,7 +573,8 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
     stem = "".join(parts[:-1])
     meaning, place = KNOWN.get(stem, ("", 0))
     if unit in SECONDS:
-        if meaning in ("time", "datetime"):  # "time (s)" is a place in a recording, "time" one in a day
+        # "time (s)" is a place in a recording, "time" one in a day
+        if meaning in ("time", "datetime"):
             return "start", len(NAMES["start"]), SECONDS[unit]
         if meaning in ("start", "end", "duration", "offset", "file offset"):
             return meaning, place, SECONDS[unit]
@@ -249,7 +588,10 @@ def in_minutes(name: str) -> bool:
     parts = words(name)
     if parts[-2:-1] == ["ss"]:
         parts = parts[:-1]
-    return parts[-2:] in (["mm", "ss"], ["m", "ss"], ["min", "sec"]) and parts[-3:-2] not in (["hh"], ["h"])
+    return parts[-2:] in (["mm", "ss"], ["m", "ss"], ["min", "sec"]) and parts[-3:-2] not in (
+        ["hh"],
+        ["h"],
+    )
 
 
 def what(name: str) -> str:

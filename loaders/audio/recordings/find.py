@@ -13,8 +13,19 @@ from loaders.audio.recordings.annotations import Errors
 
 # Folders that systems make, besides those whose names begin with a point: bins, thumbnails, halves
 # of files of other systems.
-SYSTEM = {"$recycle.bin", "recycler", "@eadir", "#recycle", "@recycle", "__macosx", "system volume information", "lost+found"}
-SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave").split()
+SYSTEM = {
+    "$recycle.bin",
+    "recycler",
+    "@eadir",
+    "#recycle",
+    "@recycle",
+    "__macosx",
+    "system volume information",
+    "lost+found",
+}
+SUFFIXES = (
+    ".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave"
+).split()
 
 _one_form = functools.partial(unicodedata.normalize, "NFC")
 
@@ -30,8 +41,14 @@ def walk(folder: pathlib.Path, errors: Errors) -> Iterator[str]:
     """
 
     def wrong(path: str, error: OSError) -> None:
-        kind = {errno.EACCES: "no-permission", errno.EPERM: "no-permission", errno.ELOOP: "link-circle"}
-        errors.add(kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}")
+        kind = {
+            errno.EACCES: "no-permission",
+            errno.EPERM: "no-permission",
+            errno.ELOOP: "link-circle",
+        }
+        errors.add(
+            kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}"
+        )
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         try:
@@ -94,8 +111,13 @@ class Names:
         if not parts:
             return [], []
         last = parts[-1]
-        video = re.fullmatch(r"[\w-]{11}(\.\w+)?", last)  # of YouTube, whose downloads AudioSet's tools name with a Y
-        for key in (last, last.rpartition(".")[0] if is_audio(last) else last, *(["Y" + last] if video else [])):
+        # of YouTube, whose downloads AudioSet's tools name with a Y
+        video = re.fullmatch(r"[\w-]{11}(\.\w+)?", last)
+        for key in (
+            last,
+            last.rpartition(".")[0] if is_audio(last) else last,
+            *(["Y" + last] if video else []),
+        ):
             if found := self._by_last.get(key) or self._any_case.get(key.casefold()):
                 break
         agreeing: dict[int, list[str]] = {}
@@ -115,7 +137,9 @@ class Names:
 
 
 def _parts(name: str) -> list[str]:
-    parts = [part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")]
+    parts = [
+        part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")
+    ]
     return parts[1:] if parts and re.fullmatch(r"[A-Za-z]:", parts[0]) else parts
 
 
@@ -132,7 +156,9 @@ class Finder:
         key = (name, str(table.parent))
         if key not in self._found:
             name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
-            self._found[key] = self._find(name.removeprefix("file://").replace("\\", "/"), table, where)
+            self._found[key] = self._find(
+                name.removeprefix("file://").replace("\\", "/"), table, where
+            )
         return self._found[key]
 
     def _find(self, name: str, table: pathlib.Path, where: str) -> str | None:
@@ -144,7 +170,11 @@ class Finder:
             path = os.path.normpath(os.path.join(os.path.abspath(folder), name))
             # A table may come from anyone: its files are below the folder that the user named, or
             # next to the table.
-            if "\0" not in name and os.path.isfile(path) and pathlib.Path(path).is_relative_to(os.path.abspath(folder)):
+            if (
+                "\0" not in name
+                and os.path.isfile(path)
+                and pathlib.Path(path).is_relative_to(os.path.abspath(folder))
+            ):
                 return path
         # Tables hold the paths of the machine that they were made on, and names without their
         # ending.
@@ -152,15 +182,25 @@ class Finder:
         found, others = self._of(folder).match(name)
         if not found and not others and "%" in name:
             found, others = self._of(folder).match(urllib.parse.unquote(name))
-        if "/" not in name and table.name.casefold().startswith(os.path.splitext(name)[0].casefold()):
+        if "/" not in name and table.name.casefold().startswith(
+            os.path.splitext(name)[0].casefold()
+        ):
             found, others = self._in_folder_of(table, folder, found), found
         paths = [os.path.join(os.path.abspath(folder), each) for each in found]
         if len(paths) > 1:
-            self._errors.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
+            self._errors.add(
+                "ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}"
+            )
             return None
         if not paths:
-            near = f"; {others[0]!r} has its file name, in a folder that contradicts the table's" if others else ""
-            self._errors.add("missing-file", f"{where} names {name!r}, which is not below {folder}{near}")
+            near = (
+                f"; {others[0]!r} has its file name, in a folder that contradicts the table's"
+                if others
+                else ""
+            )
+            self._errors.add(
+                "missing-file", f"{where} names {name!r}, which is not below {folder}{near}"
+            )
             return None
         if before := self._of(folder).contradicted(found[0], name):
             text = f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
@@ -172,12 +212,16 @@ class Finder:
         """Whether a name means a file next to the folder. In another folder, it is an error."""
         ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
         pairs = zip(reversed(ours), reversed(theirs), strict=False)
-        at = next((n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0)
+        at = next(
+            (n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0
+        )
         if not at:
             return False
         there = os.path.join(*ours[:-at], *theirs[-at:], os.path.basename(path))
         if ".." not in theirs and os.path.isfile(there):
-            self._errors.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
+            self._errors.add(
+                "missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}"
+            )
             return True
         if re.match("/|[A-Za-z]:", name):  # a whole path, of another machine perhaps
             return False
@@ -188,16 +232,29 @@ class Finder:
         stem = table.name
         while stem:
             for folder in (table.parent, *([self.folder] if self.folder else [])):
-                found, others = self._of(folder).match(os.path.join(os.path.abspath(table.parent), stem))
-                near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
+                found, others = self._of(folder).match(
+                    os.path.join(os.path.abspath(table.parent), stem)
+                )
+                near = [
+                    path
+                    for path in (*found, *others)
+                    if os.path.dirname(os.path.join(folder, path)) == str(table.parent)
+                ]
                 if not near and self._has_own(folder, table.parent):
                     continue  # a recording elsewhere is another one
                 if not near:
-                    near = found if found and "/" in found[0] else self._in_folder_of(table, folder, [*found, *others])
+                    near = (
+                        found
+                        if found and "/" in found[0]
+                        else self._in_folder_of(table, folder, [*found, *others])
+                    )
                 if len(near) == 1:
                     return os.path.join(os.path.abspath(folder), near[0])
                 if near and not quiet:
-                    self._errors.add("ambiguous-name", f"{where} is about {stem!r}, and there are {', '.join(near[:3])}")
+                    self._errors.add(
+                        "ambiguous-name",
+                        f"{where} is about {stem!r}, and there are {', '.join(near[:3])}",
+                    )
                 if near:
                     return None
             rest, _, part = stem.rpartition(".")
@@ -205,24 +262,38 @@ class Finder:
                 break  # a number is a part of the recording's name
             stem = rest
         if not quiet:
-            text = f"{where}: no recording has the name that the table begins with; name it in a column"
+            text = (
+                f"{where}: no recording has the name that the table begins with; name it in a"
+                " column"
+            )
             self._errors.add("missing-file", text)
         return None
 
-    def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
+    def _in_folder_of(
+        self, table: pathlib.Path, folder: pathlib.Path, names: list[str]
+    ) -> list[str]:
         """Return the recordings in a folder named like a table, or all without such a folder."""
         own = table.parent.name.casefold()
         if own not in self._of(folder).folders:
             return names
         top = os.path.abspath(folder)
-        return [name for name in names if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)]
+        return [
+            name
+            for name in names
+            if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)
+        ]
 
     def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
         where = os.path.relpath(os.path.abspath(place), os.path.abspath(folder))
-        return any(os.path.dirname(name) == ("" if where == "." else where) for name in self._of(folder).all)
+        return any(
+            os.path.dirname(name) == ("" if where == "." else where)
+            for name in self._of(folder).all
+        )
 
     def _of(self, folder: pathlib.Path) -> Names:
         if folder not in self._names:
             top = os.path.abspath(folder)
-            self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Errors()) if is_audio(path))
+            self._names[folder] = Names(
+                os.path.relpath(path, top) for path in walk(folder, Errors()) if is_audio(path)
+            )
         return self._names[folder]

@@ -32,7 +32,9 @@ class Header:
     frames: int
     channels: int
     slow: bool  # of a format that is decoded several times slower
-    stated: int  # frames that the header states, 0 if it leaves them open, MORE if the file then ends inside some
+    # frames that the header states, 0 if it leaves them open, MORE if the file then ends inside
+    # some
+    stated: int
     cancels: bool  # its two channels cancel each other: their mean is almost silence
     digest: str  # of a few bytes: equal for copies
     about: dict[str, str]  # date, time, latitude, longitude, site, of its header or its name
@@ -50,7 +52,11 @@ def read_all(
     found: dict[str, Header] = {}
     n_read = 0
     with concurrent.futures.ThreadPoolExecutor(threads or machine.cores()) as pool:
-        for path, outcome in zip(paths, pool.map(lambda path: _read(path, known.get(path)), paths, chunksize=64), strict=True):
+        for path, outcome in zip(
+            paths,
+            pool.map(lambda path: _read(path, known.get(path)), paths, chunksize=64),
+            strict=True,
+        ):
             if isinstance(outcome, tuple):
                 errors.add(*outcome)
                 continue
@@ -58,17 +64,23 @@ def read_all(
             promised = f"its header states {outcome.stated / outcome.rate:.3f} s"
             if outcome.stated > outcome.frames:
                 why = ", inside a page or frame" if outcome.stated == MORE else f"; {promised}"
-                if not errors.add("truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"):
+                if not errors.add(
+                    "truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"
+                ):
                     continue
             elif 0 < outcome.stated < outcome.frames:
-                if not errors.add("stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"):
+                if not errors.add(
+                    "stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"
+                ):
                     continue
             if outcome.cancels and not errors.add("opposite-channels", path):
                 continue
             found[path] = outcome
             name, header = recorders.from_name(os.path.basename(path)), outcome.about
             if recorders.differ(name, header):
-                stated, used = ("T".join(filter(None, (x.get("date"), x.get("time")))) for x in (name, header))
+                stated, used = (
+                    "T".join(filter(None, (x.get("date"), x.get("time")))) for x in (name, header)
+                )
                 errors.add("other-time", f"{path}: its name states {stated}, its header {used}")
     return found, n_read
 
@@ -86,7 +98,10 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
             return "empty-file", f"{path} has 0 bytes"
         rate, frames, channels, slow = _rust.recording_info(path)
         if not LOWEST <= rate <= HIGHEST:
-            return "unreadable-file", f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}"
+            return (
+                "unreadable-file",
+                f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}",
+            )
         stated, cancels = _rust.recording_doubts(path)
         digest, about = _look(path, stat.st_size)
     except PermissionError:
@@ -96,7 +111,9 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
     except (OSError, ValueError) as error:
         return "unreadable-file", f"{path}: {error}"
     about = {**recorders.from_name(os.path.basename(path)), **about}
-    return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, stated, cancels, digest, about)
+    return Header(
+        stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, stated, cancels, digest, about
+    )
 
 
 def fault(path: str, start: float, end: float) -> str:
@@ -164,7 +181,10 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 def from_guano(text: str) -> dict[str, str]:
     """Return date and place of a GUANO chunk (https://guano-md.org): "Timestamp: 2023-05-01T…"."""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in files.lines(text))}
+    fields = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in files.lines(text))
+    }
     about = recorders.stamp(fields.get("Timestamp", "").replace(" ", "T", 1))
     place = fields.get("Loc Position", "").split()
     return about | (recorders.place(*place) if len(place) == 2 else {})
@@ -172,9 +192,14 @@ def from_guano(text: str) -> dict[str, str]:
 
 def from_audiomoth(text: str) -> dict[str, str]:
     """Date of an AudioMoth's comment: "Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth …"."""
-    found = re.search(r"Recorded at (\d\d:\d\d:\d\d)(?:\.\d+)? (\d\d)/(\d\d)/(\d{4}) \(UTC([+-]\d+(?::\d\d)?)?\)", text)
+    found = re.search(
+        r"Recorded at (\d\d:\d\d:\d\d)(?:\.\d+)? (\d\d)/(\d\d)/(\d{4}) \(UTC([+-]\d+(?::\d\d)?)?\)",
+        text,
+    )
     if not found:
         return {}
     time, day, month, year, zone = found.groups(default="+0")
     hours, _, minutes = zone[1:].partition(":")
-    return recorders.stamp(f"{year}-{month}-{day}T{time}{zone[0]}{int(hours):02d}:{minutes or '00'}")
+    return recorders.stamp(
+        f"{year}-{month}-{day}T{time}{zone[0]}{int(hours):02d}:{minutes or '00'}"
+    )

@@ -25,7 +25,13 @@ class _Member(tarfile.TarInfo):
     """A member of an archive, of whose description at most `MAX_ABOUT` is read."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
-        kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        kinds = (
+            tarfile.XHDTYPE,
+            tarfile.XGLTYPE,
+            tarfile.SOLARIS_XHDTYPE,
+            tarfile.GNUTYPE_LONGNAME,
+            tarfile.GNUTYPE_LONGLINK,
+        )
         if self.type in kinds and self.size > MAX_ABOUT:
             raise tarfile.ReadError(f"it describes a member with {self.size:,} bytes")
         if self.type == tarfile.GNUTYPE_SPARSE:
@@ -72,17 +78,39 @@ def make(
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
     where = _root(given, reading, root, paths)
     below = os.path.join(where, "")
-    links = {path: led for path in sorted(paths) if path.startswith(below) and (led := leads_out(path, where))}
+    links = {
+        path: led
+        for path in sorted(paths)
+        if path.startswith(below) and (led := leads_out(path, where))
+    }
     # Before any is opened: the folder's contents are private.
-    paths -= {path for path, led in links.items() if not errors.add("link-outside", f"{path} leads to {led}")}
+    paths -= {
+        path
+        for path, led in links.items()
+        if not errors.add("link-outside", f"{path} leads to {led}")
+    }
     found, n_read = headers.read_all(paths, store.read_recordings(out), errors, threads)
     note(f"{len(found)} headers, {n_read} of them read now")
     planned = plan(annotations, found, known, where, options, splitter, errors)
     errors.refuse()
-    asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
-    about = store.write(out, planned, errors, {name: value for name, value in asked.items() if value not in ("", False)})
+    asked = {
+        **options.__dict__,
+        **reading.__dict__,
+        "sources": list(given),
+        "class_file": class_file,
+    }
+    about = store.write(
+        out,
+        planned,
+        errors,
+        {name: value for name, value in asked.items() if value not in ("", False)},
+    )
     used = {path.partition("\0")[0] for path in planned.events}
-    labelled = {path.partition("\0")[0] for path, its in planned.events.items() if any(each.labels for each in its)}
+    labelled = {
+        path.partition("\0")[0]
+        for path, its in planned.events.items()
+        if any(each.labels for each in its)
+    }
     return {**about, "n_read": n_read, "n_used": len(used), "n_without": len(used - labelled)}
 
 
@@ -103,14 +131,19 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
         try:
             with tarfile.open(archive, tarinfo=_Member) as tar:
                 for member in tar:
-                    tar.members = []  # type: ignore[attr-defined]  # else it keeps all that it has been through
+                    # else it keeps all that it has been through
+                    tar.members = []  # type: ignore[attr-defined]
                     name = os.path.normpath(member.name)
                     if member.isdir():
                         continue
                     # A sparse one has its stated size, for any size of the archive.
                     if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
-                        raise DataError(f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand")
-                    place = files.inside(folder, name)  # a link may be there, of the archive's maker
+                        raise DataError(
+                            f"{archive} holds {member.name!r}, which is no plain file below it;"
+                            " unpack it by hand"
+                        )
+                    # a link may be there, of the archive's maker
+                    place = files.inside(folder, name)
                     if place.is_file() and place.stat().st_size == member.size:
                         continue
                     place.parent.mkdir(parents=True, exist_ok=True)
@@ -121,11 +154,20 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
                     n += 1
         except DataError:
             raise
-        except (tarfile.TarError, EOFError, ValueError, OSError, zlib.error, lzma.LZMAError) as error:
+        except (
+            tarfile.TarError,
+            EOFError,
+            ValueError,
+            OSError,
+            zlib.error,
+            lzma.LZMAError,
+        ) as error:
             # Full disks, and paths in the way, are reported as they are everywhere.
             if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
                 raise
-            raise DataError(f"{archive} cannot be unpacked: {files.reason(error)[:300]}; fetch it again") from error
+            raise DataError(
+                f"{archive} cannot be unpacked: {files.reason(error)[:300]}; fetch it again"
+            ) from error
     return n
 
 
@@ -139,11 +181,16 @@ def _check(options: Options) -> None:
     if options.hop and not options.windows:
         raise DataError("--hop is given without --windows, whose distance it is")
     if options.windows and options.channels == "table":
-        raise DataError("--channels table is for rows of a table, and windows have no channel; say --channels each or a number")
+        raise DataError(
+            "--channels table is for rows of a table, and windows have no channel; say --channels"
+            " each or a number"
+        )
     if options.min_count < 1:
         raise DataError(f"--min-count is {options.min_count}; it must be at least 1")
     if not re.fullmatch(r"mean|each|table|\d{1,4}", options.channels):
-        raise DataError(f"--channels is {options.channels!r}; expected mean, each, table, or a number from 0")
+        raise DataError(
+            f"--channels is {options.channels!r}; expected mean, each, table, or a number from 0"
+        )
 
 
 def _root(given: Sequence[str], reading: columns.Options, root: str, paths: set[str]) -> str:

@@ -16,10 +16,12 @@ INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
 Row = Mapping[str, str]
 SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
 FLAGS = {
-    "a date": "--date-column", "a time": "--start-column and --end-column",
-    "numbers": "--start-column and --end-column", "a split": "--split-column",
+    "a date": "--date-column",
+    "a time": "--start-column and --end-column",
+    "numbers": "--start-column and --end-column",
+    "a split": "--split-column",
     "an answer": "--answer-column",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,12 +63,18 @@ def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
     channel_of = _Channels(layout, errors)
     needed = [*(name for several in used.values() for name in several), *layout.classes]
     needed = [name for name in needed if any(map(values.is_sheet_error, table.values(name)))]
-    letters = values.are_letters(table.values(asked)) if (asked := layout.column("answer")) else False
+    letters = (
+        values.are_letters(table.values(asked)) if (asked := layout.column("answer")) else False
+    )
     for number, row in rows:
         where = f"{table.path}:{number}"
         try:
-            if needed and (broken := next((name for name in needed if values.is_sheet_error(row[name])), None)):
-                raise _WrongLine(f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
+            if needed and (
+                broken := next((name for name in needed if values.is_sheet_error(row[name])), None)
+            ):
+                raise _WrongLine(
+                    f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet"
+                )
             start, end = times.of(row)
             its_labels = labels_of(row)
             answer = _answer(layout, row, letters)
@@ -77,7 +85,9 @@ def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
         except ValueError as error:
             errors.add("bad-date", f"{where}: {error}, or --date-column none")
             continue
-        is_open = layout.classes and any(row[name].casefold() in values.OPEN for name in layout.classes)
+        is_open = layout.classes and any(
+            row[name].casefold() in values.OPEN for name in layout.classes
+        )
         if is_open and not errors.add("open-class" if its_labels else "unanswered", where):
             continue
         if joined := labels_of.joined(its_labels):
@@ -86,16 +96,30 @@ def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
         if has_times and start is None and heard and not errors.add("no-times", where):
             continue
         text = layout.text(row, "label")
-        silent = start is not None and not (layout.classes or used.get("answer")) and options.label_column != "none"
+        silent = (
+            start is not None
+            and not (layout.classes or used.get("answer"))
+            and options.label_column != "none"
+        )
         if not its_labels and (silent or text):
             errors.add("no-label", f"{where}: {text!r}" if text else where)
         split = values.split_of(layout.text(row, "split"))
         if has_splits and not split and not errors.add("no-split", where):
             continue
         yield Line(
-            where, _file(layout, row), start, end, its_labels, _frequency(layout, row, "low"), _frequency(layout, row, "high"),
-            channel_of(row, where), answer, split, its_about, row,
-        )  # fmt: skip
+            where,
+            _file(layout, row),
+            start,
+            end,
+            its_labels,
+            _frequency(layout, row, "low"),
+            _frequency(layout, row, "high"),
+            channel_of(row, where),
+            answer,
+            split,
+            its_about,
+            row,
+        )
 
 
 class _WrongLine(ValueError):
@@ -109,14 +133,20 @@ class _Labels:
         texts = [text for name in its for text in layout.table.values(name)]
         self._numbered = values.are_numbers(texts)
         # 5.0, but not 1.0 and 1.1
-        self._counted = self._numbered and all(map(re.compile(r"-?\d+(\.0*)?|\D*").fullmatch, texts))
+        self._counted = self._numbered and all(
+            map(re.compile(r"-?\d+(\.0*)?|\D*").fullmatch, texts)
+        )
         listed = any(column_names.plain(name) == "positivelabels" for name in its)
         self._separator = options.separator or ("," if listed else "")
         self._several = its if len(its) > 1 and options.label_column else []
         self._reported: set[str] = set()
         last = (column_names.words(its[0]) if its else [""])[-1]
         plural = last[-1:] == "s" and last not in ("species", "class")
-        self._between = (*",/+&", *(" " if last in ("tags", "keywords") else "")) if plural and not self._separator else ()
+        self._between = (
+            (*",/+&", *(" " if last in ("tags", "keywords") else ""))
+            if plural and not self._separator
+            else ()
+        )
 
     def __call__(self, row: Row) -> tuple[str, ...]:
         """Raise _WrongLine for a field that holds more than labels."""
@@ -130,17 +160,29 @@ class _Labels:
         text = self._layout.text(row, "label")
         found = labels(values.whole(text) if self._counted else text, self._separator)
         if self._several:
-            found = tuple(dict.fromkeys(label for name in self._several for label in labels(row[name], self._separator)))
+            found = tuple(
+                dict.fromkeys(
+                    label for name in self._several for label in labels(row[name], self._separator)
+                )
+            )
         if found and found[0].startswith("{") and ":" in found[0]:
             raise _WrongLine(f"has {found[0][:60]!r} as its label; write the labels alone")
-        numbers = [] if self._numbered else [label for label in found if values.are_numbers([label])]
+        numbers = (
+            [] if self._numbered else [label for label in found if values.are_numbers([label])]
+        )
         if 0 < len(numbers) < len(found):
-            raise _WrongLine(f"has the number {numbers[0]} among its labels; write it into a column of its own")
+            raise _WrongLine(
+                f"has the number {numbers[0]} among its labels; write it into a column of its own"
+            )
         return found
 
     def joined(self, its_labels: tuple[str, ...]) -> str:
         """Return why a label of a plural column may be several, or "" if not, or not again."""
-        name = its_labels[0] if len(its_labels) == 1 and self._between and not self._layout.classes else ""
+        name = (
+            its_labels[0]
+            if len(its_labels) == 1 and self._between and not self._layout.classes
+            else ""
+        )
         for between in self._between if name and name not in self._reported else ():
             if len(parts := name.split(between)) > 1 and all(map(str.strip, parts)):
                 self._reported.add(name)
@@ -165,7 +207,9 @@ def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
                 break
         else:
             several.append((number, dict(row)))
-    return sorted((each for several in found.values() for each in several), key=lambda each: each[0])
+    return sorted(
+        (each for several in found.values() for each in several), key=lambda each: each[0]
+    )
 
 
 class _Channels:
@@ -174,13 +218,17 @@ class _Channels:
     def __init__(self, layout: Layout, errors: Errors):
         self._layout, self._errors = layout, errors
         texts = [self._number(layout.text(row, "channel")) for _, row in layout.table.rows()]
-        zero = "0" in texts or any(column_names.plain(name) == "infile" for name in layout.used["file"])
+        zero = "0" in texts or any(
+            column_names.plain(name) == "infile" for name in layout.used["file"]
+        )
         self._first = 0 if zero else 1
 
     @staticmethod
     @functools.lru_cache(1 << 10)
     def _number(text: str) -> str:
-        found = re.fullmatch(r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", text.strip().casefold())
+        found = re.fullmatch(
+            r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", text.strip().casefold()
+        )
         return str(int(found[1])) if found else text.strip().casefold()
 
     def __call__(self, row: Row, where: str) -> int | None:
@@ -205,7 +253,9 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
     text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
     text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
     parts: Iterable[str] = [text]
-    wrapped = re.fullmatch(r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)", text)
+    wrapped = re.fullmatch(
+        r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)", text
+    )
     listed = re.fullmatch(r"[\[{(]*(.*?)[\]})]*", wrapped[1]) if wrapped else None
     if listed := listed or re.fullmatch(r"\[+(.*?)\]+|\((\s*['\"].*|.*,.*)\)|\{([^:]*)\}", text):
         parts = _parts(next(part for part in listed.groups() if part is not None))
@@ -213,20 +263,30 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
         parts = text.split(separator)
     found = (unquoted(part.strip()) for part in parts)
     marks = re.compile(r"[-\u2013\u2014.*_/#+!]+")
-    return tuple(dict.fromkeys(part for part in found if values.given(part) and not marks.fullmatch(part)))
+    return tuple(
+        dict.fromkeys(part for part in found if values.given(part) and not marks.fullmatch(part))
+    )
 
 
 def _parts(text: str) -> list[str]:
     """Return the parts of a list: between commas, or in quotes, which no apostrophe is."""
     quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
     text = text.replace("\\'", "'")
-    return [each["quoted"] or each["plain"] or "" for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)]
+    return [
+        each["quoted"] or each["plain"] or ""
+        for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)
+    ]
 
 
 def unquoted(text: str) -> str:
     """Return a text without the quotes around it, as a spreadsheet or NumPy writes it."""
     text = re.sub(r"^(?:np\.str_\()?b?(['\"].*['\"])\)?$", r"\1", text)
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1].replace(text[0] * 2, ""):
+    if (
+        len(text) > 1
+        and text[0] == text[-1]
+        and text[0] in "\"'"
+        and text[0] not in text[1:-1].replace(text[0] * 2, "")
+    ):
         return text[1:-1].replace(text[0] * 2, text[0]).strip()
     return text
 
@@ -234,19 +294,31 @@ def unquoted(text: str) -> str:
 class _Times:
     def __init__(self, layout: Layout, options: Options):
         self._length = fixed_length(layout.table, options)
-        self._names = [layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")]
+        self._names = [
+            layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")
+        ]
         self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
         cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
         self._comma = not any("." in cell for cell in cells)
-        self._spans = bool(self._names[0]) and values.are_spans(layout.table.values(self._names[0] or ""))
+        self._spans = bool(self._names[0]) and values.are_spans(
+            layout.table.values(self._names[0] or "")
+        )
         self._minutes = {name for name in self._names if name and column_names.in_minutes(name)}
         self._offsets = any(layout.text(row, "file offset") for _, row in layout.table.rows())
-        self._days = _are_days(row[name] for name in self._names[:2] if name for _, row in layout.table.rows())
-        self._grouped: dict[str, str] = {}  # columns, and the forms of cells in them that may be thousands or a fraction
+        self._days = _are_days(
+            row[name] for name in self._names[:2] if name for _, row in layout.table.rows()
+        )
+        # columns, and the forms of cells in them that may be thousands or a fraction
+        self._grouped: dict[str, str] = {}
         for name, scale in zip(self._names, self._scales, strict=True):
             form = r"\d{1,3}(,\d{3})+" if layout.table.separator == "," else ""
-            marked = [text for text in layout.table.values(name) if "," in text or "." in text] if name and scale < 1 else []
-            if marked and all(re.fullmatch(r"\d{1,3}([.,]\d{3})+", text) for text in marked):  # of ms, 2.000
+            marked = (
+                [text for text in layout.table.values(name) if "," in text or "." in text]
+                if name and scale < 1
+                else []
+            )
+            # of ms, 2.000
+            if marked and all(re.fullmatch(r"\d{1,3}([.,]\d{3})+", text) for text in marked):
                 form = r"\d{1,3}([.,]\d{3})+"
             self._grouped |= {name: form} if name and form else {}
 
@@ -262,16 +334,30 @@ class _Times:
             text = row[name] if name else ""
             if name in self._grouped and re.fullmatch(self._grouped[name], text):
                 mark = "," if "," in text else "."
-                raise _WrongLine(f"has {text!r} as its {name!r}, which may be thousands or a fraction; write it without {mark}")
+                raise _WrongLine(
+                    f"has {text!r} as its {name!r}, which may be thousands or a fraction; write it"
+                    f" without {mark}"
+                )
             try:
                 is_clock = name in self._minutes and ":" in text
-                found.append(values.minutes(text) if is_clock else values.seconds(text, scale, self._comma))
+                found.append(
+                    values.minutes(text) if is_clock else values.seconds(text, scale, self._comma)
+                )
             except ValueError:
-                hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name" if ":" in text else ""
-                raise _WrongLine(f"has {text!r} as its {name!r}, which is no number of seconds{hint}") from None
+                hint = (
+                    "; write 0:00:12 for 0:12, or (mm:ss) into the column's name"
+                    if ":" in text
+                    else ""
+                )
+                raise _WrongLine(
+                    f"has {text!r} as its {name!r}, which is no number of seconds{hint}"
+                ) from None
         start, end, duration, offset = found
         if self._offsets and offset is None and start is not None:
-            raise _WrongLine(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
+            raise _WrongLine(
+                f"has no {self._names[3]!r}, which other lines have, so its start counts over all"
+                " files"
+            )
         duration = self._length if duration is None else duration
         if start is None and end is not None and self._length is not None:
             start = round(max(0.0, end - self._length), 9)
@@ -293,7 +379,9 @@ def _are_days(texts: Iterable[str]) -> bool:
     if not all(re.fullmatch(number, text) for text in found):
         return False
     days = [float(text.replace(",", ".")) for text in found]
-    return any(days) and (max(days) < 1e-3 or all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days))
+    return any(days) and (
+        max(days) < 1e-3 or all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
+    )
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
@@ -308,7 +396,8 @@ def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
 
 def _file(layout: Layout, row: Row) -> str:
     """Return the recording's name, after folders that the table names in other columns."""
-    name = values.whole(layout.text(row, "file")).replace("\\", "/")  # 64760.0, as pandas writes a number
+    # 64760.0, as pandas writes a number
+    name = values.whole(layout.text(row, "file")).replace("\\", "/")
     folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
     return column_values.joined(folders, name) if name and folders else name
 
@@ -330,12 +419,17 @@ class _About:
     def __init__(self, layout: Layout, options: Options, errors: Errors):
         self._layout, self._errors = layout, errors
         self._given = [key for key in column_names.ABOUT if layout.used.get(key)]
-        self._dates: dict[str, values.Dates] = {}  # of each column, as one may have days first, and another months
+        # of each column, as one may have days first, and another months
+        self._dates: dict[str, values.Dates] = {}
         for name in (*layout.used.get("date", ()), *layout.used.get("datetime", ())):
             try:
-                self._dates[name] = values.Dates(list(filter(values.given, layout.table.values(name))), options.dates)
+                self._dates[name] = values.Dates(
+                    list(filter(values.given, layout.table.values(name))), options.dates
+                )
             except ValueError as error:
-                raise DataError(f"{layout.table.path}: in {name!r}, {error}, or omit them: --date-column none") from error
+                raise DataError(
+                    f"{layout.table.path}: in {name!r}, {error}, or omit them: --date-column none"
+                ) from error
 
     def of(self, row: Row, where: str) -> dict[str, str]:
         """Return the place's facts. Raises ValueError: a date or a time that is none."""
@@ -347,7 +441,10 @@ class _About:
                 self._errors.add("odd-place", f"{where}: {error}")
                 about[key] = ""
         for meaning in ("datetime", "date"):
-            name = next((name for name in self._layout.used.get(meaning, ()) if values.given(row[name])), None)
+            name = next(
+                (name for name in self._layout.used.get(meaning, ()) if values.given(row[name])),
+                None,
+            )
             if name:
                 about["date"], time = self._dates[name].read(row[name])
                 about["time"] = time or about.get("time", "")

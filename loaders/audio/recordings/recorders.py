@@ -18,14 +18,20 @@ from datetime import UTC, datetime, timedelta
 _DATE = r"(?P<year>(?:19|20)\d\d)(?P<dash>[-_.]?)(?P<month>0[1-9]|1[0-2])(?P=dash)(?P<day>0[1-9]|[12]\d|3[01])"
 _TIME = r"(?P<hour>[01]\d|2[0-3])(?P<colon>[-_:.]?)(?P<minute>[0-5]\d)(?P=colon)(?P<second>[0-5]\d)(?:[.,]\d+)?"
 _ZONE = r"(?:_?(?P<zone>Z|[+-]\d{2}:?\d{2})(?!\d))?"
-_PLACE = r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)(?P<longitude>(?:(?<= )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
+_PLACE = (
+    r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)(?P<longitude>(?:(?<="
+    r" )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
+)
 # In order: the first that is found in a name, from left to right.
 FORMS = tuple(
     re.compile(form)
     for form in (
         rf"^(?:(?P<site>.+)_)?S{_DATE}T{_TIME}{_ZONE}_E\d{{8}}T[\d.+Z-]+(?:_{_PLACE})?",
         rf"(?<!\d){_DATE}T{_TIME}{_ZONE}(?=_).*\[{_PLACE}\]",
-        rf"(?:^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -]|(?<!\d)){_DATE}[T_ $+-]?{_TIME}{_ZONE}(?!\d)",
+        (
+            rf"(?:^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -]|(?<!\d)){_DATE}[T_"
+            rf" $+-]?{_TIME}{_ZONE}(?!\d)"
+        ),
         rf"^(?P<site>.+)-{_DATE}_(?P<hour>[01]\d|2[0-3])-(?P<minute>[0-5]\d)(?P<second>)(?P<zone>)$",
     )
 )
@@ -42,7 +48,9 @@ def from_name(name: str) -> dict[str, str]:
         if found := form.search(stem):
             part = found.groupdict()
             day = f"{part['year']}-{part['month']}-{part['day']}"
-            about = stamp(f"{day}T{part['hour']}:{part['minute']}:{part['second'] or '00'}{part['zone'] or ''}")
+            about = stamp(
+                f"{day}T{part['hour']}:{part['minute']}:{part['second'] or '00'}{part['zone'] or ''}"
+            )
             if about and (site := (part.get("site") or "").rstrip("_- ")):
                 about["site"] = site
             if about and part.get("latitude"):

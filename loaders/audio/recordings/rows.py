@@ -30,9 +30,11 @@ SHORTEST = 0.001  # [s] of windows, and from one to the next
 class Options:
     """How annotations become rows."""
 
-    windows: float = 0.0  # [s] of the windows that recordings are cut into; 0 = a row for each annotation
+    # [s] of the windows that recordings are cut into; 0 = a row for each annotation
+    windows: float = 0.0
     hop: float = 0.0  # [s] from window to window; 0 = their length
-    min_overlap: float = 0.25  # [s] of an event in a window that gives it its label, or the whole of a shorter event
+    # [s] of an event in a window that gives it its label, or the whole of a shorter event
+    min_overlap: float = 0.25
     empty: bool = True  # [bool] windows without an event are rows, too
     channels: str = "mean"  # "mean", "each" as a row, "table": as it says, or a number
     min_count: int = 1  # [events] of a class, at least
@@ -71,7 +73,9 @@ class Plan:
         numbers = {name: number for number, name in enumerate(self.names)}
         for path in sorted(self.events, key=lambda path: os.path.relpath(path, self.root)):
             if self.splits[path] == split:
-                yield from _rows(path, self.events[path], self.headers[path], numbers, self.root, self.options)
+                yield from _rows(
+                    path, self.events[path], self.headers[path], numbers, self.root, self.options
+                )
 
 
 class Splitter:
@@ -90,18 +94,28 @@ class Splitter:
         self.shares: list[tuple[str, float]] = []
         column, _, wanted = value.partition(":") if self.kind == "column" else ("", "", "")
         self.column = column  # that names the split; empty: none
-        self.wanted = values.split_of(wanted)  # its value that is the test split; empty: it holds names of splits
+        # its value that is the test split; empty: it holds names of splits
+        self.wanted = values.split_of(wanted)
         if text and self.kind not in SPLITS:
-            raise DataError(f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2")
+            raise DataError(
+                f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2"
+            )
         if self.kind in ("recording", "site"):
             for part in value.split(","):
                 name, _, share = part.rpartition(":")
                 try:
                     self.shares.append((name or "test", float(share)))
                 except ValueError:
-                    raise DataError(f"--split {text!r}: {part!r} is no share; write {self.kind}=0.2 or test:0.2") from None
-            if any(not 0 < share < 1 for _, share in self.shares) or sum(share for _, share in self.shares) >= 1:
-                raise DataError(f"--split {text!r}: shares must lie in (0, 1), and leave some to train on")
+                    raise DataError(
+                        f"--split {text!r}: {part!r} is no share; write {self.kind}=0.2 or test:0.2"
+                    ) from None
+            if (
+                any(not 0 < share < 1 for _, share in self.shares)
+                or sum(share for _, share in self.shares) >= 1
+            ):
+                raise DataError(
+                    f"--split {text!r}: shares must lie in (0, 1), and leave some to train on"
+                )
         if self.kind == "date" and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
             raise DataError(f"--split {text!r}: expected a day, for example date=2024-05-01")
         if self.kind == "column" and not value:
@@ -111,7 +125,10 @@ class Splitter:
         """Raise DataError if no line has the value that is the test split."""
         found = sorted(set(stated))
         if self.wanted and found and self.wanted not in found:
-            raise DataError(f"--split column={self.value}: no line has {self.wanted!r}; {checks.expected(self.wanted, found)}")
+            raise DataError(
+                f"--split column={self.value}: no line has {self.wanted!r};"
+                f" {checks.expected(self.wanted, found)}"
+            )
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
         """Return the split of a recording by its name, or None if the value is unknown."""
@@ -159,8 +176,18 @@ def plan(
         wrong = None
         if not each.path.startswith(below):
             wrong = ("outside-root", f"{each.path} is not below {root}")
-        elif options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
-            wrong = ("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
+        elif (
+            options.channels.isdecimal()
+            and header is not None
+            and int(options.channels) >= header.channels
+        ):
+            wrong = (
+                "bad-row",
+                (
+                    f"{each.path} has {header.channels} channels, and no channel {options.channels}"
+                    " from 0"
+                ),
+            )
         if wrong and each.path not in outside:
             outside.add(each.path)
             errors.add(*wrong)
@@ -174,7 +201,9 @@ def plan(
     for path, each in nothing.items():
         if not events[path]:
             errors.add("no-events", each.where)
-    events = {path: _without_doubles(path, found, options, errors) for path, found in events.items()}
+    events = {
+        path: _without_doubles(path, found, options, errors) for path, found in events.items()
+    }
     for group in same_bytes({path: headers[path] for path in events}):
         if not errors.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
             for path in group[1:]:
@@ -190,16 +219,24 @@ def plan(
         for each in found:
             stated = each.about.get("date", "")
             if own := recorders.other_day(os.path.basename(path), stated):
-                errors.add("other-time", f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}")
+                errors.add(
+                    "other-time",
+                    f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}",
+                )
                 break
-        decided = {splitter.of(inside, each.split, about) for each in found or filter(None, [nothing.get(path)])}
+        decided = {
+            splitter.of(inside, each.split, about)
+            for each in found or filter(None, [nothing.get(path)])
+        }
         if None in decided:
             unknown.append(path)
         decided.discard(None)
         if len(decided) > 1:
             text = f"{path} is in the splits {', '.join(sorted(map(str, decided)))}"
             if not errors.add("leaking-recording", text):
-                found = [each for each in found if splitter.of(inside, each.split, about) != "train"]
+                found = [
+                    each for each in found if splitter.of(inside, each.split, about) != "train"
+                ]
                 decided.discard("train")
         for each in found:
             each.labels = tuple(label for label in each.labels if label in known)
@@ -209,14 +246,29 @@ def plan(
             kept[name] = [each for each in found if splitter.of(inside, each.split, about) == split]
             splits[name] = split
     if unknown:
-        what = {"site": "a site", "date": "a date", "column": "a split in its column", "folder": "a folder"}[splitter.kind]
-        raise DataError(f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example {unknown[0]}")
+        what = {
+            "site": "a site",
+            "date": "a date",
+            "column": "a split in its column",
+            "folder": "a folder",
+        }[splitter.kind]
+        raise DataError(
+            f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example"
+            f" {unknown[0]}"
+        )
     for split in sorted(set(splits.values())):
         if not re.fullmatch(r"[A-Za-z]\w*", split):
             expected = "expected letters, digits and _: for folds, use --split column=fold:5"
             raise DataError(f"the split {split!r} is no name; {expected}")
     splitter.refuse_missed(each.split for found in events.values() for each in found)
-    return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
+    return Plan(
+        names,
+        kept,
+        splits,
+        {path: headers[path.partition("\0")[0]] for path in kept},
+        root,
+        options,
+    )
 
 
 def leads_out(path: str, root: str) -> str:
@@ -225,7 +277,9 @@ def leads_out(path: str, root: str) -> str:
     return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
 
 
-def _checked(each: Annotation, header: Header, classes: Classes | None, options: Options, errors: Errors) -> Annotation | None:
+def _checked(
+    each: Annotation, header: Header, classes: Classes | None, options: Options, errors: Errors
+) -> Annotation | None:
     where = each.where or each.path
     if each.start is not None and each.end is not None:
         times = f"{where}: [{each.start:g}, {each.end:g}) s"
@@ -254,12 +308,17 @@ def _checked(each: Annotation, header: Header, classes: Classes | None, options:
         if not errors.add("no-channel", f"{where}: a recording with {header.channels}"):
             return None
     if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
-        errors.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
+        errors.add(
+            "bad-row",
+            f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}",
+        )
         return None
     return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
 
 
-def _without_doubles(path: str, events: list[Annotation], options: Options, errors: Errors) -> list[Annotation]:
+def _without_doubles(
+    path: str, events: list[Annotation], options: Options, errors: Errors
+) -> list[Annotation]:
     """Return a recording's annotations by time, without doubles, conflicts and overlaps."""
     seen: dict[tuple[Any, ...], list[Annotation]] = {}
     for each in sorted(events, key=_order):
@@ -281,8 +340,14 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, erro
     last: dict[str, float] = {}
     kept = []
     for each in events:
-        early = [label for label in each.labels if each.start is not None and each.start < last.get(label, 0.0)]
-        if early and not errors.add("overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"):
+        early = [
+            label
+            for label in each.labels
+            if each.start is not None and each.start < last.get(label, 0.0)
+        ]
+        if early and not errors.add(
+            "overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"
+        ):
             continue
         for label in each.labels:
             last[label] = max(last.get(label, 0.0), each.end or math.inf)
@@ -300,10 +365,14 @@ def _is_same(one: Annotation, other: Annotation) -> bool:
     return all(a is None or b is None or a == b for a, b in pairs)
 
 
-def _merged(path: str, events: list[Annotation], options: Options, errors: Errors) -> Iterator[Annotation]:
+def _merged(
+    path: str, events: list[Annotation], options: Options, errors: Errors
+) -> Iterator[Annotation]:
     places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
     for each in events:
-        places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
+        places[
+            each.start, each.end, each.channel if options.channels == "table" else None, each.split
+        ].append(each)
     for several in places.values():
         if len({each.labels for each in several}) == 1:
             yield from several
@@ -321,10 +390,14 @@ def _order(each: Annotation) -> tuple[Any, ...]:
     return (*times, -1 if each.channel is None else each.channel, each.labels)
 
 
-def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, errors: Errors) -> list[str]:
+def _classes(
+    events: dict[str, list[Annotation]], classes: Classes | None, options: Options, errors: Errors
+) -> list[str]:
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
-    about = {label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)}
+    about = {
+        label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)
+    }
     dropped = {label for label, text in about.items() if not errors.add("rare-label", text)}
     if dropped:
         for path, found in list(events.items()):
@@ -336,16 +409,34 @@ def _classes(events: dict[str, list[Annotation]], classes: Classes | None, optio
 
 
 def _rows(
-    path: str, events: list[Annotation], header: Header, numbers: Mapping[str, int], root: str, options: Options
+    path: str,
+    events: list[Annotation],
+    header: Header,
+    numbers: Mapping[str, int],
+    root: str,
+    options: Options,
 ) -> Iterator[Row]:
     name = os.path.relpath(path.partition("\0")[0], root).replace(os.sep, "/")
-    about = header.about | {key: value for each in events[:1] for key, value in each.about.items() if value}
+    about = header.about | {
+        key: value for each in events[:1] for key, value in each.about.items() if value
+    }
 
     def part(each: Annotation) -> Part:
         end = header.seconds if each.end is None else each.end
-        return each.start or 0.0, end, tuple(sorted(numbers[x] for x in each.labels)), each.low, each.high, each.channel
+        return (
+            each.start or 0.0,
+            end,
+            tuple(sorted(numbers[x] for x in each.labels)),
+            each.low,
+            each.high,
+            each.channel,
+        )
 
-    parts = windows_of(events, header.seconds, numbers, options) if options.windows else map(part, events)
+    parts = (
+        windows_of(events, header.seconds, numbers, options)
+        if options.windows
+        else map(part, events)
+    )
     for start, end, labels, low, high, channel in parts:
         for one in _channels(channel, header.channels, options.channels):
             yield Row(name, start, end, one, labels, low, high, header, about)
@@ -359,7 +450,9 @@ def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
     return (stated if option == "table" and stated is not None else -1,)
 
 
-def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options) -> Iterator[Part]:
+def windows_of(
+    events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options
+) -> Iterator[Part]:
     """Windows of a recording, the last one at its end, with the classes that overlap each."""
     length, hop = options.windows, options.hop or options.windows
     starts = [0.0]
@@ -385,4 +478,11 @@ def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, i
     for k, start in enumerate(starts):
         window = found.get(k, set()) | throughout
         if window or options.empty:
-            yield start, min(round(start + length, 6), seconds), tuple(sorted(window)), None, None, None
+            yield (
+                start,
+                min(round(start + length, 6), seconds),
+                tuple(sorted(window)),
+                None,
+                None,
+                None,
+            )

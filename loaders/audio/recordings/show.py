@@ -38,25 +38,45 @@ def report(folder: pathlib.Path) -> list[str]:
     """Return the lines that describe an index. Raises DataError."""
     about = store.read(folder)
     names = about["classes"]
-    lines = [f"{folder}: {len(names)} classes; recordings below {shards.index_root(folder / 'index.json')}"]
+    lines = [
+        f"{folder}: {len(names)} classes; recordings below"
+        f" {shards.index_root(folder / 'index.json')}"
+    ]
     for split, counts in about["splits"].items():
         found = count(shards.find_shards(str(folder), split), len(names))
-        lines += ["", f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h of rows, "]
-        lines[-1] += f"{counts['hours_of_recordings']:.2f} h of recordings; {found.without} rows without a class"
+        lines += [
+            "",
+            (
+                f"{split}: {counts['rows']} rows of {counts['recordings']} recordings,"
+                f" {counts['hours']:.2f} h of rows, "
+            ),
+        ]
+        lines[-1] += (
+            f"{counts['hours_of_recordings']:.2f} h of recordings; {found.without} rows without a"
+            " class"
+        )
         order = np.argsort(-found.classes, kind="stable")
         width = max([len(names[i]) for i in order[:SHOWN]], default=0)
         lines += [f"    {names[i]:{width}}  {found.classes[i]}" for i in order[:SHOWN]]
         if len(order) > SHOWN:
             lines.append(
-                f"    and {len(order) - SHOWN} more classes, the rarest {names[order[-1]]!r} with {found.classes[order[-1]]}"
+                f"    and {len(order) - SHOWN} more classes, the rarest {names[order[-1]]!r} with"
+                f" {found.classes[order[-1]]}"
             )
         lines.append("  length [s]: " + _bins(found.lengths))
-        lines.append("  rate [Hz]: " + ", ".join(f"{rate}: {n}" for rate, n in sorted(found.rates.items())))
+        lines.append(
+            "  rate [Hz]: " + ", ".join(f"{rate}: {n}" for rate, n in sorted(found.rates.items()))
+        )
         if found.pairs:
             most = found.pairs.most_common(SHOWN // 4)
-            lines.append("  together: " + ", ".join(f"{names[a]} + {names[b]}: {n}" for (a, b), n in most))
+            lines.append(
+                "  together: " + ", ".join(f"{names[a]} + {names[b]}: {n}" for (a, b), n in most)
+            )
     if about.get("errors"):
-        lines += ["", "errors met: " + ", ".join(f"{kind}: {n}" for kind, n in about["errors"].items())]
+        lines += [
+            "",
+            "errors met: " + ", ".join(f"{kind}: {n}" for kind, n in about["errors"].items()),
+        ]
     return lines
 
 
@@ -77,14 +97,21 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
                 labels.validate(full=True)
                 numbers = pc.fill_null(pc.list_flatten(labels), -1).to_numpy(zero_copy_only=False)
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < n_classes:
-                    raise ValueError(f"it has classes {numbers.min()} to {numbers.max()}, and names for {n_classes}")
+                    raise ValueError(
+                        f"it has classes {numbers.min()} to {numbers.max()}, and names for"
+                        f" {n_classes}"
+                    )
                 classes += np.bincount(numbers, minlength=n_classes)
                 sizes = pc.fill_null(pc.list_value_length(labels), 0).to_numpy(zero_copy_only=False)
                 without += int((sizes == 0).sum())
                 for several in labels.filter(pa.array(sizes > 1)).to_pylist():
                     pairs.update(itertools.combinations(sorted(several), 2))
-                seconds = pc.subtract(batch.column("end"), batch.column("start")).to_numpy(zero_copy_only=False)
-                lengths += np.bincount(np.searchsorted(LENGTHS, seconds, side="right"), minlength=len(lengths))
+                seconds = pc.subtract(batch.column("end"), batch.column("start")).to_numpy(
+                    zero_copy_only=False
+                )
+                lengths += np.bincount(
+                    np.searchsorted(LENGTHS, seconds, side="right"), minlength=len(lengths)
+                )
                 for each in pc.value_counts(batch.column("rate")).to_pylist():
                     rates[each["values"]] += each["counts"]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
@@ -135,7 +162,14 @@ def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.
     lists = shards.read_class_lists(paths, "labels")
     chosen = np.unique(np.linspace(0, index.n_rows - 1, min(PICTURES, index.n_rows)).astype(int))
     pipeline = _rust.Pipeline(
-        index, rows=chosen, batch=len(chosen), ranges=[(0, len(chosen))], seed=0, train=False, bad_budget=1.0, depth=1
+        index,
+        rows=chosen,
+        batch=len(chosen),
+        ranges=[(0, len(chosen))],
+        seed=0,
+        train=False,
+        bad_budget=1.0,
+        depth=1,
     )
     try:
         _, batch = pipeline.next()
@@ -150,7 +184,10 @@ def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.
         low, high = np.percentile(x, (1, 99.8))
         grey = np.clip((x[:FRAMES].T[::-1] - low) / max(high - low, 1e-6), 0, 1)
         image.paste(Image.fromarray((grey * 255).astype(np.uint8)), (left, top + 14))
-        classes = ", ".join(names[k] for k in lists.classes[lists.starts[row] : lists.starts[row + 1]]) or "(none)"
+        classes = (
+            ", ".join(names[k] for k in lists.classes[lists.starts[row] : lists.starts[row + 1]])
+            or "(none)"
+        )
         draw.text((left + 2, top + 1), _latin(f"{row}: {classes}")[:80], fill="black")
     return image
 

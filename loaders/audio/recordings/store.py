@@ -40,21 +40,43 @@ def schema(names: list[str]) -> pa.Schema:
     """Return the columns of an index, its classes' ``names`` as Hugging Face declares them."""
     audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     numbers = {
-        "start": pa.float64(), "end": pa.float64(), "channel": pa.int32(), "label": pa.int64(), "labels": pa.list_(pa.int64()),
-        "low": pa.float64(), "high": pa.float64(), "rate": pa.int32(), "frames": pa.int64(), "channels": pa.int32(),
-    }  # fmt: skip
-    fields = {"audio": audio, **numbers, **dict.fromkeys(TEXTS, pa.string()), **dict.fromkeys(PLACES, pa.float64())}
+        "start": pa.float64(),
+        "end": pa.float64(),
+        "channel": pa.int32(),
+        "label": pa.int64(),
+        "labels": pa.list_(pa.int64()),
+        "low": pa.float64(),
+        "high": pa.float64(),
+        "rate": pa.int32(),
+        "frames": pa.int64(),
+        "channels": pa.int32(),
+    }
+    fields = {
+        "audio": audio,
+        **numbers,
+        **dict.fromkeys(TEXTS, pa.string()),
+        **dict.fromkeys(PLACES, pa.float64()),
+    }
     label = {"names": names, "_type": "ClassLabel"}
     features: dict[str, Any] = {
-        name: {"dtype": str(kind).replace("double", "float64"), "_type": "Value"} for name, kind in fields.items()
+        name: {"dtype": str(kind).replace("double", "float64"), "_type": "Value"}
+        for name, kind in fields.items()
     }
-    features["audio"] = {"bytes": {"dtype": "binary", "_type": "Value"}, "path": {"dtype": "string", "_type": "Value"}}
+    features["audio"] = {
+        "bytes": {"dtype": "binary", "_type": "Value"},
+        "path": {"dtype": "string", "_type": "Value"},
+    }
     features |= {"label": label, "labels": {"feature": label, "_type": "Sequence"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}}), "jaxtrain.index": PARTS_VERSION}
+    metadata = {
+        "huggingface": json.dumps({"info": {"features": features}}),
+        "jaxtrain.index": PARTS_VERSION,
+    }
     return pa.schema(fields, metadata=metadata)
 
 
-def write(out: pathlib.Path, plan: Plan, errors: Errors, options: Mapping[str, Any]) -> dict[str, Any]:
+def write(
+    out: pathlib.Path, plan: Plan, errors: Errors, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write an index into a folder next to ``out`` and rename it. Return its index.json.
 
     Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk
@@ -63,10 +85,17 @@ def write(out: pathlib.Path, plan: Plan, errors: Errors, options: Mapping[str, A
     refuse_other(out)
     with atomic_write.folder(out, replace=True) as fresh:
         (fresh / "data").mkdir()
-        splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
+        splits = {
+            split: write_split(fresh / "data", split, plan)
+            for split in sorted(set(plan.splits.values()))
+        }
         splits = {split: about for split, about in splits.items() if about["rows"]}
         if not splits:
-            why = "see the list of errors" if errors.counts else "they name no recording, or windows without an event alone"
+            why = (
+                "see the list of errors"
+                if errors.counts
+                else "they name no recording, or windows without an event alone"
+            )
             raise DataError(f"the sources leave no row to write; {why}")
         about = {
             "version": VERSION,
@@ -91,7 +120,10 @@ def refuse_other(out: pathlib.Path) -> None:
     if out.exists() and not out.is_dir():
         raise DataError(f"--out {out} is not a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "index.json").is_file():
-        raise DataError(f"--out {out} is a folder that holds other things; name a new one, or one of jaxtrain index")
+        raise DataError(
+            f"--out {out} is a folder that holds other things; name a new one, or one of jaxtrain"
+            " index"
+        )
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
@@ -100,7 +132,8 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         about = files.read_json(files.inside(folder, "index.json"))
         if about.get("version") != VERSION:
             raise TypeError(
-                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION!r}; make it again"
+                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads"
+                f" {VERSION!r}; make it again"
             )
         splits, names = about.get("splits"), about.get("classes")
         if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
@@ -118,7 +151,9 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
 
 def _is_counted(split: Any) -> bool:
     numbers = ("rows", "recordings", "hours", "hours_of_recordings")
-    return isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in numbers)
+    return isinstance(split, dict) and all(
+        isinstance(split.get(name), int | float) for name in numbers
+    )
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
@@ -126,14 +161,24 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
         rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
-        found = {os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])}) for row in rows}
+        found = {
+            os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])})
+            for row in rows
+        }
     except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
         return {}
     return found if all(map(_is_header, found.values())) else {}
 
 
 def _is_header(header: Header) -> bool:
-    numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.stated)
+    numbers = (
+        header.size,
+        header.mtime,
+        header.rate,
+        header.frames,
+        header.channels,
+        header.stated,
+    )
     texts = (header.digest, *header.about, *header.about.values())
     return (
         all(type(x) is int and x >= 0 for x in numbers)
@@ -145,16 +190,29 @@ def _is_header(header: Header) -> bool:
 
 def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
     headers = {path.partition("\0")[0]: header for path, header in plan.headers.items()}
-    names = {path: os.path.relpath(path, plan.root).replace(os.sep, "/") for path in sorted(headers)}
+    names = {
+        path: os.path.relpath(path, plan.root).replace(os.sep, "/") for path in sorted(headers)
+    }
     kinds = {
-        "size": pa.int64(), "mtime": pa.int64(), "rate": pa.int32(), "frames": pa.int64(), "channels": pa.int32(),
-        "slow": pa.bool_(), "stated": pa.int64(), "cancels": pa.bool_(), "digest": pa.string(),
-    }  # fmt: skip
+        "size": pa.int64(),
+        "mtime": pa.int64(),
+        "rate": pa.int32(),
+        "frames": pa.int64(),
+        "channels": pa.int32(),
+        "slow": pa.bool_(),
+        "stated": pa.int64(),
+        "cancels": pa.bool_(),
+        "digest": pa.string(),
+    }
     columns = {"path": pa.array(names.values(), pa.string())}
-    columns |= {name: pa.array([getattr(headers[path], name) for path in names], kind) for name, kind in kinds.items()}
+    columns |= {
+        name: pa.array([getattr(headers[path], name) for path in names], kind)
+        for name, kind in kinds.items()
+    }
     about = [sorted(headers[path].about.items()) for path in names]
     table = pa.table({**columns, "about": pa.array(about, pa.map_(pa.string(), pa.string()))})
-    with file.open("wb") as opened:  # closed also on a full disk: pyarrow leaves that to the collector
+    # closed also on a full disk: pyarrow leaves that to the collector
+    with file.open("wb") as opened:
         pq.write_table(table, opened)
 
 
@@ -172,7 +230,9 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
                 writer.close()
             files.append(folder / f"{split}-{len(files):05d}")
             # A recording's values repeat from row to row. Times and sets of classes do not.
-            writer = pq.ParquetWriter(files[-1], kind, use_dictionary=["audio.path", *TEXTS], compression="zstd")
+            writer = pq.ParquetWriter(
+                files[-1], kind, use_dictionary=["audio.path", *TEXTS], compression="zstd"
+            )
         writer.write_table(_table(group, kind))
         n_rows += len(group)
         several += sum(len(row.labels) > 1 for row in group)
@@ -190,7 +250,9 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
         "rows_of_no_class": empty,
         "median_seconds": round(float(np.median(np.concatenate(lengths))), 6) if lengths else 0.0,
         "hours": round(float(sum(part.sum() for part in lengths)) / 3600, 6),
-        "hours_of_recordings": round(sum(plan.headers[path].seconds for path in recordings if path in plan.headers) / 3600, 6),
+        "hours_of_recordings": round(
+            sum(plan.headers[path].seconds for path in recordings if path in plan.headers) / 3600, 6
+        ),
     }
 
 
@@ -209,5 +271,7 @@ def _table(rows: list[Row], kind: pa.Schema) -> pa.Table:
     columns["recording"] = [row.about.get("recording") or row.path for row in rows]
     arrays = {name: pa.array(column, kind.field(name).type) for name, column in columns.items()}
     paths = pa.array([row.path for row in rows], pa.string())
-    arrays["audio"] = pa.StructArray.from_arrays([pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"])
+    arrays["audio"] = pa.StructArray.from_arrays(
+        [pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"]
+    )
     return pa.table([arrays[name] for name in kind.names], schema=kind)

@@ -22,7 +22,9 @@ def main() -> None:
     y = (rng.random((n, c)) < np.linspace(0.02, 0.3, c)).astype(np.uint8)
     y[::4] = 0
     scores = np.round(rng.standard_normal((n, c)) + 1.5 * y, 1).astype(np.float32)
-    assert y.any(0).all(), "each class is there: of others torchmetrics and BirdSet have different opinions"
+    assert y.any(0).all(), (
+        "each class is there: of others torchmetrics and BirdSet have different opinions"
+    )
     preds, target = torch.from_numpy(scores).sigmoid(), torch.from_numpy(y).int()
     found = {
         "cmAP": MultilabelAveragePrecision(c, average="macro", thresholds=None)(preds, target),
@@ -30,7 +32,9 @@ def main() -> None:
     }
     has = target.sum(1) > 0
     found["accuracy"] = target.gather(1, preds.topk(1, dim=1).indices)[has].float().mean()
-    np.savez_compressed(HERE / "measures.npz", scores=scores, y=y, **{k: np.float64(v) for k, v in found.items()})
+    np.savez_compressed(
+        HERE / "measures.npz", scores=scores, y=y, **{k: np.float64(v) for k, v in found.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ ROWS = [b"first", b"", b"third recording" * 9, None, b"first", b"sixth" * 5]
 NAMES = {"info": {"features": {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}}}
 
 audio = pa.array([{"bytes": data, "path": f"{i}.wav"} for i, data in enumerate(ROWS)], AUDIO)
-schema = pa.schema({"audio": AUDIO, "label": pa.int64()}).with_metadata({"huggingface": json.dumps(NAMES)})
+schema = pa.schema({"audio": AUDIO, "label": pa.int64()}).with_metadata(
+    {"huggingface": json.dumps(NAMES)}
+)
 table = pa.table([audio, pa.array([0, None, 1, 1, 0, 1])], schema=schema)
 
 for name, make in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
@@ -22,5 +24,16 @@ for name, make in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
 for codec in ("none", "snappy", "gzip", "brotli", "zstd", "lz4"):
     for version, dictionary in (("1.0", True), ("2.0", False)):
         name = f"{codec}_{'dictionary' if dictionary else 'plain'}.parquet"
-        options = {"data_page_version": version, "use_dictionary": dictionary, "store_schema": False}
-        pq.write_table(table, HERE / name, compression=codec, row_group_size=4, write_statistics=False, **options)
+        options = {
+            "data_page_version": version,
+            "use_dictionary": dictionary,
+            "store_schema": False,
+        }
+        pq.write_table(
+            table,
+            HERE / name,
+            compression=codec,
+            row_group_size=4,
+            write_statistics=False,
+            **options,
+        )

@@ -26,7 +26,9 @@ SIZES = dict(img_size=(64, 32), patch_size=16, in_chans=1, embed_dim=32, depth=2
 
 def random_model(seed: int, **options) -> torch.nn.Module:
     torch.manual_seed(seed)
-    model = timm.models.vision_transformer.VisionTransformer(num_classes=0, **SIZES, **options).eval()
+    model = timm.models.vision_transformer.VisionTransformer(
+        num_classes=0, **SIZES, **options
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(float("norm" in name and "weight" in name), 0.2)
@@ -38,18 +40,25 @@ def main() -> None:
 
     options = dict(reg_tokens=2, qk_norm=True, init_values=0.5, global_pool="token")
     model = random_model(1, **options)
-    about = {"architecture": "vit_tiny_patch16_224", "num_classes": 0, "model_args": {**SIZES, **options}}
+    about = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 0,
+        "model_args": {**SIZES, **options},
+    }
     write("image", model.state_dict(), about)
     with torch.no_grad():
         tokens = model.forward_features(x)
-    np.savez_compressed(HERE / "image.npz", x=x.numpy(), tokens=tokens.numpy(), features=tokens[:, 0].numpy())
+    np.savez_compressed(
+        HERE / "image.npz", x=x.numpy(), tokens=tokens.numpy(), features=tokens[:, 0].numpy()
+    )
 
     model = random_model(2, global_pool="avg")
     with torch.no_grad():
         model.pos_embed[:, 1:] = torch.from_numpy(sin_cos(32, (4, 2)))
         tokens = model.forward_features(x)
         features = model.forward_head(tokens, pre_logits=True)
-    state = {**model.state_dict(), "norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}  # Bird-MAE keeps these
+    # Bird-MAE keeps these
+    state = {**model.state_dict(), "norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}
     about = {
         "img_size_x": 64,
         "img_size_y": 32,
@@ -59,15 +68,22 @@ def main() -> None:
         "pos_trainable": False,
     }
     write("pooled", state, about)
-    np.savez_compressed(HERE / "pooled.npz", x=x.numpy(), tokens=tokens.numpy(), features=features.numpy())
+    np.savez_compressed(
+        HERE / "pooled.npz", x=x.numpy(), tokens=tokens.numpy(), features=features.numpy()
+    )
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = timm_export.exported(pathlib.Path(scratch))
         model = load(folder)
-        shapes = {name: list(x.shape) for name, x in sorted(load_file(folder / "model.safetensors").items())}
+        shapes = {
+            name: list(x.shape)
+            for name, x in sorted(load_file(folder / "model.safetensors").items())
+        }
         config = (folder / "config.json").read_text()
     x = torch.from_numpy(
-        np.random.default_rng(1).standard_normal((2, 1, *json.loads(config)["model_args"]["img_size"]), np.float32)
+        np.random.default_rng(1).standard_normal(
+            (2, 1, *json.loads(config)["model_args"]["img_size"]), np.float32
+        )
     )
     with torch.no_grad():
         features = model.forward_head(model.forward_features(x), pre_logits=True)
@@ -85,7 +101,9 @@ def main() -> None:
 def load(folder: pathlib.Path) -> torch.nn.Module:
     """Load an export with timm alone."""
     config = json.loads((folder / "config.json").read_text())
-    model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
+    model = timm.create_model(
+        config["architecture"], num_classes=config["num_classes"], **config["model_args"]
+    )
     model.load_state_dict(load_file(folder / "model.safetensors"))
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
@@ -96,13 +114,19 @@ def load(folder: pathlib.Path) -> torch.nn.Module:
 def sin_cos(width: int, grid: tuple[int, int]) -> np.ndarray:
     """Fixed positions, as in masked autoencoders."""
     frequency = 10000.0 ** (-np.arange(width // 4) / (width / 4))
-    time, mel = (x.reshape(-1, 1) * frequency for x in np.meshgrid(*map(np.arange, grid), indexing="ij"))
-    return np.concatenate([np.sin(mel), np.cos(mel), np.sin(time), np.cos(time)], 1).astype(np.float32)
+    time, mel = (
+        x.reshape(-1, 1) * frequency for x in np.meshgrid(*map(np.arange, grid), indexing="ij")
+    )
+    return np.concatenate([np.sin(mel), np.cos(mel), np.sin(time), np.cos(time)], 1).astype(
+        np.float32
+    )
 
 
 def write(name: str, state: dict, about: dict) -> None:
     (HERE / name).mkdir(exist_ok=True)
-    save_file({key: value.contiguous() for key, value in state.items()}, HERE / name / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in state.items()}, HERE / name / "model.safetensors"
+    )
     (HERE / name / "config.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

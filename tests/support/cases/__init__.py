@@ -38,7 +38,8 @@ class Case(NamedTuple):
     batch: Any  # seed -> field -> numpy array [rows, …]
     adapters: config_lib.Lora = config_lib.Lora()
     ema: float = 0.0
-    begin: Any = lambda params: params  # of initial parameters, for a start in which differences are larger
+    # of initial parameters, for a start in which differences are larger
+    begin: Any = lambda params: params
     steps: int = 10  # of the schedule
 
 
@@ -47,7 +48,12 @@ def assembled(case, mesh, accumulate=1, *, rules=None):
     batch = case.batch(0)
     config = config_lib.Config(
         model=case.model,
-        train=config_lib.Train(batch=len(next(iter(batch.values()))), steps=case.steps, accumulate=accumulate, ema=case.ema),
+        train=config_lib.Train(
+            batch=len(next(iter(batch.values()))),
+            steps=case.steps,
+            accumulate=accumulate,
+            ema=case.ema,
+        ),
         mesh=config_lib.Mesh(axis_rules=rules or {}),
         metrics=config_lib.Metrics(every=1),
         optim=case.optim,
@@ -55,7 +61,9 @@ def assembled(case, mesh, accumulate=1, *, rules=None):
     )
     fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
     devices = jax.devices()[: int(np.prod(mesh))]
-    return assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
+    return assemble(
+        config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields
+    )
 
 
 class Run:
@@ -64,7 +72,12 @@ class Run:
     def __init__(self, case, mesh, accumulate=1, *, rules=None, stage=None):
         self.case, assembly = case, assembled(case, mesh, accumulate, rules=rules)
         self._trace = functools.partial(assembly.trace, stage)
-        self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
+        self.layout, self.task, self.tx, self.abstract = (
+            assembly.layout,
+            assembly.task,
+            assembly.tx,
+            assembly.abstract,
+        )
         self.go_on = step_lib.put_stop(self.layout, False)
 
     @functools.cached_property
@@ -82,7 +95,9 @@ class Run:
 
     def put(self, batch):
         return {
-            name: jax.make_array_from_callback(x.shape, x.sharding, lambda i, name=name: np.asarray(batch[name][i]))
+            name: jax.make_array_from_callback(
+                x.shape, x.sharding, lambda i, name=name: np.asarray(batch[name][i])
+            )
             for name, x in self.abstract.batch.items()
         }
 
@@ -103,12 +118,18 @@ class Run:
 
 def host(tree):
     """Whole arrays, on every process."""
-    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
+    return jax.tree.map(
+        lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
+    )
 
 
 def assert_alike(expected, found, *, rtol=1e-3, share=1e-3, least=1e-3):
     """Compares leaf by leaf: ``rtol`` of each number plus ``share`` of its array's largest value,
     which counts as at least ``least``."""
-    for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    for path, x, y in zip(
+        specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True
+    ):
         x, y = np.asarray(x, "f4"), np.asarray(y, "f4")
-        np.testing.assert_allclose(y, x, rtol=rtol, atol=share * max(least, np.abs(x).max(initial=0)), err_msg=path)
+        np.testing.assert_allclose(
+            y, x, rtol=rtol, atol=share * max(least, np.abs(x).max(initial=0)), err_msg=path
+        )

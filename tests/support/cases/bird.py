@@ -18,11 +18,22 @@ from tests.support.cases import Case
 TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 DECODER = masked.Decoder(16, 1, 2)
 EVERY = replace(
-    TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
-    mask=Mask(0.5, 2), mae=Mae(0.7, DECODER), teacher=Teacher(0.6, 0.5, DECODER),
-    lejepa=Lejepa(0.5, size=8, hidden=32, slices=16), diet=Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
-    supervised=Supervised(0.3, label_smoothing=0.1), augment=augment.Augment(mixup=0.5, gain=0.1),
-)  # fmt: skip
+    TINY,
+    depth=2,
+    heads=4,
+    n_registers=1,
+    drop_path=0.3,
+    views=2,
+    n_recordings=300,
+    pool="patches",
+    mask=Mask(0.5, 2),
+    mae=Mae(0.7, DECODER),
+    teacher=Teacher(0.6, 0.5, DECODER),
+    lejepa=Lejepa(0.5, size=8, hidden=32, slices=16),
+    diet=Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
+    supervised=Supervised(0.3, label_smoothing=0.1),
+    augment=augment.Augment(mixup=0.5, gain=0.1),
+)
 ROWS = 32
 
 
@@ -41,7 +52,11 @@ CASE = Case(bird, EVERY, config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3
 # Eight devices along "model" need eight heads.
 WIDE = replace(EVERY, heads=8, mae=Mae(), teacher=Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
-MASKED = replace(WIDE, mae=replace(EVERY.mae, decoder=PREDICTOR), teacher=replace(EVERY.teacher, decoder=PREDICTOR))
+MASKED = replace(
+    WIDE,
+    mae=replace(EVERY.mae, decoder=PREDICTOR),
+    teacher=replace(EVERY.teacher, decoder=PREDICTOR),
+)
 MATRIX = {
     # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in
     # parts.

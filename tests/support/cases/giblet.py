@@ -10,11 +10,27 @@ from jaxtrain.workloads.giblet import model as giblet
 from tests.support.cases import Case
 
 SMALL = giblet.Config(
-    n_frames=4, height=4, width=8, codebooks=2, audio_frames=8, n_text=24, n_voxels=41, audio="codes",
-    video_widths=(32, 24, 16), audio_widths=(16, 8), text_widths=(16, 8), trunk_widths=(40, 32), bottleneck=16, head_width=32,
-    decoder_widths=(32, 24, 24, 16), decode_video_widths=(16, 32), decode_audio_widths=(16, 16), decode_text_widths=(16, 16),
-    dtype="float32", normalised=True,
-)  # fmt: skip
+    n_frames=4,
+    height=4,
+    width=8,
+    codebooks=2,
+    audio_frames=8,
+    n_text=24,
+    n_voxels=41,
+    audio="codes",
+    video_widths=(32, 24, 16),
+    audio_widths=(16, 8),
+    text_widths=(16, 8),
+    trunk_widths=(40, 32),
+    bottleneck=16,
+    head_width=32,
+    decoder_widths=(32, 24, 24, 16),
+    decode_video_widths=(16, 32),
+    decode_audio_widths=(16, 16),
+    decode_text_widths=(16, 16),
+    dtype="float32",
+    normalised=True,
+)
 ROWS = 16
 
 
@@ -30,7 +46,9 @@ def random_batch(c, seed):
     }
 
 
-CASE = Case(giblet_loss, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))
+CASE = Case(
+    giblet_loss, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL)
+)
 # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an
 # evaluation.
 MATRIX = {"giblet": CASE}

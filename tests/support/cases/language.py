@@ -32,14 +32,18 @@ def context_of(name):
 def load(folder, context, **changes):
     """Config and parameters of a folder from Hugging Face, in float32."""
     model, rules = language_files.from_hugging_face(folder)
-    c = config_lib.section(language.Config, {**model, "context": context, "dtype": "float32", **changes})
+    c = config_lib.section(
+        language.Config, {**model, "context": context, "dtype": "float32", **changes}
+    )
     rules = config_lib.section(config_lib.WarmStart, rules)
     assert not list(c.validate()) and not list(rules.validate())
     table = language.make_specs(c)
     layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
     abstract = specs_lib.abstract(table, layout)
     flat = dict(zip(specs_lib.paths(abstract), jax.tree.leaves(abstract), strict=True))
-    matches = warm_start.match({p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules)
+    matches = warm_start.match(
+        {p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules
+    )
     loaded = warm_start.load(matches, abstract)
     assert loaded.keys() == flat.keys()
     return c, jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in flat])
@@ -47,7 +51,11 @@ def load(folder, context, **changes):
 
 def batch_of(ids, positions=None, segments=None, labels=None):
     ids = np.asarray(ids)
-    positions = np.broadcast_to(np.arange(ids.shape[1], dtype="i4"), ids.shape) if positions is None else positions
+    positions = (
+        np.broadcast_to(np.arange(ids.shape[1], dtype="i4"), ids.shape)
+        if positions is None
+        else positions
+    )
     segments = np.ones_like(ids) if segments is None else segments
     if labels is None:
         labels = np.concatenate([ids[:, 1:], np.full((len(ids), 1), -100, "i4")], axis=1)
@@ -63,15 +71,30 @@ def batch_of(ids, positions=None, segments=None, labels=None):
 
 BATCH, CONTEXT = 16, 16
 TINY = language.Config(
-    vocab=64, context=CONTEXT, embed=32, depth=3, heads=8, kv_heads=2, head_dim=4, mlp=48, dtype="float32", z_loss=1e-3,
-    chunk=24, qk_norm=True, init_std=0.1,
-)  # fmt: skip
+    vocab=64,
+    context=CONTEXT,
+    embed=32,
+    depth=3,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    mlp=48,
+    dtype="float32",
+    z_loss=1e-3,
+    chunk=24,
+    qk_norm=True,
+    init_std=0.1,
+)
 FIELDS = {
     n: Field((CONTEXT,), np.dtype("f4" if n == "mask" else "i4"))
     for n in ("tokens", "targets", "positions", "segments", "mask")
 }
 OPTIM = config_lib.Optim(
-    lr=0.01, schedule="constant", eps=1e-3, decayed="(^|/)w[^/]*$", undecayed="(^|/)(b|scale|bias|pos|embed)[^/]*$"
+    lr=0.01,
+    schedule="constant",
+    eps=1e-3,
+    decayed="(^|/)w[^/]*$",
+    undecayed="(^|/)(b|scale|bias|pos|embed)[^/]*$",
 )
 
 

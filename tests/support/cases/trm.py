@@ -12,9 +12,22 @@ from jaxtrain.workloads.trm import model as trm
 from tests.support.cases import Case
 
 TINY = trm.Config(
-    n_cells=16, vocab=6, n_puzzles=24, n_difficulties=2, embed=16, heads=2, puzzle_tokens=2, puzzle_embed=24, inner_multiple=16,
-    cycles_high=2, cycles_low=2, halt_steps=3, explore=0.5, explore_end=0.1, dtype="float32",
-)  # fmt: skip
+    n_cells=16,
+    vocab=6,
+    n_puzzles=24,
+    n_difficulties=2,
+    embed=16,
+    heads=2,
+    puzzle_tokens=2,
+    puzzle_embed=24,
+    inner_multiple=16,
+    cycles_high=2,
+    cycles_low=2,
+    halt_steps=3,
+    explore=0.5,
+    explore_end=0.1,
+    dtype="float32",
+)
 LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
 GROUPS = (config_lib.Group("^puzzle/", lr=0.01, name="sign_sgd"),)
 # With Lion and signs, rounding noise is as large as any gradient. AdamATan2 divides by it, so only

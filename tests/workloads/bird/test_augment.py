@@ -11,10 +11,21 @@ from jaxtrain.workloads.bird import augment as lib
 
 ROWS = 6
 ALL = lib.Augment(
-    crop=0.3, shift=20, background=0.5, mixup=0.4, gain=0.2, noise=0.05, time_masks=2, time_mask=20, mel_masks=1, mel_mask=8
+    crop=0.3,
+    shift=20,
+    background=0.5,
+    mixup=0.4,
+    gain=0.2,
+    noise=0.05,
+    time_masks=2,
+    time_mask=20,
+    mel_masks=1,
+    mel_mask=8,
 )
 # Machine code that compiles quickly rather than runs fast.
-augment = jax.jit(lib.augment, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+augment = jax.jit(
+    lib.augment, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +54,17 @@ def test_depends_on_seed_epoch_recording_and_view_alone(batch):
     np.testing.assert_array_equal(moved.x, full.x[order])
     np.testing.assert_array_equal(moved.own, full.own[order])
     part = augment(ALL, 0, {k: x[2:4] for k, x in batch.items()})
-    np.testing.assert_allclose(part.x, full.x[2:4], rtol=0, atol=1e-5)  # means are summed in another order
+    # means are summed in another order
+    np.testing.assert_allclose(part.x, full.x[2:4], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"epoch": 1}, {"index": 100}])
 def test_changes_with_each_of_them(batch, change):
-    other = dict(batch, epoch=batch["epoch"] + change.get("epoch", 0), index=batch["index"] + change.get("index", 0))
+    other = dict(
+        batch,
+        epoch=batch["epoch"] + change.get("epoch", 0),
+        index=batch["index"] + change.get("index", 0),
+    )
     before, after = augment(ALL, 0, batch).x, augment(ALL, change.get("seed", 0), other).x
     assert all((x != y).any() for x, y in zip(before, after, strict=True))
 
@@ -56,7 +72,10 @@ def test_changes_with_each_of_them(batch, change):
 def test_views_of_a_row_are_augmented_each_for_itself(batch):
     same = {**batch, "spectrogram": batch["spectrogram"].at[:, 1].set(batch["spectrogram"][:, 0])}
     found = augment(replace(ALL, background=0.0, mixup=0.0), 0, same)
-    assert all((a != b).any() for a, b in zip(found.x[:, 0], found.x[:, 1], strict=True)) and found.own is None
+    assert (
+        all((a != b).any() for a, b in zip(found.x[:, 0], found.x[:, 1], strict=True))
+        and found.own is None
+    )
 
 
 def test_nothing_by_default(batch):
@@ -72,7 +91,8 @@ def test_masks_lie_on_their_axis(batch, kind, axis, longest):
     np.testing.assert_array_equal(different.sum((1, 2)), changed.sum(1) * after.shape[3 - axis])
     np.testing.assert_allclose(after[different], before.mean(), rtol=1e-5, atol=1e-6)
     assert set(changed.sum(1)) == set(range(longest + 1))
-    assert (np.abs(np.diff(changed, axis=1, prepend=False, append=False)).sum(1) <= 2).all()  # one span
+    # one span
+    assert (np.abs(np.diff(changed, axis=1, prepend=False, append=False)).sum(1) <= 2).all()
     assert changed.any(0).all()  # anywhere, including the edges
 
 
@@ -84,7 +104,10 @@ def test_shift_rotates_in_time_gain_is_one_number_and_noise_is_new_everywhere(ba
     assert np.ptp(gains, axis=(1, 2)).max() < 1e-6
     assert -0.5 <= gains.min() < -0.4 and 0.4 < gains.max() <= 0.5
     noise = many(batch, 200, lib.Augment(noise=0.1))[1] - x
-    assert noise.std() == pytest.approx(0.1, rel=0.01) and abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 0.1
+    assert (
+        noise.std() == pytest.approx(0.1, rel=0.01)
+        and abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 0.1
+    )
 
 
 def test_a_crop_is_a_box_stretched_to_the_whole(batch):
@@ -93,9 +116,13 @@ def test_a_crop_is_a_box_stretched_to_the_whole(batch):
     t, w = np.meshgrid(np.arange(64.0), np.arange(32.0), indexing="ij")
     crops = []
     for plane in (t, w):
-        rows = {**batch, "spectrogram": jnp.broadcast_to(jnp.asarray(plane, jnp.float32), (ROWS, 2, 64, 32))}
+        rows = {
+            **batch,
+            "spectrogram": jnp.broadcast_to(jnp.asarray(plane, jnp.float32), (ROWS, 2, 64, 32)),
+        }
         crops.append(many(rows, 300, lib.Augment(crop=0.25, crop_ratio=(0.5, 2.0)))[1])
-    middle = np.stack([crops[0][:, 20:44, 16], crops[0][:, 20:44, 3]])  # away from the edges, at which values are repeated
+    # away from the edges, at which values are repeated
+    middle = np.stack([crops[0][:, 20:44, 16], crops[0][:, 20:44, 3]])
     steps_t, steps_w = np.diff(middle[0], axis=1), np.diff(crops[1][:, 32, 8:24], axis=1)
     np.testing.assert_allclose(middle[0], middle[1], atol=1e-3)
     assert np.ptp(steps_t, axis=1).max() < 1e-2 and np.ptp(steps_w, axis=1).max() < 1e-2
@@ -112,8 +139,15 @@ def test_mixup_adds_energies_by_the_share_that_labels_get(batch):
     e = np.exp(np.asarray(batch["spectrogram"], np.float64) * 8.86 - 7.2)
     own = np.asarray(found.own)[:, :, None, None]
     other = e[[1, 0, 3, 2, 5, 4]]
-    np.testing.assert_allclose(found.x, (np.log(own * e + (1 - own) * other) + 7.2) / 8.86, rtol=0, atol=1e-4)
-    assert found.own.shape == (ROWS, 2) and (found.own >= 0.5).all() and (found.own <= 1).all() and np.ptp(found.own) > 0.1
+    np.testing.assert_allclose(
+        found.x, (np.log(own * e + (1 - own) * other) + 7.2) / 8.86, rtol=0, atol=1e-4
+    )
+    assert (
+        found.own.shape == (ROWS, 2)
+        and (found.own >= 0.5).all()
+        and (found.own <= 1).all()
+        and np.ptp(found.own) > 0.1
+    )
     np.testing.assert_array_equal(lib.partner(jnp.arange(6)), [1, 0, 3, 2, 5, 4])
     with pytest.raises(ValueError, match="even multiple"):
         lib.partner(jnp.arange(3))
@@ -131,12 +165,21 @@ def test_a_background_is_weaker_by_so_many_decibels(batch):
     decibels = 10 * np.log10(energy(x).sum() / (share * energy(y).sum()))
     assert 2.9 < decibels.min() < 4 and 8 < decibels.max() < 9.1
     loud = energy(y) > energy(x)  # elsewhere rounding removed the sum
-    np.testing.assert_allclose(added[:, loud], (share[:, None, None] * energy(y)[None])[:, loud], rtol=0.05)
+    np.testing.assert_allclose(
+        added[:, loud], (share[:, None, None] * energy(y)[None])[:, loud], rtol=0.05
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("shift", -1), ("noise", -0.1), ("mel_mask", -1), ("crop", 0.0), ("background", 2.0), ("crop_ratio", (2.0, 1.0))],
+    [
+        ("shift", -1),
+        ("noise", -0.1),
+        ("mel_mask", -1),
+        ("crop", 0.0),
+        ("background", 2.0),
+        ("crop_ratio", (2.0, 1.0)),
+    ],
 )
 def test_an_invalid_model_names_the_field(field, value):
     problems = dict(replace(ALL, **{field: value}).validate())

@@ -46,7 +46,15 @@ def archive(folder: pathlib.Path, name: str, n: int) -> pathlib.Path:
                 tar.add(folder.parent / file, file)
                 codes = [[], ["wren"], ["chiffchaff", "owl"], ["wren", "owl"]][i % 4]
                 single = (codes or ["wren"])[0] if split == "train" else None
-                rows.append(dict(filepath=file, ebird_code=single, ebird_code_multilabel=codes, start_time=None, end_time=None))
+                rows.append(
+                    dict(
+                        filepath=file,
+                        ebird_code=single,
+                        ebird_code_multilabel=codes,
+                        start_time=None,
+                        end_time=None,
+                    )
+                )
         schema = pa.schema(
             [
                 ("filepath", pa.string()),
@@ -56,16 +64,32 @@ def archive(folder: pathlib.Path, name: str, n: int) -> pathlib.Path:
                 ("end_time", pa.float64()),
             ]
         )
-        pq.write_table(pa.Table.from_pylist(rows, schema), folder / f"{name}_metadata_{split}.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema), folder / f"{name}_metadata_{split}.parquet"
+        )
     return folder
 
 
 def test_a_set_of_birdset_as_its_archive_publishes_it(run, tmp_path, capsys):
     place = archive(tmp_path / "HSN", "HSN", 8)
-    args = ["benchmark", "birdset", "HSN", str(run), "--data", str(place), "--batch", "8", "--draws", "20"]
+    args = [
+        "benchmark",
+        "birdset",
+        "HSN",
+        str(run),
+        "--data",
+        str(place),
+        "--batch",
+        "8",
+        "--draws",
+        "20",
+    ]
     assert cli.main([*args, "--out", str(tmp_path / "own")]) == 0
     told = capsys.readouterr().out
-    assert "HSN, 8 segments (6 with a bird), 3 classes, by the run's own head" in told and "cmAP" in told
+    assert (
+        "HSN, 8 segments (6 with a bird), 3 classes, by the run's own head" in told
+        and "cmAP" in told
+    )
     assert "1 classes are none of the run's, and count as never heard: owl" in told
     assert "the published HSN has 21 classes" in told
     found = json.loads((tmp_path / "own" / "results.json").read_text())
@@ -74,7 +98,11 @@ def test_a_set_of_birdset_as_its_archive_publishes_it(run, tmp_path, capsys):
     # result.
     out = tmp_path / "own" / "embeddings" / "test_5s"
     logits, y = np.load(out / "scores.npy"), np.load(out / "labels.npy")
-    assert json.loads((out / "embeddings.json").read_text())["class_names"] == ["chiffchaff", "owl", "wren"]
+    assert json.loads((out / "embeddings.json").read_text())["class_names"] == [
+        "chiffchaff",
+        "owl",
+        "wren",
+    ]
     order = {name: i for i, name in enumerate(birds.NAMES)}
     ap = []
     for c, name in enumerate(("chiffchaff", "owl", "wren")):
@@ -124,7 +152,9 @@ def test_esc10_in_five_folds_as_its_archive_publishes_it(run, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "esc10, 15 clips of 2 classes in 5 folds" in told and "compare with no table" in told
     found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(found["linear"]["folds"]) == 5 and found["linear"]["value"] == pytest.approx(np.mean(found["linear"]["folds"]))
+    assert len(found["linear"]["folds"]) == 5 and found["linear"]["value"] == pytest.approx(
+        np.mean(found["linear"]["folds"])
+    )
     (folder / "meta" / "esc50.csv").write_text("name,fold\na.wav,1\n")
     assert cli.main([*args[:-6], "--out", str(tmp_path / "none")]) == 2
     assert "is not ESC's table (filename, fold, category, esc10)" in capsys.readouterr().err

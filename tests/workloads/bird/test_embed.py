@@ -25,7 +25,17 @@ from loaders.audio import demo, spectrogram
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[3]
-MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
+MODEL = dict(
+    embed=32,
+    depth=2,
+    heads=2,
+    n_cls=2,
+    patch=(32, 32),
+    n_frames=256,
+    dtype="float32",
+    drop_path=0.2,
+    pool="patches",
+)
 FRONT_END = dict(sample_rate=16_000, n_mels=64, f_max=7_500.0, mean=-6.0)
 N = 20
 
@@ -83,19 +93,29 @@ def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, t
     np.testing.assert_allclose(got["mean"], patches.mean(1), rtol=0, atol=1e-4)
     np.testing.assert_allclose(got["cls"], cls.mean(1), rtol=0, atol=1e-4)
     np.testing.assert_allclose(got["patches"][:, 0], patches, rtol=0, atol=2e-2)
-    np.testing.assert_allclose(got["scores"], got["mean"] @ model.head["w"] + model.head["b"], rtol=0, atol=1e-4)
-    assert got["label"].tolist() == [row["ebird_code"] for row in rows] == got["ebird_code"].tolist()
+    np.testing.assert_allclose(
+        got["scores"], got["mean"] @ model.head["w"] + model.head["b"], rtol=0, atol=1e-4
+    )
+    assert (
+        got["label"].tolist() == [row["ebird_code"] for row in rows] == got["ebird_code"].tolist()
+    )
     assert got["index"].tolist() == list(range(N)) and (got["weight"] == 1).all()
 
 
 def test_the_average_and_an_untrained_encoder_are_others(trained):
     one, ema, random = (encoder.load(str(trained), **o) for o in ({}, {"ema": True}, {"random": 3}))
     assert len({m.digest for m in (one, ema, random)}) == 3
-    assert encoder.load(str(trained), random=3).digest == random.digest != encoder.load(str(trained), random=4).digest
+    assert (
+        encoder.load(str(trained), random=3).digest
+        == random.digest
+        != encoder.load(str(trained), random=4).digest
+    )
 
 
 @pytest.mark.parametrize("views", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupted_run_resumes_to_the_same_result(trained, corpus, tmp_path, views, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_result(
+    trained, corpus, tmp_path, views, monkeypatch
+):
     model = encoder.load(str(trained))
     whole = made(model, corpus, tmp_path / "whole", views=views)
     real, taken = spectrogram.Spectrograms.__next__, []
@@ -122,7 +142,10 @@ def test_an_interrupted_run_resumes_to_the_same_result(trained, corpus, tmp_path
 def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
     for arguments, text in (
         ([str(tmp_path / "none"), "--out", "x"], "none does not exist; expected a run's workdir"),
-        ([str(trained), "--out", str(tmp_path / "x"), "--data", str(tmp_path / "nothing")], "does not exist"),
+        (
+            [str(trained), "--out", str(tmp_path / "x"), "--data", str(tmp_path / "nothing")],
+            "does not exist",
+        ),
         ([str(trained), "--out", str(tmp_path / "x"), "--columns", "audio"], "expected integers"),
     ):
         assert command.main(arguments) == 2
@@ -130,7 +153,10 @@ def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([str(trained), "--out", str(tmp_path / "x"), "--kinds", "max"])
     assert "'max' is unknown; expected one of: mean, cls, patches" in capsys.readouterr().err
-    assert command.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"]) == 0
+    assert (
+        command.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"])
+        == 0
+    )
     assert "9 recordings (0 unreadable)" in capsys.readouterr().out
 
 
@@ -139,29 +165,57 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
     and the folders of a probe."""
     model = encoder.load(str(trained))
     assert model.config.n_mels == 64 and model.config.front_end == spectrogram.FrontEnd(**FRONT_END)
-    with pytest.raises(InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
+    with pytest.raises(
+        InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"
+    ):
         encoder.data_config(model, n_mels=128, f_max=8000.0)
     line = safetensors.export(str(trained), str(tmp_path / "export"), only="^encoder/")
     assert "step 1" in line
     for name in ("jaxtrain.json", "config.json"):
         file = tmp_path / "export" / name
         file.write_text(file.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
-    assert command.main([str(tmp_path / "export"), "--out", str(tmp_path / "x"), "--data", str(corpus)]) == 2
-    assert "sections model and data name different front ends: hop 160 and 80 samples" in capsys.readouterr().err
+    assert (
+        command.main(
+            [str(tmp_path / "export"), "--out", str(tmp_path / "x"), "--data", str(corpus)]
+        )
+        == 2
+    )
+    assert (
+        "sections model and data name different front ends: hop 160 and 80 samples"
+        in capsys.readouterr().err
+    )
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "checkpoints" / "1" / "manifest.json").unlink()
     meta = run / "checkpoints" / "1" / "meta" / "metadata"
     meta.write_text(meta.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
-    assert cli.main(["export", str(run), "--out", str(tmp_path / "y")]) == 2 and not (tmp_path / "y").exists()
+    assert (
+        cli.main(["export", str(run), "--out", str(tmp_path / "y")]) == 2
+        and not (tmp_path / "y").exists()
+    )
     told = capsys.readouterr().err
-    assert "sections model and data name different front ends: hop " in told and told.count("error: ") == 1, told
+    assert (
+        "sections model and data name different front ends: hop " in told
+        and told.count("error: ") == 1
+    ), told
     for name in ("a", "b"):
         made(model, corpus, tmp_path / name)
     file = tmp_path / "b" / embed.ABOUT
     file.write_text(file.read_text().replace('"n_mels": 64', '"n_mels": 32'))
-    folders = ["--train", str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--out", str(tmp_path / "p"), "--draws", "2"]
+    folders = [
+        "--train",
+        str(tmp_path / "a"),
+        "--test",
+        str(tmp_path / "b"),
+        "--out",
+        str(tmp_path / "p"),
+        "--draws",
+        "2",
+    ]
     assert probe.main(folders) == 2
-    assert "encoders with different front ends (n_mels 64 and 32); embed both with one run" in capsys.readouterr().err
+    assert (
+        "encoders with different front ends (n_mels 64 and 32); embed both with one run"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("source", ["run", "export"])
@@ -170,8 +224,13 @@ def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus
     sets `other_front_end`."""
     if source == "export":
         safetensors.export(str(trained), str(tmp_path / "export"))
-    warm = dict(source=str(trained if source == "run" else tmp_path / "export"), skip=("^(objective|probe)/",))
-    data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **{**FRONT_END, "mean": -5.0})
+    warm = dict(
+        source=str(trained if source == "run" else tmp_path / "export"),
+        skip=("^(objective|probe)/",),
+    )
+    data = dict(
+        train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **{**FRONT_END, "mean": -5.0}
+    )
     made = dict(
         workload="jaxtrain.workloads.bird",
         loader="loaders.audio.spectrogram",
@@ -181,14 +240,34 @@ def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus
         train=dict(steps=1, batch=8, eval_every=0),
     )
     config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new")})
-    with pytest.raises(warm_start.WarmStartError, match="trained on other spectrograms than this run's: mean -6 and -5; set"):
+    with pytest.raises(
+        warm_start.WarmStartError,
+        match="trained on other spectrograms than this run's: mean -6 and -5; set",
+    ):
         init_or_restore._warm_start(assembly.assemble(config), config.warm_start)
-    for change in ({"data": {**data, "mean": -6.0}}, {"warm_start": {**warm, "other_front_end": True}}):
-        config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new"), **change})
-        assert init_or_restore._warm_start(assembly.assemble(config), config.warm_start)[1].keys() >= {"encoder/pos"}
+    for change in (
+        {"data": {**data, "mean": -6.0}},
+        {"warm_start": {**warm, "other_front_end": True}},
+    ):
+        config = config_lib.from_dict(
+            {**made, "warm_start": warm, "workdir": str(tmp_path / "new"), **change}
+        )
+        assert init_or_restore._warm_start(assembly.assemble(config), config.warm_start)[
+            1
+        ].keys() >= {"encoder/pos"}
 
 
-BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")
+BLOCKED = (
+    "flax",
+    "optax",
+    "orbax",
+    "tensorstore",
+    "pyarrow",
+    "etils",
+    "ml_collections",
+    "soundfile",
+    "PIL",
+)
 
 
 def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
@@ -197,19 +276,34 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
     line = safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()
-    assert b"encoder.blocks.1.w_qkv" in header and b"probe" not in header and b"objective" not in header
+    assert (
+        b"encoder.blocks.1.w_qkv" in header
+        and b"probe" not in header
+        and b"objective" not in header
+    )
     made(encoder.load(str(trained), ema=True), corpus, tmp_path / "out")
-    assert encoder.load(str(tmp_path / "export")).digest == encoder.load(str(trained), ema=True).digest
+    assert (
+        encoder.load(str(tmp_path / "export")).digest == encoder.load(str(trained), ema=True).digest
+    )
     (tmp_path / "bird.ogg").write_bytes(next(recordings(corpus))["audio"]["bytes"])
-    program = f"import sys, runpy\nfor n in {BLOCKED}: sys.modules[n] = None\nsys.argv = ['example.py', 'bird.ogg']\n"
+    program = (
+        f"import sys, runpy\nfor n in {BLOCKED}: sys.modules[n] = None\nsys.argv = ['example.py',"
+        " 'bird.ogg']\n"
+    )
     program += "runpy.run_path('export/example.py', run_name='__main__')"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     values = np.array(done.stdout.split(), float)
     np.testing.assert_allclose(values, np.load(tmp_path / "out" / "mean.npy")[0], rtol=0, atol=1e-4)
-    done = subprocess.run([sys.executable, "export/example.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("usage: python export/example.py RECORDING"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "export/example.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        "usage: python export/example.py RECORDING"
+    ), done.stderr
     example = (tmp_path / "export" / "example.py").read_text().splitlines()
     assert len([line for line in example[1:] if not line.startswith(("import", "from"))]) <= 10
 
@@ -219,7 +313,9 @@ def test_shards_next_to_each_other_have_a_training_split(corpus, tmp_path):
     recordings."""
     flat = tmp_path / "flat"
     flat.mkdir()
-    for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):
+    for i, shard in enumerate(
+        sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))
+    ):
         (flat / f"data-{i:05}.arrow").write_bytes(shard.read_bytes())
     data = encoder.of_split(spectrogram.Config(train=str(flat)), "train")
     assert not list(data.validate()) and spectrogram.dataset_info(data)["n_train"]

@@ -13,7 +13,14 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows, measures, review
+from jaxtrain.workloads.bird.inference import (
+    embeddings,
+    fit,
+    heads,
+    labelled_rows,
+    measures,
+    review,
+)
 from loaders.audio.front_end import DEFAULT
 from tests.support import birds, chromium, corpus
 
@@ -47,8 +54,19 @@ def world(tmp_path_factory):
                 begin = round((at + 0.1) * RATE)
                 wave[begin : begin + round(0.3 * RATE)] += call(str(what), 0.3, rng)
         (folder / "recordings" / ("new" if n >= 5 else "old")).mkdir(parents=True, exist_ok=True)
-        soundfile.write(folder / "recordings" / ("new" if n >= 5 else "old") / f"{n}.wav", wave, RATE)
-    argv = ["embed", str(run), "--recordings", str(folder / "recordings" / "old"), "--out", str(folder / "emb"), "--batch", "8"]
+        soundfile.write(
+            folder / "recordings" / ("new" if n >= 5 else "old") / f"{n}.wav", wave, RATE
+        )
+    argv = [
+        "embed",
+        str(run),
+        "--recordings",
+        str(folder / "recordings" / "old"),
+        "--out",
+        str(folder / "emb"),
+        "--batch",
+        "8",
+    ]
     assert cli.main([*argv, "--kinds", "mean,patches"]) == 0
     return folder, run, truth
 
@@ -58,8 +76,13 @@ def labels(path, truth, per_class: int):
     lines = [("file", "start", "end", "label")]
     for what in (*TONES, ""):
         rows = [row for row in truth if row[3] == what and int(row[0][0]) < 5]
-        rows = sorted(rows, key=lambda row: (sum(r[0] == row[0] and r[1] < row[1] for r in rows), row[0]))[:per_class]
-        lines += [(f"old/{file}", start + 0.1, end - 0.1, label or "nothing") for file, start, end, label in rows]
+        rows = sorted(
+            rows, key=lambda row: (sum(r[0] == row[0] and r[1] < row[1] for r in rows), row[0])
+        )[:per_class]
+        lines += [
+            (f"old/{file}", start + 0.1, end - 0.1, label or "nothing")
+            for file, start, end, label in rows
+        ]
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(lines)
     return path
@@ -73,17 +96,40 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
     assert cli.main([*argv, "--out", str(tmp_path / "head.npz"), "--precision", "0.9"]) == 0
     told = capsys.readouterr().out
     assert "5 folds" in told and "high" in told
-    argv = [run, folder / "recordings" / "new", "--out", tmp_path / "out", "--model", tmp_path / "head.npz", "--no-merge"]
+    argv = [
+        run,
+        folder / "recordings" / "new",
+        "--out",
+        tmp_path / "out",
+        "--model",
+        tmp_path / "head.npz",
+        "--no-merge",
+    ]
     birds.run_detect(*argv)
     rows = birds.scores_of(tmp_path / "out")
     expected = {(file, start): what or "nothing" for file, start, _, what in truth}
-    y = np.array([[expected[row["file"], row["start_time"]] == what for what in ("high", "low")] for row in rows], np.float32)
+    y = np.array(
+        [
+            [expected[row["file"], row["start_time"]] == what for what in ("high", "low")]
+            for row in rows
+        ],
+        np.float32,
+    )
     z = np.array([[row[what] for what in ("high", "low")] for row in rows])
-    average = [measures.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
+    average = [
+        measures.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)
+    ]
     assert min(average) > 0.95, average
     # The thresholds in the head keep the requested precision.
-    found = [row for row in birds.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
-    right = [expected[row["File"].rpartition("/")[2], float(row["Start (s)"])] == row["Common name"] for row in found]
+    found = [
+        row
+        for row in birds.table(tmp_path / "out" / "detections.csv")
+        if row["Common name"] in TONES
+    ]
+    right = [
+        expected[row["File"].rpartition("/")[2], float(row["Start (s)"])] == row["Common name"]
+        for row in found
+    ]
     assert len(right) >= 8 and np.mean(right) >= 0.85
     # Another run's encoder is refused.
     other = birds.make_run(tmp_path)
@@ -103,21 +149,47 @@ def test_a_full_disk_leaves_no_head(world, tmp_path, capsys, small_disk):
     folder, _, truth = world
     disk, table = small_disk(8), labels(tmp_path / "labels.csv", truth, 5)
     (disk / "ballast").write_bytes(bytes(8192))
-    argv = ["fit", str(folder / "emb"), "--labels", str(table), "--method", "prototypes", "--out", str(disk / "head.npz")]
+    argv = [
+        "fit",
+        str(folder / "emb"),
+        "--labels",
+        str(table),
+        "--method",
+        "prototypes",
+        "--out",
+        str(disk / "head.npz"),
+    ]
     assert cli.main(argv) == 2 and [path.name for path in disk.iterdir()] == ["ballast"]
     told = capsys.readouterr().err
-    assert told.startswith(f"error: {disk / 'head.npz'} could not be written: No space left on device"), told
+    assert told.startswith(
+        f"error: {disk / 'head.npz'} could not be written: No space left on device"
+    ), told
 
 
 def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
     """fit INDEX --run embeds its rows: of each recording, the annotated part. The embeddings stay,
     and are not recomputed."""
     folder, run, truth = world
-    rows = [("file", "start", "end", "label"), *((f"old/{f}", a, b, what) for f, a, b, what in truth if what and int(f[0]) < 5)]
+    rows = [
+        ("file", "start", "end", "label"),
+        *((f"old/{f}", a, b, what) for f, a, b, what in truth if what and int(f[0]) < 5),
+    ]
     with open(tmp_path / "events.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     index = tmp_path / "index"
-    assert cli.main(["index", str(tmp_path / "events.csv"), "--audio", str(folder / "recordings"), "--out", str(index)]) == 0
+    assert (
+        cli.main(
+            [
+                "index",
+                str(tmp_path / "events.csv"),
+                "--audio",
+                str(folder / "recordings"),
+                "--out",
+                str(index),
+            ]
+        )
+        == 0
+    )
     argv = ["fit", str(index), "--run", str(run), "--batch", "8", "--method", "prototypes"]
     assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
     made = embeddings.read(tmp_path / "head-embeddings")
@@ -125,19 +197,41 @@ def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
     assert given.names == ("high", "low") and given.exclusive and len(given.y) == len(rows) - 1
     places = made.places()
     told = {(f"old/{f}", a): what for f, a, _, what in truth}
-    assert [told[each] for each in zip(places.paths, places.start, strict=True)] == [given.names[c] for c in given.y.argmax(1)]
+    assert [told[each] for each in zip(places.paths, places.start, strict=True)] == [
+        given.names[c] for c in given.y.argmax(1)
+    ]
     # The row is embedded like the window of the same seconds in the whole recording.
     windows = embeddings.read(folder / "emb")
-    where = {each: i for i, each in enumerate(zip(windows.places().paths, windows.places().start, strict=True))}
-    same = [where[path.removeprefix("old/"), start] for path, start in zip(places.paths, places.start, strict=True)]
+    where = {
+        each: i
+        for i, each in enumerate(zip(windows.places().paths, windows.places().start, strict=True))
+    }
+    same = [
+        where[path.removeprefix("old/"), start]
+        for path, start in zip(places.paths, places.start, strict=True)
+    ]
     np.testing.assert_allclose(made.array("mean", 2), windows.array("mean", 2)[same], atol=1e-4)
-    assert cli.main(["fit", str(made.folder), "--method", "prototypes", "--out", str(tmp_path / "again.npz")]) == 0
+    assert (
+        cli.main(
+            [
+                "fit",
+                str(made.folder),
+                "--method",
+                "prototypes",
+                "--out",
+                str(tmp_path / "again.npz"),
+            ]
+        )
+        == 0
+    )
     first, again = (heads.read(tmp_path / name) for name in ("head.npz", "again.npz"))
     assert first.digest == again.digest and first.encoder == again.encoder == made.encoder
     assert json.loads((made.folder / "embeddings.json").read_text())["examples_per_second"] > 0
     assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
     capsys.readouterr()
-    assert json.loads((made.folder / "embeddings.json").read_text())["examples_per_second"] == 0, "nothing was left to do"
+    assert json.loads((made.folder / "embeddings.json").read_text())["examples_per_second"] == 0, (
+        "nothing was left to do"
+    )
     for argv, text in (
         ([str(index)], "is an index of recordings; name the run that embeds it: --run RUN"),
         ([str(made.folder), "--run", str(run)], "none of the folders is an index"),
@@ -159,7 +253,10 @@ def fake(folder, x, y, names, groups=None, **about):
     start = np.zeros(len(x)) + np.arange(len(x)) * 1.0
     rows = pa.table({"path": paths, "start": start, "end": start + 1.0, "clock": [None] * len(x)})
     pq.write_table(
-        rows.cast(pa.schema({"path": "string", "start": "double", "end": "double", "clock": "string"})), folder / "rows.parquet"
+        rows.cast(
+            pa.schema({"path": "string", "start": "double", "end": "double", "clock": "string"})
+        ),
+        folder / "rows.parquet",
     )
     content = {
         "version": 1,
@@ -200,7 +297,10 @@ def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
 def test_a_threshold_between_classes_that_are_apart_lies_in_the_gap():
     """The threshold does not lie among the scores of the others, some of which a precision of 0.9
     would allow."""
-    scores, y = np.concatenate([np.linspace(1e-9, 1e-5, 60), np.linspace(0.8, 1, 40)]), np.repeat([0, 1], [60, 40])
+    scores, y = (
+        np.concatenate([np.linspace(1e-9, 1e-5, 60), np.linspace(0.8, 1, 40)]),
+        np.repeat([0, 1], [60, 40]),
+    )
     assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8
     scores[0] = 0.9  # one of the others has the score of a positive
     assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8 < fit.threshold(scores, y, 1.0)
@@ -220,7 +320,10 @@ def test_folds_keep_recordings_together(tmp_path):
 def test_one_example_a_class_needs_no_folds_and_says_so(tmp_path, capsys):
     x = np.array([[1.0, 0, 0], [0, 1.0, 0]])
     folder = fake(tmp_path / "e", x, np.eye(2), ["a", "b"])
-    assert cli.main(["fit", str(folder), "--out", str(tmp_path / "h.npz"), "--method", "prototypes"]) == 0
+    assert (
+        cli.main(["fit", str(folder), "--out", str(tmp_path / "h.npz"), "--method", "prototypes"])
+        == 0
+    )
     assert "no cross-validation" in capsys.readouterr().out
     head = heads.read(tmp_path / "h.npz")
     z = np.asarray(heads.logits("prototypes", head.arrays, x.astype("f4"), x.astype("f4")[:, None]))
@@ -234,7 +337,11 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
         "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
     )
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"), background=1)
-    assert given.names == ("owl", "wren") and given.rows[0].tolist()[:3] == [0, 1, 2] and given.rows[0][3] in (3, 4, 5)
+    assert (
+        given.names == ("owl", "wren")
+        and given.rows[0].tolist()[:3] == [0, 1, 2]
+        and given.rows[0][3] in (3, 4, 5)
+    )
     assert given.y.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
     assert given.known.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
     assert not given.exclusive
@@ -243,14 +350,27 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
 @pytest.mark.parametrize(
     ("text", "y", "known"),
     [
-        ("file,start,end,owl,wren\n0.wav,0,1,1,0\n0.wav,1,2,0,1\n0.wav,2,3,0,0\n", [[1, 0], [0, 1], [0, 0]], [[1, 1]] * 3),
-        ("file,start,end,label\n0.wav,0,1,owl\n0.wav,1,2,wren\n0.wav,2,3,\n", [[1, 0], [0, 1], [0, 0]], [[1, 1]] * 3),
-        ("file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
-         [[1, 0], [0, 0], [0, 1]], [[1, 1], [1, 0], [1, 1]]),
+        (
+            "file,start,end,owl,wren\n0.wav,0,1,1,0\n0.wav,1,2,0,1\n0.wav,2,3,0,0\n",
+            [[1, 0], [0, 1], [0, 0]],
+            [[1, 1]] * 3,
+        ),
+        (
+            "file,start,end,label\n0.wav,0,1,owl\n0.wav,1,2,wren\n0.wav,2,3,\n",
+            [[1, 0], [0, 1], [0, 0]],
+            [[1, 1]] * 3,
+        ),
+        (
+            "file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
+            [[1, 0], [0, 0], [0, 1]],
+            [[1, 1], [1, 0], [1, 1]],
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y, known):
-    folder = embeddings.read(fake(tmp_path / "e", np.ones((4, 3)), np.eye(2)[[0] * 4], ["a", "b"], [0] * 4))
+    folder = embeddings.read(
+        fake(tmp_path / "e", np.ones((4, 3)), np.eye(2)[[0] * 4], ["a", "b"], [0] * 4)
+    )
     (tmp_path / "t.csv").write_text(text)
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"))
     assert (given.rows[0].tolist(), given.y.tolist(), given.known.tolist()) == ([0, 1, 2], y, known)
@@ -261,13 +381,30 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6)
     lines = ["Begin File,Start (ms),End (ms),Species", "0.wav,0,1000,owl", "0.wav,2000,3000,wren"]
-    lines += [f"typo{n}.wav,0,1000,owl" for n in range(2)] + ["0.wav,9000,9500,tit", "A/0.wav,4000,5000,owl"]
+    lines += [f"typo{n}.wav,0,1000,owl" for n in range(2)] + [
+        "0.wav,9000,9500,tit",
+        "A/0.wav,4000,5000,owl",
+    ]
     (tmp_path / "t.csv").write_text("\n".join(lines))
-    argv = ["fit", str(folder), "--labels", str(tmp_path / "t.csv"), "--out", str(tmp_path / "h.npz"), "--method", "prototypes"]
+    argv = [
+        "fit",
+        str(folder),
+        "--labels",
+        str(tmp_path / "t.csv"),
+        "--out",
+        str(tmp_path / "h.npz"),
+        "--method",
+        "prototypes",
+    ]
     assert cli.main(argv) == 0
     told = capsys.readouterr()
-    assert "absent-recording: 3 (dropped)" in told.err and "t.csv:4: [0, 1) s of typo0.wav" in told.err
-    assert told.out.endswith(f"3 rows used, 0 without a class; 3 absent-recording, listed in {tmp_path / 'h-errors.csv'}\n")
+    assert (
+        "absent-recording: 3 (dropped)" in told.err and "t.csv:4: [0, 1) s of typo0.wav" in told.err
+    )
+    assert told.out.endswith(
+        "3 rows used, 0 without a class; 3 absent-recording, listed in"
+        f" {tmp_path / 'h-errors.csv'}\n"
+    )
     assert heads.read(tmp_path / "h.npz").names == ("owl", "wren")
     assert len((tmp_path / "h-errors.csv").read_text().splitlines()) == 4
     (tmp_path / "t.csv").write_text("file,vogel,start,end\n0.wav,owl,0,1\n0.wav,wren,2,3\n")
@@ -279,12 +416,21 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
     ("text", "said"),
     [
         ("file,start,end,label\n9.wav,0,1,owl\n", "none of it is in"),
-        ("file,start,end,label\n0.wav,x,1,owl\n", "t.csv:2 has 'x' as its 'start', which is no number"),
-        ("file,start,end,label,answer\n0.wav,0,1,owl,maybe\n", "has 'maybe' as its answer; expected yes, no or skip"),
+        (
+            "file,start,end,label\n0.wav,x,1,owl\n",
+            "t.csv:2 has 'x' as its 'start', which is no number",
+        ),
+        (
+            "file,start,end,label,answer\n0.wav,0,1,owl,maybe\n",
+            "has 'maybe' as its answer; expected yes, no or skip",
+        ),
         ("file,start,end,label\n0.wav,0,1,owl;wren\n", "split it with --separator ';'"),
         ("a,b\n1,2\n", "expected file, start, end, label"),
         ("file,start,end,label\n0.wav,0,1,owl\n", "has no counter-example"),
-        ("file,start,end,label\n/one/0.mp3,0,1,owl\n/two/0.mp3,1,2,wren\n", "'/two/0.mp3', another line '/one/0.mp3'"),
+        (
+            "file,start,end,label\n/one/0.mp3,0,1,owl\n/two/0.mp3,1,2,wren\n",
+            "'/two/0.mp3', another line '/one/0.mp3'",
+        ),
         ("file,start,end,label\n0.wav,0,1,\n", "has no label in any line"),
         (None, "holds no embeddings"),
     ],
@@ -294,7 +440,19 @@ def test_an_error_is_one_line(tmp_path, capsys, text, said):
     if text is not None:
         folder = fake(tmp_path / "e", np.ones((3, 2)), np.eye(2)[[0] * 3], ["a", "b"], [0] * 3)
         (tmp_path / "t.csv").write_text(text)
-    assert cli.main(["fit", str(folder), "--labels", str(tmp_path / "t.csv"), "--out", str(tmp_path / "h.npz")]) == 2
+    assert (
+        cli.main(
+            [
+                "fit",
+                str(folder),
+                "--labels",
+                str(tmp_path / "t.csv"),
+                "--out",
+                str(tmp_path / "h.npz"),
+            ]
+        )
+        == 2
+    )
     told = capsys.readouterr().err
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
     assert not (tmp_path / "h.npz").exists()
@@ -306,7 +464,18 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
     high = [(file, start) for file, start, _, what in truth if what == "high" and int(file[0]) < 5]
     new = next(row for row in truth if row[3] == "high" and int(row[0][0]) >= 5)
     query = f"{folder / 'recordings' / 'new' / new[0]}@{new[1]}"
-    argv = ["search", emb, "--like", query, "--run", str(run), "--top", "8", "--out", str(tmp_path / "hits.csv")]
+    argv = [
+        "search",
+        emb,
+        "--like",
+        query,
+        "--run",
+        str(run),
+        "--top",
+        "8",
+        "--out",
+        str(tmp_path / "hits.csv"),
+    ]
     assert cli.main(argv) == 0
     hits = birds.table(tmp_path / "hits.csv")
     assert len(hits) == 8 and sum((row["file"], float(row["start"])) in high for row in hits) >= 7
@@ -314,19 +483,63 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
     x = np.load(folder / "emb" / "mean.npy")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     at = int(hits[0]["row"])
-    assert cli.main(["search", emb, "--like", f"{emb}@{at}", "--out", str(tmp_path / "again.csv"), "--top", "99"]) == 0
+    assert (
+        cli.main(
+            [
+                "search",
+                emb,
+                "--like",
+                f"{emb}@{at}",
+                "--out",
+                str(tmp_path / "again.csv"),
+                "--top",
+                "99",
+            ]
+        )
+        == 0
+    )
     again = birds.table(tmp_path / "again.csv")
     order = np.argsort(-(x @ x[at]), kind="stable")
     assert int(again[0]["row"]) == at and len(again) == len(x)
-    np.testing.assert_allclose([float(row["score"]) for row in again], (x @ x[at])[order], atol=2e-4)
+    np.testing.assert_allclose(
+        [float(row["score"]) for row in again], (x @ x[at])[order], atol=2e-4
+    )
     # The head's score of each row, the highest first.
     table = labels(tmp_path / "labels.csv", truth, 5)
-    assert cli.main(["fit", emb, "--labels", str(table), "--out", str(tmp_path / "h.npz"), "--method", "patches"]) == 0
     assert (
-        cli.main(["search", emb, "--model", str(tmp_path / "h.npz"), "--class", "low", "--out", str(tmp_path / "low.csv")]) == 0
+        cli.main(
+            [
+                "fit",
+                emb,
+                "--labels",
+                str(table),
+                "--out",
+                str(tmp_path / "h.npz"),
+                "--method",
+                "patches",
+            ]
+        )
+        == 0
+    )
+    assert (
+        cli.main(
+            [
+                "search",
+                emb,
+                "--model",
+                str(tmp_path / "h.npz"),
+                "--class",
+                "low",
+                "--out",
+                str(tmp_path / "low.csv"),
+            ]
+        )
+        == 0
     )
     low = [(file, start) for file, start, _, what in truth if what == "low"]
-    assert all((row["file"], float(row["start"])) in low for row in birds.table(tmp_path / "low.csv")[:8])
+    assert all(
+        (row["file"], float(row["start"])) in low for row in birds.table(tmp_path / "low.csv")[:8]
+    )
     other = birds.make_run(tmp_path)
     capsys.readouterr()
     for argv, text in (
@@ -342,7 +555,9 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
         assert told.startswith("error: ") and text in told and told.count("\n") == 1
 
 
-def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_path, monkeypatch, capsys):
+def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3000, 16))
@@ -356,15 +571,24 @@ def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_pat
     monkeypatch.setitem(sys.modules, "usearch.index", None)
     capsys.readouterr()
     assert cli.main([*argv, str(tmp_path / "x.csv"), "--approximate"]) == 2
-    assert capsys.readouterr().err == "error: --approximate needs usearch: pip install 'jaxtrain[search]'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --approximate needs usearch: pip install 'jaxtrain[search]'\n"
+    )
     monkeypatch.undo()
     pytest.importorskip("usearch")
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     for name in ("first.csv", "second.csv"):  # created, and read again
         assert cli.main([*argv, str(tmp_path / name), "--approximate"]) == 0
-    assert ("rows are in the index" in capsys.readouterr().err) and len(list((tmp_path / "cache" / "search").iterdir())) == 1
-    exact, first, second = (birds.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second"))
-    assert first == second and len({row["row"] for row in exact} & {row["row"] for row in first}) >= 9
+    assert ("rows are in the index" in capsys.readouterr().err) and len(
+        list((tmp_path / "cache" / "search").iterdir())
+    ) == 1
+    exact, first, second = (
+        birds.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second")
+    )
+    assert (
+        first == second and len({row["row"] for row in exact} & {row["row"] for row in first}) >= 9
+    )
     assert first[0]["row"] == "9" and "7" not in {row["row"] for row in first}
 
 
@@ -391,7 +615,10 @@ def by_keys(items, out, judge) -> None:
         False,
         pytest.param(
             True,
-            marks=[pytest.mark.slow, pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here")],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here"),
+            ],
         ),
     ],
     ids=["answers", "keys in a browser"],
@@ -400,9 +627,14 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
     """Fit, detect, review, fit: with answers to the detections, average precision on new recordings
     rises."""
     folder, run, truth = world
-    emb, old, new = str(folder / "emb"), folder / "recordings" / "old", folder / "recordings" / "new"
+    emb, old, new = (
+        str(folder / "emb"),
+        folder / "recordings" / "old",
+        folder / "recordings" / "new",
+    )
     expected = {(file, start): what for file, start, _, what in truth}
-    with open(tmp_path / "labels.csv", "w", newline="") as file:  # one example of each, and one wrong label
+    # one example of each, and one wrong label
+    with open(tmp_path / "labels.csv", "w", newline="") as file:
         row = {what: next(r for r in truth if r[3] == what) for what in ("high", "low", "")}
         lines = [(*row["high"][:3], "high"), (*row["low"][:3], "low"), (*row[""][:3], "high")]
         csv.writer(file).writerows([("file", "start", "end", "label"), *lines])
@@ -422,8 +654,21 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
         return float(np.mean(each))
 
     argv = ["fit", emb, "--method", "linear", "--out"]
-    assert cli.main([*argv, str(tmp_path / "first.npz"), "--labels", str(tmp_path / "labels.csv")]) == 0
-    birds.run_detect(run, old, "--out", tmp_path / "found", "--model", tmp_path / "first.npz", "--threshold", 0, "--no-merge")
+    assert (
+        cli.main([*argv, str(tmp_path / "first.npz"), "--labels", str(tmp_path / "labels.csv")])
+        == 0
+    )
+    birds.run_detect(
+        run,
+        old,
+        "--out",
+        tmp_path / "found",
+        "--model",
+        tmp_path / "first.npz",
+        "--threshold",
+        0,
+        "--no-merge",
+    )
     items = review.read(str(tmp_path / "found"), order="diverse")
 
     def judge(item) -> tuple[str, str]:
@@ -436,13 +681,25 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
         session = review.Session(items, tmp_path / "answers.csv")
         for number, item in enumerate(items):
             session.answer(number, *judge(item))
-    assert cli.main([*argv, str(tmp_path / "second.npz"), "--labels", str(tmp_path / "answers.csv")]) == 0
+    assert (
+        cli.main([*argv, str(tmp_path / "second.npz"), "--labels", str(tmp_path / "answers.csv")])
+        == 0
+    )
     first, second = precision("first.npz"), precision("second.npz")
     assert second > first and second > 0.9, (first, second)
     # `jaxtrain index` reads the answers, too: a rejected detection is not a label.
     assert (
         cli.main(
-            ["index", str(tmp_path / "answers.csv"), "--audio", str(old), "--out", str(tmp_path / "i"), "--on", "all=keep"]
+            [
+                "index",
+                str(tmp_path / "answers.csv"),
+                "--audio",
+                str(old),
+                "--out",
+                str(tmp_path / "i"),
+                "--on",
+                "all=keep",
+            ]
         )
         == 0
     )

@@ -42,11 +42,15 @@ def test_sigreg_and_lejepa_equal_the_reference(name):
     weight, lam = jnp.ones(g["z"].shape[1]), float(g["lam"])
     value, grad = jit(jax.value_and_grad(lejepa.sigreg))(g["z"], g["A"], weight)
     np.testing.assert_allclose(value, g["sigreg"], rtol=1e-5)
-    np.testing.assert_allclose(grad, g["grad_sigreg"], rtol=0, atol=1e-5 * np.abs(g["grad_sigreg"]).max())
+    np.testing.assert_allclose(
+        grad, g["grad_sigreg"], rtol=0, atol=1e-5 * np.abs(g["grad_sigreg"]).max()
+    )
     np.testing.assert_allclose(lejepa.invariance(g["z"], weight), g["inv"], rtol=1e-5)
     value, grad = jit(jax.value_and_grad(combined))(g["z"], g["A"], weight, lam)
     np.testing.assert_allclose(value, g["total"], rtol=1e-5)
-    np.testing.assert_allclose(grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max())
+    np.testing.assert_allclose(
+        grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max()
+    )
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -62,13 +66,26 @@ def test_sigreg_is_of_the_global_batch_where_data_is_split(name):
         return jax.lax.psum(value, "data") / z.shape[1] / 2, grad / z.shape[1] / 2
 
     part = jax.P(None, "data")
-    split = jax.shard_map(local, mesh=mesh, in_specs=(part, jax.P("data")), out_specs=(jax.P(), part), axis_names={"data"})
+    split = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(part, jax.P("data")),
+        out_specs=(jax.P(), part),
+        axis_names={"data"},
+    )
     value, grad = jit(split)(g["z"], jnp.ones(g["z"].shape[1]))
     np.testing.assert_allclose(value, g["total"], rtol=1e-5)
-    np.testing.assert_allclose(grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max())
-    halves = [float(lejepa.sigreg(g["z"][:, i::2], g["A"], jnp.ones(g["z"].shape[1] // 2))) for i in range(2)]
+    np.testing.assert_allclose(
+        grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max()
+    )
+    halves = [
+        float(lejepa.sigreg(g["z"][:, i::2], g["A"], jnp.ones(g["z"].shape[1] // 2)))
+        for i in range(2)
+    ]
     np.testing.assert_allclose(np.mean(halves), g["sigreg_mean_of_two_half_batches"], rtol=1e-5)
-    assert not np.isclose(np.mean(halves), g["sigreg"], rtol=1e-5), "this golden cannot tell the two apart"
+    assert not np.isclose(np.mean(halves), g["sigreg"], rtol=1e-5), (
+        "this golden cannot tell the two apart"
+    )
 
 
 def test_rows_without_weight_are_not_in_the_batch():
@@ -99,11 +116,14 @@ def test_masked_error_equals_the_reference():
 
     value, grad = jax.value_and_grad(loss)(jnp.asarray(g["pred"]))
     np.testing.assert_allclose(value, g["loss"], rtol=1e-5)
-    np.testing.assert_allclose(grad, g["grad_pred"], rtol=0, atol=2e-5 * np.abs(g["grad_pred"]).max())
+    np.testing.assert_allclose(
+        grad, g["grad_pred"], rtol=0, atol=2e-5 * np.abs(g["grad_pred"]).max()
+    )
 
 
 @pytest.mark.parametrize(
-    ("grid", "n_masked", "block"), [((32, 8), 192, 2), ((64, 4), 192, 2), ((128, 2), 192, 4), ((4, 4), 9, 2), ((5, 7), 17, 3)]
+    ("grid", "n_masked", "block"),
+    [((32, 8), 192, 2), ((64, 4), 192, 2), ((128, 2), 192, 4), ((4, 4), 9, 2), ((5, 7), 17, 3)],
 )
 def test_masks_are_blocks_of_an_exact_number(grid, n_masked, block):
     n, rows = grid[0] * grid[1], 200
@@ -145,7 +165,10 @@ def test_the_decoder_sees_its_masks():
     assert found.shape == (2, 16, 5)
     swapped = decode(seen, jax.tree.map(lambda m: m[::-1], masks))
     other = decode(seen._replace(patches=2 * seen.patches), masks)
-    assert np.abs(found - np.asarray(swapped)).max() > 1e-2 and np.abs(found - np.asarray(other)).max() > 1e-2
+    assert (
+        np.abs(found - np.asarray(swapped)).max() > 1e-2
+        and np.abs(found - np.asarray(other)).max() > 1e-2
+    )
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4)])
@@ -159,15 +182,27 @@ def test_smoothed_labels_over_a_part_of_a_table(mesh):
 
     def ours(x, w):
         return cross_entropy(
-            x, w, jnp.asarray(label), jnp.asarray(weight), shard, smoothing=0.3, z_loss=0.1, chunk=5, size=37
+            x,
+            w,
+            jnp.asarray(label),
+            jnp.asarray(weight),
+            shard,
+            smoothing=0.3,
+            z_loss=0.1,
+            chunk=5,
+            size=37,
         ).loss
 
-    value, (dx, dw) = jit(jax.value_and_grad(ours, (0, 1)))(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+    value, (dx, dw) = jit(jax.value_and_grad(ours, (0, 1)))(
+        jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    )
     logits = x @ w[:37].T
     lse = np.log(np.exp(logits).sum(-1))
     target = 0.7 * np.eye(37)[label] + 0.3 / 37
     expected = (weight * (lse - (target * logits).sum(-1) + 0.1 * lse**2)).sum()
-    slope = weight[..., None] * (np.exp(logits - lse[..., None]) * (1 + 0.2 * lse[..., None]) - target)
+    slope = weight[..., None] * (
+        np.exp(logits - lse[..., None]) * (1 + 0.2 * lse[..., None]) - target
+    )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(dx, slope @ w[:37], rtol=0, atol=1e-5)
     np.testing.assert_allclose(dw[:37], np.einsum("btv,btd->vd", slope, x), rtol=0, atol=1e-5)
@@ -178,7 +213,10 @@ def test_every_file_of_the_folder_is_an_objective_and_a_section_of_the_config():
     names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
     assert set(bird.OBJECTIVES) == names
     for name, objective in bird.OBJECTIVES.items():
-        assert type(getattr(bird.Config(), name)) is objective.section and objective.needs in ("all", "visible")
+        assert type(getattr(bird.Config(), name)) is objective.section and objective.needs in (
+            "all",
+            "visible",
+        )
 
 
 def test_objectives_know_neither_each_other_nor_the_model():
@@ -187,7 +225,10 @@ def test_objectives_know_neither_each_other_nor_the_model():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxtrain.workloads"):
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
-                assert all(name.removeprefix("jaxtrain.workloads.bird.").split(".")[0] in known for name in names), path
+                assert all(
+                    name.removeprefix("jaxtrain.workloads.bird.").split(".")[0] in known
+                    for name in names
+                ), path
 
 
 NEW = """
@@ -233,9 +274,13 @@ except config_lib.ConfigError as error:
 
 def run_in(folder, program):
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, timeout=300,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_new_file_is_a_new_objective(tmp_path):
@@ -249,4 +294,7 @@ def test_a_new_file_is_a_new_objective(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "did you mean 'energy'?" in done.stdout
     (tmp_path / FOLDER.relative_to(root) / "energy.py").write_text("X = 1")
-    assert "energy has to define OBJECTIVE" in run_in(tmp_path, "import jaxtrain.workloads.bird.model").stderr
+    assert (
+        "energy has to define OBJECTIVE"
+        in run_in(tmp_path, "import jaxtrain.workloads.bird.model").stderr
+    )

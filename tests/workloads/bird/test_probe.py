@@ -37,7 +37,8 @@ def slow_auroc(score, y):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-    ("fast", "slow"), [(measures.average_precision, slow_average_precision), (measures.area_under_roc, slow_auroc)]
+    ("fast", "slow"),
+    [(measures.average_precision, slow_average_precision), (measures.area_under_roc, slow_auroc)],
 )
 def test_measures_equal_their_definitions_for_every_bootstrap_draw(fast, slow, ties):
     rng = np.random.default_rng(0)
@@ -45,7 +46,8 @@ def test_measures_equal_their_definitions_for_every_bootstrap_draw(fast, slow, t
     score = np.round(score) if ties else score
     weight = measures.bootstrap(40, 20)
     for w, found in zip(weight, fast(score, y, weight), strict=True):
-        rows = np.repeat(np.arange(40), w.astype(int))  # a draw has its rows as often as they were drawn
+        # a draw has its rows as often as they were drawn
+        rows = np.repeat(np.arange(40), w.astype(int))
         assert found == pytest.approx(slow(score[rows], y[rows]))
     assert (weight[0] == 1).all() and (weight.sum(1) == 40).all()
 
@@ -56,9 +58,14 @@ def test_classes_without_a_positive_do_not_count_and_no_call_rows_do():
     score = np.array([[0.9, 0.1, 0.5], [0.8, 0.7, 0.5], [0.3, 0.2, 0.5], [0.95, 0.1, 0.5]])
     y = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]], "u1")
     found = {name: v[0] for name, v in measures.measure(score, y, np.ones((1, 4))).items()}
-    first, second = slow_average_precision(score[:, 0], y[:, 0]), slow_average_precision(score[:, 1], y[:, 1])
+    first, second = (
+        slow_average_precision(score[:, 0], y[:, 0]),
+        slow_average_precision(score[:, 1], y[:, 1]),
+    )
     assert found["cmAP"] == pytest.approx((first + second) / 2)
-    assert found["AUROC"] == pytest.approx((slow_auroc(score[:, 0], y[:, 0]) + slow_auroc(score[:, 1], y[:, 1])) / 2)
+    assert found["AUROC"] == pytest.approx(
+        (slow_auroc(score[:, 0], y[:, 0]) + slow_auroc(score[:, 1], y[:, 1])) / 2
+    )
     # Row 0 is right, row 1 is not, row 2's best score is of class 2, row 3 has no class.
     assert found["accuracy"] == pytest.approx(1 / 3)
 
@@ -69,7 +76,9 @@ def test_an_interval_is_as_wide_as_the_binomials():
     score = np.where(rng.random((400, 1)) < 0.7, [[1.0, 0.0]], [[0.0, 1.0]])
     m = measures.summary(measures.accuracy(score, y, measures.bootstrap(400, 2000)))
     half = 1.96 * np.sqrt(m["value"] * (1 - m["value"]) / 400)
-    assert m["high"] - m["value"] == pytest.approx(half, rel=0.15) and m["value"] - m["low"] == pytest.approx(half, rel=0.15)
+    assert m["high"] - m["value"] == pytest.approx(half, rel=0.15) and m["value"] - m[
+        "low"
+    ] == pytest.approx(half, rel=0.15)
 
 
 @pytest.mark.parametrize("multilabel", [False, True])
@@ -103,7 +112,11 @@ def test_two_classes_have_the_minimum_of_a_softmax():
 
 def test_without_scikit_learn_the_command_says_how_to_install_it(monkeypatch, capsys):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "sklearn" else found(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "sklearn" else found(name, *more),
+    )
     for argv in (
         ["probe", "--train", "a", "--test", "b", "--out", "c"],
         ["fit", "a", "--out", "b.npz"],
@@ -111,18 +124,25 @@ def test_without_scikit_learn_the_command_says_how_to_install_it(monkeypatch, ca
         ["benchmark", "birdset", "HSN", "run", "--data", "a", "--out", "b", "--probe"],
     ):
         assert cli.main(argv) == 2
-        assert capsys.readouterr().err == "error: the package sklearn is missing; pip install 'jaxtrain[probe]'\n"
+        assert (
+            capsys.readouterr().err
+            == "error: the package sklearn is missing; pip install 'jaxtrain[probe]'\n"
+        )
 
 
 def test_classifiers_find_what_is_there_and_nothing_in_noise():
     (x, y), (x_test, y_test) = toy(), toy(seed=1)
     for score in (
-        probe.linear(x, y, x_test, multilabel=False), probe.linear(x, y, x_test, multilabel=True),
-        probe.nearest(x, y, x_test), probe.prototypes(x, y, x_test, shots=8, seed=0),
-    ):  # fmt: skip
+        probe.linear(x, y, x_test, multilabel=False),
+        probe.linear(x, y, x_test, multilabel=True),
+        probe.nearest(x, y, x_test),
+        probe.prototypes(x, y, x_test, shots=8, seed=0),
+    ):
         assert measures.accuracy(score, y_test, np.ones((1, 60)))[0] > 0.9
     noise = np.random.default_rng(2).normal(size=x.shape).astype("f4")
-    blind = probe.linear(noise, y, np.random.default_rng(3).normal(size=x.shape).astype("f4"), multilabel=False)
+    blind = probe.linear(
+        noise, y, np.random.default_rng(3).normal(size=x.shape).astype("f4"), multilabel=False
+    )
     assert measures.accuracy(blind, y_test, np.ones((1, 60)))[0] < 0.6
 
 
@@ -136,19 +156,37 @@ def test_more_examples_are_better_and_a_class_without_any_is_last():
     (x, y), (x_test, y_test) = toy(spread=3.0, n=300), toy(seed=1, spread=3.0, n=300)
     rates = [
         np.mean(
-            [measures.accuracy(probe.prototypes(x, y, x_test, shots=n, seed=s), y_test, np.ones((1, 300))) for s in range(10)]
+            [
+                measures.accuracy(
+                    probe.prototypes(x, y, x_test, shots=n, seed=s), y_test, np.ones((1, 300))
+                )
+                for s in range(10)
+            ]
         )
         for n in (1, 4, 32)
     ]
     assert rates[0] < rates[1] < rates[2]
-    assert (probe.prototypes(x, y * np.array([1, 1, 0], "u1"), x_test, shots=2, seed=0)[:, 2] == -1).all()
+    assert (
+        probe.prototypes(x, y * np.array([1, 1, 0], "u1"), x_test, shots=2, seed=0)[:, 2] == -1
+    ).all()
 
 
 def folder(path, x, y, **extra):
     path.mkdir()
-    meta = {"version": 1, "done": len(x), "rows": len(x), "class_names": ["a", "b", "c"], "multilabel": y.ndim == 2}
+    meta = {
+        "version": 1,
+        "done": len(x),
+        "rows": len(x),
+        "class_names": ["a", "b", "c"],
+        "multilabel": y.ndim == 2,
+    }
     (path / "embeddings.json").write_text(json.dumps(meta))
-    arrays = {"mean": x, "labels" if y.ndim == 2 else "label": y, "weight": np.ones(len(x), "f4"), **extra}
+    arrays = {
+        "mean": x,
+        "labels" if y.ndim == 2 else "label": y,
+        "weight": np.ones(len(x), "f4"),
+        **extra,
+    }
     for name, z in arrays.items():
         np.save(path / f"{name}.npy", z)
     return str(path)
@@ -165,9 +203,15 @@ def test_the_command_writes_a_table_with_intervals_and_pictures(tmp_path, capsys
     assert command.main(["--train", train, "--test", test, "--out", str(out), "--draws", "50"]) == 0
     found = json.loads((out / "results.json").read_text())["train"]
     assert found["linear"]["accuracy"]["value"] > 0.9 and found["scores"]["cmAP"]["value"] == 1
-    assert found["linear"]["accuracy"]["low"] <= found["linear"]["accuracy"]["value"] <= found["linear"]["accuracy"]["high"]
+    assert (
+        found["linear"]["accuracy"]["low"]
+        <= found["linear"]["accuracy"]["value"]
+        <= found["linear"]["accuracy"]["high"]
+    )
     assert set(found["few shot"]) == {"1", "2", "4", "8", "16"}
-    assert (out / "results.md").read_text().count("| train |") == 8 and (out / "measures.png").stat().st_size > 5000
+    assert (out / "results.md").read_text().count("| train |") == 8 and (
+        out / "measures.png"
+    ).stat().st_size > 5000
     assert (out / "few_shot.png").exists() and "AUROC" in capsys.readouterr().out
 
 
@@ -176,8 +220,15 @@ def test_folds_are_predicted_from_the_others(tmp_path):
     fold = np.arange(60) // 20
     source = folder(tmp_path / "all", x, y.argmax(1), fold=fold)
     splits = probe.folds_of(probe.read(source, group="fold"))
-    assert [set(test.group) for _, test in splits] == [{0}, {1}, {2}] and all(len(train.x) == 40 for train, _ in splits)
-    assert command.main(["--train", source, "--folds", "fold", "--out", str(tmp_path / "out"), "--draws", "20"]) == 0
+    assert [set(test.group) for _, test in splits] == [{0}, {1}, {2}] and all(
+        len(train.x) == 40 for train, _ in splits
+    )
+    assert (
+        command.main(
+            ["--train", source, "--folds", "fold", "--out", str(tmp_path / "out"), "--draws", "20"]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "out" / "results.json").read_text())["all"]["linear"]["accuracy"]
     assert len(found["folds"]) == 3 and found["value"] == pytest.approx(np.mean(found["folds"]))
 
@@ -186,7 +237,9 @@ def test_several_classes_are_judged_by_average_precision(tmp_path):
     x, y = toy(n=90)
     y = y | np.roll(y, 1, 1) * (np.arange(90) % 2)[:, None].astype("u1")
     source = folder(tmp_path / "all", x, y, fold=np.arange(90) // 30)
-    found = probe.evaluate(probe.folds_of(probe.read(source, group="fold")), draws=20, shots=(4,), trials=2)
+    found = probe.evaluate(
+        probe.folds_of(probe.read(source, group="fold")), draws=20, shots=(4,), trials=2
+    )
     assert found["linear"]["cmAP"]["value"] > 0.8 and found["few shot"]["4"]["value"] > 0.6
 
 
@@ -198,11 +251,19 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
     folder(tmp_path / "part", x, y.argmax(1))
     meta.write_text(meta.read_text().replace('"done": 60', '"done": 8'))
     later = folder(tmp_path / "later", x, y.argmax(1))
-    (tmp_path / "later" / "embeddings.json").write_text(meta.read_text().replace('"version": 1', '"version": 2'))
+    (tmp_path / "later" / "embeddings.json").write_text(
+        meta.read_text().replace('"version": 1', '"version": 2')
+    )
     for arguments, text in (
-        (["--train", later, "--test", good], "is of version 2, and this jaxtrain reads 1; embed again"),
+        (
+            ["--train", later, "--test", good],
+            "is of version 2, and this jaxtrain reads 1; embed again",
+        ),
         (["--train", str(tmp_path / "none"), "--test", good], "make them with `jaxtrain embed`"),
-        (["--train", str(tmp_path / "part"), "--test", good], "rerun the same `jaxtrain embed` to resume"),
+        (
+            ["--train", str(tmp_path / "part"), "--test", good],
+            "rerun the same `jaxtrain embed` to resume",
+        ),
         (["--train", unlabelled, "--test", good], "has no labels"),
         (["--train", good, "--folds", "fold"], "has no fold.npy"),
     ):

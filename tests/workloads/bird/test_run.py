@@ -22,47 +22,92 @@ TRACED = "--config.metrics.profile=(2, 2)"
 
 
 def test_a_run_leaves_its_files_in_the_workdir(folder, corpus):
-    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.metrics.tensorboard=true", TRACED)
+    output = run(
+        folder,
+        f"tiny.py:{corpus}",
+        "--config.train.steps=2",
+        "--config.metrics.tensorboard=true",
+        TRACED,
+    )
     workdir = folder / "runs" / "tiny"
     saved = json.loads((workdir / "config.json").read_text())
     assert saved["model"]["n_classes"] == 12 and saved["train"]["steps"] == 2
     assert list(records(workdir, "train")) == [1, 2] and list(records(workdir, "test")) == [2]
     mixed = records(workdir, "data")
-    assert list(mixed) == [1, 2] and mixed[2]["window_unique"] == 16 > mixed[2]["window_unique_expected"] > 10
+    assert (
+        list(mixed) == [1, 2]
+        and mixed[2]["window_unique"] == 16 > mixed[2]["window_unique_expected"] > 10
+    )
     assert {p.name for p in (workdir / "pictures").iterdir()} >= {"input_0.png", "augmented_0.png"}
     assert list((workdir / "tensorboard").iterdir())
     assert (workdir / "checkpoints" / "2").is_dir()
     line = next(line for line in output.splitlines() if line.startswith("step 2/2"))
-    for part in ("loss", " = supervised ", " + probe ", "examples/s", "MFU", "waiting for data", "left"):
+    for part in (
+        "loss",
+        " = supervised ",
+        " + probe ",
+        "examples/s",
+        "MFU",
+        "waiting for data",
+        "left",
+    ):
         assert part in line
-    line = next(line for line in output.splitlines() if "from the command to the first step" in line)
-    assert re.search("compiled$", output, re.M), "the seconds of the compilation are in this line alone"
+    line = next(
+        line for line in output.splitlines() if "from the command to the first step" in line
+    )
+    assert re.search("compiled$", output, re.M), (
+        "the seconds of the compilation are in this line alone"
+    )
     whole, phases = line.split(" s from the command to the first step: ")
     named = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
     assert {"imports and config", "compilation", "first step"} <= named.keys()
-    assert float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5) and float(named["compilation"]) > 0
+    assert (
+        float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5)
+        and float(named["compilation"]) > 0
+    )
     last = output[output.index("the run has ended; it left") :].splitlines()
     paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
     names = ("checkpoints", "metrics.jsonl", "classes.jsonl", "pictures", "tensorboard", "traces")
-    assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
+    assert paths == [f"runs/tiny/{name}" for name in names] and all(
+        (folder / path).exists() for path in paths
+    )
     rates = pytest.approx([1e-3, 5e-4, 0.0], abs=1e-9)
     assert json.loads((workdir / "schedule.json").read_text()) == {"step": [0, 1, 2], "lr": rates}
     [traced] = (workdir / "traces").iterdir()
     found = trace.of_folder(traced)
-    assert traced.name == "steps-000002-000002-process-0" and sum(found.parts.values()) == pytest.approx(1)
+    assert traced.name == "steps-000002-000002-process-0" and sum(
+        found.parts.values()
+    ) == pytest.approx(1)
     assert min(found.parts[part] for part in ("forward", "backward", "optimizer")) > 0.001, found
     assert list(traced.glob("plugins/profile/*/*.trace.json.gz")), "for Perfetto"
     typed = [line.partition(": ")[2] for line in last[last.index("next") + 1 :]]
     page, longer, export, embed, _ = typed
     assert page == "jaxtrain report runs/tiny --out runs/tiny/report.html"
-    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
+    again = [
+        f"--config=tiny.py:{corpus}",
+        "--config.metrics.tensorboard=true",
+        TRACED,
+        "--config.train.steps=4",
+    ]
     assert shlex.split(longer) == ["jaxtrain", "train", *again]
-    assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
+    assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith(
+        "jaxtrain embed runs/tiny "
+    )
     # The suggested commands can be typed one after the other. All run in one process, because
     # imports take longer than the work.
-    program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", program, *typed], cwd=folder, env=env, capture_output=True, text=True)
+    program = (
+        "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:])"
+        " for x in sys.argv[1:]]))"
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{folder}",
+        "IDS": str(folder / "ids.jsonl"),
+        "XLA_FLAGS": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, *typed], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(records(workdir, "train")) == [1, 2, 3, 4] and "resuming from step 2" in done.stderr
     assert (folder / "runs" / "tiny-weights" / "model.safetensors").stat().st_size > 1000
@@ -82,7 +127,13 @@ def test_errors_come_together_and_before_a_device_is_touched(folder, corpus):
         code=2,
         JAX_PLATFORMS="none_such",  # using a device would fail
     )
-    for part in ("trian", "did you mean 'train'", "config.train.batch is 7", "optim.lr", "/no/such/place"):
+    for part in (
+        "trian",
+        "did you mean 'train'",
+        "config.train.batch is 7",
+        "optim.lr",
+        "/no/such/place",
+    ):
         assert part in output, output
     assert "Traceback" not in output
 
@@ -97,10 +148,16 @@ def test_a_shipped_config_without_its_data_is_explained_too(capsys, monkeypatch)
     assert "config.data.train is empty; name a folder" in told.err
     assert explain.main(["--config=folder"]) == 2, "what it takes from an index has values, too"
     told = capsys.readouterr()
-    assert "config.data.clip_seconds" in told.out and "config.data.train is empty; name a folder" in told.err
+    assert (
+        "config.data.clip_seconds" in told.out
+        and "config.data.train is empty; name a folder" in told.err
+    )
     assert explain.main(["--config=esc10_folds"]) == 2, "which takes three things"
     told = capsys.readouterr()
-    assert "config.model.mask.ratio" in told.out and "config.data.train is empty; name a folder" in told.err
+    assert (
+        "config.model.mask.ratio" in told.out
+        and "config.data.train is empty; name a folder" in told.err
+    )
 
 
 def test_the_birds_names_are_one_for_each_layer():
@@ -108,7 +165,11 @@ def test_the_birds_names_are_one_for_each_layer():
     table = bird.make_specs(c)
     names = [EXPORT.names({"depth": 2}, path) for path in specs.paths(table)]
     flat = [n for name in names for n in ([name] if isinstance(name, str) else name)]
-    assert len(flat) == len(set(flat)) and {"encoder.blocks.1.w_qkv", "encoder.w_patch", "probe.b"} <= set(flat)
+    assert len(flat) == len(set(flat)) and {
+        "encoder.blocks.1.w_qkv",
+        "encoder.w_patch",
+        "probe.b",
+    } <= set(flat)
     assert all(len(n) == 2 for n in names if isinstance(n, list))
 
 
@@ -132,36 +193,61 @@ def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path
     (tmp_path / "frames.py").write_text(FRAMES)
     overrides = [(f"{given}.n_frames", "256"), (f"{given}.n_mels", "64")]
     config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
-    assert (config.model.n_frames, config.data.n_frames, config.model.n_mels, config.data.n_mels) == (256, 256, 64, 64)
+    assert (
+        config.model.n_frames,
+        config.data.n_frames,
+        config.model.n_mels,
+        config.data.n_mels,
+    ) == (256, 256, 64, 64)
     # The command line overrides the value that the file gives for the other side.
-    text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace("data=", "model=dict(n_mels=96), data=")
+    text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace(
+        "data=", "model=dict(n_mels=96), data="
+    )
     (tmp_path / "frames.py").write_text(text)
     config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
     assert (config.model.n_mels, config.data.n_mels) == (64, 64)
     both = [("model.n_frames", "512"), ("data.n_frames", "256")]
     config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
-    assert (config.model.n_frames, config.data.n_frames) == (512, 256), "two that differ are both kept, and refused"
+    assert (config.model.n_frames, config.data.n_frames) == (
+        512,
+        256,
+    ), "two that differ are both kept, and refused"
 
 
 @pytest.mark.parametrize("given", ["model", "data"])
 @pytest.mark.parametrize("of_file", ["", "model", "data"])
-def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(given, of_file, tmp_path):
+def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(
+    given, of_file, tmp_path
+):
     """This holds for any text of the file, on either side."""
-    text = FRAMES if of_file != "data" else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
+    text = (
+        FRAMES
+        if of_file != "data"
+        else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
+    )
     text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
     (tmp_path / "frames.py").write_text(text)
-    _, [(path, problem)] = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False)
+    _, [(path, problem)] = config_lib.read(
+        str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False
+    )
     assert path == f"{given}.n_mels" and "is 'x'" in problem
 
 
 @pytest.mark.parametrize(
-    ("rows", "loss", "multilabel"), [({}, "softmax", False), ({"rows_of_no_class": 3}, "asymmetric", True)]
+    ("rows", "loss", "multilabel"),
+    [({}, "softmax", False), ({"rows_of_no_class": 3}, "asymmetric", True)],
 )
 def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel, tmp_path):
     split = {"rows": 9, "rows_of_several_classes": 0, "median_seconds": 3.0, **rows}
-    (tmp_path / "index.json").write_text(json.dumps({"classes": ["a"], "splits": {"train": split, "test": split}}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({"classes": ["a"], "splits": {"train": split, "test": split}})
+    )
     found = runpy.run_path(str(ROOT / "configs" / "folder.py"))["get_config"](str(tmp_path))
-    assert (found.model.supervised.get("loss", "softmax"), found.data.multilabel, found.data.clip_seconds) == (
+    assert (
+        found.model.supervised.get("loss", "softmax"),
+        found.data.multilabel,
+        found.data.clip_seconds,
+    ) == (
         loss,
         multilabel,
         3.0,

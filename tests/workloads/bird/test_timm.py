@@ -43,11 +43,15 @@ def test_features_of_weights_from_elsewhere_are_timms(name, tmp_path):
     """Registers, positions of CLS, queries' norms, scales, exact GELU, and the norm behind the
     pooling, as in Bird-MAE."""
     folder = shutil.copytree(DATA / name, tmp_path / name)
-    (folder / "front_end.json").write_text(json.dumps({"sample_rate": 16_000, "clip_seconds": 0.65}))
+    (folder / "front_end.json").write_text(
+        json.dumps({"sample_rate": 16_000, "clip_seconds": 0.65})
+    )
     model = encoder.load(str(folder))
     golden = np.load(DATA / f"{name}.npz")
     assert model.front_end.sample_rate == 16_000
-    assert model.config.grid == tuple(n // p for n, p in zip(golden["x"].shape[2:], model.config.patch, strict=True))
+    assert model.config.grid == tuple(
+        n // p for n, p in zip(golden["x"].shape[2:], model.config.patch, strict=True)
+    )
     found, tokens = jax.jit(lambda p, x: features(model.config, p, x))(model.params, golden["x"])
     np.testing.assert_allclose(found, golden["features"], rtol=0, atol=1e-5)
     before = golden["tokens"].shape[1] - tokens.patches.shape[1]
@@ -62,9 +66,13 @@ def test_an_export_has_the_features_that_timm_computed_of_it(out):
     assert (out / "config.json").read_text() == str(golden["config"])
     model = encoder.load(str(out))
     assert model.digest == encoder.load(str(out.parent / "run")).digest, "and back in, bit for bit"
-    found = np.asarray(jax.jit(lambda p, x: features(model.config, p, x)[0])(model.params, golden["x"]))
+    found = np.asarray(
+        jax.jit(lambda p, x: features(model.config, p, x)[0])(model.params, golden["x"])
+    )
     np.testing.assert_allclose(found, golden["features"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found @ model.head["w"] + model.head["b"], golden["logits"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found @ model.head["w"] + model.head["b"], golden["logits"], rtol=0, atol=1e-5
+    )
     assert "library_name: timm" in (out / "README.md").read_text()
 
 
@@ -79,12 +87,18 @@ def test_a_run_of_its_architecture_takes_every_array_of_it(out, tmp_path):
     table = bird.make_specs(config_lib.section(bird.Config, {**model, "n_classes": 3}))
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     rules = config_lib.section(config_lib.WarmStart, start)
-    matches = warm_start.match({path: (spec.shape, spec.dtype) for path, spec in leaves}, warm_start.open_source(rules), rules)
+    matches = warm_start.match(
+        {path: (spec.shape, spec.dtype) for path, spec in leaves},
+        warm_start.open_source(rules),
+        rules,
+    )
     params = encoder.load(str(out)).params
     assert {f"encoder/{path}" for path in specs.paths(params)} == matches.loaded.keys()
     assert set(matches.unused) == {"head/bias", "head/weight"}
     for path, x in zip(specs.paths(params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(matches.loaded[f"encoder/{path}"].stored.read(()), x, err_msg=path)
+        np.testing.assert_array_equal(
+            matches.loaded[f"encoder/{path}"].stored.read(()), x, err_msg=path
+        )
 
 
 @pytest.mark.slow
@@ -94,7 +108,13 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
     (bare / "jaxtrain.json").unlink()  # as from elsewhere
     model, start = timm.from_folder(bare)
     data = dict(
-        train=str(out.parent / "shards"), label="label", n_frames=64, clip_seconds=0.65, threads=1, test_share=0.0, **FRONT_END
+        train=str(out.parent / "shards"),
+        label="label",
+        n_frames=64,
+        clip_seconds=0.65,
+        threads=1,
+        test_share=0.0,
+        **FRONT_END,
     )
     config = config_lib.from_dict(
         dict(
@@ -107,11 +127,16 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
             checkpoint=dict(every=1),
             train=dict(steps=1, batch=8, eval_every=0),
             optim=dict(lr=1e-30),
-        )  # fmt: skip
+        )
     )
     loop.run(config)
-    assert cli.main(["export", "more", "--format", "timm", "--license", "cc-by-4.0", "--out", "again"]) == 0
-    before, after = (safetensors.numpy.load_file(f / "model.safetensors") for f in (out, tmp_path / "again"))
+    assert (
+        cli.main(["export", "more", "--format", "timm", "--license", "cc-by-4.0", "--out", "again"])
+        == 0
+    )
+    before, after = (
+        safetensors.numpy.load_file(f / "model.safetensors") for f in (out, tmp_path / "again")
+    )
     assert before.keys() == after.keys()
     for name in before.keys() - {"head.weight", "head.bias"}:
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
@@ -127,13 +152,19 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     with pytest.raises(ValueError) as error:
         timm.from_folder(folder)
     told = str(error.value)
-    assert "blocks/b_qkv is missing" in told and "blocks.0.attn.rel_pos [96] has no place here" in told
+    assert (
+        "blocks/b_qkv is missing" in told and "blocks.0.attn.rel_pos [96] has no place here" in told
+    )
     assert "config.warm_start.skip and unused" in told
     about = json.loads((folder / "config.json").read_text())
     about["model_args"] |= {"act_layer": "relu", "num_heads": 5}
     (folder / "config.json").write_text(json.dumps(about))
     with pytest.raises(
-        ValueError, match=r"num_heads is 5, which does not divide the width 32; the activation is 'relu'; expected"
+        ValueError,
+        match=(
+            r"num_heads is 5, which does not divide the width 32; the activation is 'relu';"
+            r" expected"
+        ),
     ):
         timm.from_folder(folder)
 
@@ -153,16 +184,32 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=f"{text}.*encoder/w_patch is missing.*omit --timm"):
             timm_names.as_timm({}, {**MODEL, **options})
-    assert cli.main(["embed", str(DATA / "image"), "--data", str(out.parent / "shards"), "--out", str(tmp_path / "e")]) == 2
+    assert (
+        cli.main(
+            [
+                "embed",
+                str(DATA / "image"),
+                "--data",
+                str(out.parent / "shards"),
+                "--out",
+                str(tmp_path / "e"),
+            ]
+        )
+        == 2
+    )
     assert "front_end.json there, for example" in capsys.readouterr().err
 
 
 def test_positions_of_as_many_patches_are_resampled_to_another_grid():
-    rules = config_lib.WarmStart(source=str(DATA / "image"), reshape={"^encoder/pos$": "grid 4x2 to 2x4"}, unused=(".",))
+    rules = config_lib.WarmStart(
+        source=str(DATA / "image"), reshape={"^encoder/pos$": "grid 4x2 to 2x4"}, unused=(".",)
+    )
     source = warm_start.open_source(rules)
     matches = warm_start.match({"encoder/pos": ((8, 32), "float32")}, source, rules)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = warm_start.load(matches, {"encoder": {"pos": jax.ShapeDtypeStruct((8, 32), "float32", sharding=here)}})
+    found = warm_start.load(
+        matches, {"encoder": {"pos": jax.ShapeDtypeStruct((8, 32), "float32", sharding=here)}}
+    )
     before = source["encoder/pos"].read(()).reshape(4, 2, 32)
     expected = jax.image.resize(before, (2, 4, 32), "linear").reshape(8, 32)
     np.testing.assert_allclose(found["encoder/pos"], expected, rtol=0, atol=1e-6)
@@ -179,15 +226,31 @@ def test_timm_itself_loads_an_export_and_its_example_runs(out, tmp_path):
     found, _ = features(model.config, model.params, x)
     with torch.no_grad():
         theirs = make["load"](out)
-        expected = theirs.forward_head(theirs.forward_features(torch.from_numpy(x)), pre_logits=True).numpy()
+        expected = theirs.forward_head(
+            theirs.forward_features(torch.from_numpy(x)), pre_logits=True
+        ).numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    (tmp_path / "bird.wav").write_bytes(corpus.encode(corpus.noise(0, 0.65, 16_000), 16_000, "WAV", "FLOAT"))
-    done = subprocess.run([sys.executable, out / "example.py", tmp_path / "bird.wav"], capture_output=True, text=True)
+    (tmp_path / "bird.wav").write_bytes(
+        corpus.encode(corpus.noise(0, 0.65, 16_000), 16_000, "WAV", "FLOAT")
+    )
+    done = subprocess.run(
+        [sys.executable, out / "example.py", tmp_path / "bird.wav"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     shards = tmp_path / "one"
-    corpus.write(shards / "data-train.arrow", corpus.table([(tmp_path / "bird.wav").read_bytes()], [0], NAMES))
-    embed.embed(model, encoder.data_config(model, train=str(shards), label="label"), tmp_path / "embedded", batch=8)
+    corpus.write(
+        shards / "data-train.arrow",
+        corpus.table([(tmp_path / "bird.wav").read_bytes()], [0], NAMES),
+    )
+    embed.embed(
+        model,
+        encoder.data_config(model, train=str(shards), label="label"),
+        tmp_path / "embedded",
+        batch=8,
+    )
     scores = np.array(jax.nn.softmax(np.load(tmp_path / "embedded" / "scores.npy")[0]))
     found = [line.split("\t") for line in done.stdout.splitlines()]
     assert [name for _, name in found] == [NAMES[k] for k in np.argsort(-scores)[:5]]
-    np.testing.assert_allclose([float(score) for score, _ in found], np.sort(scores)[::-1][:5], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(
+        [float(score) for score, _ in found], np.sort(scores)[::-1][:5], rtol=0, atol=1e-3
+    )

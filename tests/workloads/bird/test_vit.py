@@ -16,7 +16,15 @@ from jaxtrain.workloads.bird import vit
 
 TINY = vit.Encoder(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 FULL = replace(
-    TINY, patch=(8, 16), n_cls=2, n_registers=3, positions="rope", qk_norm=True, mlp="swiglu", layer_scale=0.5, mlp_ratio=3
+    TINY,
+    patch=(8, 16),
+    n_cls=2,
+    n_registers=3,
+    positions="rope",
+    qk_norm=True,
+    mlp="swiglu",
+    layer_scale=0.5,
+    mlp_ratio=3,
 )
 
 
@@ -33,7 +41,9 @@ def params_of(c, seed=0):
     """Random parameters, also in place of initial ones and zeros."""
     table = vit.make_specs(c)
     rng = np.random.default_rng(seed)
-    return specs.map_specs(lambda path, s: (("scale" in path) + 0.3 * rng.normal(size=s.shape)).astype("f4"), table)
+    return specs.map_specs(
+        lambda path, s: (("scale" in path) + 0.3 * rng.normal(size=s.shape)).astype("f4"), table
+    )
 
 
 def frames(c, n, seed=0):
@@ -68,7 +78,9 @@ def reference(c, params, x, visible=None):
         f = c.rope_base ** (-np.arange(0, half, 2) / half)
         angle = np.concatenate([place[0] * f, place[1] * f])
         a, b = z[:half], z[half:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+        return np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
+        )
 
     def gelu(z):
         return z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
@@ -83,7 +95,10 @@ def reference(c, params, x, visible=None):
             if c.qk_norm:
                 q = np.stack([norm(z, b["scale_q"], b["bias_q"]) for z in q])
                 key = np.stack([norm(z, b["scale_k"], b["bias_k"]) for z in key])
-            q, key = (np.stack([turned(z, place) for z, place in zip(zs, places, strict=True)]) for zs in (q, key))
+            q, key = (
+                np.stack([turned(z, place) for z, place in zip(zs, places, strict=True)])
+                for zs in (q, key)
+            )
             e = np.exp(q @ key.T / np.sqrt(k))
             out += e / e.sum(1, keepdims=True) @ v @ b["w_out"][h]
         t = t + (out + b["b_out"]) * b.get("scale_added_attention", 1)
@@ -98,7 +113,9 @@ def reference(c, params, x, visible=None):
 
 
 @pytest.mark.parametrize(
-    ("c", "partly"), [(TINY, False), (TINY, True), (FULL, False), (FULL, True)], ids=["plain", "learned", "all", "visible"]
+    ("c", "partly"),
+    [(TINY, False), (TINY, True), (FULL, False), (FULL, True)],
+    ids=["plain", "learned", "all", "visible"],
 )
 def test_equals_a_plain_encoder(c, partly):
     params, x = params_of(c), frames(c, 2)
@@ -108,7 +125,9 @@ def test_equals_a_plain_encoder(c, partly):
     for i in range(2):
         expected = reference(c, params, x[i], None if visible is None else visible[i])
         np.testing.assert_allclose(found.cls[i], expected[: c.n_cls], rtol=0, atol=2e-4)
-        np.testing.assert_allclose(found.patches[i], expected[c.n_cls : len(expected) - c.n_registers], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(
+            found.patches[i], expected[c.n_cls : len(expected) - c.n_registers], rtol=0, atol=2e-4
+        )
 
 
 @pytest.mark.parametrize(("preset", "expected"), [("s", 21_491_712), ("b", 85_450_752)])
@@ -125,7 +144,15 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
     block = 2 * 2 * d + d * 3 * d + 3 * d + d * d + d + 2 * 4 * d * d + 5 * d
     rest = 256 * d + d + 256 * d + d + 2 * d
     assert specs.count(vit.make_specs(plain)) == rest + l * block
-    rich = replace(plain, n_cls=2, n_registers=4, positions="rope", qk_norm=True, mlp="swiglu", layer_scale=1e-4)
+    rich = replace(
+        plain,
+        n_cls=2,
+        n_registers=4,
+        positions="rope",
+        qk_norm=True,
+        mlp="swiglu",
+        layer_scale=1e-4,
+    )
     hidden = int(2 / 3 * 4 * d)
     block = 2 * 2 * d + 3 * d * d + 3 * d + d * d + d + 3 * d * hidden + 4 * k + 2 * d
     assert specs.count(vit.make_specs(rich)) == 256 * d + d + 6 * d + 2 * d + l * block
@@ -171,7 +198,9 @@ def test_a_row_that_skips_every_layer_is_its_patches_alone():
     np.testing.assert_allclose(found.patches[0], whole.patches[0], rtol=0, atol=1e-5)
     blank = replace(TINY, depth=1)
     only = {**params, "blocks": jax.tree.map(lambda w: 0 * w[:1], params["blocks"])}
-    np.testing.assert_allclose(found.patches[1], encode(blank, only, x).patches[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found.patches[1], encode(blank, only, x).patches[1], rtol=0, atol=1e-5
+    )
 
 
 def test_recomputing_layers_changes_no_gradient():
@@ -184,7 +213,10 @@ def test_recomputing_layers_changes_no_gradient():
 
 
 def test_half_precision_keeps_norms_in_float32():
-    found, exact = (encode(replace(FULL, dtype=name), params_of(FULL), frames(FULL, 2)) for name in ("bfloat16", "float32"))
+    found, exact = (
+        encode(replace(FULL, dtype=name), params_of(FULL), frames(FULL, 2))
+        for name in ("bfloat16", "float32")
+    )
     assert found.cls.dtype == found.patches.dtype == jnp.float32
     assert 1e-4 < float(jnp.abs(found.cls - exact.cls).mean()) < 0.1
 
@@ -195,14 +227,30 @@ def test_every_parameter_has_its_place_in_the_optimizer():
     table = vit.make_specs(replace(FULL, positions="learned"))
     for name in ("adamw", "muon"):
         make_optimizer(Optim(name=name, layer_decay=0.75), table, steps=2)
-    below = [path for path in specs.paths(table) if "/" not in path and path not in ("scale", "bias")]
+    below = [
+        path for path in specs.paths(table) if "/" not in path and path not in ("scale", "bias")
+    ]
     assert below and all(re.search(Optim().layer_first, path) for path in below)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("patch", (16, 24)), ("patch", (0, 16)), ("heads", 5), ("dtype", "float16"), ("embed", -1), ("n_cls", 0)]
-    + [("preset", "xl"), ("mlp", "relu"), ("positions", "none"), ("drop_path", 1.0), ("remat", "all"), ("n_registers", -1)],
+    [
+        ("patch", (16, 24)),
+        ("patch", (0, 16)),
+        ("heads", 5),
+        ("dtype", "float16"),
+        ("embed", -1),
+        ("n_cls", 0),
+    ]
+    + [
+        ("preset", "xl"),
+        ("mlp", "relu"),
+        ("positions", "none"),
+        ("drop_path", 1.0),
+        ("remat", "all"),
+        ("n_registers", -1),
+    ],
 )
 def test_an_invalid_model_names_the_field(field, value):
     problems = dict(replace(TINY, **{field: value}).validate())

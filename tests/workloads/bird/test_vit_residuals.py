@@ -10,7 +10,9 @@ from tests.support.residuals import ONE, WIDE, D, L, M, T, gradient, shard_on
 VIT = vit.Stack(embed=D, depth=L, heads=4, hidden=M)
 STACKS = {
     "gelu": VIT,
-    "swiglu, norms and rotation of q and k": VIT._replace(gated=True, qk_norm=True, layer_scale=0.1),
+    "swiglu, norms and rotation of q and k": VIT._replace(
+        gated=True, qk_norm=True, layer_scale=0.1
+    ),
 }
 
 
@@ -18,7 +20,11 @@ def of(stack, dtype, word="none"):
     """The jaxpr of a stack's gradient."""
     stack, shard = stack._replace(dtype=dtype, remat=word), shard_on(1, 1, 1)
     turns = (jnp.ones((1, T, 1, 8)), jnp.zeros((1, T, 1, 8))) if stack.qk_norm else None
-    return gradient(lambda params, x: vit.run_stack(stack, params, x, shard, turns=turns), vit.stack_specs(stack), dtype)
+    return gradient(
+        lambda params, x: vit.run_stack(stack, params, x, shard, turns=turns),
+        vit.stack_specs(stack),
+        dtype,
+    )
 
 
 # The inputs of both parts, q, k and v as attention reads them, its output, and the input of the

@@ -27,15 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain generate-audio", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make")
-    parser.add_argument("--each", type=arguments.positive, default=1, help="answers to each prompt; default: 1")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a recording, at most; default: 10")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make"
+    )
+    parser.add_argument(
+        "--each", type=arguments.positive, default=1, help="answers to each prompt; default: 1"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of a recording, at most; default: 10"
+    )
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="default: 1")
     parser.add_argument("--top-k", type=int, nargs="+", default=[0], help="default: 0, all codes")
     parser.add_argument("--text", action="store_true", help="let the answer begin with text")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json; default: the run's")
-    parser.add_argument("--codec", default="", help="a codec.npz, or module:function; default: the run's")
+    parser.add_argument(
+        "--codec", default="", help="a codec.npz, or module:function; default: the run's"
+    )
     args = parser.parse_args(argv)
 
     from jaxtrain.parallel import cluster
@@ -43,11 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.workloads.audio_language.decoding import Streams
 
     cluster.use_compilation_cache()
-    speaker = generate_audio.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec)
+    speaker = generate_audio.load(
+        args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec
+    )
     prompts = [prompt for prompt in args.prompts for _ in range(args.each)]
     streams = Streams(temperature=tuple(args.temperature), top_k=tuple(args.top_k))
     answers = generate_audio.speak(
-        speaker, prompts, seconds=args.seconds, streams=streams, seed=args.seed, text_first=args.text
+        speaker,
+        prompts,
+        seconds=args.seconds,
+        streams=streams,
+        seed=args.seed,
+        text_first=args.text,
     )
     generate_audio.write(speaker, args.out, prompts, answers, args.each)
     return 0

@@ -33,17 +33,31 @@ SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain train-codec", __doc__)
     parser.add_argument("out", type=arguments.out_file, metavar="CODEC.npz")
-    parser.add_argument("sound", metavar="SOUND", nargs="+", help="audio files, folders of them, manifests")
+    parser.add_argument(
+        "sound", metavar="SOUND", nargs="+", help="audio files, folders of them, manifests"
+    )
     parser.add_argument("--codebooks", type=arguments.positive, default=8, help="default: 8")
-    parser.add_argument("--size", type=arguments.positive, default=1024, help="codes of each; default: 1024")
     parser.add_argument(
-        "--components", type=arguments.positive, default=128, help="principal components of four frames; default: 128"
+        "--size", type=arguments.positive, default=1024, help="codes of each; default: 1024"
     )
-    parser.add_argument("--rounds", type=arguments.positive, default=15, help="of k-means; default: 15")
     parser.add_argument(
-        "--frames", type=arguments.positive, default=200_000, help="times (40 ms) to learn from, at most; default: 200000"
+        "--components",
+        type=arguments.positive,
+        default=128,
+        help="principal components of four frames; default: 128",
     )
-    parser.add_argument("--test-share", type=float, default=0.1, help="of the recordings; default: 0.1")
+    parser.add_argument(
+        "--rounds", type=arguments.positive, default=15, help="of k-means; default: 15"
+    )
+    parser.add_argument(
+        "--frames",
+        type=arguments.positive,
+        default=200_000,
+        help="times (40 ms) to learn from, at most; default: 200000",
+    )
+    parser.add_argument(
+        "--test-share", type=float, default=0.1, help="of the recordings; default: 0.1"
+    )
     parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     args = parser.parse_args(argv)
     print(train(args))
@@ -63,17 +77,27 @@ def train(args: argparse.Namespace) -> str:
             print(f"warning: {name} is skipped: {reason}", file=sys.stderr)
         parts.append(x)
     made = codec.train(
-        parts[0], codebooks=args.codebooks, size=args.size, components=args.components, rounds=args.rounds, seed=args.seed
+        parts[0],
+        codebooks=args.codebooks,
+        size=args.size,
+        components=args.components,
+        rounds=args.rounds,
+        seed=args.seed,
     )
     made.save(args.out)
-    lines = [f"{args.out}: {args.codebooks} codebooks of {args.size}, {codec.FRAME_RATE:g} times a second, from "
-             f"{len(parts[0]):,} times of {int((~held).sum())} recordings, in {time.perf_counter() - began:.0f} s"]  # fmt: skip
+    lines = [
+        f"{args.out}: {args.codebooks} codebooks of {args.size}, {codec.FRAME_RATE:g} times a"
+        f" second, from {len(parts[0]):,} times of {int((~held).sum())} recordings, in"
+        f" {time.perf_counter() - began:.0f} s"
+    ]
     columns = [codec.errors(made, x) for x in parts if len(x)]
     names = ("learned from", "held out")[: len(columns)]
     lines += [f"{'log-mel error after':>20}" + "".join(f"{name:>16}" for name in names)]
     lines += [f"{'the mean alone':>20}" + "".join(f"{alone:16.3f}" for _, alone in columns)]
     for k in range(args.codebooks):
-        lines += [f"{f'{k + 1} codebooks':>20}" + "".join(f"{each[k]:16.3f}" for each, _ in columns)]
+        lines += [
+            f"{f'{k + 1} codebooks':>20}" + "".join(f"{each[k]:16.3f}" for each, _ in columns)
+        ]
     return "\n".join(lines)
 
 
@@ -86,18 +110,32 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
             root = path.parent
             for example in chatml.read_manifest(path):
                 try:
-                    clips = [piece.clip for piece in chatml.render(example) if piece.clip is not None]
+                    clips = [
+                        piece.clip for piece in chatml.render(example) if piece.clip is not None
+                    ]
                 except chatml.ExampleError:
                     continue
-                by_name |= {str(source): source for source in (chat_examples.source_of(clip, root) for clip in clips)}
+                by_name |= {
+                    str(source): source
+                    for source in (chat_examples.source_of(clip, root) for clip in clips)
+                }
             continue
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        files = (
+            sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+            if path.is_dir()
+            else [path]
+        )
         if not path.exists():
-            raise DataError(f"{path} does not exist; name audio files, folders of them, or manifests")
+            raise DataError(
+                f"{path} does not exist; name audio files, folders of them, or manifests"
+            )
         for file in files if path.is_dir() else ():
             remedy = "; name that file itself, or the folder that it lies in"
             files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
         by_name |= {str(file): codec.Source(file) for file in files}
     if not by_name:
-        raise DataError(f"no recordings in {', '.join(paths)}; expected files that end in one of: {', '.join(SUFFIXES)}")
+        raise DataError(
+            f"no recordings in {', '.join(paths)}; expected files that end in one of:"
+            f" {', '.join(SUFFIXES)}"
+        )
     return list(by_name.values())

@@ -22,7 +22,9 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
         if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], allowed)}")
+            raise argparse.ArgumentTypeError(
+                f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], allowed)}"
+            )
         return names
 
     return parse
@@ -32,18 +34,32 @@ def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = ()) 
     """Add the options of `loaders.audio.recordings.columns`, or those of some columns alone."""
     from loaders.audio.recordings.columns import FLAGS
 
-    several = {"label": ", or several between commas", "duration": ", or the length of all events, 5s"}
+    several = {
+        "label": ", or several between commas",
+        "duration": ", or the length of all events, 5s",
+    }
     for name in names or FLAGS:
         text = f"column of a table: {name}{several.get(name, '')}; none; default: by usual names"
         parser.add_argument(FLAGS[name], default="", metavar="NAME", help=text)
     if not names:
         parser.add_argument(
-            "--dates", default="", choices=("", "day-first", "month-first"), help="which of 01/06/2024 is first"
+            "--dates",
+            default="",
+            choices=("", "day-first", "month-first"),
+            help="which of 01/06/2024 is first",
         )
         parser.add_argument(
-            "--encoding", default="", metavar="NAME", help="of tables, for example cp1250; default: by their bytes"
+            "--encoding",
+            default="",
+            metavar="NAME",
+            help="of tables, for example cp1250; default: by their bytes",
         )
-        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in a field of a table")
+        parser.add_argument(
+            "--separator",
+            default="",
+            metavar="TEXT",
+            help="between several labels in a field of a table",
+        )
 
 
 def table_options(args: argparse.Namespace) -> "Options":
@@ -51,7 +67,13 @@ def table_options(args: argparse.Namespace) -> "Options":
     from loaders.audio.recordings.columns import Options
 
     named = vars(args)
-    return Options(**{name: named[name] for name in Options.__dataclass_fields__ if name in named and name != "labels"})
+    return Options(
+        **{
+            name: named[name]
+            for name in Options.__dataclass_fields__
+            if name in named and name != "labels"
+        }
+    )
 
 
 def prepare_process() -> None:

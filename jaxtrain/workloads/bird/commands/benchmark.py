@@ -35,16 +35,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text)
         if name == "birdset":
-            action.add_argument("set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}")
-            action.add_argument("--probe", action="store_true", help="by a linear probe on its train split")
-            action.add_argument("--names", default="", metavar="FILE", help="the run's classes, one a line, if it has no names")
+            action.add_argument(
+                "set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}"
+            )
+            action.add_argument(
+                "--probe", action="store_true", help="by a linear probe on its train split"
+            )
+            action.add_argument(
+                "--names",
+                default="",
+                metavar="FILE",
+                help="the run's classes, one a line, if it has no names",
+            )
         else:
-            action.add_argument("--views", type=arguments.positive, default=1, help="of each clip, averaged; default: 1")
+            action.add_argument(
+                "--views",
+                type=arguments.positive,
+                default=1,
+                help="of each clip, averaged; default: 1",
+            )
         arguments.add_run(action, ema=True)
-        action.add_argument("--data", required=True, metavar="DIR", help="the benchmark's recordings and labels")
-        action.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder of the results")
-        action.add_argument("--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200")
-        action.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
+        action.add_argument(
+            "--data", required=True, metavar="DIR", help="the benchmark's recordings and labels"
+        )
+        action.add_argument(
+            "--out",
+            required=True,
+            type=arguments.out_folder,
+            metavar="DIR",
+            help="the folder of the results",
+        )
+        action.add_argument(
+            "--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200"
+        )
+        action.add_argument(
+            "--batch",
+            type=arguments.positive,
+            default=64,
+            help="recordings computed together; default: 64",
+        )
     args = parser.parse_args(argv)
     if args.name != "birdset" or args.probe:
         commands.need_sklearn()
@@ -56,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"draws": args.draws, "batch": args.batch}
     if args.name == "birdset":
         names = detect.read_classes(args.names) if args.names else ()
-        lines = benchmark.birdset(model, args.set, args.data, out, linear=args.probe, names=names, **options)
+        lines = benchmark.birdset(
+            model, args.set, args.data, out, linear=args.probe, names=names, **options
+        )
     else:
         lines = benchmark.esc(model, args.name, args.data, out, views=args.views, **options)
     print("\n".join(lines))

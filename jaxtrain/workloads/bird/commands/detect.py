@@ -37,20 +37,77 @@ from jaxtrain.workloads.bird import commands
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make or resume")
-    parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
-    parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table by class; default: --model's, 0.5")
-    parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
-    parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
-    parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
-    parser.add_argument("--root", default="", metavar="FOLDER", help="base of all names; default: the nearest folder above all")
-    parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
-    parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
-    parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")
-    parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
-    commands.add_table_flags(parser.add_argument_group("tables that name recordings"), names=("file",))
+    parser.add_argument(
+        "recordings",
+        metavar="RECORDING",
+        nargs="+",
+        help="files, folders, indexes, tables or lists of names",
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=arguments.out_folder,
+        metavar="DIR",
+        help="folder to make or resume",
+    )
+    parser.add_argument(
+        "--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="of neighbouring windows; default: 0",
+    )
+    parser.add_argument(
+        "--threshold",
+        default="",
+        metavar="SCORE",
+        help="number, or table by class; default: --model's, 0.5",
+    )
+    parser.add_argument(
+        "--classes", default="", metavar="NAMES", help="between commas, or a file; default: all"
+    )
+    parser.add_argument(
+        "--min-duration",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="of a detection, at least; default: 0",
+    )
+    parser.add_argument(
+        "--no-merge",
+        action="store_true",
+        help="a detection for each window, instead of one for neighbours",
+    )
+    parser.add_argument(
+        "--root",
+        default="",
+        metavar="FOLDER",
+        help="base of all names; default: the nearest folder above all",
+    )
+    parser.add_argument(
+        "--follow-links", action="store_true", help="links in it may lead out of it"
+    )
+    parser.add_argument(
+        "--names",
+        default="",
+        metavar="FILE",
+        help="names of the run's classes in order, if it has none",
+    )
+    parser.add_argument(
+        "--batch",
+        type=arguments.positive,
+        default=64,
+        help="windows computed together; default: 64",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="that decode; default: one for each core"
+    )
+    commands.add_table_flags(
+        parser.add_argument_group("tables that name recordings"), names=("file",)
+    )
     return _detect(parser.parse_args(argv))
 
 
@@ -66,45 +123,67 @@ def _detect(args: argparse.Namespace) -> int:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
     commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
-    changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
-    changes |= {"train": "", "test": "", "views": 1}  # the windows are its data, and the training data are not opened
+    changes: dict[str, Any] = {
+        "threads": args.threads,
+        "follow_links": args.follow_links,
+        "label": "",
+        "multilabel": False,
+    }
+    # the windows are its data, and the training data are not opened
+    changes |= {"train": "", "test": "", "views": 1}
     data = encoder.data_config(model, **changes)
     if args.model:
         head = heads.read(args.model)
         settings = data.settings | encoder.clips(data)
-        heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
+        heads.refuse_other(
+            head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name
+        )
     else:
         head = detect.head_of(model, detect.read_classes(args.names) if args.names else ())
     chosen = list(range(len(head.names)))
     if args.classes:
-        chosen = sorted(set(heads.read_names(detect.read_classes(args.classes), head.names, "--classes")))
+        chosen = sorted(
+            set(heads.read_names(detect.read_classes(args.classes), head.names, "--classes"))
+        )
     fitted = None if head.thresholds is None else head.thresholds[chosen]
     bounds = detections.thresholds(args.threshold, [head.names[i] for i in chosen], fitted)
     if not 0 <= args.min_duration < float("inf"):
-        raise InferenceError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
-    note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
+        raise InferenceError(
+            f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0"
+        )
+    note = (
+        functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
+    )
     cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "note": note}
     cut |= {"reading": commands.table_options(args)}
-    windows, errors = encoder.cut_windows(args.recordings, data.clip_seconds, overlap=args.overlap, **cut)
+    windows, errors = encoder.cut_windows(
+        args.recordings, data.clip_seconds, overlap=args.overlap, **cut
+    )
     data = encoder.data_config(model, **changes, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
     console = console_lib.start_console(process=membership.process)
     try:
         share = (membership.process, membership.processes)
-        done = detect.score(model, head, data, parts, made_of, chosen=chosen, share=share, progress=console.progress)
+        done = detect.score(
+            model, head, data, parts, made_of, chosen=chosen, share=share, progress=console.progress
+        )
     finally:
         console.finish()
     if done["windows"]:
         seconds = windows.total * done["windows"] / windows.n
         print(
-            f"{done['windows']} windows, {seconds / 3600:.2f} h of recordings in {done['seconds']:.0f} s: "
-            f"{seconds / done['seconds']:.0f} × real time, {done['waiting']:.0%} of the time waiting for the loader"
+            f"{done['windows']} windows, {seconds / 3600:.2f} h of recordings in"
+            f" {done['seconds']:.0f} s: {seconds / done['seconds']:.0f} × real time,"
+            f" {done['waiting']:.0%} of the time waiting for the loader"
         )
     if not detections.complete(parts):
-        print(f"{args.out}: other processes have windows left; the last one to end writes the tables")
+        print(
+            f"{args.out}: other processes have windows left; the last one to end writes the tables"
+        )
         return 0
     options = detections.Options(bounds, not args.no_merge, args.min_duration, (0.0, data.highest))
-    with open(parts.folder / ".lock", "a") as lock:  # of processes that end together, one writes the tables
+    # of processes that end together, one writes the tables
+    with open(parts.folder / ".lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -113,6 +192,11 @@ def _detect(args: argparse.Namespace) -> int:
     commands.show_errors(errors)
     n = len(windows.recordings)
     bad = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
-    print(f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}")
-    print(f"{n} recordings used, {counts['silent']} without detections; {errors.summary(f'{args.out}/errors.csv')}")
+    print(
+        f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}"
+    )
+    print(
+        f"{n} recordings used, {counts['silent']} without detections;"
+        f" {errors.summary(f'{args.out}/errors.csv')}"
+    )
     return 1 if counts["errors"] else 0

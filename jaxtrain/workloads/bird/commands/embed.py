@@ -43,27 +43,74 @@ KINDS = ("mean", "cls", "patches")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make or resume")
-    parser.add_argument("--data", help="folder, glob or file of shards; default: the run's training data")
-    parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
-    parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument("--audio-root", default="", help="folder of recordings that are files; default: each shard's own")
-    parser.add_argument("--follow-links", action="store_true", help="links in folders of data may lead out of them")
-    parser.add_argument("--split", default="train", help="any split of the data: train, test, test_5s, …; default: train")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=arguments.out_folder,
+        metavar="DIR",
+        help="folder to make or resume",
+    )
+    parser.add_argument(
+        "--data", help="folder, glob or file of shards; default: the run's training data"
+    )
+    parser.add_argument(
+        "--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="of neighbouring windows; default: 0",
+    )
+    parser.add_argument(
+        "--audio-root",
+        default="",
+        help="folder of recordings that are files; default: each shard's own",
+    )
+    parser.add_argument(
+        "--follow-links", action="store_true", help="links in folders of data may lead out of them"
+    )
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="any split of the data: train, test, test_5s, …; default: train",
+    )
     parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
-    parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
+    parser.add_argument(
+        "--multilabel", action="store_true", help="the column holds lists of classes"
+    )
     kinds = f"some of {','.join(KINDS)}; default: mean,cls"
     parser.add_argument("--kinds", type=commands.some_of(KINDS), default="mean,cls", help=kinds)
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
     expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
     parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
-    parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
-    parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
-    parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
-    commands.add_table_flags(parser.add_argument_group("tables that name recordings"), names=("file",))
+    parser.add_argument(
+        "--views",
+        type=arguments.positive,
+        default=1,
+        help="of each recording, averaged; default: 1",
+    )
+    parser.add_argument(
+        "--batch",
+        type=arguments.positive,
+        default=64,
+        help="recordings computed together; default: 64",
+    )
+    parser.add_argument(
+        "--random", type=int, metavar="SEED", help="the encoder before training, for comparison"
+    )
+    commands.add_table_flags(
+        parser.add_argument_group("tables that name recordings"), names=("file",)
+    )
     args = parser.parse_args(argv)
-    if args.recordings and (args.data or args.label or args.multilabel or args.columns or args.split != "train"):
-        parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
+    if args.recordings and (
+        args.data or args.label or args.multilabel or args.columns or args.split != "train"
+    ):
+        parser.error(
+            "--recordings have no labels, splits or columns; omit --data, --label, --multilabel,"
+            " --columns, --split"
+        )
     if not args.kinds:
         parser.error(f"--kinds is empty; expected some of {','.join(KINDS)}")
     if args.overlap and not args.recordings:
@@ -77,10 +124,17 @@ def _embed(args: argparse.Namespace) -> int:
     commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
     names = ("views", "multilabel", "audio_root", "follow_links", "label", "time_expansion")
-    changes: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    changes: dict[str, Any] = {
+        name: getattr(args, name) for name in names if getattr(args, name) is not None
+    }
     changes |= {"train": args.data, "test": ""} if args.data else {}
     columns = [name for name in args.columns.split(",") if name]
-    options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
+    options: dict[str, Any] = {
+        "split": args.split,
+        "kinds": args.kinds,
+        "columns": columns,
+        "batch": args.batch,
+    }
     out = files.expanded(args.out)
     code, counts = 0, ""
     with atomic_write.alone(out):
@@ -88,7 +142,10 @@ def _embed(args: argparse.Namespace) -> int:
             done, counts, code = _embed_windows(args, model, changes, options, out)
         else:
             done = embed.embed(model, encoder.data_config(model, **changes), out, **options)
-    speed = f"{done['examples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for the loader"
+    speed = (
+        f"{done['examples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for"
+        " the loader"
+    )
     print(f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {speed}")
     if counts:
         print(counts)
@@ -96,23 +153,38 @@ def _embed(args: argparse.Namespace) -> int:
 
 
 def _embed_windows(
-    args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any], out: pathlib.Path
+    args: argparse.Namespace,
+    model: Any,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    out: pathlib.Path,
 ) -> tuple[dict[str, Any], str, int]:
     """Return the content of embeddings.json, counts, and 1 if a recording cannot be read."""
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
     seconds = encoder.data_config(model, **changes).clip_seconds
-    how: dict[str, Any] = {"root": args.audio_root, "links": args.follow_links, "reading": commands.table_options(args)}
+    how: dict[str, Any] = {
+        "root": args.audio_root,
+        "links": args.follow_links,
+        "reading": commands.table_options(args),
+    }
     cut, errors = encoder.cut_windows(args.recordings, seconds, overlap=args.overlap, **how)
-    place = out / ".windows"  # always the same, by which the loader caches headers of large recordings
+    # always the same, by which the loader caches headers of large recordings
+    place = out / ".windows"
     shutil.rmtree(place, ignore_errors=True)
     try:
         cut.write(place)
-        data = encoder.data_config(model, **{**changes, "train": str(place), "audio_root": cut.root})
+        data = encoder.data_config(
+            model, **{**changes, "train": str(place), "audio_root": cut.root}
+        )
         done = embed.embed(model, data, out, **options)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     listed = out / "errors.csv"
     commands.show_errors(errors, listed)
-    return done, f"{len(cut.recordings)} recordings used; {errors.summary(str(listed))}", int(bool(errors.serious))
+    return (
+        done,
+        f"{len(cut.recordings)} recordings used; {errors.summary(str(listed))}",
+        int(bool(errors.serious)),
+    )

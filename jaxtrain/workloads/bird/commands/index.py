@@ -40,28 +40,101 @@ ROWS = 5  # annotations that a dry run prints
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain index", __doc__)
-    parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
-    parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help="the index to make, or to bring up to date")
-    parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index")
-    parser.add_argument("--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: its pictures")
+    parser.add_argument(
+        "sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths"
+    )
+    parser.add_argument(
+        "--out",
+        type=arguments.out_folder,
+        metavar="DIR",
+        help="the index to make, or to bring up to date",
+    )
+    parser.add_argument(
+        "--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index"
+    )
+    parser.add_argument(
+        "--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: its pictures"
+    )
     source = parser.add_argument_group("sources")
-    source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
-    source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
-    source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
+    source.add_argument(
+        "--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name"
+    )
+    source.add_argument(
+        "--root",
+        default="",
+        metavar="FOLDER",
+        help="base of the names in the index; default: --audio",
+    )
+    source.add_argument(
+        "--labels",
+        default="",
+        help="of a folder: folder, none, or a pattern of the path with (?P<label>…)",
+    )
     commands.add_table_flags(source)
-    source.add_argument("--dry-run", action="store_true", help="print how the sources are understood, and write nothing")
-    source.add_argument("--unpack", type=arguments.out_folder, metavar="FOLDER", help="unpack tar archives here first")
+    source.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print how the sources are understood, and write nothing",
+    )
+    source.add_argument(
+        "--unpack",
+        type=arguments.out_folder,
+        metavar="FOLDER",
+        help="unpack tar archives here first",
+    )
     row = parser.add_argument_group("rows")
-    row.add_argument("--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…")
-    row.add_argument("--min-count", type=arguments.positive, default=1, help="events of a class, at least; default: 1")
-    row.add_argument("--windows", type=float, default=0.0, metavar="S", help="cut recordings into windows of S seconds")
-    row.add_argument("--hop", type=float, default=0.0, metavar="S", help="from window to window; default: their length")
-    row.add_argument("--min-overlap", type=float, default=0.25, metavar="S", help="of an event in its window; default: 0.25")
-    row.add_argument("--no-empty", dest="empty", action="store_false", help="leave out windows without an event")
-    row.add_argument("--channels", default="mean", help="mean, each as a row, table (as it says), or a number; default: mean")
-    row.add_argument("--split", default="", metavar="HOW", help="recording=0.2, site=0.2, date=DAY, column=NAME, folder")
+    row.add_argument(
+        "--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…"
+    )
+    row.add_argument(
+        "--min-count",
+        type=arguments.positive,
+        default=1,
+        help="events of a class, at least; default: 1",
+    )
+    row.add_argument(
+        "--windows",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="cut recordings into windows of S seconds",
+    )
+    row.add_argument(
+        "--hop",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="from window to window; default: their length",
+    )
+    row.add_argument(
+        "--min-overlap",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="of an event in its window; default: 0.25",
+    )
+    row.add_argument(
+        "--no-empty", dest="empty", action="store_false", help="leave out windows without an event"
+    )
+    row.add_argument(
+        "--channels",
+        default="mean",
+        help="mean, each as a row, table (as it says), or a number; default: mean",
+    )
+    row.add_argument(
+        "--split",
+        default="",
+        metavar="HOW",
+        help="recording=0.2, site=0.2, date=DAY, column=NAME, folder",
+    )
     row.add_argument("--seed", type=arguments.seed, default=0, help="of the split; default: 0")
-    row.add_argument("--on", action="append", default=[], metavar="KIND=WHAT", help="refuse, drop or keep errors of a kind")
+    row.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        metavar="KIND=WHAT",
+        help="refuse, drop or keep errors of a kind",
+    )
     args = parser.parse_args(argv)
     if args.show is not None:
         if args.sources or args.out:
@@ -96,7 +169,9 @@ def _make(args: argparse.Namespace) -> int:
         given = _unpack(given, pathlib.Path(args.unpack))
     errors, named = Errors(args.on), vars(args)
     chosen: dict[str, Any] = {
-        field.name: named[field.name] for field in dataclasses.fields(rows.Options) if field.name in named
+        field.name: named[field.name]
+        for field in dataclasses.fields(rows.Options)
+        if field.name in named
     }
     reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
     options = {"reading": reading, "options": rows.Options(**chosen), "class_file": args.classes}
@@ -106,12 +181,21 @@ def _make(args: argparse.Namespace) -> int:
     finally:
         commands.show_errors(errors)
     for split, counts in about["splits"].items():
-        print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
+        print(
+            f"{split}: {counts['rows']} rows of {counts['recordings']} recordings,"
+            f" {counts['hours']:.2f} h"
+        )
     if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
         why = "of few recordings or sites a hash may choose none: try another --seed"
-        print(f"--split {args.split} put no recording into {' or '.join(sorted(left))}; {why}", file=sys.stderr)
+        print(
+            f"--split {args.split} put no recording into {' or '.join(sorted(left))}; {why}",
+            file=sys.stderr,
+        )
     elif "train" not in about["splits"]:
-        print("no recording is in train; to ignore the column of splits: --split-column none", file=sys.stderr)
+        print(
+            "no recording is in train; to ignore the column of splits: --split-column none",
+            file=sys.stderr,
+        )
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
     counts = errors.summary(f"{args.out}/errors.csv")
     print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")

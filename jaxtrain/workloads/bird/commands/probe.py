@@ -30,15 +30,35 @@ from jaxtrain.workloads.bird import commands
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain probe", __doc__)
-    parser.add_argument("--train", required=True, nargs="+", metavar="EMBEDDINGS", help="folders, each a row of the table")
-    parser.add_argument("--test", nargs="+", metavar="EMBEDDINGS", help="as many, of the test recordings")
-    parser.add_argument("--folds", metavar="COLUMN", help="instead of --test: predict each fold from the others")
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder of the results")
+    parser.add_argument(
+        "--train",
+        required=True,
+        nargs="+",
+        metavar="EMBEDDINGS",
+        help="folders, each a row of the table",
+    )
+    parser.add_argument(
+        "--test", nargs="+", metavar="EMBEDDINGS", help="as many, of the test recordings"
+    )
+    parser.add_argument(
+        "--folds", metavar="COLUMN", help="instead of --test: predict each fold from the others"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=arguments.out_folder,
+        metavar="DIR",
+        help="the folder of the results",
+    )
     parser.add_argument("--kind", default="mean", choices=("mean", "cls"), help="default: mean")
-    parser.add_argument("--draws", type=arguments.positive, default=1000, help="of the bootstrap; default: 1000")
+    parser.add_argument(
+        "--draws", type=arguments.positive, default=1000, help="of the bootstrap; default: 1000"
+    )
     parser.add_argument("--k", type=arguments.positive, default=20, help="neighbours; default: 20")
     args = parser.parse_args(argv)
-    if (args.test is None) == (args.folds is None) or (args.test and len(args.test) != len(args.train)):
+    if (args.test is None) == (args.folds is None) or (
+        args.test and len(args.test) != len(args.train)
+    ):
         parser.error("give as many --test as --train, or --folds")
     commands.need_sklearn()
 
@@ -47,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     for i, folder in enumerate(args.train):
         train = probe.read(folder, kind=args.kind, group=args.folds)
-        splits = probe.folds_of(train) if args.folds else [(train, probe.read(args.test[i], kind=args.kind))]
+        splits = (
+            probe.folds_of(train)
+            if args.folds
+            else [(train, probe.read(args.test[i], kind=args.kind))]
+        )
         results[pathlib.Path(folder).name] = probe.evaluate(splits, draws=args.draws, k=args.k)
     print(probe.report(results, args.out))
     return 0

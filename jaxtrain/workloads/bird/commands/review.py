@@ -30,42 +30,83 @@ ORDERS = ("table", "best", "uncertain", "diverse")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain review", __doc__)
     parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
-    parser.add_argument("--root", default="", metavar="FOLDER", help="folder above all recordings; default: their nearest")
-    parser.add_argument("--out", type=arguments.out_file, default=pathlib.Path("answers.csv"), help="default: answers.csv")
-    parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show similar sounds of these folders")
-    parser.add_argument("--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain")
+    parser.add_argument(
+        "--root",
+        default="",
+        metavar="FOLDER",
+        help="folder above all recordings; default: their nearest",
+    )
+    parser.add_argument(
+        "--out",
+        type=arguments.out_file,
+        default=pathlib.Path("answers.csv"),
+        help="default: answers.csv",
+    )
+    parser.add_argument(
+        "--embeddings",
+        nargs="+",
+        default=[],
+        metavar="EMB",
+        help="show similar sounds of these folders",
+    )
+    parser.add_argument(
+        "--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain"
+    )
     of_class = "of these alone, or the class of rows without one"
     parser.add_argument("--class", dest="label", default="", metavar="NAME", help=of_class)
     commands.add_table_flags(parser.add_argument_group("the columns of TABLE"))
-    parser.add_argument("--port", type=int, default=0, help="on the loopback; default: any that is free")
+    parser.add_argument(
+        "--port", type=int, default=0, help="on the loopback; default: any that is free"
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.port < 65536:
         parser.error(f"--port is {args.port}; expected 0 to 65535")
 
-    from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
+    from jaxtrain.workloads.bird.inference import (
+        InferenceError,
+        embeddings,
+        neighbours,
+        review,
+        review_server,
+    )
 
     listed = args.out.with_name(f"{args.out.stem}-errors.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
     errors = Errors()
     reading = commands.table_options(args)
-    items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, errors=errors)
+    items = review.read(
+        args.table,
+        root=args.root,
+        order=args.order,
+        label=args.label,
+        reading=reading,
+        errors=errors,
+    )
     commands.show_errors(errors, listed)
     near = None
     if args.embeddings:
         windows = [(i.path, i.start, i.end) for i in items]
         near = neighbours.Neighbours([embeddings.read(each) for each in args.embeddings], windows)
         if near.missing:
-            print(f"{near.missing} of {len(items)} windows are in no embeddings, and have no neighbours")
+            print(
+                f"{near.missing} of {len(items)} windows are in no embeddings, and have no"
+                " neighbours"
+            )
     session = review.Session(items, args.out, near)
     try:
         server = review_server.Server(session, args.port)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        raise InferenceError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
+        raise InferenceError(
+            f"--port {args.port} is in use, or not allowed; choose another, or omit it"
+        ) from error
     with server:
         recordings = len({item.path for item in items})
-        print(f"{args.table}: {len(items)} windows of {recordings} recordings used; {errors.summary(str(listed))}")
+        print(
+            f"{args.table}: {len(items)} windows of {recordings} recordings used;"
+            f" {errors.summary(str(listed))}"
+        )
         print(f"answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:
             server.serve_forever()

@@ -30,7 +30,9 @@ print(*features[0].tolist())
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """Return the model's part of a card, whose example names classes if the export has them."""
     named = "objective/supervised/w" in files and (config.get("model") or {}).get("class_names")
-    example = "$ jaxtrain detect . bird.ogg --out found" if named else "$ python example.py bird.ogg"
+    example = (
+        "$ jaxtrain detect . bird.ogg --out found" if named else "$ python example.py bird.ogg"
+    )
     return Hub("jaxtrain", task(config), METRICS, example)
 
 

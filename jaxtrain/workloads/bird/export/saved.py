@@ -14,7 +14,10 @@ from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import vit
 
-HEADS = {"linear": ("objective/supervised", ("w", "b")), "probe": ("probe", ("scale", "bias", "w", "b"))}
+HEADS = {
+    "linear": ("objective/supervised", ("w", "b")),
+    "probe": ("probe", ("scale", "bias", "w", "b")),
+}
 
 
 def misfits(c: vit.Encoder, arrays: Mapping[str, Stored]) -> list[str]:
@@ -23,7 +26,11 @@ def misfits(c: vit.Encoder, arrays: Mapping[str, Stored]) -> list[str]:
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     shapes = {f"encoder/{path}": spec.shape for path, spec in leaves}
     found = {path: arrays[path].shape if path in arrays else "missing" for path in shapes}
-    return [f"{path} is {found[path]}; expected {shape}" for path, shape in shapes.items() if found[path] != shape]
+    return [
+        f"{path} is {found[path]}; expected {shape}"
+        for path, shape in shapes.items()
+        if found[path] != shape
+    ]
 
 
 def encoder(c: vit.Encoder, arrays: Mapping[str, Stored]) -> PyTree:
@@ -41,7 +48,10 @@ def heads(c: vit.Encoder, arrays: Mapping[str, Stored]) -> dict[str, dict[str, n
         fits = {"scale": (c.embed,), "bias": (c.embed,), "w": (c.embed, *n), "b": (math.prod(n),)}
         for name in names:
             if (shape := arrays[f"{folder}/{name}"].shape) != fits[name] or 0 in shape:
-                raise StoredError(f"{folder}/{name} is {shape}; {c.embed} features and classes {n} expect {fits[name]}")
+                raise StoredError(
+                    f"{folder}/{name} is {shape}; {c.embed} features and classes {n} expect"
+                    f" {fits[name]}"
+                )
         found[kind] = {name: _read(arrays, f"{folder}/{name}") for name in names}
     return found
 

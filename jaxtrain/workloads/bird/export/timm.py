@@ -20,9 +20,11 @@ from jaxtrain.workloads.bird import export, vit
 from jaxtrain.workloads.bird.export import saved, timm_names
 from loaders.audio import front_end
 
-LEFT = ("head/", "norm/", "decoder", "mask_token")  # arrays that the encoder of such a folder has no use for
+# arrays that the encoder of such a folder has no use for
+LEFT = ("head/", "norm/", "decoder", "mask_token")
 GRID = "^encoder/pos$"
-FRONT_END = "front_end.json"  # next to the weights of others: fields of the section data that say which spectrograms they read
+# next to the weights of others: fields of the section data that say which spectrograms they read
+FRONT_END = "front_end.json"
 
 
 def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -33,16 +35,27 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
     arrays = stored.open_safetensors(folder)
     if not timm_names.unprefixed(arrays):
         patch = timm_names.PATCH.replace("/", ".")
-        raise StoredError(f"{folder} holds no {patch}; expected a vision transformer under timm's names")
+        raise StoredError(
+            f"{folder} holds no {patch}; expected a vision transformer under timm's names"
+        )
     model, unused, problems = _model(arrays, folder)
     if problems:
         remedy = "set config.model yourself, and declare them by config.warm_start.skip and unused"
-        raise StoredError("\n".join([f"{folder} is not a transformer that is here; {remedy}:", *(f"  {p}" for p in problems)]))
+        raise StoredError(
+            "\n".join(
+                [
+                    f"{folder} is not a transformer that is here; {remedy}:",
+                    *(f"  {p}" for p in problems),
+                ]
+            )
+        )
     start = {"source": str(folder), "skip": ("^(objective|probe)/",)}
     return model, {**start, "unused": tuple(unused)} if unused else start
 
 
-def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+def _model(
+    arrays: Mapping[str, Stored], folder: str | os.PathLike[str]
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the section ``model``, patterns of arrays that have no use, and the problems."""
     there = timm_names.unprefixed(arrays)
     patch = there[timm_names.PATCH]
@@ -54,14 +67,24 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     inner = ours.get(f"{timm_names.ENCODER}blocks/w_up")
     ratio = inner.shape[2] / width if inner and len(inner.shape) == 3 else 4
     if ratio != int(ratio):
-        problems.append(f"mlp.fc1 is {ratio:g} times as wide as a token; expected a whole number of times")
+        problems.append(
+            f"mlp.fc1 is {ratio:g} times as wide as a token; expected a whole number of times"
+        )
     model: dict[str, Any] = dict(
-        embed=width, depth=len(layers), heads=says.heads, patch=tuple(sides), mlp_ratio=max(1, int(ratio)),
-        mlp=timm_names.ACTIVATIONS[says.activation], eps=says.eps, norm="tokens", positions="learned",
-        qk_norm=f"{timm_names.ENCODER}blocks/scale_q" in ours, n_registers=0,
+        embed=width,
+        depth=len(layers),
+        heads=says.heads,
+        patch=tuple(sides),
+        mlp_ratio=max(1, int(ratio)),
+        mlp=timm_names.ACTIVATIONS[says.activation],
+        eps=says.eps,
+        norm="tokens",
+        positions="learned",
+        qk_norm=f"{timm_names.ENCODER}blocks/scale_q" in ours,
+        n_registers=0,
         pool="patches" if says.averages else "cls",
         layer_scale=1e-4 if f"{timm_names.ENCODER}blocks/scale_added_mlp" in ours else 0.0,
-    )  # fmt: skip
+    )
     if "fc_norm/weight" in there:
         model |= dict(norm="pooled", pool="patches")
     if (registers := ours.get(f"{timm_names.ENCODER}embed_registers")) is not None:
@@ -74,9 +97,13 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
         grid = (image[0] // sides[0], image[1] // sides[1])
         model |= dict(n_frames=image[0], n_mels=image[1])
         if positions is not None and positions.shape[0] != grid[0] * grid[1]:
-            problems.append(f"pos_embed has {positions.shape[0]} patches, and config.json says a grid of {grid[0]}x{grid[1]}")
+            problems.append(
+                f"pos_embed has {positions.shape[0]} patches, and config.json says a grid of"
+                f" {grid[0]}x{grid[1]}"
+            )
     elif positions is not None and positions.shape[0] % 8 == 0 and sides == [16, 16]:
-        model |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)  # as AudioMAE and Bird-MAE have it: 128 mels
+        # as AudioMAE and Bird-MAE have it: 128 mels
+        model |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)
     if problems:
         return model, [], problems
     c = vit.Encoder(**{name: value for name, value in model.items() if name != "pool"})
@@ -86,7 +113,17 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     rest = [path for path in ours if not path.startswith(timm_names.ENCODER)]
     unused = [f"^{name}" for name in LEFT if any(path.startswith(name) for path in rest)]
     extra = [path for path in rest if not path.startswith(LEFT)]
-    return model, unused, [*wrong, *(f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here" for path in extra)]
+    return (
+        model,
+        unused,
+        [
+            *wrong,
+            *(
+                f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here"
+                for path in extra
+            ),
+        ],
+    )
 
 
 def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
@@ -104,7 +141,13 @@ def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
     expected = {name: model[name] for name in ("mlp", "eps", "norm", "heads") if model[name]}
     for name, value in expected.items():
         if getattr(c, name) != value:
-            yield name, f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set config.model.{name}={value}"
+            yield (
+                name,
+                (
+                    f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set"
+                    f" config.model.{name}={value}"
+                ),
+            )
     if not says.image or "n_frames" not in model or c.positions != "learned":
         return
     grid = tuple(n // side for n, side in zip(says.image, model["patch"], strict=True))
@@ -114,8 +157,11 @@ def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
         ours = f"{c.grid[0]}x{c.grid[1]}"
         yield (
             "patch",
-            f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the positions of {rules.source} are of "
-            f"{theirs}; resample them: \"--config.warm_start.reshape={{'{GRID}': 'grid {theirs} to {ours}'}}\"",
+            (
+                f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the"
+                f" positions of {rules.source} are of {theirs}; resample them:"
+                f" \"--config.warm_start.reshape={{'{GRID}': 'grid {theirs} to {ours}'}}\""
+            ),
         )
 
 
@@ -130,29 +176,45 @@ def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     place = place if place.is_dir() else place.parent
     size = (model.get("n_frames"), model.get("n_mels"))
     if None in size:
-        raise StoredError(f'{folder}: config.json does not say the size of its image; write {{"img_size": [frames, mels]}}')
+        raise StoredError(
+            f'{folder}: config.json does not say the size of its image; write {{"img_size":'
+            " [frames, mels]}"
+        )
     data: dict[str, Any] = {}
     if (place / FRONT_END).exists():
         data = stored.read_object(place, FRONT_END)
     elif size != (512, 128):
         raise StoredError(
-            f"{folder} reads {size[0]} frames of {size[1]} mels, and which spectrograms they are is not known; write them to "
-            f'{FRONT_END} there, for example {{"sample_rate": 16000, "mean": -4.27, "std": 4.57, "clip_seconds": 10.0}}'
+            f"{folder} reads {size[0]} frames of {size[1]} mels, and which spectrograms they are is"
+            " not known; write them to "
+            f'{FRONT_END} there, for example {{"sample_rate": 16000, "mean": -4.27, "std": 4.57,'
+            ' "clip_seconds": 10.0}'
         )
     try:
         of = front_end.saved({"n_mels": size[1], **data})
     except ValueError as error:
         raise StoredError(f"{place / FRONT_END}: {error}") from error
     if of.n_mels != size[1]:
-        raise StoredError(f"{place / FRONT_END}: n_mels is {of.n_mels}, and the weights read {size[1]}")
+        raise StoredError(
+            f"{place / FRONT_END}: n_mels is {of.n_mels}, and the weights read {size[1]}"
+        )
     seconds = data.get("clip_seconds", 5.0 if of == front_end.DEFAULT and size[0] == 512 else None)
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < 1e6:
-        raise StoredError(f"{place / FRONT_END}: clip_seconds is {str(seconds)[:40]}; expected the seconds of a clip")
+        raise StoredError(
+            f"{place / FRONT_END}: clip_seconds is {str(seconds)[:40]}; expected the seconds of a"
+            " clip"
+        )
     settings = {name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__}
     return {
         "workload": "jaxtrain.workloads.bird",
         "model": {**model, "dtype": "float32"},  # as its authors compute its features
-        "data": {**settings, "n_frames": size[0], "clip_seconds": float(seconds), "short": "origin", "label": ""},
+        "data": {
+            **settings,
+            "n_frames": size[0],
+            "clip_seconds": float(seconds),
+            "short": "origin",
+            "label": "",
+        },
     }
 
 
@@ -199,38 +261,67 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     c = vit.from_saved(model)
     of = front_end.saved(data)
     names = list(model.get("class_names") or ())
-    heads = "supervised" in model and (model["supervised"] or {}).get("weight", 0) > 0 and model.get("n_classes")
+    heads = (
+        "supervised" in model
+        and (model["supervised"] or {}).get("weight", 0) > 0
+        and model.get("n_classes")
+    )
     n_classes = int(model["n_classes"]) if heads else 0
     patches = model.get("pool") == "patches"
     arguments: dict[str, Any] = {
-        "img_size": [c.n_frames, c.n_mels], "patch_size": list(c.patch), "in_chans": 1, "embed_dim": c.embed, "depth": c.depth,
-        "num_heads": c.heads, "mlp_ratio": c.mlp_ratio, "no_embed_class": True, "reg_tokens": c.n_registers,
-        "qk_norm": c.qk_norm, "init_values": c.layer_scale or None, "global_pool": "avg" if patches else "token",
-        "fc_norm": timm_names.norm_of(model) == "fc_norm", "act_layer": "gelu" if c.mlp == "gelu_exact" else "gelu_tanh",
-    }  # fmt: skip
+        "img_size": [c.n_frames, c.n_mels],
+        "patch_size": list(c.patch),
+        "in_chans": 1,
+        "embed_dim": c.embed,
+        "depth": c.depth,
+        "num_heads": c.heads,
+        "mlp_ratio": c.mlp_ratio,
+        "no_embed_class": True,
+        "reg_tokens": c.n_registers,
+        "qk_norm": c.qk_norm,
+        "init_values": c.layer_scale or None,
+        "global_pool": "avg" if patches else "token",
+        "fc_norm": timm_names.norm_of(model) == "fc_norm",
+        "act_layer": "gelu" if c.mlp == "gelu_exact" else "gelu_tanh",
+    }
     size = next((name for name, (width, _, _) in vit.PRESETS.items() if width == c.embed), "b")
-    architecture = {"ti": "vit_tiny", "s": "vit_small", "b": "vit_base", "l": "vit_large", "h": "vit_huge"}[size]
+    architecture = {
+        "ti": "vit_tiny",
+        "s": "vit_small",
+        "b": "vit_base",
+        "l": "vit_large",
+        "h": "vit_huge",
+    }[size]
     fields: dict[str, Any] = {
-        "architecture": f"{architecture}_patch{14 if size == 'h' else 16}_224",  # its sizes are those of model_args
+        # its sizes are those of model_args
+        "architecture": f"{architecture}_patch{14 if size == 'h' else 16}_224",
         "num_classes": n_classes,
         "num_features": c.embed,
         "model_args": arguments,
         "norm_eps": c.eps,
         "pretrained_cfg": {
-            "input_size": [1, c.n_frames, c.n_mels], "fixed_input_size": True, "mean": [0.0], "std": [1.0],
-            "num_classes": n_classes, "first_conv": "patch_embed.proj", "classifier": "head",
+            "input_size": [1, c.n_frames, c.n_mels],
+            "fixed_input_size": True,
+            "mean": [0.0],
+            "std": [1.0],
+            "num_classes": n_classes,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
         },
         "spectrogram": {
             **{name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__},
             "n_frames": c.n_frames,
             "samples": round(of.sample_rate * data.get("clip_seconds", 5.0)),
         },
-    }  # fmt: skip
+    }
     if n_classes and len(names) == n_classes:
         fields["label_names"] = names
     several = n_classes and model["supervised"].get("loss", "softmax") != "softmax"
     example = EXAMPLE.replace("softmax(0)", "sigmoid()") if several else EXAMPLE
-    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), "example.py": example.encode()}
+    return {
+        "config.json": (json.dumps(fields, indent=2) + "\n").encode(),
+        "example.py": example.encode(),
+    }
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
@@ -238,7 +329,9 @@ def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 
-def _arrays(arrays: Mapping[str, Stored], folder: str | os.PathLike[str], ours: bool) -> dict[str, Stored]:
+def _arrays(
+    arrays: Mapping[str, Stored], folder: str | os.PathLike[str], ours: bool
+) -> dict[str, Stored]:
     """Arrays by the paths of an encoder, and of an export by jaxtrain with its head."""
     named = timm_names.as_ours(arrays, folder)
     return timm_names.with_head(named) if ours else named

@@ -29,16 +29,31 @@ from jaxtrain.workloads.bird.export import saved
 PATCH = "patch_embed/proj/weight"
 ENCODER, HEAD = "encoder/", "objective/supervised/"
 LAYER = {
-    "scale_attention": "norm1/weight", "bias_attention": "norm1/bias",
-    "w_qkv": "attn/qkv/weight", "b_qkv": "attn/qkv/bias",
-    "scale_q": "attn/q_norm/weight", "bias_q": "attn/q_norm/bias",
-    "scale_k": "attn/k_norm/weight", "bias_k": "attn/k_norm/bias",
-    "w_out": "attn/proj/weight", "b_out": "attn/proj/bias", "scale_added_attention": "ls1/gamma",
-    "scale_mlp": "norm2/weight", "bias_mlp": "norm2/bias",
-    "w_up": "mlp/fc1/weight", "b_up": "mlp/fc1/bias",
-    "w_down": "mlp/fc2/weight", "b_down": "mlp/fc2/bias", "scale_added_mlp": "ls2/gamma",
-}  # fmt: skip
-ACTIVATIONS = {"gelu": "gelu_exact", "gelu_tanh": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+    "scale_attention": "norm1/weight",
+    "bias_attention": "norm1/bias",
+    "w_qkv": "attn/qkv/weight",
+    "b_qkv": "attn/qkv/bias",
+    "scale_q": "attn/q_norm/weight",
+    "bias_q": "attn/q_norm/bias",
+    "scale_k": "attn/k_norm/weight",
+    "bias_k": "attn/k_norm/bias",
+    "w_out": "attn/proj/weight",
+    "b_out": "attn/proj/bias",
+    "scale_added_attention": "ls1/gamma",
+    "scale_mlp": "norm2/weight",
+    "bias_mlp": "norm2/bias",
+    "w_up": "mlp/fc1/weight",
+    "b_up": "mlp/fc1/bias",
+    "w_down": "mlp/fc2/weight",
+    "b_down": "mlp/fc2/bias",
+    "scale_added_mlp": "ls2/gamma",
+}
+ACTIVATIONS = {
+    "gelu": "gelu_exact",
+    "gelu_tanh": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+}
 WIDTHS = {embed: heads for embed, _, heads in vit.PRESETS.values()}
 EPS = 1e-6  # timm's
 
@@ -59,8 +74,12 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
 
     They are {} if they are no transformer under timm's names.
     """
-    prefix = next((path.removesuffix(PATCH) for path in arrays if f"/{path}".endswith(f"/{PATCH}")), None)
-    return {} if prefix is None else {path.removeprefix(prefix): one for path, one in arrays.items()}
+    prefix = next(
+        (path.removesuffix(PATCH) for path in arrays if f"/{path}".endswith(f"/{PATCH}")), None
+    )
+    return (
+        {} if prefix is None else {path.removeprefix(prefix): one for path, one in arrays.items()}
+    )
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
@@ -69,14 +88,19 @@ def about(folder: str | os.PathLike[str], width: int) -> About:
     place = place if place.is_dir() else place.parent
     found = stored.read_object(place, "config.json") if (place / "config.json").exists() else {}
     parts = [found.get(name) for name in ("pretrained_cfg", "model_args")]
-    flat: dict[str, Any] = {**found, **{k: v for part in parts if isinstance(part, dict) for k, v in part.items()}}
+    flat: dict[str, Any] = {
+        **found,
+        **{k: v for part in parts if isinstance(part, dict) for k, v in part.items()},
+    }
     flat = {name: value for name, value in flat.items() if value is not None}
 
     def first(*names: str, default: Any = None) -> Any:
         return next((flat[name] for name in names if name in flat), default)
 
     channels_first = flat.get("input_size")
-    size = first("img_size", default=channels_first[1:] if isinstance(channels_first, list) else None)
+    size = first(
+        "img_size", default=channels_first[1:] if isinstance(channels_first, list) else None
+    )
     if "img_size_x" in flat and "img_size_y" in flat:
         size = [flat["img_size_x"], flat["img_size_y"]]
     size = [size, size] if isinstance(size, int) else size
@@ -90,10 +114,14 @@ def about(folder: str | os.PathLike[str], width: int) -> About:
         problems.append(f"num_heads is {heads}, which does not divide the width {width}")
     if type(eps) is not float or not 0 < eps < 1:
         problems.append(f"the norms' epsilon is {str(eps)[:40]!r}; expected a number in (0, 1)")
-    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))):
+    if size is not None and not (
+        isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))
+    ):
         problems.append(f"img_size is {str(size)[:40]!r}; expected [frames, mels]")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        problems.append(f"the activation is {str(activation)[:40]!r}; expected one of: {', '.join(ACTIVATIONS)}")
+        problems.append(
+            f"the activation is {str(activation)[:40]!r}; expected one of: {', '.join(ACTIVATIONS)}"
+        )
     if problems:
         raise StoredError(f"{place / 'config.json'}: {'; '.join(problems)}")
     image = (size[0], size[1]) if size is not None else None
@@ -114,7 +142,10 @@ def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dic
     there = unprefixed(arrays)
     patch = there.pop(PATCH)
     if len(patch.shape) != 4 or patch.shape[1] not in (1, 3):
-        raise StoredError(f"{folder}: {PATCH} is {list(patch.shape)}; expected [width, 1 or 3 channels, frames, mels]")
+        raise StoredError(
+            f"{folder}: {PATCH} is {list(patch.shape)}; expected [width, 1 or 3 channels, frames,"
+            " mels]"
+        )
     width, _, *sides = patch.shape
     says = about(folder, width)
     ours = {f"{ENCODER}w_patch": _view(patch, (math.prod(sides), width), _patches)}
@@ -125,14 +156,18 @@ def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dic
 
     named = {"cls_token": "cls", "reg_token": "embed_registers", "pos_embed": "pos"}
     tokens = {name: there.pop(path) for path, name in named.items() if path in there}
-    odd = {name for name, one in tokens.items() if len(one.shape) != 3 or one.shape[::2] != (1, width)}
+    odd = {
+        name for name, one in tokens.items() if len(one.shape) != 3 or one.shape[::2] != (1, width)
+    }
     ours |= {f"{ENCODER}{name}": tokens.pop(name) for name in odd}
     positions = tokens.pop("pos", None)
     before = sum(one.shape[1] for one in tokens.values()) if says.own_position else 0
     if positions is not None and positions.shape[1] <= before:
         ours[f"{ENCODER}pos"], positions = positions, None
     if positions is not None:
-        ours[f"{ENCODER}pos"] = _view(positions, (positions.shape[1] - before, width), lambda x: x[0, before:])
+        ours[f"{ENCODER}pos"] = _view(
+            positions, (positions.shape[1] - before, width), lambda x: x[0, before:]
+        )
     at = 0
     for name, one in tokens.items():
         n = one.shape[1]
@@ -146,9 +181,13 @@ def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dic
         if not layer or layer[2] not in by_name:
             continue
         name, one = by_name[layer[2]], there.pop(path)
-        ours[f"{ENCODER}blocks/{name}[{layer[1]}]"] = _of_layer(name, one, width, says.heads, f"{folder}: {path}")
+        ours[f"{ENCODER}blocks/{name}[{layer[1]}]"] = _of_layer(
+            name, one, width, says.heads, f"{folder}: {path}"
+        )
     ours |= there
-    return {path: one._replace(keys=tuple(path.split("/"))) for path, one in stored.stack(ours).items()}
+    return {
+        path: one._replace(keys=tuple(path.split("/"))) for path, one in stored.stack(ours).items()
+    }
 
 
 def _of_layer(name: str, one: Stored, width: int, heads: int, where: str) -> Stored:
@@ -158,7 +197,8 @@ def _of_layer(name: str, one: Stored, width: int, heads: int, where: str) -> Sto
     if name in sizes and not heads:
         known = ", ".join(f"{w} ({h})" for w, h in sorted(WIDTHS.items()))
         raise StoredError(
-            f"{where}: how many heads it has is not known: config.json has no num_heads, and its width {width} is none of "
+            f"{where}: how many heads it has is not known: config.json has no num_heads, and its"
+            f" width {width} is none of "
             f'{known}; write {{"num_heads": …}} there'
         )
     if name.startswith("w_"):
@@ -200,7 +240,11 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     c = vit.from_saved(model)
     wrong = {"n_cls": c.n_cls != 1, "positions": c.positions != "learned", "mlp": c.mlp == "swiglu"}
     has = {"n_cls": "one CLS token", "positions": "learned ones", "mlp": "gelu or gelu_exact"}
-    problems = [f"model.{name} is {getattr(c, name)!r}, and timm's has {has[name]}" for name, bad in wrong.items() if bad]
+    problems = [
+        f"model.{name} is {getattr(c, name)!r}, and timm's has {has[name]}"
+        for name, bad in wrong.items()
+        if bad
+    ]
     sides, d = c.patch, c.embed
     places: dict[str, tuple[str, tuple[int, ...], Any]] = {
         PATCH: ("w_patch", (d, 1, *sides), lambda x: x.T.reshape(d, 1, *sides)),
@@ -214,11 +258,19 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
         places["reg_token"] = ("embed_registers", (1, c.n_registers, d), lambda x: x[None])
     if problems := problems + saved.misfits(c, arrays):
         raise StoredError(f"timm has no such transformer: {'; '.join(problems)}; omit --timm")
-    there = {path.removeprefix(ENCODER): one for path, one in arrays.items() if path.startswith(ENCODER)}
-    found = {path: _view(there[name], shape, change or (lambda x: x)) for path, (name, shape, change) in places.items()}
+    there = {
+        path.removeprefix(ENCODER): one for path, one in arrays.items() if path.startswith(ENCODER)
+    }
+    found = {
+        path: _view(there[name], shape, change or (lambda x: x))
+        for path, (name, shape, change) in places.items()
+    }
     for name, path in LAYER.items():
         if name in vit.make_specs(c)["blocks"]:
-            found |= {f"blocks/{i}/{path}": _one_layer(name, there[f"blocks/{name}"], i) for i in range(c.depth)}
+            found |= {
+                f"blocks/{i}/{path}": _one_layer(name, there[f"blocks/{name}"], i)
+                for i in range(c.depth)
+            }
     w, b = (arrays.get(f"{HEAD}{name}") for name in ("w", "b"))
     if w is not None and b is not None:
         found["head/weight"], found["head/bias"] = _view(w, w.shape[::-1], lambda x: x.T), b
@@ -239,7 +291,11 @@ def _one_layer(name: str, one: Stored, i: int) -> Stored:
 
     def read() -> np.ndarray:
         x = one.read((slice(i, i + 1), *(slice(0, n) for n in inner)))[0]
-        return np.ascontiguousarray(x.reshape(width, out).T) if name.startswith("w_") else x.reshape(shape)
+        return (
+            np.ascontiguousarray(x.reshape(width, out).T)
+            if name.startswith("w_")
+            else x.reshape(shape)
+        )
 
     return Stored(shape, one.dtype, _indexed(read), one.keys, shape)
 

@@ -69,7 +69,9 @@ class Parts(NamedTuple):
         try:
             with files.regular(self.path(number)) as file:
                 about = pq.read_metadata(file)
-            return bool(about.num_rows == stop - start and about.num_columns == len(META) + len(self.names))
+            return bool(
+                about.num_rows == stop - start and about.num_columns == len(META) + len(self.names)
+            )
         except (files.FileError, pa.ArrowException, OSError):
             return False
 
@@ -81,8 +83,14 @@ class Parts(NamedTuple):
                 table = pq.read_table(file)
             if table.num_rows != stop - start or table.column_names != [*META, *self.names]:
                 raise ValueError("it has other windows or classes")
-            columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
-            return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
+            columns = [
+                column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]
+            ]
+            return (
+                np.stack(columns, 1).astype(np.float32)
+                if columns
+                else np.zeros((table.num_rows, 0), np.float32)
+            )
         except files.FileError as error:
             raise InferenceError(f"{error}; remove it, then rerun the same command") from error
         except (pa.ArrowException, ValueError, TypeError) as error:
@@ -102,17 +110,20 @@ def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
         kind, arrays, softmax = "probe", model.probe, not c.multilabel
     else:
         raise InferenceError(
-            f"{model.name} has no head for classes: it is an export of the encoder alone, or was trained without labels; "
-            "fit one with `jaxtrain fit`, and name it with --model"
+            f"{model.name} has no head for classes: it is an export of the encoder alone, or was"
+            " trained without labels; fit one with `jaxtrain fit`, and name it with --model"
         )
     n = int(arrays["b"].shape[0])
     found = tuple(names) or class_names(model)
     if len(found) != n:
         where = "--names lists" if names else "its data name" if found else "nothing names"
         raise InferenceError(
-            f"{model.name} has {n} classes, and {where} {len(found) or 'them'}; list them in order, one a line: --names FILE"
+            f"{model.name} has {n} classes, and {where} {len(found) or 'them'}; list them in order,"
+            " one a line: --names FILE"
         )
-    return Head(kind, encoder.pool_of(model), "softmax" if softmax else "sigmoid", arrays, found, model.name)
+    return Head(
+        kind, encoder.pool_of(model), "softmax" if softmax else "sigmoid", arrays, found, model.name
+    )
 
 
 def class_names(model: encoder.Model) -> tuple[str, ...]:
@@ -122,7 +133,9 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
     section = model.run.get("data") or {}
     changes = {name: section[name] for name in ("label", "multilabel") if name in section}
     try:
-        return tuple(spectrogram.dataset_info(encoder.data_config(model, **changes)).get("class_names", ()))
+        return tuple(
+            spectrogram.dataset_info(encoder.data_config(model, **changes)).get("class_names", ())
+        )
     except (DataError, ValueError, OSError):
         return ()
 
@@ -135,7 +148,13 @@ def read_classes(given: str) -> tuple[str, ...]:
 
 
 def prepare(
-    model: encoder.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
+    model: encoder.Model,
+    head: Head,
+    windows: Windows,
+    out: pathlib.Path,
+    *,
+    chosen: Sequence[int],
+    batch: int,
 ) -> tuple[Parts, dict[str, Any]]:
     """Return the parts of the folder ``out``, and the origin of their scores.
 
@@ -145,17 +164,32 @@ def prepare(
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     rows = -(-PART // batch) * batch
     if twice := {*META} & {head.names[i] for i in chosen}:
-        raise InferenceError(f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names FILE")
+        raise InferenceError(
+            f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names"
+            " FILE"
+        )
     parts = Parts(windows, rows, tuple(head.names[i] for i in chosen), out / "scores")
     made_of = {
-        "encoder": model.digest, "head": head.digest, "recordings": windows.digest, "windows": windows.n,
-        "seconds": windows.seconds, "hop": windows.hop, "batch": batch, "part": rows, "classes": list(parts.names),
-    }  # fmt: skip
+        "encoder": model.digest,
+        "head": head.digest,
+        "recordings": windows.digest,
+        "windows": windows.n,
+        "seconds": windows.seconds,
+        "hop": windows.hop,
+        "batch": batch,
+        "part": rows,
+        "classes": list(parts.names),
+    }
     if out.exists() and not out.is_dir():
         raise InferenceError(f"--out {out} is not a folder")
-    longest = max((each.name for each in windows.recordings), key=lambda name: len(os.fsencode(name)))
+    longest = max(
+        (each.name for each in windows.recordings), key=lambda name: len(os.fsencode(name))
+    )
     if len(os.fsencode(os.path.abspath(out))) + len(os.fsencode(longest)) > MAX_PATH:
-        raise InferenceError(f"--out {out} is too long a name for a folder with tables of {longest}; choose a shorter one")
+        raise InferenceError(
+            f"--out {out} is too long a name for a folder with tables of {longest}; choose a"
+            " shorter one"
+        )
     if (out / ABOUT).exists():
         embed.refuse_other(out / ABOUT, made_of, "scores")
     elif out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
@@ -164,9 +198,16 @@ def prepare(
 
 
 def score(
-    model: encoder.Model, head: Head, data: spectrogram.Config, parts: Parts, made_of: Mapping[str, Any], *,
-    chosen: Sequence[int], share: tuple[int, int] = (0, 1), progress: Callable[[str], None] = lambda line: None,
-) -> dict[str, float]:  # fmt: skip
+    model: encoder.Model,
+    head: Head,
+    data: spectrogram.Config,
+    parts: Parts,
+    made_of: Mapping[str, Any],
+    *,
+    chosen: Sequence[int],
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, float]:
     """Write the parts that are missing of this process's ``share``, (number, of how many).
 
     Returns windows, seconds and the share spent waiting. Raises DataError, OSError.
@@ -182,13 +223,18 @@ def score(
     if not todo:
         return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
     batch = made_of["batch"]
-    folder = out / f"{INDEX}{process}"  # always the same name, by which the loader caches headers of large recordings
+    # always the same name, by which the loader caches headers of large recordings
+    folder = out / f"{INDEX}{process}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         parts.windows.write(folder)
         data = dataclasses.replace(data, train=str(folder))
-        setup = encoder.set_up(model, data, compute_of(head, chosen), dict(head.arrays), batch=batch)
-        meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
+        setup = encoder.set_up(
+            model, data, compute_of(head, chosen), dict(head.arrays), batch=batch
+        )
+        meter = _Meter(
+            parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress
+        )
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
             writing: concurrent.futures.Future[Any] | None = None
             for number, scores in _computed(setup, data, parts, todo, batch, meter):
@@ -199,20 +245,32 @@ def score(
                 writing.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {"windows": meter.done, "seconds": time.perf_counter() - meter.began, "waiting": meter.waiting}
+    return {
+        "windows": meter.done,
+        "seconds": time.perf_counter() - meter.began,
+        "waiting": meter.waiting,
+    }
 
 
 def _computed(
-    setup: encoder.Setup, data: spectrogram.Config, parts: Parts, todo: Sequence[int], batch: int, meter: "_Meter"
+    setup: encoder.Setup,
+    data: spectrogram.Config,
+    parts: Parts,
+    todo: Sequence[int],
+    batch: int,
+    meter: "_Meter",
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the scores of parts, in their order."""
     steps = parts.rows // batch
-    for _, run in itertools.groupby(enumerate(todo), key=lambda each: each[1] - each[0]):  # of neighbouring parts
+    # of neighbouring parts
+    for _, run in itertools.groupby(enumerate(todo), key=lambda each: each[1] - each[0]):
         first, *_, last = [number for _, number in run] * 2
         loader = setup.loader
         if first != todo[0]:  # a stream that was closed reads no more
             split = encoder.of_split(data, "train")
-            loader = spectrogram.make_loader(split, split="train", rows=setup.rows, seed=0, in_order=True)
+            loader = spectrogram.make_loader(
+                split, split="train", rows=setup.rows, seed=0, in_order=True
+            )
         loader.seek(first * steps)
         stream, ends = setup._replace(loader=loader).stream(), parts.between(last)[1]
         found: list[np.ndarray] = []
@@ -234,9 +292,14 @@ def _computed(
 def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
     columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
 
-    def compute(weights: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays) -> dict[str, jax.Array]:
+    def compute(
+        weights: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays
+    ) -> dict[str, jax.Array]:
         scores = heads.scores(head, weights, pooled, patches)
-        return {"scores": scores if columns is None else scores[:, columns], "weight": batch["weight"]}
+        return {
+            "scores": scores if columns is None else scores[:, columns],
+            "weight": batch["weight"],
+        }
 
     return compute
 
@@ -283,8 +346,10 @@ class _Meter:
         self.done += n
         seconds = max(time.perf_counter() - self.began, 1e-9)
         left = datetime.timedelta(seconds=round((self._todo - self.done) * seconds / self.done))
-        name = self._windows.recordings[int(np.searchsorted(self._windows.first, stop - 1, side="right")) - 1].name
+        name = self._windows.recordings[
+            int(np.searchsorted(self._windows.first, stop - 1, side="right")) - 1
+        ].name
         self._progress(
-            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time  {left} left  "
-            f"waiting for the loader {self.waiting:.0%}  {name}"
+            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time"
+            f"  {left} left  waiting for the loader {self.waiting:.0%}  {name}"
         )

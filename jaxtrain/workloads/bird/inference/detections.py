@@ -23,9 +23,19 @@ from loaders.io import atomic_write, files
 THRESHOLD = 0.5
 BIRDNET = ("Start (s)", "End (s)", "Scientific name", "Common name", "Confidence", "File", "Clock")
 RAVEN = (
-    "Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Begin File",
-    "Begin Path", "File Offset (s)", "Annotation", "Score",
-)  # fmt: skip
+    "Selection",
+    "View",
+    "Channel",
+    "Begin Time (s)",
+    "End Time (s)",
+    "Low Freq (Hz)",
+    "High Freq (Hz)",
+    "Begin File",
+    "Begin Path",
+    "File Offset (s)",
+    "Annotation",
+    "Score",
+)
 RECORDINGS = ("file", "seconds", "clock", "windows", "unreadable_windows", "detections")
 NEAR = 1e-6  # [s] by which a window may begin behind the end of its neighbour
 
@@ -48,7 +58,8 @@ class Options(NamedTuple):
     thresholds: np.ndarray  # float32 [classes]: a score from which on a class is there
     merge: bool = True  # neighbouring windows are one detection
     min_duration: float = 0.0  # [s] of a detection, at least
-    band: tuple[float, float] = (0.0, 0.0)  # [Hz] that the encoder hears, for tables with frequencies
+    # [Hz] that the encoder hears, for tables with frequencies
+    band: tuple[float, float] = (0.0, 0.0)
 
 
 def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> np.ndarray:
@@ -56,7 +67,11 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
 
     Raises InferenceError.
     """
-    found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
+    found = (
+        np.full(len(names), THRESHOLD, np.float32)
+        if fitted is None
+        else np.array(fitted, np.float32)
+    )
     if not given:
         return found
     path = files.expanded(given)
@@ -64,19 +79,28 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
         try:
             value = float(given)
         except ValueError:
-            raise InferenceError(f"--threshold is {given!r}, which is neither a number nor a file") from None
+            raise InferenceError(
+                f"--threshold is {given!r}, which is neither a number nor a file"
+            ) from None
         if not 0 <= value <= 1:
             raise InferenceError(f"--threshold is {given}; scores lie in [0, 1]")
         return np.full(len(names), value, np.float32)
     table = tables.read(path)
-    label, column = table.find("class", "label", "species"), table.find("threshold", "score", "min_conf")
+    label, column = (
+        table.find("class", "label", "species"),
+        table.find("threshold", "score", "min_conf"),
+    )
     if not label or not column:
-        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
+        raise InferenceError(
+            f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold"
+        )
     for number, row in table.rows():
         where = f"{path}:{number}"
         bound = number_of(row.get(column, ""))
         if not 0 <= bound <= 1:
-            raise InferenceError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
+            raise InferenceError(
+                f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]"
+            )
         found[read_names([row.get(label, "")], names, where)] = bound
     return found
 
@@ -105,7 +129,11 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
                 found.append(each)
                 continue
             before = heard.get(label)
-            heard[label] = each if before is None else before._replace(end=end, score=max(before.score, each.score))
+            heard[label] = (
+                each
+                if before is None
+                else before._replace(end=end, score=max(before.score, each.score))
+            )
     found += heard.values()
     return sorted(each for each in found if each.end - each.start >= options.min_duration - NEAR)
 
@@ -120,21 +148,37 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
     remove_partial(parts.folder)
     headings = {"recordings": RECORDINGS, "detections": BIRDNET}
     with contextlib.ExitStack() as stack:
-        writers = {name: stack.enter_context(atomic_write.table(out / f"{name}.csv")) for name in headings}
+        writers = {
+            name: stack.enter_context(atomic_write.table(out / f"{name}.csv")) for name in headings
+        }
         for name, columns in headings.items():
             writers[name].writerow(columns)
-        folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in ("raven", "audacity")}
+        folders = {
+            name: stack.enter_context(atomic_write.folder(out / name, replace=True))
+            for name in ("raven", "audacity")
+        }
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
             found = of_recording((window for _, window in rows), options)
             missing = len(unreadable[k])
             n = int(parts.windows.first[k + 1] - parts.windows.first[k])
-            about = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
+            about = (
+                f"{recording.header.seconds:.6f}",
+                recording.clock(0.0),
+                n,
+                missing,
+                len(found),
+            )
             writers["recordings"].writerow((recording.name, *about))
             if missing:
-                why = headers.fault(os.path.join(parts.windows.root, recording.name), *unreadable[k][0])
-                errors.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
+                why = headers.fault(
+                    os.path.join(parts.windows.root, recording.name), *unreadable[k][0]
+                )
+                errors.add(
+                    "unreadable-file",
+                    f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}",
+                )
             counts["unreadable"] += missing
             counts["detections"] += len(found)
             counts["silent"] += not found
@@ -144,31 +188,53 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
     return {**counts, "errors": errors.serious}
 
 
-def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Window]]:
+def _rows(
+    parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]
+) -> Iterator[tuple[int, Window]]:
     """Yield each window with its recording's number, part by part. ``missing`` takes bad ones."""
     for number in range(parts.n):
         scores = parts.read(number)
-        for (k, start, end), row in zip(parts.windows.between(*parts.between(number)), scores, strict=True):
+        for (k, start, end), row in zip(
+            parts.windows.between(*parts.between(number)), scores, strict=True
+        ):
             if np.isnan(row[:1]).any():
                 missing[k].append((start, end))
             yield k, (start, end, row)
 
 
 def _write_tables(
-    parts: Parts, recording: Recording, found: Sequence[Detection], band: tuple[float, float],
-    folders: dict[str, pathlib.Path], writers: dict[str, Any],
-) -> None:  # fmt: skip
+    parts: Parts,
+    recording: Recording,
+    found: Sequence[Detection],
+    band: tuple[float, float],
+    folders: dict[str, pathlib.Path],
+    writers: dict[str, Any],
+) -> None:
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]
     for each in found:
         name, times = names[each.label], (seconds(each.start), seconds(each.end))
-        writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
+        writers["detections"].writerow(
+            (*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start))
+        )
     lines = ["\t".join(RAVEN)]
     low, high = (f"{value:.1f}" for value in band)
     last = _plain(recording.name.rpartition("/")[2])
     for number, each in enumerate(found, 1):
         start, end = seconds(each.start), seconds(each.end)
-        row = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
+        row = (
+            number,
+            "Spectrogram 1",
+            1,
+            start,
+            end,
+            low,
+            high,
+            last,
+            _plain(path),
+            start,
+            names[each.label],
+        )
         lines.append("\t".join(map(str, (*row, f"{each.score:.4f}"))))
     _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
     labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
@@ -181,7 +247,9 @@ def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
     if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
         return place
     ending = f"~{hashlib.blake2b(os.fsencode(place.name), digest_size=4).hexdigest()}{ending}"
-    kept = os.fsencode(place.name)[: atomic_write.NAME_MAX - len(ending)].decode("utf-8", errors="ignore")
+    kept = os.fsencode(place.name)[: atomic_write.NAME_MAX - len(ending)].decode(
+        "utf-8", errors="ignore"
+    )
     return place.with_name(kept + ending)
 
 

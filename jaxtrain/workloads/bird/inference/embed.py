@@ -33,9 +33,15 @@ FLUSH = 20  # [s] between notes of the progress
 
 
 def embed(
-    model: encoder.Model, data: spectrogram.Config, out: str | pathlib.Path, *, split: str = "train",
-    kinds: Sequence[str] = ("mean", "cls"), columns: Sequence[str] = (), batch: int = 64,
-) -> dict[str, Any]:  # fmt: skip
+    model: encoder.Model,
+    data: spectrogram.Config,
+    out: str | pathlib.Path,
+    *,
+    split: str = "train",
+    kinds: Sequence[str] = ("mean", "cls"),
+    columns: Sequence[str] = (),
+    batch: int = 64,
+) -> dict[str, Any]:
     """Write the folder ``out``, or the rest of it. Return the content of `ABOUT`.
 
     Raises InferenceError for a folder that was made of something else, DataError for the data.
@@ -46,19 +52,39 @@ def embed(
     setup = encoder.set_up(model, data, compute, model.head, split=split, batch=batch)
     loader, batch, n = setup.loader, setup.batch, setup.n
     made_of = {
-        "encoder": model.digest, "data": loader.state(0)["fingerprint"], "rows": n, "split": split, "kinds": list(kinds),
-        "columns": list(columns), "views": data.views, "batch": batch, "version": VERSION,
-    }  # fmt: skip
+        "encoder": model.digest,
+        "data": loader.state(0)["fingerprint"],
+        "rows": n,
+        "split": split,
+        "kinds": list(kinds),
+        "columns": list(columns),
+        "views": data.views,
+        "batch": batch,
+        "version": VERSION,
+    }
     made_of |= {"front_end": data.settings} if data.settings != DEFAULT.settings else {}
     made_of |= {"time_expansion": data.time_expansion} if data.time_expansion != 1 else {}
     start = _done(out, made_of)
     root, places = _places(data, split)
     progress = {
-        **made_of, "done": start, "model": model.name, "class_names": list(setup.info.get("class_names", ())),
-        "multilabel": data.multilabel, "root": root, "pool": encoder.pool_of(model), "front_end": data.settings,
+        **made_of,
+        "done": start,
+        "model": model.name,
+        "class_names": list(setup.info.get("class_names", ())),
+        "multilabel": data.multilabel,
+        "root": root,
+        "pool": encoder.pool_of(model),
+        "front_end": data.settings,
         "clips": encoder.clips(data),
-    }  # fmt: skip
-    files = _open(out, {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in setup.shapes.items()}, start)
+    }
+    files = _open(
+        out,
+        {
+            name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
+            for name, x in setup.shapes.items()
+        },
+        start,
+    )
     if not start:
         with atomic_write.file(out / ROWS) as opened:
             pq.write_table(places.slice(0, n), opened)
@@ -84,7 +110,11 @@ def embed(
         if (partial := out / f"{name}.npy.partial").exists():
             partial.replace(out / f"{name}.npy")
     bad = n - int((np.load(out / "weight.npy", mmap_mode="r") > 0).sum())
-    progress |= {"unreadable": bad, "examples_per_second": (n - start) / seconds, "waiting": stream.waited / seconds}
+    progress |= {
+        "unreadable": bad,
+        "examples_per_second": (n - start) / seconds,
+        "waiting": stream.waited / seconds,
+    }
     _note(out, files, progress)
     return progress
 
@@ -95,9 +125,17 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
         before = files_lib.read_json(files_lib.inside(path.parent, path.name))
     except files_lib.FileError as error:
         raise InferenceError(f"{error}; choose another --out") from error
-    if differing := [(name, before.get(name), value) for name, value in made_of.items() if before.get(name) != value]:
-        changes = ", ".join(f"{name} was {repr(old)[:60]} and is {repr(new)[:60]}" for name, old, new in differing)
-        raise InferenceError(f"{path.parent} holds {what} of something else: {changes}; choose another --out")
+    if differing := [
+        (name, before.get(name), value)
+        for name, value in made_of.items()
+        if before.get(name) != value
+    ]:
+        changes = ", ".join(
+            f"{name} was {repr(old)[:60]} and is {repr(new)[:60]}" for name, old, new in differing
+        )
+        raise InferenceError(
+            f"{path.parent} holds {what} of something else: {changes}; choose another --out"
+        )
     return before
 
 
@@ -108,11 +146,15 @@ def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
         return 0
     done = refuse_other(path, made_of, "embeddings").get("done", 0)
     if type(done) is not int or not 0 <= done <= made_of["rows"]:
-        raise InferenceError(f"{path} says that {done!r} of {made_of['rows']} rows are done; choose another --out")
+        raise InferenceError(
+            f"{path} says that {done!r} of {made_of['rows']} rows are done; choose another --out"
+        )
     return done
 
 
-def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int) -> dict[str, np.memmap]:
+def _open(
+    out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int
+) -> dict[str, np.memmap]:
     """Open the arrays; new ones are named NAME.npy.partial until they are whole.
 
     Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS.
@@ -120,7 +162,10 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
     """
     if start:
         paths = {name: out / f"{name}.npy" for name in shapes}
-        paths = {name: path if path.exists() else path.with_name(f"{path.name}.partial") for name, path in paths.items()}
+        paths = {
+            name: path if path.exists() else path.with_name(f"{path.name}.partial")
+            for name, path in paths.items()
+        }
         try:
             for name, path in paths.items():
                 there = files_lib.array(files_lib.inside(out, path.name))
@@ -136,7 +181,9 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
         for name, x in shapes.items():
             with atomic_write.naming(out / f"{name}.npy"):
                 paths[name].unlink(missing_ok=True)  # never through a link that someone left there
-                files[name] = np.lib.format.open_memmap(paths[name], mode="w+", dtype=x.dtype, shape=x.shape)
+                files[name] = np.lib.format.open_memmap(
+                    paths[name], mode="w+", dtype=x.dtype, shape=x.shape
+                )
                 _reserve(paths[name])
     except OSError:
         files.clear()  # the error would keep the mapped files, and their space on the disk
@@ -166,7 +213,9 @@ def _note(out: pathlib.Path, files: Mapping[str, np.memmap], content: Mapping[st
 
 
 def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
-    def compute(head: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays) -> dict[str, jax.Array]:
+    def compute(
+        head: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays
+    ) -> dict[str, jax.Array]:
         def rows(z: jax.Array) -> jax.Array:
             return z.reshape(-1, views, *z.shape[1:])
 
@@ -176,7 +225,9 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
         if head:
             features = pooled["cls" if c.pool == "cls" else "mean"]
             outputs["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
-        return outputs | {name: batch[name] for name in ("label", "labels", "index", "weight") if name in batch}
+        return outputs | {
+            name: batch[name] for name in ("label", "labels", "index", "weight") if name in batch
+        }
 
     return compute
 
@@ -192,17 +243,30 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
         for name, values in columnar.read_some(path, *columns).items():
             columns[name] += values
     if any(len(values) not in (0, n) for values in columns.values()):
-        raise DataError(f"{paths[0].parent} has shards with different columns; make the index again")
+        raise DataError(
+            f"{paths[0].parent} has shards with different columns; make the index again"
+        )
     start, end, date, time = (values or [None] * n for values in columns.values())
-    clocks = [windows.clock(*each) or None for each in zip(date, time, [x or 0.0 for x in start], strict=True)]
+    clocks = [
+        windows.clock(*each) or None
+        for each in zip(date, time, [x or 0.0 for x in start], strict=True)
+    ]
     root = data.audio_root or (str(shards.index_root(of_index)) if of_index else "")
     times = {name: pa.array(x, pa.float64()) for name, x in (("start", start), ("end", end))}
-    table = pa.table({"path": pa.array(index.paths(), pa.string()), **times, "clock": pa.array(clocks, pa.string())})
+    table = pa.table(
+        {
+            "path": pa.array(index.paths(), pa.string()),
+            **times,
+            "clock": pa.array(clocks, pa.string()),
+        }
+    )
     return str(files_lib.expanded(root).absolute()) if root else "", table
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
-    values = np.concatenate([columnar.read(path, name)[0].to_numpy() for path in _shards(data, split)])
+    values = np.concatenate(
+        [columnar.read(path, name)[0].to_numpy() for path in _shards(data, split)]
+    )
     if not np.issubdtype(values.dtype, np.integer):
         raise InferenceError(f"column {name!r} holds {values.dtype}; expected integers (--columns)")
     return values

@@ -62,7 +62,9 @@ class Model(NamedTuple):
         return digest.hexdigest()[:16]
 
 
-def load(run: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
+def load(
+    run: str, *, step: int | None = None, ema: bool = False, random: int | None = None
+) -> Model:
     """Read the encoder of a run, a step or an export. Raises StoredError and InferenceError.
 
     ``random``: a seed, by which the run's encoder is initialised instead of read.
@@ -77,7 +79,13 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
         raise InferenceError(f"{run} is not as its config.model says: {wrong[0]}")
     if random is not None:
         made = specs.materialise({"encoder": vit.make_specs(c)}, jax.random.key(random))["encoder"]
-        return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
+        return Model(
+            c,
+            jax.tree.map(np.asarray, made),
+            None,
+            config,
+            f"{run}, initialised with seed {random}",
+        )
     heads, name = saved.heads(c, arrays), f"{source.path}{' (ema)' if ema else ''}"
     return Model(c, saved.encoder(c, arrays), heads.get("linear"), config, name, heads.get("probe"))
 
@@ -96,13 +104,27 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     """
     known = spectrogram.Config.__dataclass_fields__
     data = {name: value for name, value in (model.run.get("data") or {}).items() if name in known}
-    own = dict(audio_root="", follow_links=False, test_share=0.0, exclude=(), exclude_paths=(), background="", bad_budget=1.0)
+    own = dict(
+        audio_root="",
+        follow_links=False,
+        test_share=0.0,
+        exclude=(),
+        exclude_paths=(),
+        background="",
+        bad_budget=1.0,
+    )
     for name in ("train", "test"):
         if name not in changes:
             source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
-            if "**" in str(data.get(name)):  # it would be looked for on the whole disk, through links in circles
-                raise InferenceError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
-    made: spectrogram.Config = config_lib.section(spectrogram.Config, {**data, **own, "form": "spectrogram", **changes})
+            # it would be looked for on the whole disk, through links in circles
+            if "**" in str(data.get(name)):
+                raise InferenceError(
+                    f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with"
+                    " --data"
+                )
+    made: spectrogram.Config = config_lib.section(
+        spectrogram.Config, {**data, **own, "form": "spectrogram", **changes}
+    )
     if unlike := model.front_end.differences(made.front_end):
         other = f"was trained on other spectrograms than are asked for: {unlike}"
         raise InferenceError(f"{model.name} {other}; omit those settings")
@@ -127,14 +149,18 @@ def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
 Arrays = Mapping[str, jax.Array]
 
 
-def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any) -> tuple[windows.Windows, Errors]:
+def cut_windows(
+    recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any
+) -> tuple[windows.Windows, Errors]:
     """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
 
     ``how``: as `loaders.audio.recordings.windows.cut` has it. Returns the windows, and the
     recordings that cannot be read. Raises InferenceError, DataError.
     """
     if not 0 <= overlap < seconds:
-        raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
+        raise InferenceError(
+            f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less"
+        )
     errors, hop = windows.lenient(), round(seconds - overlap, 6)
     return windows.cut(recordings, seconds=seconds, hop=hop, errors=errors, **how), errors
 
@@ -155,7 +181,9 @@ class Setup(NamedTuple):
     def stream(self) -> feed.Feed:
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
-    def outputs(self, stream: feed.Feed, last: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    def outputs(
+        self, stream: feed.Feed, last: int | None = None
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield number and outputs of batches up to ``last``, a batch ahead on the device."""
         pending: tuple[int, Any] | None = None
         for position, arrays in stream:
@@ -174,7 +202,13 @@ Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
 
 
 def set_up(
-    model: Model, data: spectrogram.Config, compute: Compute, weights: PyTree, *, split: str = "train", batch: int = 64
+    model: Model,
+    data: spectrogram.Config,
+    compute: Compute,
+    weights: PyTree,
+    *,
+    split: str = "train",
+    batch: int = 64,
 ) -> Setup:
     """Open a split, and compile encoder and ``compute`` of ``weights`` for it. Raises DataError."""
     data = of_split(data, split)
@@ -198,8 +232,21 @@ def set_up(
         params, own = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
-        pooled = {name: vit.pooled(c, params, tokens) for name, tokens in (("mean", patches), ("cls", cls))}
+        pooled = {
+            name: vit.pooled(c, params, tokens)
+            for name, tokens in (("mean", patches), ("cls", cls))
+        }
         return compute(own, pooled, patches, batch)
 
     lowered = run.lower(weights, abstract)
-    return Setup(lowered.compile(), weights, lowered.out_info, abstract, rows, loader, batch, info["n_train"], info)
+    return Setup(
+        lowered.compile(),
+        weights,
+        lowered.out_info,
+        abstract,
+        rows,
+        loader,
+        batch,
+        info["n_train"],
+        info,
+    )

@@ -40,19 +40,27 @@ class Fitted(NamedTuple):
     """A head, and its scores in cross-validation."""
 
     head: Head
-    precision: np.ndarray  # float64 [C]: average precision of each class on held-out rows, nan without folds
+    # float64 [C]: average precision of each class on held-out rows, nan without folds
+    precision: np.ndarray
     folds: int  # 0: too few examples
     penalty: float
 
 
 # Arrays by name, logits by them: arrays, x -> [n, C].
-Solve = Callable[[np.ndarray, Sequence[float]], list[dict[str, np.ndarray]]]  # weight [n, C], penalties -> arrays of each
+# weight [n, C], penalties -> arrays of each
+Solve = Callable[[np.ndarray, Sequence[float]], list[dict[str, np.ndarray]]]
 
 
 def fit(
-    folders: Sequence[Embeddings], given: Examples, *, method: str = "linear", pool: str = "mean",
-    prototypes: int = 1, precision: float = 0.9, seed: int = 0,
-) -> Fitted:  # fmt: skip
+    folders: Sequence[Embeddings],
+    given: Examples,
+    *,
+    method: str = "linear",
+    pool: str = "mean",
+    prototypes: int = 1,
+    precision: float = 0.9,
+    seed: int = 0,
+) -> Fitted:
     """Fit a head whose thresholds reach ``precision``. Raises InferenceError.
 
     ``pool``: the features that linear and prototypes read. ``prototypes``: of a class, of patches.
@@ -85,13 +93,26 @@ def fit(
     arrays |= {factor: arrays[factor] * scale, "b": arrays["b"] * scale + offset}
     arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
     about = {
-        "method": method, "penalty": penalty, "precision": precision, "folds": n_folds,
-        "examples": [int(n) for n in (y * known).sum(0)], "rows": len(y), "embeddings": [str(e.folder) for e in folders],
-    }  # fmt: skip
+        "method": method,
+        "penalty": penalty,
+        "precision": precision,
+        "folds": n_folds,
+        "examples": [int(n) for n in (y * known).sum(0)],
+        "rows": len(y),
+        "embeddings": [str(e.folder) for e in folders],
+    }
     head = Head(
-        method, "mean" if method == "patches" else pool, "softmax" if softmax else "sigmoid", arrays, given.names, "", bounds,
-        folders[0].encoder, dict(folders[0].front_end), about,
-    )  # fmt: skip
+        method,
+        "mean" if method == "patches" else pool,
+        "softmax" if softmax else "sigmoid",
+        arrays,
+        given.names,
+        "",
+        bounds,
+        folders[0].encoder,
+        dict(folders[0].front_end),
+        about,
+    )
     return Fitted(head, average, n_folds, penalty)
 
 
@@ -103,7 +124,9 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
         size += len(rows) * int(np.prod(shape[1:])) * 4
         if size > MAX_BYTES:
             gib = MAX_BYTES >> 30
-            raise InferenceError(f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples")
+            raise InferenceError(
+                f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples"
+            )
         x = each.features(kind, rows)
         parts.append(x.reshape(len(rows), -1, shape[-1]) if kind == "patches" else x)
     if len({part.shape[1:] for part in parts}) > 1:
@@ -126,14 +149,22 @@ def folds_of(given: Examples, seed: int) -> np.ndarray:
     if n < 2:
         return fold
     main = np.where(y.any(1), y.argmax(1), y.shape[1])
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # rows without a class may be fewer than folds
-        for k, (_, rows) in enumerate(StratifiedGroupKFold(n, shuffle=True, random_state=seed).split(y, main, group)):
+    # rows without a class may be fewer than folds
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        for k, (_, rows) in enumerate(
+            StratifiedGroupKFold(n, shuffle=True, random_state=seed).split(y, main, group)
+        ):
             fold[rows] = k
     return fold
 
 
 def _cross_validated(
-    method: str, solve: Solve, penalties: Sequence[float], x: np.ndarray, given: Examples, fold: np.ndarray
+    method: str,
+    solve: Solve,
+    penalties: Sequence[float],
+    x: np.ndarray,
+    given: Examples,
+    fold: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     """Return the penalty with the least loss on held-out rows, and its logits [n, C] of them."""
     y, known, softmax = given.y, given.known, given.exclusive
@@ -143,7 +174,8 @@ def _cross_validated(
             out[i, fold == k] = logits(method, arrays, x[fold == k])
     losses = []
     for z in out:
-        scale, offset = calibrated(z, y, known, softmax)  # a scale that is not learned must not decide
+        # a scale that is not learned must not decide
+        scale, offset = calibrated(z, y, known, softmax)
         losses.append(logistic.loss(scale * z + offset, y, softmax=softmax, known=known))
     best = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
     return penalties[best], out[best]
@@ -154,10 +186,14 @@ def logits(method: str, arrays: Mapping[str, np.ndarray], x: np.ndarray) -> np.n
     given = {name: jnp.asarray(value) for name, value in arrays.items()}
     x = x if method == "patches" else x[:, None]
     parts = [jnp.asarray(x[i : i + 64]) for i in range(0, len(x), 64)]
-    return np.concatenate([np.asarray(heads.logits(method, given, part[:, 0], part)) for part in parts])
+    return np.concatenate(
+        [np.asarray(heads.logits(method, given, part[:, 0], part)) for part in parts]
+    )
 
 
-def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> tuple[float, float]:
+def calibrated(
+    z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool
+) -> tuple[float, float]:
     """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0.
 
     They are of all classes together, which keeps scores comparable: scikit-learn calibrates each
@@ -168,7 +204,9 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
         fit = logistic.loss(np.exp(at[0]) * z + at[1], y, softmax=softmax, known=known)
         return float(fit + PRIOR * (at[0] ** 2 + at[1] ** 2 / 100))
 
-    log_scale, offset = minimize(total, (0.0, 0.0), bounds=((-4, 4), (0, 0) if softmax else (None, None))).x
+    log_scale, offset = minimize(
+        total, (0.0, 0.0), bounds=((-4, 4), (0, 0) if softmax else (None, None))
+    ).x
     return float(np.exp(log_scale)), float(offset)
 
 
@@ -197,7 +235,9 @@ def _solver(
             rows, found = weight.any(1), []
             n = rows.sum() if softmax else weight.sum()
             for penalty in penalties:
-                w, b = logistic.fit(standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n)
+                w, b = logistic.fit(
+                    standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n
+                )
                 found.append({"w": w / std[:, None], "b": b - (mean / std) @ w})
             return found
 
@@ -219,14 +259,19 @@ def _solver(
         begin = _telling(directions, y, weight, prototypes, seed)
         found = []
         for penalty in penalties:
-            p, scale, b = map(np.asarray, _learn(directions, y, weight, begin, np.float32(penalty), softmax=softmax))
+            p, scale, b = map(
+                np.asarray,
+                _learn(directions, y, weight, begin, np.float32(penalty), softmax=softmax),
+            )
             found.append({"mean": mean, "prototypes": p, "scale": scale * ones, "b": b})
         return found
 
     return patches, PULLS
 
 
-def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int) -> np.ndarray:
+def _telling(
+    directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int
+) -> np.ndarray:
     """Return ``k`` patches a class, near to its rows and far from others', float32 [C, K, D]."""
     rng = np.random.default_rng(seed)
     found = []
@@ -255,7 +300,13 @@ def _nearest(tried: np.ndarray, directions: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("softmax",))
 def _learn(
-    directions: jax.Array, y: jax.Array, weight: jax.Array, begin: jax.Array, pull: jax.Array, *, softmax: bool
+    directions: jax.Array,
+    y: jax.Array,
+    weight: jax.Array,
+    begin: jax.Array,
+    pull: jax.Array,
+    *,
+    softmax: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Prototypes [C, K, D], their scale and offsets [C], by Adam."""
 
@@ -269,7 +320,11 @@ def _learn(
         far = jnp.square(p["prototypes"] - begin).sum((1, 2)).mean()
         return (each * counted).sum() / counted.sum() + pull / 2 * far
 
-    params: dict[str, Any] = {"prototypes": begin, "scale": jnp.log(10.0), "b": jnp.full(y.shape[1], 0.0 if softmax else -5.0)}
+    params: dict[str, Any] = {
+        "prototypes": begin,
+        "scale": jnp.log(10.0),
+        "b": jnp.full(y.shape[1], 0.0 if softmax else -5.0),
+    }
     tx = optax.adam(RATE)
 
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], None]:

@@ -38,7 +38,15 @@ POOLS = ("mean", "cls")
 SCORES = ("softmax", "sigmoid")
 VERSION = 1
 # Fields of a head that its file describes in JSON.
-ABOUT = {"kind": str, "pool": str, "scores": str, "names": list, "encoder": str, "front_end": dict, "about": dict}
+ABOUT = {
+    "kind": str,
+    "pool": str,
+    "scores": str,
+    "names": list,
+    "encoder": str,
+    "front_end": dict,
+    "about": dict,
+}
 
 
 class Head(NamedTuple):
@@ -50,8 +58,10 @@ class Head(NamedTuple):
     arrays: Mapping[str, np.ndarray]  # float32
     names: tuple[str, ...]  # of the classes
     name: str  # for people
-    thresholds: np.ndarray | None = None  # float32 [C]: a score from which on a class counts as there
-    encoder: str = ""  # the digest of the encoder that it belongs to; "" = the one that it comes with
+    # float32 [C]: a score from which on a class counts as there
+    thresholds: np.ndarray | None = None
+    # the digest of the encoder that it belongs to; "" = the one that it comes with
+    encoder: str = ""
     front_end: Mapping[str, Any] = {}  # of the recordings that it was fitted on
     about: Mapping[str, Any] = {}  # how it was fitted
 
@@ -80,7 +90,9 @@ def unit(x: Array) -> Array:
     return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-9)
 
 
-def scores(head: Head, arrays: Mapping[str, Array], pooled: Mapping[str, Array], patches_bnd: Array) -> Array:
+def scores(
+    head: Head, arrays: Mapping[str, Array], pooled: Mapping[str, Array], patches_bnd: Array
+) -> Array:
     """Scores in [0, 1], [B, C]. ``pooled``: the features "mean" and "cls", [B, D] each."""
     z = logits(head.kind, arrays, pooled[head.pool], patches_bnd)
     return jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z)
@@ -108,12 +120,21 @@ def read(path: str | os.PathLike[str]) -> Head:
     except (KeyError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise InferenceError(f"{path} is no file of `jaxtrain fit`") from error
     if about.get("version") != VERSION:
-        raise InferenceError(f"{path} is not a head of this version of `jaxtrain fit`; fit it again")
+        raise InferenceError(
+            f"{path} is not a head of this version of `jaxtrain fit`; fit it again"
+        )
     choices = {"kind": FITTED, "pool": POOLS, "scores": SCORES}
     wrong = [name for name, kind in ABOUT.items() if not isinstance(about.get(name), kind)]
-    wrong += [name for name, allowed in choices.items() if name not in wrong and about[name] not in allowed]
+    wrong += [
+        name
+        for name, allowed in choices.items()
+        if name not in wrong and about[name] not in allowed
+    ]
     if wrong or not all(isinstance(name, str) for name in about["names"]):
-        raise InferenceError(f"{path} does not describe a head: its {(wrong or ['names'])[0]} cannot be used; fit it again")
+        raise InferenceError(
+            f"{path} does not describe a head: its {(wrong or ['names'])[0]} cannot be used; fit it"
+            " again"
+        )
     thresholds = arrays.pop("thresholds", None)
     _check(path, about["kind"], arrays, thresholds, len(about["names"]))
     known = {name: about[name] for name in ABOUT} | {"names": tuple(about["names"])}
@@ -121,17 +142,31 @@ def read(path: str | os.PathLike[str]) -> Head:
 
 
 def _check(
-    path: pathlib.Path, kind: str, arrays: Mapping[str, np.ndarray], thresholds: np.ndarray | None, n_classes: int
+    path: pathlib.Path,
+    kind: str,
+    arrays: Mapping[str, np.ndarray],
+    thresholds: np.ndarray | None,
+    n_classes: int,
 ) -> None:
     """Raise InferenceError for arrays that do not fit together."""
     if set(arrays) != set(KINDS[kind]):
         needed = f"a head of kind {kind} has {', '.join(KINDS[kind])}"
         raise InferenceError(f"{path} holds the arrays {', '.join(sorted(arrays))}; {needed}")
     given = {**arrays, **({} if thresholds is None else {"thresholds": thresholds})}
-    if wrong := [name for name, x in given.items() if x.dtype != np.float32 or not np.isfinite(x).all()]:
-        raise InferenceError(f"{path}: its {wrong[0]} holds values that are no numbers of 32 bits; fit it again")
+    if wrong := [
+        name for name, x in given.items() if x.dtype != np.float32 or not np.isfinite(x).all()
+    ]:
+        raise InferenceError(
+            f"{path}: its {wrong[0]} holds values that are no numbers of 32 bits; fit it again"
+        )
     width = (arrays["w"] if kind == "linear" else arrays["mean"]).shape[:1]
-    shapes = {"w": (*width, n_classes), "b": (n_classes,), "mean": width, "scale": (n_classes,), "thresholds": (n_classes,)}
+    shapes = {
+        "w": (*width, n_classes),
+        "b": (n_classes,),
+        "mean": width,
+        "scale": (n_classes,),
+        "thresholds": (n_classes,),
+    }
     for name, x in given.items():
         expected = shapes.get(name) or (n_classes, *x.shape[1:2], *width)
         if x.shape != expected or 0 in x.shape:
@@ -139,7 +174,9 @@ def _check(
             raise InferenceError(f"{path}: its {name} is {list(x.shape)}; {asked}")
 
 
-def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str) -> None:
+def refuse_other(
+    head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str
+) -> None:
     """Raise InferenceError unless a fitted head belongs to this encoder and front end."""
     have = (head.arrays["w"] if head.kind == "linear" else head.arrays["mean"]).shape[0]
     wrong = []
@@ -149,9 +186,13 @@ def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str,
         wrong.append(f"the encoder {head.encoder}, and {run} holds {digest}")
     for name, value in head.front_end.items():
         if name in front_end and front_end[name] != value:
-            wrong.append(f"recordings with data.{name}={value!r}, and {run} has {front_end[name]!r}")
+            wrong.append(
+                f"recordings with data.{name}={value!r}, and {run} has {front_end[name]!r}"
+            )
     if wrong:
-        raise InferenceError(f"{head.name} was fitted on {wrong[0]}; fit it on embeddings by that run")
+        raise InferenceError(
+            f"{head.name} was fitted on {wrong[0]}; fit it on embeddings by that run"
+        )
 
 
 def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[int]:
@@ -159,7 +200,9 @@ def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[in
     numbers = {name: i for i, name in enumerate(known)}
     for name in given:
         if name not in numbers:
-            nearest = ", ".join(difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5])
+            nearest = ", ".join(
+                difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5]
+            )
             others = f"there are {len(known)} others, for example {nearest}"
             raise InferenceError(f"{what} names the class {name!r}, and {others}")
     return [numbers[name] for name in given]

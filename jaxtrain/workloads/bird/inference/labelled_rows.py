@@ -24,7 +24,8 @@ from loaders.io import files
 
 OVERLAP = 0.25  # [s]
 ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
-Part = tuple[str, str, float, float, str, int]  # where, file, start, end, label or "" for no class, answer
+# where, file, start, end, label or "" for no class, answer
+Part = tuple[str, str, float, float, str, int]
 
 
 class Examples(NamedTuple):
@@ -48,25 +49,40 @@ def own(folders: Sequence[Embeddings]) -> Examples:
     rows, ys, groups = [], [], []
     for each in folders:
         if each.names != names:
-            raise InferenceError(f"{each.folder} has other classes than {folders[0].folder}; embed both with the same labels")
+            raise InferenceError(
+                f"{each.folder} has other classes than {folders[0].folder}; embed both with the"
+                " same labels"
+            )
         if not each.has("labels" if each.about["multilabel"] else "label"):
-            raise InferenceError(f"{each.folder} has no labels; name a table of them: --labels FILE")
+            raise InferenceError(
+                f"{each.folder} has no labels; name a table of them: --labels FILE"
+            )
         y, known = each.labels()
         if y.shape[1] != len(names):
-            raise InferenceError(f"{each.folder} has labels of {y.shape[1]} classes, and names for {len(names)}; embed again")
+            raise InferenceError(
+                f"{each.folder} has labels of {y.shape[1]} classes, and names for {len(names)};"
+                " embed again"
+            )
         rows.append(np.flatnonzero(known))
         ys.append(y[rows[-1]].astype(np.float32))
         groups.append(_groups(each, rows[-1]))
     y = np.concatenate(ys)
     if not len(y):
-        raise InferenceError(f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE")
+        raise InferenceError(
+            f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE"
+        )
     return Examples(rows, y, np.ones_like(y), _numbers(groups), names)
 
 
 def of_table(
-    folders: Sequence[Embeddings], path: str, *, background: int = 0, seed: int = 0,
-    reading: columns.Options | None = None, errors: Errors | None = None,
-) -> Examples:  # fmt: skip
+    folders: Sequence[Embeddings],
+    path: str,
+    *,
+    background: int = 0,
+    seed: int = 0,
+    reading: columns.Options | None = None,
+    errors: Errors | None = None,
+) -> Examples:
     """Return the rows that a table speaks of, and ``background`` others that have no class.
 
     ``errors`` takes the lines that speak of no row. Raises InferenceError: a table without the
@@ -83,10 +99,16 @@ def of_table(
             errors.add("absent-recording", f"{where}: {times}{file}")
     if not spoken:
         first = parts[0][1] if parts else "no file"
-        raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
+        raise InferenceError(
+            f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check"
+            " --labels"
+        )
     names = tuple(sorted({label for where, _, _, _, label, _ in parts if where in spoken} - {""}))
     if not names:
-        raise InferenceError(f"{path} has no label in any line about {folders[0].folder}; name its column: --label-column")
+        raise InferenceError(
+            f"{path} has no label in any line about {folders[0].folder}; name its column:"
+            " --label-column"
+        )
     numbers = {name: i for i, name in enumerate(names)}
     rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
@@ -120,9 +142,14 @@ def refuse_one_sided(given: Examples) -> None:
     """Raise InferenceError unless every class has rows with it and rows without it."""
     for c, name in enumerate(given.names):
         if not (given.y[:, c] * given.known[:, c]).any():
-            raise InferenceError(f"the class {name!r} has no example; add one, or leave the class out")
+            raise InferenceError(
+                f"the class {name!r} has no example; add one, or leave the class out"
+            )
         if not ((1 - given.y[:, c]) * given.known[:, c]).any():
-            raise InferenceError(f"the class {name!r} has no counter-example; add rows with another class, or --background 100")
+            raise InferenceError(
+                f"the class {name!r} has no counter-example; add rows with another class, or"
+                " --background 100"
+            )
 
 
 def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
@@ -130,8 +157,13 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
     place = files.expanded(path)
     table = tables.Table(place, *tables.read_text(place, reading.encoding))
     layout = columns.find(table, reading)
-    if not layout.used["file"] or not (layout.used["label"] or layout.classes or layout.used.get("genus")):
-        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")
+    if not layout.used["file"] or not (
+        layout.used["label"] or layout.classes or layout.used.get("genus")
+    ):
+        raise InferenceError(
+            f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end,"
+            " label"
+        )
     found = []
     for line in lines.read(layout, reading, errors):
         denied = (layout.text(line.row, "asked"),) if line.answer in ("no", "skip") else ()
@@ -142,14 +174,18 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
         begin, stop = (line.start or 0.0), (float("inf") if line.end is None else line.end)
         if not 0 <= begin < stop:
             times = f"the times {begin:g} to {stop:g} s"
-            raise InferenceError(f"{line.where}: {times} are no part of a recording; correct the line")
+            raise InferenceError(
+                f"{line.where}: {times} are no part of a recording; correct the line"
+            )
         found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
     class_names.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], errors)
     inference.refuse(errors)
     return found
 
 
-def _matches(places: Places, root: str, parts: Iterable[Part], errors: Errors) -> Iterable[tuple[int, Part]]:
+def _matches(
+    places: Places, root: str, parts: Iterable[Part], errors: Errors
+) -> Iterable[tuple[int, Part]]:
     """Yield the rows that hold enough of a part. A name of several recordings is an error."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
@@ -163,19 +199,30 @@ def _matches(places: Places, root: str, parts: Iterable[Part], errors: Errors) -
         for row in by_path.get(meant[file], ()):
             low, high = places.start[row], places.end[row]
             held = min(high, end) - max(low, start)
-            if np.isnan(low) or np.isnan(high) or held >= min(OVERLAP, end - start, high - low) - 1e-6:
+            if (
+                np.isnan(low)
+                or np.isnan(high)
+                or held >= min(OVERLAP, end - start, high - low) - 1e-6
+            ):
                 yield row, part
 
 
 def _recording(file: str, root: str, names: Names, where: str, errors: Errors) -> str:
     """Return the recording that a name means, or "". A name of several is an error."""
     name = file.replace("\\", "/")
-    name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
+    name = (
+        os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
+    )
     found = [name] if name in names.all else names.match(file)[0]
     if len(found) > 1:
-        errors.add("ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}")
+        errors.add(
+            "ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}"
+        )
     elif found and (before := names.contradicted(found[0], file)):
-        errors.add("ambiguous-name", f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone")
+        errors.add(
+            "ambiguous-name",
+            f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone",
+        )
     return found[0] if len(found) == 1 else ""
 
 
@@ -185,8 +232,13 @@ def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
         paths = folder.places().paths
     except InferenceError:
         paths = [""] * folder.n
-    return [f"{folder.root}:{paths[row]}" if paths[row] else f"{folder.folder}:{row}" for row in rows.tolist()]
+    return [
+        f"{folder.root}:{paths[row]}" if paths[row] else f"{folder.folder}:{row}"
+        for row in rows.tolist()
+    ]
 
 
 def _numbers(groups: Sequence[Sequence[str]]) -> np.ndarray:
-    return np.unique([name for each in groups for name in each], return_inverse=True)[1].astype(np.int64)
+    return np.unique([name for each in groups for name in each], return_inverse=True)[1].astype(
+        np.int64
+    )

@@ -15,7 +15,13 @@ MAX_STEPS = 300
 
 
 def fit(
-    x: np.ndarray, y: np.ndarray, penalty: float, *, softmax: bool, known: np.ndarray | None = None, n: float = 0
+    x: np.ndarray,
+    y: np.ndarray,
+    penalty: float,
+    *,
+    softmax: bool,
+    known: np.ndarray | None = None,
+    n: float = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Minimise penalty / 2 × |w|² + sum of losses / n. Returns the weights [D, C] and biases [C].
 
@@ -30,7 +36,8 @@ def fit(
         classes = np.unique(label)
         if len(classes) < 2:
             b[classes] = 0
-        elif len(classes) == 2:  # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
+        # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
+        elif len(classes) == 2:
             coefficients, bias = _binary(x, label == classes[1], 2 * c)
             w[:, classes], b[classes] = np.outer(coefficients, (-0.5, 0.5)), (-bias / 2, bias / 2)
         else:
@@ -51,7 +58,8 @@ def _binary(x: np.ndarray, positive: np.ndarray, c: float) -> tuple[np.ndarray, 
 
 
 def _regression(x: np.ndarray, label: np.ndarray, c: float) -> LogisticRegression:
-    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # weak penalties have far minima
+    # weak penalties have far minima
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
         return LogisticRegression(C=c, tol=1e-6, max_iter=MAX_STEPS).fit(x, label)
 
 

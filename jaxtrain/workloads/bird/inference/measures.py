@@ -47,14 +47,18 @@ def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) 
     return area
 
 
-def _sorted(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sorted(
+    score: np.ndarray, positive: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights and labels from the highest score down, and the last place of each distinct score."""
     order = np.argsort(-score, kind="stable")
     last = np.flatnonzero(np.append(np.diff(score[order]) != 0, True))
     return weight[:, order], positive[order].astype(np.float64), last
 
 
-def over_classes(each: Callable[..., Any], score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def over_classes(
+    each: Callable[..., Any], score: np.ndarray, y: np.ndarray, weight: np.ndarray
+) -> np.ndarray:
     """Mean of a measure over the classes that have it, [R]."""
     by_class = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
     known = np.isfinite(by_class)
@@ -66,7 +70,9 @@ def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, n
     """Compute every one of `MEASURES`, [R] each."""
     parts = [weight[i : i + PART].astype(np.float64) for i in range(0, len(weight), PART)]
     of_classes = {"cmAP": average_precision, "AUROC": area_under_roc}
-    measured = {name: [over_classes(each, score, y, w) for w in parts] for name, each in of_classes.items()}
+    measured = {
+        name: [over_classes(each, score, y, w) for w in parts] for name, each in of_classes.items()
+    }
     measured = {"accuracy": [accuracy(score, y, w) for w in parts], **measured}
     return {name: np.concatenate(values) for name, values in measured.items()}
 
@@ -90,4 +96,6 @@ def summarised(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str
 
 def percent(m: dict[str, float], digits: int) -> str:
     """Format a `summary`: 71.3 [70.2, 72.5]."""
-    return f"{100 * m['value']:.{digits}f} [{100 * m['low']:.{digits}f}, {100 * m['high']:.{digits}f}]"
+    return (
+        f"{100 * m['value']:.{digits}f} [{100 * m['low']:.{digits}f}, {100 * m['high']:.{digits}f}]"
+    )

@@ -20,10 +20,14 @@ class Neighbours:
 
         Raises InferenceError: the folders are of several encoders, or hold none of the windows.
         """
-        found: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)  # by path: start, end, folder, row
+        # by path: start, end, folder, row
+        found: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
         for number, each in enumerate(folders):
             if each.encoder != folders[0].encoder:
-                raise InferenceError(f"{each.folder} is of another encoder than {folders[0].folder}; embed both by one run")
+                raise InferenceError(
+                    f"{each.folder} is of another encoder than {folders[0].folder}; embed both by"
+                    " one run"
+                )
             lie, good = each.places(), np.asarray(each.array("weight", 1)) > 0
             ends = np.where(np.isnan(lie.end), np.inf, lie.end).tolist()
             starts = np.nan_to_num(lie.start).tolist()
@@ -31,7 +35,8 @@ class Neighbours:
                 path = os.path.normpath(os.path.join(each.root, lie.paths[row]))
                 found[path].append((starts[row], ends[row], number, row))
         rows = {path: np.array(sorted(those)) for path, those in found.items()}
-        longest = {path: (those[:, 1] - those[:, 0]).max() for path, those in rows.items()}  # [s] row of each recording
+        # [s] row of each recording
+        longest = {path: (those[:, 1] - those[:, 0]).max() for path, those in rows.items()}
         self._windows = windows
         self._at = np.full(len(windows), -1)  # of each window: its place in `_unit`
         places: dict[tuple[int, int], int] = {}  # of each folder and row: its place in `_unit`
@@ -44,13 +49,18 @@ class Neighbours:
                     folder, row = some[held.argmax(), 2:].astype(int).tolist()
                     self._at[i] = places.setdefault((folder, row), len(places))
         if not places:
-            raise InferenceError(f"{folders[0].folder} holds none of the windows; embed their recordings")
+            raise InferenceError(
+                f"{folders[0].folder} holds none of the windows; embed their recordings"
+            )
         self._unit = np.empty((len(places), folders[0].array("mean", 2).shape[1]), np.float32)
         keys = np.array(list(places))  # in the order of their places
         for number, each in enumerate(folders):
             x, mine = each.array("mean", 2), np.flatnonzero(keys[:, 0] == number)
             if x.shape[1] != self._unit.shape[1]:
-                raise InferenceError(f"{each.folder} has other features than {folders[0].folder}; embed both by one run")
+                raise InferenceError(
+                    f"{each.folder} has other features than {folders[0].folder}; embed both by"
+                    " one run"
+                )
             mine = mine[np.argsort(keys[mine, 1])]  # in the order of the file
             for part in (mine[k : k + CHUNK] for k in range(0, len(mine), CHUNK)):
                 self._unit[part] = x[keys[part, 1]]

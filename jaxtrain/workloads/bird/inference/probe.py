@@ -48,7 +48,9 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
 # Classifiers. Each gives scores [n, C] of the test rows.
 
 
-def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool, seed: int = 0) -> np.ndarray:
+def linear(
+    x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool, seed: int = 0
+) -> np.ndarray:
     """Fit logistic regression on standardised features, with a held-out fifth's best penalty."""
     mean, std = x.mean(0), x.std(0) + 1e-6
     x, x_test = (x - mean) / std, (x_test - mean) / std
@@ -79,17 +81,27 @@ def _fifth(y: np.ndarray, seed: int) -> np.ndarray:
 def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) -> np.ndarray:
     """Classes of the k nearest rows by centred features' cosine, weighted by exp(cosine / 0.07)."""
     neighbours = KNeighborsRegressor(
-        min(k, len(x)), metric="cosine", algorithm="brute", weights=lambda distance: np.exp(-distance / TEMPERATURE)
+        min(k, len(x)),
+        metric="cosine",
+        algorithm="brute",
+        weights=lambda distance: np.exp(-distance / TEMPERATURE),
     )
-    scores: np.ndarray = neighbours.fit(x - x.mean(0), y.astype(np.float32)).predict(x_test - x.mean(0))
+    scores: np.ndarray = neighbours.fit(x - x.mean(0), y.astype(np.float32)).predict(
+        x_test - x.mean(0)
+    )
     return scores
 
 
-def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
+def prototypes(
+    x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int
+) -> np.ndarray:
     """Return the cosine with the mean of ``shots`` rows of each class, or the lowest score."""
     rng = np.random.default_rng(seed)
     mean = x.mean(0)
-    x, x_test = ((z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9) for z in (x, x_test))
+    x, x_test = (
+        (z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9)
+        for z in (x, x_test)
+    )
     scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
     for c in range(y.shape[1]):
         rows = np.flatnonzero(y[:, c])
@@ -103,9 +115,13 @@ def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, 
 
 
 def evaluate(
-    splits: Sequence[tuple[Features, Features]], *, draws: int = 1000, shots: Sequence[int] = (1, 2, 4, 8, 16),
-    trials: int = 20, k: int = 20,
-) -> dict[str, Any]:  # fmt: skip
+    splits: Sequence[tuple[Features, Features]],
+    *,
+    draws: int = 1000,
+    shots: Sequence[int] = (1, 2, 4, 8, 16),
+    trials: int = 20,
+    k: int = 20,
+) -> dict[str, Any]:
     """Evaluate one (train, test) pair, or one a fold, whose test rows are then scored together.
 
     Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few
@@ -124,18 +140,27 @@ def evaluate(
     results: dict[str, Any] = {}
     for name, parts in scores.items():
         # Scores of folds come from different classifiers: each row is made comparable first.
-        joined = np.concatenate(parts if len(parts) == 1 or name == "knn" else [softmax(part, axis=1) for part in parts])
+        joined = np.concatenate(
+            parts if len(parts) == 1 or name == "knn" else [softmax(part, axis=1) for part in parts]
+        )
         results[name] = measures.summarised(joined, y, weight)
         if len(splits) > 1:
             for (_, test), part in zip(splits, parts, strict=True):
-                for key, (value,) in measures.measure(part, test.y, np.ones((1, len(test.y)))).items():
+                for key, (value,) in measures.measure(
+                    part, test.y, np.ones((1, len(test.y)))
+                ).items():
                     results[name][key].setdefault("folds", []).append(float(value))
     kind = "cmAP" if splits[0][0].multilabel else "accuracy"
     few = {}
 
     def few_shot(n: int, draw: int) -> np.floating:
         scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=draw), b.y) for a, b in splits]
-        return np.mean([float(measures.measure(score, y, np.ones((1, len(y))))[kind][0]) for score, y in scored])
+        return np.mean(
+            [
+                float(measures.measure(score, y, np.ones((1, len(y))))[kind][0])
+                for score, y in scored
+            ]
+        )
 
     for n in shots:
         values = [few_shot(n, draw) for draw in range(trials)]
@@ -147,17 +172,21 @@ def evaluate(
 def _refuse_unlike(train: Features, test: Features) -> None:
     if train.y.shape[1] != test.y.shape[1] or train.multilabel != test.multilabel:
         raise InferenceError(
-            f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or only one of them has "
-            "several for a recording; embed both with the same --label and --multilabel"
+            f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or"
+            " only one of them has several for a recording; embed both with the same --label and"
+            " --multilabel"
         )
     widths, both = (train.x.shape[1], test.x.shape[1]), "embed both with one run"
     if widths[0] != widths[1]:
-        raise InferenceError(f"the train rows have {widths[0]} features, the test rows {widths[1]}; {both}")
+        raise InferenceError(
+            f"the train rows have {widths[0]} features, the test rows {widths[1]}; {both}"
+        )
     of = [(name, value, test.front_end[name]) for name, value in train.front_end.items()]
     unlike = [f"{name} {a} and {b}" for name, a, b in of if a != b]
     if unlike:
         raise InferenceError(
-            f"the train and the test rows are of encoders with different front ends ({', '.join(unlike)}); {both}"
+            "the train and the test rows are of encoders with different front ends"
+            f" ({', '.join(unlike)}); {both}"
         )
 
 
@@ -169,14 +198,19 @@ def folds_of(features: Features) -> list[tuple[Features, Features]]:
 
     def part(rows: np.ndarray) -> Features:
         scores = None if features.scores is None else features.scores[rows]
-        return features._replace(x=features.x[rows], y=features.y[rows], scores=scores, group=group[rows])
+        return features._replace(
+            x=features.x[rows], y=features.y[rows], scores=scores, group=group[rows]
+        )
 
     return [(part(group != fold), part(group == fold)) for fold in np.unique(group)]
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: a row for each classifier of each named result."""
-    lines = ["| features | classifier | " + " | ".join(MEASURES) + " |", "|---|---|" + "---:|" * len(MEASURES)]
+    lines = [
+        "| features | classifier | " + " | ".join(MEASURES) + " |",
+        "|---|---|" + "---:|" * len(MEASURES),
+    ]
     for name, result in results.items():
         for classifier in ("linear", "knn", "scores"):
             if classifier in result:
@@ -198,15 +232,21 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(MEASURES), figsize=(4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6), sharey=True)
+    figure, axes = pyplot.subplots(
+        1, len(MEASURES), figsize=(4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6), sharey=True
+    )
     for axis, name in zip(axes, MEASURES, strict=True):
         for offset, classifier in enumerate(("linear", "knn", "scores")):
-            rows = [(i, r[classifier][name]) for i, r in enumerate(results.values()) if classifier in r]
+            rows = [
+                (i, r[classifier][name]) for i, r in enumerate(results.values()) if classifier in r
+            ]
             if rows:
                 at = np.array([i for i, _ in rows]) + 0.2 * (offset - 1)
                 value = np.array([m["value"] for _, m in rows])
                 error = np.abs(np.array([(m["low"], m["high"]) for _, m in rows]).T - value)
-                axis.errorbar(100 * value, at, xerr=100 * error, fmt="o", capsize=3, label=classifier)
+                axis.errorbar(
+                    100 * value, at, xerr=100 * error, fmt="o", capsize=3, label=classifier
+                )
         axis.set_xlabel(f"{name} [%]")
         axis.set_yticks(range(len(results)), list(results))
         axis.grid(axis="x", alpha=0.3)
@@ -215,7 +255,10 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
     few, axis = pyplot.subplots(figsize=(6, 4))
     for name, result in results.items():
         shots = [int(n) for n in result["few shot"]]
-        value, low, high = (100 * np.array([m[part] for m in result["few shot"].values()]) for part in ("value", "low", "high"))
+        value, low, high = (
+            100 * np.array([m[part] for m in result["few shot"].values()])
+            for part in ("value", "low", "high")
+        )
         axis.plot(shots, value, "o-", label=name)
         axis.fill_between(shots, low, high, alpha=0.15)
     axis.set_xscale("log", base=2)
@@ -238,5 +281,7 @@ def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) ->
     text = table(results)
     atomic_write.write(out / "results.json", json.dumps(results, indent=2) + "\n")
     pictures = "".join(f"\n![]({path.name})\n" for path in plot(results, out))
-    atomic_write.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
+    atomic_write.write(
+        out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}"
+    )
     return text

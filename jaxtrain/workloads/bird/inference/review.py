@@ -54,7 +54,9 @@ class Item(NamedTuple):
 class Session:
     """The windows of a table in their order, and the answers. Safe for several threads."""
 
-    def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
+    def __init__(
+        self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None
+    ):
         """Read earlier answers from ``out``. Raises InferenceError."""
         self.items, self._out, self._neighbours = items, out, neighbours
         self._lock = threading.Lock()
@@ -79,21 +81,33 @@ class Session:
     def about(self, number: int) -> dict[str, Any]:
         """Return the content of the page for a window. Raises IndexError."""
         item = self.items[number]
-        nearby = sorted(self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start))
+        nearby = sorted(
+            self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start)
+        )
         similar = self._neighbours.near(number, NEIGHBOURS) if self._neighbours else ()
         return {
-            **self._brief(number), "file": item.name, "end": item.end, "clock": item.clock,
-            "nearby": [self._brief(i) for i in sorted(nearby[1 : NEIGHBOURS + 1], key=lambda i: self.items[i].start)],
+            **self._brief(number),
+            "file": item.name,
+            "end": item.end,
+            "clock": item.clock,
+            "nearby": [
+                self._brief(i)
+                for i in sorted(nearby[1 : NEIGHBOURS + 1], key=lambda i: self.items[i].start)
+            ],
             "similar": [{**self._brief(i), "cosine": round(cosine, 3)} for i, cosine in similar],
-        }  # fmt: skip
+        }
 
     def _brief(self, number: int) -> dict[str, Any]:
         item = self.items[number]
         found = self._answers.get(self._key(item), {})
         return {
-            "number": number, "start": item.start, "label": item.label, "score": None if np.isnan(item.score) else item.score,
-            "answer": found.get("answer", ""), "said": found.get("label", ""),
-        }  # fmt: skip
+            "number": number,
+            "start": item.start,
+            "label": item.label,
+            "score": None if np.isnan(item.score) else item.score,
+            "answer": found.get("answer", ""),
+            "said": found.get("label", ""),
+        }
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -103,12 +117,17 @@ class Session:
     def first_open(self) -> int:
         """Return the first window without an answer, or the last one."""
         with self._lock:
-            return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
+            return next(
+                (i for i, item in enumerate(self.items) if self._key(item) not in self._answers),
+                len(self.items) - 1,
+            )
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
         """Note an answer and write the table. Raises InferenceError, IndexError, OSError."""
         if answer not in ANSWERS:
-            raise InferenceError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
+            raise InferenceError(
+                f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}"
+            )
         label = " ".join(label.split())
         if len(label) > MAX_NAME or any(ord(c) < 32 for c in label):
             raise InferenceError(f"the class has {len(label)} characters; use at most {MAX_NAME}")
@@ -117,7 +136,9 @@ class Session:
         if answer == "yes" and not named:
             raise InferenceError("nothing says which class it is; name one")
         score = "" if np.isnan(item.score) else f"{item.score:.4f}"
-        row = dict(zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, score), strict=True))
+        row = dict(
+            zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, score), strict=True)
+        )
         with self._lock:
             before = self._answers.pop(self._key(item), None)
             self._answers[self._key(item)] = row
@@ -134,9 +155,14 @@ class Session:
 
 
 def read(
-    given: str, *, root: str = "", order: str = "table", label: str = "", reading: columns.Options | None = None,
+    given: str,
+    *,
+    root: str = "",
+    order: str = "table",
+    label: str = "",
+    reading: columns.Options | None = None,
     errors: Errors | None = None,
-) -> list[Item]:  # fmt: skip
+) -> list[Item]:
     """Return the windows of a table with file, start, end and label, in an order.
 
     It may be one of `jaxtrain detect` or `jaxtrain search`.
@@ -151,19 +177,26 @@ def read(
         root = root or sources.root_of(path)
         path = path / "detections.csv"
     if not path.is_file():
-        raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
+        raise InferenceError(
+            f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain"
+            " search`"
+        )
     reading, errors = reading or columns.Options(), errors or Errors()
     reading = dataclasses.replace(reading, optional=bool(label))
     table = tables.Table(path, *tables.read_text(path, reading.encoding))
     layout = columns.find(table, reading)
     if not all(layout.used[meaning] for meaning in ("file", "start")):
-        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")
+        raise InferenceError(
+            f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end"
+        )
     roots: dict[str, str] = {}
     finders: dict[str, Finder] = {}
     rows = []
     for line in lines.read(layout, reading, errors):
         if line.start is None or line.end is None or not 0 <= line.start < line.end:
-            raise InferenceError(f"{line.where}: the times {line.start} to {line.end} s are no part of a recording")
+            raise InferenceError(
+                f"{line.where}: the times {line.start} to {line.end} s are no part of a recording"
+            )
         folder, of = root, layout.text(line.row, "embeddings")
         if not folder and of:
             if of not in roots:
@@ -174,12 +207,17 @@ def read(
         if not os.path.isfile(place):
             finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Errors()))
             place = finder.find(line.file, path, line.where) or place
-        clock, score = layout.text(line.row, "clock"), detections.number_of(layout.text(line.row, "score"))
+        clock, score = (
+            layout.text(line.row, "clock"),
+            detections.number_of(layout.text(line.row, "score")),
+        )
         names = [name for name in line.labels or (label,) if not label or name == label]
         rows += [(place, line.start, line.end, name, score, clock) for name in names]
     inference.refuse(errors)
     if not rows:
-        raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
+        raise InferenceError(
+            f"{path} has no line{f' of the class {label!r}' if label else ''} to review"
+        )
     tops = set(roots.values()) - {""}
     top = os.path.abspath(files.expanded(root or (tops.pop() if len(tops) == 1 else "")) or ".")
     if not root and not roots:
@@ -187,10 +225,18 @@ def read(
     for place in sorted({row[0] for row in rows}):
         inside = os.path.join(os.path.realpath(top), "")
         if not os.path.realpath(place).startswith(inside):
-            raise InferenceError(f"{path} names {place}, which is not below {top}; name the folder of the recordings: --root")
+            raise InferenceError(
+                f"{path} names {place}, which is not below {top}; name the folder of the"
+                " recordings: --root"
+            )
         if not os.path.isfile(place):
-            raise InferenceError(f"{path} names {place}, which is not there; name the folder of the recordings: --root")
-    items = [Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows]
+            raise InferenceError(
+                f"{path} names {place}, which is not there; name the folder of the recordings:"
+                " --root"
+            )
+    items = [
+        Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows
+    ]
     return ordered(items, order)
 
 
@@ -215,7 +261,8 @@ def wave(item: Item) -> tuple[np.ndarray, int, float]:
     """Return sound around a window, float32 [n], rate, and begin [s]. Raises InferenceError."""
     try:
         if item.path.lower().endswith((".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")):
-            with soundfile.SoundFile(item.path) as file:  # by its seek: a recording may be a day long
+            # by its seek: a recording may be a day long
+            with soundfile.SoundFile(item.path) as file:
                 rate, n = file.samplerate, file.frames
                 first, length = _part(item, rate, n)
                 file.seek(first)
@@ -244,7 +291,13 @@ def sound(item: Item) -> bytes:
     if rate > RATE:
         x, rate = _rust.resample(np.ascontiguousarray(x), rate, RATE), RATE
     file = io.BytesIO()
-    soundfile.write(file, 0.9 * x / max(float(np.abs(x).max(initial=0)), 1e-4), rate, format="WAV", subtype="PCM_16")
+    soundfile.write(
+        file,
+        0.9 * x / max(float(np.abs(x).max(initial=0)), 1e-4),
+        rate,
+        format="WAV",
+        subtype="PCM_16",
+    )
     return file.getvalue()
 
 

@@ -45,8 +45,18 @@ class _Handler(loopback.Handler):
 
     def _answer(self, action: Any) -> None:
         path, _, query = self.path.partition("?")
-        if not self.is_allowed(self.headers.get("X-Token") or urllib.parse.parse_qs(query).get("token", [""])[0]):
-            return self._send(403, {"error": "open the address that jaxtrain review printed: its token is missing or wrong"})
+        if not self.is_allowed(
+            self.headers.get("X-Token") or urllib.parse.parse_qs(query).get("token", [""])[0]
+        ):
+            return self._send(
+                403,
+                {
+                    "error": (
+                        "open the address that jaxtrain review printed: its token is missing or"
+                        " wrong"
+                    )
+                },
+            )
         try:
             action(path)
         except ValueError as error:
@@ -57,7 +67,14 @@ class _Handler(loopback.Handler):
             pass  # the client is gone
         except OSError as error:
             reason = error.strerror or error
-            self._send(500, {"error": f"the answer was not saved: {reason}; free some space, then answer again"})
+            self._send(
+                500,
+                {
+                    "error": (
+                        f"the answer was not saved: {reason}; free some space, then answer again"
+                    )
+                },
+            )
 
     def _get(self, path: str) -> None:
         session = self.server.session
@@ -65,14 +82,21 @@ class _Handler(loopback.Handler):
         if path == "/":
             nonce = secrets.token_urlsafe(12)
             body = PAGE.read_text().replace("NONCE", nonce).encode()
-            policy = f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+            policy = (
+                f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline';"
+                " frame-ancestors 'none'"
+            )
             self._send(200, body, "text/html; charset=utf-8", policy)
         elif path == "/open":
             self._show(session.first_open())
         elif found and found[1] == "item":
             self._show(int(found[2]))
         elif found:
-            make, kind = (review.sound, "audio/wav") if found[1] == "sound" else (review.picture, "image/png")
+            make, kind = (
+                (review.sound, "audio/wav")
+                if found[1] == "sound"
+                else (review.picture, "image/png")
+            )
             self._send(200, make(session.items[int(found[2])]), kind)
         else:
             self._send(404, {"error": "there is no such page"})
@@ -85,15 +109,37 @@ class _Handler(loopback.Handler):
         given = json.loads(self._body)
         given = given if isinstance(given, dict) else {}
         number, answer, label = (given.get(name) for name in ("number", "answer", "label"))
-        if type(number) is not int or number < 0 or not isinstance(answer, str) or not isinstance(label, str):
+        if (
+            type(number) is not int
+            or number < 0
+            or not isinstance(answer, str)
+            or not isinstance(label, str)
+        ):
             raise ValueError("expected number, answer and label")
         self.server.session.answer(number, answer, label)
         self._show(min(number + 1, len(self.server.session.items) - 1))
 
     def _show(self, number: int) -> None:
         session = self.server.session
-        self._send(200, {"item": session.about(number), "counts": session.counts(), "labels": session.labels[:1000]})
+        self._send(
+            200,
+            {
+                "item": session.about(number),
+                "counts": session.counts(),
+                "labels": session.labels[:1000],
+            },
+        )
 
-    def _send(self, code: int, content: Any, kind: str = "application/json", policy: str = "default-src 'none'") -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content, ensure_ascii=False).encode()
+    def _send(
+        self,
+        code: int,
+        content: Any,
+        kind: str = "application/json",
+        policy: str = "default-src 'none'",
+    ) -> None:
+        body = (
+            content
+            if isinstance(content, bytes)
+            else json.dumps(content, ensure_ascii=False).encode()
+        )
         self.send(code, body, kind, policy=policy)

@@ -34,7 +34,9 @@ class Hit(NamedTuple):
     query: int  # number of the nearest query
 
 
-def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
+def nearest(
+    folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int
+) -> list[Hit]:
     """Return the ``top`` rows nearest to any query, float32 [Q, D]. Raises InferenceError."""
     units = _unit(queries)
 
@@ -48,7 +50,12 @@ def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, to
 
 
 def nearest_by_index(
-    folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int, note: Callable[[str], None] = lambda text: None
+    folders: Sequence[Embeddings],
+    queries: np.ndarray,
+    *,
+    kind: str,
+    top: int,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Hit]:
     """Return nearly the same by an index of usearch, made once a folder. Raises InferenceError."""
     _refuse_width(folders, queries, kind)
@@ -57,7 +64,9 @@ def nearest_by_index(
         index = _index(each, kind, note)
         count = min(max(2 * top, 64), len(index))
         index.expansion_search = max(4 * count, 256)
-        rows = np.unique(np.concatenate([index.search(unit, count).keys for unit in units] or [np.zeros(0)])).astype(np.int64)
+        rows = np.unique(
+            np.concatenate([index.search(unit, count).keys for unit in units] or [np.zeros(0)])
+        ).astype(np.int64)
         cosine = _unit(np.asarray(each.array(kind, 2)[rows], np.float32)) @ units.T
         best = cosine.argmax(1)
         hits += [Hit(float(cosine[i, q]), number, int(rows[i]), int(q)) for i, q in enumerate(best)]
@@ -69,21 +78,34 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
     try:
         from usearch.index import Index
     except ImportError as error:
-        raise InferenceError("--approximate needs usearch: pip install 'jaxtrain[search]'") from error
+        raise InferenceError(
+            "--approximate needs usearch: pip install 'jaxtrain[search]'"
+        ) from error
     x, weight = folder.array(kind, 2), folder.array("weight", 1)
-    stats = [(name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns) for name in (kind, "weight")]
-    key = hashlib.sha256(f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()).hexdigest()[:24]
+    stats = [
+        (name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns)
+        for name in (kind, "weight")
+    ]
+    key = hashlib.sha256(
+        f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()
+    ).hexdigest()[:24]
     place = machine.cache_folder("search", f"{key}.usearch")
     if place.is_file() and (index := Index.restore(place, view=True)) is not None:
         return index
     index = Index(ndim=x.shape[1], metric="cos", dtype="f16")
     step = max(1, CHUNK // x.shape[1])
     for first in range(0, folder.n, step):
-        part, good = np.asarray(x[first : first + step], np.float32), np.asarray(weight[first : first + step]) > 0
+        part, good = (
+            np.asarray(x[first : first + step], np.float32),
+            np.asarray(weight[first : first + step]) > 0,
+        )
         rows = np.flatnonzero(good & np.isfinite(part).all(1))
         if len(rows):
             index.add(rows + first, part[rows], threads=machine.cores())
-        note(f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index {place}")
+        note(
+            f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index"
+            f" {place}"
+        )
     with atomic_write.shared(place) as partial:
         index.save(partial)
     return index
@@ -92,7 +114,10 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
 def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str) -> None:
     for each in folders:
         if (have := each.array(kind, 2).shape[1]) != queries.shape[1]:
-            raise InferenceError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
+            raise InferenceError(
+                f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with"
+                " one run's"
+            )
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
@@ -100,7 +125,9 @@ def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) 
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
-        heads.refuse_other(head, digest=each.encoder, width=width, front_end=each.front_end, run=str(each.folder))
+        heads.refuse_other(
+            head, digest=each.encoder, width=width, front_end=each.front_end, run=str(each.folder)
+        )
     arrays = {name: jnp.asarray(x) for name, x in head.arrays.items()}
 
     @jax.jit
@@ -115,7 +142,10 @@ def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) 
 
 
 def _best(
-    folders: Sequence[Embeddings], kind: str, score: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]], top: int
+    folders: Sequence[Embeddings],
+    kind: str,
+    score: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    top: int,
 ) -> list[Hit]:
     found: list[Hit] = []
     for number, each in enumerate(folders):
@@ -123,10 +153,20 @@ def _best(
         step = max(1, CHUNK // int(np.prod(x.shape[1:])))
         for first in range(0, each.n, step):
             scores, query = score(np.asarray(x[first : first + step], np.float32))
-            scores = np.where((np.asarray(weight[first : first + step]) > 0) & np.isfinite(scores), scores, -np.inf)
+            scores = np.where(
+                (np.asarray(weight[first : first + step]) > 0) & np.isfinite(scores),
+                scores,
+                -np.inf,
+            )
             rows = np.argpartition(-scores, min(top, len(scores)) - 1)[:top]
-            hits = [Hit(float(scores[i]), number, first + int(i), int(query[i])) for i in rows if np.isfinite(scores[i])]
-            found = heapq.nsmallest(top, [*found, *hits], key=lambda hit: (-hit.score, hit.folder, hit.row))
+            hits = [
+                Hit(float(scores[i]), number, first + int(i), int(query[i]))
+                for i in rows
+                if np.isfinite(scores[i])
+            ]
+            found = heapq.nsmallest(
+                top, [*found, *hits], key=lambda hit: (-hit.score, hit.folder, hit.row)
+            )
     return found
 
 
@@ -146,7 +186,9 @@ def split_query(text: str) -> tuple[str, float | None]:
     except ValueError:
         return text, None
     if not 0 <= value < float("inf"):
-        raise InferenceError(f"the query {text!r} ends in @{number}; expected seconds, or the number of a row")
+        raise InferenceError(
+            f"the query {text!r} ends in @{number}; expected seconds, or the number of a row"
+        )
     return name, value
 
 
@@ -157,14 +199,18 @@ def run_of(folder: Embeddings) -> str:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
     if stored.is_address(run):
         made = f"{folder.folder} was made by the address {run[:200]!r}"
-        raise InferenceError(f"{made}, which is connected to only if you trust it and name it with --run")
+        raise InferenceError(
+            f"{made}, which is connected to only if you trust it and name it with --run"
+        )
     return run
 
 
 def of_row(folder: Embeddings, row: float, kind: str) -> np.ndarray:
     """Return the features of a row, float32 [D]. Raises InferenceError."""
     if row != int(row) or not 0 <= row < folder.n:
-        raise InferenceError(f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}")
+        raise InferenceError(
+            f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}"
+        )
     return np.array(folder.array(kind, 2)[int(row)], np.float32)
 
 
@@ -176,10 +222,13 @@ class Encoder:
         self._model, self._kind = encoder.load(run), kind
         if folder.encoder != self._model.digest:
             raise InferenceError(
-                f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run} holds {self._model.digest}; "
-                "name the run, and step, that it was made by: --run"
+                f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run}"
+                f" holds {self._model.digest}; name the run, and step, that it was made by: --run"
             )
-        self._data = encoder.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
+        # which are not read
+        self._data = encoder.data_config(
+            self._model, label="", multilabel=False, train="demo", test=""
+        )
         for where, text in self._data.validate():
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
@@ -195,7 +244,9 @@ class Encoder:
             length = round(self._data.clip_seconds * rate)
             first = max(0, (frames - length) // 2) if start is None else round(start * rate)
             if first >= frames:
-                raise DataError(f"{path} has {frames / rate:.3f} s, and the query begins at {start} s")
+                raise DataError(
+                    f"{path} has {frames / rate:.3f} s, and the query begins at {start} s"
+                )
             first = max(0, min(first, frames - length))
             wave, _, _ = spectrogram.decode(content, first, min(length, frames - first))
         except DataError:
@@ -203,7 +254,9 @@ class Encoder:
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         c, data = self._model.config, self._data
-        x = spectrogram.front_end(wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data)
+        x = spectrogram.front_end(
+            wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data
+        )
 
         @jax.jit
         def features(params: PyTree, x: jax.Array) -> jax.Array:

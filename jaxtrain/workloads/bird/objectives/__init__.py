@@ -17,7 +17,9 @@ def _find() -> dict[str, Objective]:
     for name in (*_FIRST, *others):
         objective = getattr(importlib.import_module(f"{__name__}.{name}"), "OBJECTIVE", None)
         if not isinstance(objective, Objective):
-            raise TypeError(f"{__name__}.{name} has to define OBJECTIVE, an {Objective.__module__}.Objective")
+            raise TypeError(
+                f"{__name__}.{name} has to define OBJECTIVE, an {Objective.__module__}.Objective"
+            )
         objectives[name] = objective
     return objectives
 

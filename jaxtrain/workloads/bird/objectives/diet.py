@@ -18,7 +18,8 @@ from jaxtrain.workloads.bird.objective import ALL, NORMS, Inputs, Objective, Sec
 from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 
-TABLE_MULTIPLE = 128  # rows of the table of recordings come in these, so that devices can share them
+# rows of the table of recordings come in these, so that devices can share them
+TABLE_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Diet(Section):
     rank: int = 64  # [values] between the features and the recordings
     label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
     chunk: int = 1024  # [views] on each device whose logits exist at the same time
-    norm: str = "batch"  # [name] of the values before the table: batch (over the global batch), layer or none
-    temperature: float = 0.1  # [1] logits are cosines over it (Wu et al. 2018); 0 = plain products, as published
+    # [name] of the values before the table: batch (over the global batch), layer or none
+    norm: str = "batch"
+    # [1] logits are cosines over it (Wu et al. 2018); 0 = plain products, as published
+    temperature: float = 0.1
 
 
 def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
@@ -71,7 +74,16 @@ def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     def entropy(index_b: Array, weight_bv: Array) -> Sums:
         label_bv = jnp.broadcast_to(index_b[:, None], weight_bv.shape)
         size, smoothing = x.c.n_recordings, s.label_smoothing
-        return cross_entropy(low_bvk, table, label_bv, weight_bv, x.shard, chunk=s.chunk, size=size, smoothing=smoothing)
+        return cross_entropy(
+            low_bvk,
+            table,
+            label_bv,
+            weight_bv,
+            x.shard,
+            chunk=s.chunk,
+            size=size,
+            smoothing=smoothing,
+        )
 
     if x.share_bv is None:
         own = entropy(index_b, weight_bv)
@@ -85,7 +97,13 @@ def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
     """Features of low rank [B, V, K], and the table [rows, K]: their products are logits."""
     low_rk = x.features.pooled_rd @ x.params["w_low"] + x.params["b_low"][None]
     if s.norm != "none":
-        low_rk = normed(s.norm, low_rk, x.params["scale_low"], x.params["bias_low"], views.repeated(x.c, x.weight_b))
+        low_rk = normed(
+            s.norm,
+            low_rk,
+            x.params["scale_low"],
+            x.params["bias_low"],
+            views.repeated(x.c, x.weight_b),
+        )
     low_rk, table = jax.nn.relu(low_rk), x.params["w_recordings"]
     if s.temperature:
         low_rk, table = unit(low_rk) / s.temperature, unit(table)
@@ -101,6 +119,12 @@ def flops(c: Settings, s: Diet) -> int:
 
 
 OBJECTIVE = Objective(
-    Diet, ALL, specs, loss, flops, problems=problems, validate_data=validate_data,
+    Diet,
+    ALL,
+    specs,
+    loss,
+    flops,
+    problems=problems,
+    validate_data=validate_data,
     batch_statistic=lambda s: "diet's batch norm" if s.norm == "batch" else "",
-)  # fmt: skip
+)

@@ -56,7 +56,10 @@ def specs(c: Settings, s: Lejepa) -> PyTree:
         table[f"w{i}"] = Spec((n_in, h), ("embed", "mlp"), fan_in(n_in))
         channels = {"b": zeros, "scale": ones, "bias": zeros}
         table |= {f"{name}{i}": Spec((h,), ("mlp",), init) for name, init in channels.items()}
-    return table | {"w_out": Spec((h, s.size), ("embed", None), fan_in(h)), "b_out": Spec((s.size,), (None,), zeros)}
+    return table | {
+        "w_out": Spec((h, s.size), ("embed", None), fan_in(h)),
+        "b_out": Spec((s.size,), (None,), zeros),
+    }
 
 
 def projected(s: Lejepa, params: Mapping[str, Array], pooled_rd: Array, weight_r: Array) -> Array:
@@ -100,10 +103,13 @@ def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
     total = jnp.maximum(over_data(weight_b.sum()), 1e-9)
     u_vbs = jnp.einsum("vbp,ps->vbs", z_vbp, a_ps, precision=jax.lax.Precision.HIGHEST)
 
-    @jax.checkpoint  # all knots at once, or kept for the backward pass, would be 2 K times the batch's projections
+    # all knots at once, or kept for the backward pass, would be 2 K times the batch's projections
+    @jax.checkpoint
     def knot(t_k: Array) -> tuple[Array, Array]:
         weight_vbs = jnp.broadcast_to(weight_b[None, :, None], u_vbs.shape)
-        return (jnp.cos(t_k * u_vbs) * weight_vbs).sum(1), (jnp.sin(t_k * u_vbs) * weight_vbs).sum(1)
+        return (jnp.cos(t_k * u_vbs) * weight_vbs).sum(1), (jnp.sin(t_k * u_vbs) * weight_vbs).sum(
+            1
+        )
 
     cos_kvs, sin_kvs = over_data(jax.lax.map(knot, jnp.asarray(t, jnp.float32)))
     phi_kvs = jnp.broadcast_to(jnp.asarray(phi, jnp.float32)[:, None, None], cos_kvs.shape)
@@ -123,5 +129,12 @@ def flops(c: Settings, s: Lejepa) -> int:
 
 
 OBJECTIVE = Objective(
-    Lejepa, ALL, specs, loss, flops, problems=problems, validate_data=validate_data, batch_statistic=lambda s: "SIGReg"
-)  # fmt: skip
+    Lejepa,
+    ALL,
+    specs,
+    loss,
+    flops,
+    problems=problems,
+    validate_data=validate_data,
+    batch_statistic=lambda s: "SIGReg",
+)

@@ -32,7 +32,9 @@ def specs(c: Settings, s: Mae) -> PyTree:
 def predictions(s: Mae, x: Inputs) -> tuple[Array, Array]:
     """float32 [R, N, P] of every patch, and which are masked, [R, N]."""
     assert x.masks is not None  # of a pass over visible patches, which it needs
-    return masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard), x.masks.masked
+    return masked.decode(
+        x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard
+    ), x.masks.masked
 
 
 def loss(s: Mae, x: Inputs) -> tuple[Array, dict[str, Mean]]:
@@ -58,4 +60,6 @@ def flops(c: Settings, s: Mae) -> int:
     return 3 * masked.decoder_flops(c, s.decoder, c.patch_size)
 
 
-OBJECTIVE = Objective(Mae, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, progress=progress)
+OBJECTIVE = Objective(
+    Mae, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, progress=progress
+)

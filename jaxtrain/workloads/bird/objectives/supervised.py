@@ -25,9 +25,11 @@ class Supervised(Section):
     weight: float = 1.0  # [1] in the loss; 0 = off
     loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
     label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes
-    gamma_negative: float = 4.0  # [1] asymmetric: focusing exponent of negatives: the larger, the less easy ones weigh
+    # [1] asymmetric: focusing exponent of negatives: the larger, the less easy ones weigh
+    gamma_negative: float = 4.0
     gamma_positive: float = 1.0  # [1] asymmetric: focusing exponent of positives
-    clip: float = 0.05  # [1] asymmetric: negative margin, subtracted from the probability of negatives
+    # [1] asymmetric: negative margin, subtracted from the probability of negatives
+    clip: float = 0.05
 
 
 def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:
@@ -39,16 +41,25 @@ def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:
 
 def validate_data(c: Settings, s: Supervised, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if c.n_classes is None:
-        yield "n_classes", "is None, and the data name no classes; set it, or store the labels as a ClassLabel"
+        yield (
+            "n_classes",
+            "is None, and the data name no classes; set it, or store the labels as a ClassLabel",
+        )
     if info.get("n_unlabelled", 0):
         yield (
             "n_classes",
-            f"needs a label on every recording, and {info['n_unlabelled']} have null; for windows without "
-            "a class set data.multilabel=true and model.supervised.loss=asymmetric, or add them to data.exclude, or train "
-            "without labels: model.supervised.weight=0",
+            (
+                f"needs a label on every recording, and {info['n_unlabelled']} have null; for"
+                " windows without a class set data.multilabel=true and"
+                " model.supervised.loss=asymmetric, or add them to data.exclude, or train without"
+                " labels: model.supervised.weight=0"
+            ),
         )
     if c.multilabel and s.loss == "softmax":
-        yield "supervised.loss", "is 'softmax', and the data have several classes in a recording; use 'asymmetric'"
+        yield (
+            "supervised.loss",
+            "is 'softmax', and the data have several classes in a recording; use 'asymmetric'",
+        )
 
 
 def specs(c: Settings, s: Supervised) -> PyTree:
@@ -68,25 +79,38 @@ def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
     logits_bc = x.by_view(classes.scores(x.params, x.features.pooled_rd)).mean(1)
     each_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)
     mean = Mean((each_b * x.labels.weight).sum(), x.labels.weight.sum())
-    return mean, {"accuracy": classes.accuracy(x.c, logits_bc, x.labels), **classes.counts(x.c, logits_bc, x.labels)}
+    return mean, {
+        "accuracy": classes.accuracy(x.c, logits_bc, x.labels),
+        **classes.counts(x.c, logits_bc, x.labels),
+    }
 
 
-def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, smoothing: float) -> Array:
+def class_loss(
+    c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, smoothing: float
+) -> Array:
     """Return the loss of each spectrogram, [R]."""
     if s.loss == "asymmetric":
-        how = {"gamma_positive": s.gamma_positive, "gamma_negative": s.gamma_negative, "clip": s.clip}
+        how = {
+            "gamma_positive": s.gamma_positive,
+            "gamma_negative": s.gamma_negative,
+            "clip": s.clip,
+        }
         return classes.asymmetric_loss(logits_rc, targets(c, labels), **how)
     own_r = classes.cross_entropy(logits_rc, labels.own, smoothing=smoothing)
     if labels.other is None or labels.share is None:
         return own_r
-    return labels.share * own_r + (1 - labels.share) * classes.cross_entropy(logits_rc, labels.other, smoothing=smoothing)
+    return labels.share * own_r + (1 - labels.share) * classes.cross_entropy(
+        logits_rc, labels.other, smoothing=smoothing
+    )
 
 
 def targets(c: Settings, labels: Labels) -> Array:
     """float32 [R, C]: 1 for each class of the recording, in a mixture of both recordings."""
 
     def hot(label: Array) -> Array:
-        return (label if c.multilabel else label[:, None] == jnp.arange(c.n_classes)[None]).astype(jnp.float32)
+        return (label if c.multilabel else label[:, None] == jnp.arange(c.n_classes)[None]).astype(
+            jnp.float32
+        )
 
     own_rc = hot(labels.own)
     return own_rc if labels.other is None else jnp.maximum(own_rc, hot(labels.other))
@@ -97,5 +121,12 @@ def flops(c: Settings, s: Supervised) -> int:
 
 
 OBJECTIVE = Objective(
-    Supervised, ALL, specs, loss, flops, evaluate=evaluate, problems=problems, validate_data=validate_data
-)  # fmt: skip
+    Supervised,
+    ALL,
+    specs,
+    loss,
+    flops,
+    evaluate=evaluate,
+    problems=problems,
+    validate_data=validate_data,
+)

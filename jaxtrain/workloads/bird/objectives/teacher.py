@@ -20,7 +20,8 @@ class Teacher(Section):
     on_resume = checks.OnResume(checks.FUNCTION)
 
     momentum: float = 0.996  # [1] of the average at the start, rising linearly to 1 at the end
-    decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))  # [section] the predictor
+    # [section] the predictor
+    decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))
 
 
 def problems(c: Settings, s: Teacher) -> Iterator[tuple[str, str]]:
@@ -34,8 +35,12 @@ def specs(c: Settings, s: Teacher) -> PyTree:
 
 def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
     """Make the teacher the student after the first step, then a slower and slower average of it."""
-    momentum = jnp.where(step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0))
-    return jax.tree.map(lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"])
+    momentum = jnp.where(
+        step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0)
+    )
+    return jax.tree.map(
+        lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"]
+    )
 
 
 def loss(s: Teacher, x: Inputs) -> tuple[Array, dict[str, Mean]]:
@@ -56,6 +61,13 @@ def flops(c: Settings, s: Teacher) -> int:
 
 
 OBJECTIVE = Objective(
-    Teacher, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, advance=advance,
+    Teacher,
+    VISIBLE,
+    specs,
+    loss,
+    flops,
+    evaluate=evaluate,
+    problems=problems,
+    advance=advance,
     model_state=lambda params: params["encoder"],  # the average has the shape of the encoder
-)  # fmt: skip
+)

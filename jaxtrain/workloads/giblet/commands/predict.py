@@ -24,12 +24,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_run(parser, ema=True)
     parser.add_argument("folder", metavar="FOLDER", help="of `jaxtrain prepare-giblet`")
     parser.add_argument(
-        "--out", required=True, type=arguments.out_file, metavar="FILE", help="the NIfTI to write: .nii or .nii.gz"
+        "--out",
+        required=True,
+        type=arguments.out_file,
+        metavar="FILE",
+        help="the NIfTI to write: .nii or .nii.gz",
     )
-    parser.add_argument("--correlation", type=arguments.out_file, metavar="FILE", help="write r of each voxel, too")
-    parser.add_argument("--mask", default="", metavar="FOLDER", help="with the mask.nii.gz of the voxels; default: FOLDER")
-    parser.add_argument("--follow-links", action="store_true", help="links in FOLDER may lead out of it")
-    parser.add_argument("--batch", type=arguments.positive, default=16, help="volumes computed together; default: 16")
+    parser.add_argument(
+        "--correlation", type=arguments.out_file, metavar="FILE", help="write r of each voxel, too"
+    )
+    parser.add_argument(
+        "--mask",
+        default="",
+        metavar="FOLDER",
+        help="with the mask.nii.gz of the voxels; default: FOLDER",
+    )
+    parser.add_argument(
+        "--follow-links", action="store_true", help="links in FOLDER may lead out of it"
+    )
+    parser.add_argument(
+        "--batch",
+        type=arguments.positive,
+        default=16,
+        help="volumes computed together; default: 16",
+    )
     args = parser.parse_args(argv)
     for path in (args.out, args.correlation):
         if path and not path.name.endswith((".nii", ".nii.gz")):
@@ -47,8 +65,12 @@ def _predict(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.giblet import predict
 
     cluster.use_compilation_cache()
-    predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links)
-    brain = predict.read_brain(args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links)
+    predictor = predict.load(
+        args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links
+    )
+    brain = predict.read_brain(
+        args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links
+    )
     n, r = predict.write(predictor, brain, args.out, batch=args.batch)
     if args.correlation:
         predict.write_map(brain, r, args.correlation)

@@ -46,31 +46,65 @@ from loaders.film import preparation
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain prepare-giblet", __doc__)
-    parser.add_argument("--out", required=True, type=arguments.out_folder, help="the folder to make")
-    parser.add_argument("--video", required=True, type=pathlib.Path, help="any film that FFmpeg decodes")
-    parser.add_argument("--fmri", required=True, nargs="+", type=pathlib.Path, help="one 4-D NIfTI file for each viewer")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_folder, help="the folder to make"
+    )
+    parser.add_argument(
+        "--video", required=True, type=pathlib.Path, help="any film that FFmpeg decodes"
+    )
+    parser.add_argument(
+        "--fmri",
+        required=True,
+        nargs="+",
+        type=pathlib.Path,
+        help="one 4-D NIfTI file for each viewer",
+    )
     parser.add_argument("--mask", type=pathlib.Path, help="a NIfTI; default: voxels that vary")
     parser.add_argument("--codes", type=pathlib.Path, help="of the sound; or --audio")
-    parser.add_argument("--audio", type=pathlib.Path, help="a file whose sound becomes features; or --codes")
-    parser.add_argument("--embeddings", required=True, type=pathlib.Path, help="of segments or volumes")
-    parser.add_argument("--annotations", type=pathlib.Path, help="CSV or xlsx; default: a row for each volume")
-    parser.add_argument("--tr", type=float, help="[s] between volumes; default: the NIfTI files' own")
-    parser.add_argument("--film-start", type=float, default=0.0, help="[s] of the film at the first volume; default: 0")
+    parser.add_argument(
+        "--audio", type=pathlib.Path, help="a file whose sound becomes features; or --codes"
+    )
+    parser.add_argument(
+        "--embeddings", required=True, type=pathlib.Path, help="of segments or volumes"
+    )
+    parser.add_argument(
+        "--annotations", type=pathlib.Path, help="CSV or xlsx; default: a row for each volume"
+    )
+    parser.add_argument(
+        "--tr", type=float, help="[s] between volumes; default: the NIfTI files' own"
+    )
+    parser.add_argument(
+        "--film-start",
+        type=float,
+        default=0.0,
+        help="[s] of the film at the first volume; default: 0",
+    )
     parser.add_argument("--volumes", type=int, help="how many to take; default: all")
     parser.add_argument("--fps", type=float, default=25.0, help="frames a second; default: 25")
-    parser.add_argument("--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90")
-    parser.add_argument("--code-rate", type=float, default=75.0, help="[1/s] of codes, or of features; default: 75")
+    parser.add_argument(
+        "--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90"
+    )
+    parser.add_argument(
+        "--code-rate", type=float, default=75.0, help="[1/s] of codes, or of features; default: 75"
+    )
     parser.add_argument("--bands", type=int, default=8, help="mel bands of --audio; default: 8")
     parser.add_argument("--slots", type=int, default=3, help="segments of a volume; default: 3")
     parser.add_argument("--start", default="start", help="column of --annotations; default: start")
     parser.add_argument("--end", default="end", help="column of --annotations; default: end")
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the fMRI; default: float16")
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "float32"),
+        default="float16",
+        help="of the fMRI; default: float16",
+    )
     args = parser.parse_args(argv)
     if (args.codes is None) == (args.audio is None):
         parser.error("give either --codes or --audio")
     for name in ("fps", "code_rate", "bands", "slots", "tr", "volumes"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive, finite number")
+            parser.error(
+                f"--{name.replace('_', '-')} is {value}; expected a positive, finite number"
+            )
     if not math.isfinite(args.film_start):
         parser.error(f"--film-start is {args.film_start}; expected a number of seconds")
     return arguments.run(functools.partial(_prepare, args), errors=(OSError,))

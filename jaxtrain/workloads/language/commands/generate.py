@@ -25,14 +25,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain generate", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to be continued")
-    parser.add_argument("--prompts", dest="file", default="", metavar="FILE", help="a prompt a line, or JSON lines")
-    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", help="write JSON lines instead of printing text")
-    parser.add_argument("--tokens", type=arguments.positive, default=64, help="of a continuation, at most; default: 64")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token; default: 0.8")
-    parser.add_argument("--top-p", type=float, default=0.95, help="probability that drawn tokens add up to; default: 0.95")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="a continuation for each; default: 0")
-    parser.add_argument("--batch", type=arguments.positive, default=16, help="continuations computed together; default: 16")
-    parser.add_argument("--tokenizer", default="", help="a tokenizer.json, or bytes; default: the run's")
+    parser.add_argument(
+        "--prompts", dest="file", default="", metavar="FILE", help="a prompt a line, or JSON lines"
+    )
+    parser.add_argument(
+        "--out",
+        type=arguments.out_file,
+        metavar="FILE",
+        help="write JSON lines instead of printing text",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=arguments.positive,
+        default=64,
+        help="of a continuation, at most; default: 64",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token; default: 0.8"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="probability that drawn tokens add up to; default: 0.95",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="SEED",
+        help="a continuation for each; default: 0",
+    )
+    parser.add_argument(
+        "--batch",
+        type=arguments.positive,
+        default=16,
+        help="continuations computed together; default: 16",
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="a tokenizer.json, or bytes; default: the run's"
+    )
     args = parser.parse_args(argv)
     if bool(args.prompts) == bool(args.file):
         parser.error("expected PROMPT… or --prompts FILE")
@@ -53,14 +86,28 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
     continued = functools.partial(
-        generate.generate, writer, prompts, tokens=args.tokens, temperature=args.temperature, top_p=args.top_p,
-        seeds=args.seeds, batch=args.batch,
-    )  # fmt: skip
+        generate.generate,
+        writer,
+        prompts,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seeds=args.seeds,
+        batch=args.batch,
+    )
     if not args.out:
         for each in continued():
             print(f"{each.prompt}{each.text}\n", flush=True)
         return 0
-    made_of = (writer.name, *prompts, args.tokens, args.temperature, args.top_p, *args.seeds, args.batch)
+    made_of = (
+        writer.name,
+        *prompts,
+        args.tokens,
+        args.temperature,
+        args.top_p,
+        *args.seeds,
+        args.batch,
+    )
     with resumable.file(args.out, made_of) as file:
         for each in continued(first=file.n):
             file.write((json.dumps(each._asdict(), ensure_ascii=False) + "\n").encode())

@@ -36,23 +36,44 @@ from jaxtrain.commands import arguments
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain tokens", __doc__)
-    parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make, or to resume")
+    parser.add_argument(
+        "out", metavar="OUT", type=arguments.out_folder, help="the folder to make, or to resume"
+    )
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="files, folders or globs")
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, or bytes")
     parser.add_argument("--eos", default="", help="token that ends every document; default: none")
-    parser.add_argument("--column", default="text", help="of JSONL, Parquet and Arrow; default: text")
-    parser.add_argument("--documents", choices=("file", "paragraph", "line"), default="file", help="of text; default: file")
     parser.add_argument(
-        "--specials-as-text", action="store_true", help="names of special tokens inside texts are text, not these tokens"
+        "--column", default="text", help="of JSONL, Parquet and Arrow; default: text"
     )
-    parser.add_argument("--workers", type=arguments.positive, default=1, help="processes; default: 1")
-    parser.add_argument("--skip", type=int, default=0, metavar="N", help="rows without text to skip, at most; default: 0")
+    parser.add_argument(
+        "--documents",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="of text; default: file",
+    )
+    parser.add_argument(
+        "--specials-as-text",
+        action="store_true",
+        help="names of special tokens inside texts are text, not these tokens",
+    )
+    parser.add_argument(
+        "--workers", type=arguments.positive, default=1, help="processes; default: 1"
+    )
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows without text to skip, at most; default: 0",
+    )
     args = parser.parse_args(argv)
 
     from jaxtrain.parallel.lease import Lease
     from loaders.text import tokenise
 
-    options = tokenise.Options(args.tokenizer, args.eos, args.column, args.documents, not args.specials_as_text)
+    options = tokenise.Options(
+        args.tokenizer, args.eos, args.column, args.documents, not args.specials_as_text
+    )
     with Lease([str(args.out)], choose="folder"):
         tokenise.make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
     return 0

@@ -54,9 +54,31 @@ if TYPE_CHECKING:
     from jaxtrain.workloads.trm.rollouts import Search
 
 MAX_SIZE = 1e38  # of noise and residuals, in float32
-COLUMNS = ("question", "board", "confidence", "steps", "halted", "valid", "rollout", "q_valid", "halts", "solves")
+COLUMNS = (
+    "question",
+    "board",
+    "confidence",
+    "steps",
+    "halted",
+    "valid",
+    "rollout",
+    "q_valid",
+    "halts",
+    "solves",
+)
 CURVE = (
-    *("noise", "symmetry", "rollouts", "boards", "by_q", "q_low", "q_high", "by_check", "check_low", "check_high"),
+    *(
+        "noise",
+        "symmetry",
+        "rollouts",
+        "boards",
+        "by_q",
+        "q_low",
+        "q_high",
+        "by_check",
+        "check_low",
+        "check_high",
+    ),
     *("halts", "seconds"),
 )
 
@@ -65,26 +87,70 @@ CURVE = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain solve", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("puzzles", metavar="PUZZLES", help="a CSV with a column question, or text with a board a line")
-    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", help="write a CSV instead of printing boards")
-    parser.add_argument("--batch", type=arguments.positive, default=64, help="boards computed together; default: 64")
-    parser.add_argument("--rollouts", type=arguments.positive, metavar="N", help="default: the run's model.rollouts")
-    parser.add_argument("--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise")
-    parser.add_argument("--symmetry", action="store_true", help="each rollout sees a symmetric board; default: as the run")
-    parser.add_argument("--steps", type=arguments.positive, metavar="K", help="supervision steps; default: the run's")
-    parser.add_argument("--stop", choices=("none", "halt", "check"), default="none", help="default: none")
-    parser.add_argument("--residual", type=_size, metavar="R", help="default: the run's model.residual")
-    parser.add_argument("--choose", choices=("q", "check"), default="q", help="default: q, the halting head")
-    parser.add_argument("--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to")
-    parser.add_argument("--curve", type=arguments.out_file, metavar="FILE", help="write the accuracy by rollouts and noise")
+    parser.add_argument(
+        "puzzles",
+        metavar="PUZZLES",
+        help="a CSV with a column question, or text with a board a line",
+    )
+    parser.add_argument(
+        "--out",
+        type=arguments.out_file,
+        metavar="FILE",
+        help="write a CSV instead of printing boards",
+    )
+    parser.add_argument(
+        "--batch", type=arguments.positive, default=64, help="boards computed together; default: 64"
+    )
+    parser.add_argument(
+        "--rollouts", type=arguments.positive, metavar="N", help="default: the run's model.rollouts"
+    )
+    parser.add_argument(
+        "--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise"
+    )
+    parser.add_argument(
+        "--symmetry",
+        action="store_true",
+        help="each rollout sees a symmetric board; default: as the run",
+    )
+    parser.add_argument(
+        "--steps",
+        type=arguments.positive,
+        metavar="K",
+        help="supervision steps; default: the run's",
+    )
+    parser.add_argument(
+        "--stop", choices=("none", "halt", "check"), default="none", help="default: none"
+    )
+    parser.add_argument(
+        "--residual", type=_size, metavar="R", help="default: the run's model.residual"
+    )
+    parser.add_argument(
+        "--choose", choices=("q", "check"), default="q", help="default: q, the halting head"
+    )
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to"
+    )
+    parser.add_argument(
+        "--curve",
+        type=arguments.out_file,
+        metavar="FILE",
+        help="write the accuracy by rollouts and noise",
+    )
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of the noise; default: 0")
     args = parser.parse_args(argv)
     if args.noise and len(args.noise) > 1 and not args.curve:
-        parser.error(f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE")
+        parser.error(
+            f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE"
+        )
     if args.curve and args.stop == "check":
-        parser.error("--stop check ends rollouts by each other, and --curve counts the first 1, 2, 4 … of them; leave it")
+        parser.error(
+            "--stop check ends rollouts by each other, and --curve counts the first 1, 2, 4 … of"
+            " them; leave it"
+        )
     if args.curve and args.calibrate:
-        parser.error("--calibrate fits the confidence of boards, and --curve writes none; leave one of them")
+        parser.error(
+            "--calibrate fits the confidence of boards, and --curve writes none; leave one of them"
+        )
     if args.curve and args.out:
         parser.error("--curve and --out are two commands; run one after the other")
 
@@ -122,12 +188,13 @@ def _solve(args: argparse.Namespace) -> int:
     solve.limit_cycles(c, search.steps, "--steps" if args.steps else args.run)
     if search.rollouts > 1 and not (symmetry or all(noises)):
         raise DataError(
-            f"--rollouts is {search.rollouts}, and all would be the same; add --symmetry, or --noise, for example 0.3"
+            f"--rollouts is {search.rollouts}, and all would be the same; add --symmetry, or"
+            " --noise, for example 0.3"
         )
     if search.rollouts == 1 and (symmetry or any(noises)):
         raise DataError(
-            f"{f'--noise is {noises[0]:g}' if any(noises) else '--symmetry is set'} with one rollout, and the first has none; "
-            "add --rollouts, for example 16"
+            f"{f'--noise is {noises[0]:g}' if any(noises) else '--symmetry is set'} with one"
+            " rollout, and the first has none; add --rollouts, for example 16"
         )
     if search.rollouts > 1 and args.choose == "q":
         solve.need_head(solver)
@@ -139,26 +206,43 @@ def _solve(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     found = _boards(args, solver, puzzles, search, how, scale)
     seconds = (time.perf_counter() - began) / max(len(puzzles), 1)
-    known = [(puzzle, row["board"]) for puzzle, row in zip(puzzles, found, strict=True) if puzzle.answer]
-    right = f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer" if known else ""
-    print(f"{len(found)} boards, {sum(int(row['valid']) for row in found)} of them valid solutions{right}")
+    known = [
+        (puzzle, row["board"]) for puzzle, row in zip(puzzles, found, strict=True) if puzzle.answer
+    ]
+    right = (
+        f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer"
+        if known
+        else ""
+    )
+    print(
+        f"{len(found)} boards, {sum(int(row['valid']) for row in found)} of them valid"
+        f" solutions{right}"
+    )
     if search.rollouts > 1:
         halts = sum(float(row["halts"]) for row in found) / len(found)
         print(
-            f"of {search.rollouts} rollouts each: the head's choice is valid for {sum(int(row['q_valid']) for row in found)}, "
-            f"some rollout for {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of all but the "
-            f"first halted; {seconds:.3g} s a board with compilation"
+            f"of {search.rollouts} rollouts each: the head's choice is valid for"
+            f" {sum(int(row['q_valid']) for row in found)}, some rollout for"
+            f" {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of all but the"
+            f" first halted; {seconds:.3g} s a board with compilation"
         )
         if not halts:
             at, remedy = (f"at noise {how.noise:g} ", "; lower it") if how.noise else ("", "")
-            print(f"{at}no rollout halted: the head chose between boards that it is not sure of{remedy}")
+            print(
+                f"{at}no rollout halted: the head chose between boards that it is not sure"
+                f" of{remedy}"
+            )
     return 0
 
 
 def _boards(
-    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search",
-    how: "solve.How", scale: "Scale"
-) -> list[dict[str, str]]:  # fmt: skip
+    args: argparse.Namespace,
+    solver: "solve.Solver",
+    puzzles: "list[solve.Puzzle]",
+    search: "Search",
+    how: "solve.How",
+    scale: "Scale",
+) -> list[dict[str, str]]:
     """Solve the boards, and write or print them. Return the rows of the table."""
     from jaxtrain.workloads.trm import solve
     from loaders.io import resumable
@@ -190,7 +274,11 @@ def _boards(
 
 
 def _calibrated(
-    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search", how: "solve.How"
+    args: argparse.Namespace,
+    solver: "solve.Solver",
+    puzzles: "list[solve.Puzzle]",
+    search: "Search",
+    how: "solve.How",
 ) -> "Scale":
     import numpy as np
 
@@ -202,20 +290,31 @@ def _calibrated(
     known = solve.read_puzzles(args.calibrate, solver.kind, solver.side)
     if shared := {puzzle.question for puzzle in known} & {puzzle.question for puzzle in puzzles}:
         raise DataError(
-            f"--calibrate {args.calibrate} shares {len(shared)} boards with {args.puzzles}; take others: {min(shared)}"
+            f"--calibrate {args.calibrate} shares {len(shared)} boards with {args.puzzles}; take"
+            f" others: {min(shared)}"
         )
     if any(not puzzle.answer for puzzle in known):
-        raise DataError(f"--calibrate {args.calibrate} has boards without an answer; it needs a column answer")
-    found = list(solve.solve(solver, known, search, how._replace(batch=min(args.batch, len(known)))))
+        raise DataError(
+            f"--calibrate {args.calibrate} has boards without an answer; it needs a column answer"
+        )
+    found = list(
+        solve.solve(solver, known, search, how._replace(batch=min(args.batch, len(known))))
+    )
     q = np.array([each.q for each in found])
-    right = np.array([each.board == puzzle.answer for puzzle, each in zip(known, found, strict=True)])
+    right = np.array(
+        [each.board == puzzle.answer for puzzle, each in zip(known, found, strict=True)]
+    )
     scale = confidence.fit(q, right)
     print(f"calibrated on {len(q)} boards, {right.sum()} of them right")
     return scale
 
 
 def _curve(
-    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search", noises: list[float]
+    args: argparse.Namespace,
+    solver: "solve.Solver",
+    puzzles: "list[solve.Puzzle]",
+    search: "Search",
+    noises: list[float],
 ) -> int:
     from jaxtrain.telemetry.report import class_scores
     from jaxtrain.workloads.trm import solve
@@ -233,10 +332,24 @@ def _curve(
         seconds = (time.perf_counter() - began) / len(found) / search.rollouts
         halts = sum(each.halts() for each in found) / len(found)
         for n in counts if noise == noises[0] else counts[1:]:
-            right = sum(each.q_valid(n) for each in found), sum(bool(each.solved[:n].any()) for each in found)
-            shares = [f"{x:.4f}" for k in right for x in (k / len(found), *class_scores.interval(k, len(found)))]
+            right = (
+                sum(each.q_valid(n) for each in found),
+                sum(bool(each.solved[:n].any()) for each in found),
+            )
+            shares = [
+                f"{x:.4f}"
+                for k in right
+                for x in (k / len(found), *class_scores.interval(k, len(found)))
+            ]
             own = n == 1  # without noise or symmetry
-            values = (0.0 if own else noise, int(search.symmetry and not own), n, len(found), *shares, f"{halts:.4f}")
+            values = (
+                0.0 if own else noise,
+                int(search.symmetry and not own),
+                n,
+                len(found),
+                *shares,
+                f"{halts:.4f}",
+            )
             rows.append((*values, f"{n * seconds:.3g}"))
             print("  ".join(f"{value:>10}" for value in rows[-1]))
     atomic_write.write_csv(args.curve, rows)

@@ -40,10 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain sudoku", __doc__)
     parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make")
     parser.add_argument("--kind", choices=kinds.KINDS, default="sudoku", help="default: sudoku")
-    parser.add_argument("--train", type=arguments.positive, default=1000, help="puzzles to train on; default: 1000")
+    parser.add_argument(
+        "--train", type=arguments.positive, default=1000, help="puzzles to train on; default: 1000"
+    )
     parser.add_argument("--test", type=int, default=1000, help="puzzles to test on; default: 1000")
-    parser.add_argument("--blanks", type=int, nargs=2, default=(46, 64), metavar=("FEWEST", "MOST"), help="of a Sudoku")
-    parser.add_argument("--grade", choices=kinds.GRADES, default="", help="of a Sudoku; default: any")
+    parser.add_argument(
+        "--blanks",
+        type=int,
+        nargs=2,
+        default=(46, 64),
+        metavar=("FEWEST", "MOST"),
+        help="of a Sudoku",
+    )
+    parser.add_argument(
+        "--grade", choices=kinds.GRADES, default="", help="of a Sudoku; default: any"
+    )
     parser.add_argument("--side", type=int, default=30, help="of a maze or of lights; default: 30")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     parser.add_argument("--format", choices=("csv", "npy"), default="csv", help="default: csv")
@@ -54,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(args: argparse.Namespace) -> int:
     """Write the folder. Return the exit code. Raises DataError."""
     source = kinds.Source(
-        kind=args.kind, grade=args.grade, n_train=args.train, n_test=args.test, blanks=tuple(args.blanks), side=args.side
+        kind=args.kind,
+        grade=args.grade,
+        n_train=args.train,
+        n_test=args.test,
+        blanks=tuple(args.blanks),
+        side=args.side,
     )
     for where, text in sudoku.Config((source,)).validate():
         raise DataError(f"--{where.rpartition('.')[2].removeprefix('n_')} {text}")
@@ -70,17 +86,27 @@ def make(args: argparse.Namespace) -> int:
     n = sum(len(p.inputs) for p in splits.values())
     fewer = sum(int(((p.inputs == 1).sum(1) < args.blanks[0]).sum()) for p in splits.values())
     if fewer and args.kind in kinds.BOXES:
-        print(f"{fewer} of {n} have fewer than {args.blanks[0]} blanks: one more would give them several solutions")
+        print(
+            f"{fewer} of {n} have fewer than {args.blanks[0]} blanks: one more would give them"
+            " several solutions"
+        )
     ratings = np.concatenate([p.rating for p in splits.values()])
-    classes = np.bincount(np.searchsorted(kinds.EDGES[args.kind], ratings, side="right"), minlength=5)
-    print(f"{n} puzzles in {seconds:.1f} s, {n / seconds:.0f} per second; by difficulty: {classes.tolist()}; in {args.out}")
+    classes = np.bincount(
+        np.searchsorted(kinds.EDGES[args.kind], ratings, side="right"), minlength=5
+    )
+    print(
+        f"{n} puzzles in {seconds:.1f} s, {n / seconds:.0f} per second; by difficulty:"
+        f" {classes.tolist()}; in {args.out}"
+    )
     return 0
 
 
 def write_csv(out: pathlib.Path, split: str, puzzles: kinds.Puzzles, source: kinds.Source) -> None:
     with atomic_write.table(out / f"{split}.csv") as rows:
         rows.writerow(("source", "question", "answer", "rating"))
-        for board, answer, rating in zip(puzzles.inputs, puzzles.labels, puzzles.rating, strict=True):
+        for board, answer, rating in zip(
+            puzzles.inputs, puzzles.labels, puzzles.rating, strict=True
+        ):
             texts = (kinds.to_text(source.kind, x) for x in (board, answer))
             rows.writerow((source.grade or "generated", *texts, int(rating)))
 
@@ -97,5 +123,13 @@ def write_npy(out: pathlib.Path, split: str, puzzles: kinds.Puzzles) -> None:
     }
     for name, array in arrays.items():
         atomic_write.save(folder / f"all__{name}.npy", array)
-    about = {"seq_len": puzzles.inputs.shape[1], "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ["all"]}
-    atomic_write.write(folder / "dataset.json", json.dumps({**about, "total_puzzles": n}, indent=2) + "\n")
+    about = {
+        "seq_len": puzzles.inputs.shape[1],
+        "pad_id": 0,
+        "ignore_label_id": 0,
+        "blank_identifier_id": 0,
+        "sets": ["all"],
+    }
+    atomic_write.write(
+        folder / "dataset.json", json.dumps({**about, "total_puzzles": n}, indent=2) + "\n"
+    )

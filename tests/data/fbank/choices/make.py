@@ -20,7 +20,17 @@ CASES = {
     "16k_128": (dict(sample_rate=16_000, n_mels=128), 8003),
     "22k_64": (dict(sample_rate=22_050, n_mels=64), 11_025),
     "48k_128": (dict(sample_rate=48_000, n_mels=128, f_min=50.0, f_max=15_000.0), 24_000),
-    "256k_128": (dict(sample_rate=256_000, n_mels=128, window_ms=4.0, hop_ms=1.0, f_min=9_900.0, f_max=119_900.0), 12_900),
+    "256k_128": (
+        dict(
+            sample_rate=256_000,
+            n_mels=128,
+            window_ms=4.0,
+            hop_ms=1.0,
+            f_min=9_900.0,
+            f_max=119_900.0,
+        ),
+        12_900,
+    ),
 }
 
 
@@ -40,7 +50,11 @@ def main() -> None:
             low_freq=front_end.get("f_min", 20.0),
             high_freq=front_end.get("f_max", 0.0),
         ).numpy()
-        content = {"waveform": wave, "reference": reference.astype(np.float32), "front_end": np.array(json.dumps(front_end))}
+        content = {
+            "waveform": wave,
+            "reference": reference.astype(np.float32),
+            "front_end": np.array(json.dumps(front_end)),
+        }
         np.savez_compressed(HERE / f"{name}.npz", **content)
 
 
