@@ -49,20 +49,20 @@ cargo-test: $(TEST)
 	$(CARGO_TEST)
 
 # And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/results/proofs.md:
-# make proofs-kills runs one of them, python -m tools.proofs --list names all.
+# make proofs-kills runs one of them, python -m tests.proofs --list names all.
 test-all: test
-	$(VENV)/bin/python -m tools.proofs
+	$(VENV)/bin/python -m tests.proofs
 
 proofs-%: $(TEST)
-	$(VENV)/bin/python -m tools.proofs $*
+	$(VENV)/bin/python -m tests.proofs $*
 
 # Coverage-guided fuzzing of what reads files from elsewhere: make fuzz ARGS="--minutes 30".
 fuzz: $(TEST)
-	$(VENV)/bin/python -m tools.fuzz $(ARGS)
+	$(VENV)/bin/python -m tests.proofs.fuzz $(ARGS)
 
 # Hours of faults in a run that nobody helps: SOAK_HOURS=3 make soak; SOAK_MODEL=language trains text in place of birds.
 soak: $(TEST)
-	$(VENV)/bin/python -m tools.soak $(ARGS)
+	$(VENV)/bin/python -m tests.proofs.soak $(ARGS)
 
 # The site, in site/: built without a network. A dead link and a public name without a docstring end the build.
 docs: $(TEST)

@@ -3,8 +3,8 @@
 config ─▶ process ─▶ assembly ─▶ plan ─▶ data ─▶ checkpoints ─▶ programs ─▶ init_or_restore ─▶ step
 ─▶ metrics_logger
 
-`jaxtrain.loop.run` is the whole program, on one page. The names below are the public API, imported
-when they are used:
+`jaxtrain.run.loop.run` is the whole program, on one page. The names below are the public API,
+imported when they are used:
 
     train, load             train a config; load a run or an export and call its model on arrays
     Trained, Model          what they return
@@ -35,7 +35,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 _MODULES = {
     "jaxtrain.api": "train load Trained Model",
     "jaxtrain.config": "Config read_config ConfigError ModelSection DataSection",
-    "jaxtrain.loop": "Preempted",
+    "jaxtrain.run.loop": "Preempted",
     "jaxtrain.types": "Task LossOut Mean Spec Variables Export Hub",
     "jaxtrain.workload": "Workload Command",
     "jaxtrain.telemetry.glossary": "Entry",
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from jaxtrain.api import Model, Trained, load, train
     from jaxtrain.config import Config, ConfigError, DataSection, ModelSection
     from jaxtrain.config import load as read_config
-    from jaxtrain.loop import Preempted
+    from jaxtrain.run.loop import Preempted
     from jaxtrain.telemetry.glossary import Entry
     from jaxtrain.types import Export, Hub, LossOut, Mean, Spec, Task, Variables
     from jaxtrain.workload import Command, Workload

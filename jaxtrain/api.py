@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop, specs
+from jaxtrain import specs
 from jaxtrain.arrays import run_workload, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
+from jaxtrain.run import loop
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree, Task, Variables
 from loaders.io import files

@@ -65,7 +65,7 @@ def process(run: Callable[[], int]) -> int:
 
 
 def _is_compiling() -> bool:
-    programs = sys.modules.get("jaxtrain.compile.step_compiler")
+    programs = sys.modules.get("jaxtrain.run.step_compiler")
     return programs is not None and any(
         thread.name.startswith(programs.THREAD) for thread in threading.enumerate()
     )

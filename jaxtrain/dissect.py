@@ -18,13 +18,13 @@ import numpy as np
 from jaxtrain import assembly as assembly_lib
 from jaxtrain import optim, plan, specs, workload
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint.init_or_restore import init_or_restore
-from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.config import Config, Mesh
-from jaxtrain.data.stream import Data
 from jaxtrain.optim import Optimizer
 from jaxtrain.parallel.layout import make_mesh
-from jaxtrain.process_context import ProcessContext
+from jaxtrain.run.checkpoint_manager import CheckpointManager
+from jaxtrain.run.init_or_restore import init_or_restore
+from jaxtrain.run.process_context import ProcessContext
+from jaxtrain.run.stream import Data
 from jaxtrain.step import update
 from jaxtrain.step.accumulate import gradients
 from jaxtrain.step.state import TrainState

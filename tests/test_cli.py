@@ -843,7 +843,7 @@ def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
     """The interpreter itself would wait: an error in reading a checkpoint would keep a job alive
     for minutes."""
     program = (
-        "import sys, time, concurrent.futures\nfrom jaxtrain import cli\nfrom jaxtrain.compile"
+        "import sys, time, concurrent.futures\nfrom jaxtrain import cli\nfrom jaxtrain.run"
         " import step_compiler as programs\nconcurrent.futures.ThreadPoolExecutor(1,"
         " thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\ndef run():\n    print('the"
         f" error')\n    {body}\nsys.exit(cli.process(run))\n"

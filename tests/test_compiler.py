@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import config, loop, plan
+from jaxtrain import config, plan
 from jaxtrain.compile import xla_options
+from jaxtrain.run import loop
 from tests.support import small_runs
 from tests.support.processes import run
 

@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
-    """A module, test or config that a page names in code exists, such as `jaxtrain/loop.py` or
+    """A module, test or config that a page names in code exists, such as `jaxtrain/run/loop.py` or
     `tests/test_kills.py`."""
     named = set(
         re.findall(

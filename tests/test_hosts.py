@@ -299,7 +299,7 @@ def test_promise_10_one_of_four_that_is_stuck(folder):
 # restored.
 WEIGHING_LOADER = """
 import concurrent.futures, ctypes, gc, json, os, re
-from jaxtrain.compile import step_compiler as programs
+from jaxtrain.run import step_compiler as programs
 from tests.support import proxy_loader, toy_rows
 from tests.support.proxy_loader import Config, dataset_info, element_spec
 

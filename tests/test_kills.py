@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums
 from tests.support.processes import cluster, command, hashes, ids, records, run
 
 KILLS = 50  # of each seed

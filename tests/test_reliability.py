@@ -267,7 +267,7 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(
 FAILING_LOADER = """
 import errno, os
 from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums
 from tests.support.proxy_loader import Config, dataset_info, element_spec, make_loader
 
 def failing(function, step, process, number):

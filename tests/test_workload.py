@@ -184,9 +184,9 @@ TRAINERS = sorted(path for path in MODULES if not OTHERS.match(path))
 CHEAP = (
     "tests/test_specs.py",
     "tests/test_layout.py",
-    "tests/test_init_or_restore.py",
-    "tests/test_evaluate.py",
-    "tests/test_programs.py",
+    "tests/run/test_init_or_restore.py",
+    "tests/run/test_evaluate.py",
+    "tests/run/test_step_compiler.py",
     "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit[adamw-data]",
 )
 # Those that ask which workloads are installed.

@@ -20,12 +20,12 @@ from typing import Any
 import jax
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop
-from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.parallel import cluster
-from jaxtrain.telemetry.metrics_logger import MetricsLogger
-from jaxtrain.verify import Verifier
-from tools.replay_proof import CONFIGS, patch
+from jaxtrain.run import loop
+from jaxtrain.run.metrics_logger import MetricsLogger
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.verify import Verifier
+from tests.proofs.replay_proof import CONFIGS, patch
 
 SIZES = {
     "embed": "256",

@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import workload
+from jaxtrain.arrays import base_weights
 from jaxtrain.arrays.source import Source, refuse_address
 from jaxtrain.arrays.stored import StoredError
-from jaxtrain.checkpoint import base_weights
 from jaxtrain.types import Export
 from jaxtrain.workload import Workload
 

@@ -28,11 +28,10 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as spec_lib
-from jaxtrain.arrays import card, run_workload, saved_steps, stored
+from jaxtrain.arrays import card, checksums, run_workload, saved_steps, stored, warm_start
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.source import SUMS, Source
 from jaxtrain.arrays.stored import Stored, StoredError
-from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.nn import lora
 from jaxtrain.types import Export, Format, Hub
 from jaxtrain.workload import resolved

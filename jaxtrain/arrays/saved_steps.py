@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays import checksums, run_workload, stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
-from jaxtrain.checkpoint import checksums
 from jaxtrain.config import consistency
 from jaxtrain.nn import lora
 from jaxtrain.step import digest

@@ -11,9 +11,8 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import workload
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import checksums, stored
 from jaxtrain.arrays.stored import Stored, StoredError
-from jaxtrain.checkpoint import checksums
 from loaders.io import files
 
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files

@@ -6,10 +6,9 @@ import jax
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import stored, warm_start
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import StoredError
-from jaxtrain.checkpoint import warm_start
 from jaxtrain.nn import lora
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.types import PyTree

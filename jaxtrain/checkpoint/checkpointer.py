@@ -37,11 +37,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import quiet_orbax, stored
-from jaxtrain.checkpoint import checksums, disk_usage, joint_failure
+from jaxtrain.arrays import checksums, quiet_orbax, stored
+from jaxtrain.checkpoint import disk_usage, joint_failure
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.parallel import cluster
-from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
 from loaders.io import files
 from loaders.io.checks import FREE, first_line
@@ -73,6 +72,16 @@ class Saved(NamedTuple):
 
     seconds: float  # of the call, for which the next step had to wait
     failures: int  # saves of this process that have failed so far, not counting this one
+
+
+def is_save_due(config: config_lib.Config, step: int) -> bool:
+    """Whether a save follows ``step`` batches: regular, or before a possibly best evaluation."""
+    every = config.train.eval_every if config.checkpoint.best else 0
+    return (
+        step % config.checkpoint.every == 0
+        or step == config.train.steps
+        or bool(every and step % every == 0)
+    )
 
 
 class Checkpointer:

@@ -60,7 +60,7 @@ class SaveBarrier:
         self._wait(key=key, timeout_ms=timeout_ms)
 
     def _folder(self) -> str:
-        return f"jaxtrain/checkpoint/manager/{self._saves}/"
+        return f"jaxtrain/run/checkpoint_manager/{self._saves}/"
 
     def _come(self, phase: str, timeout_ms: int) -> None:
         """Wait for all at the end of a phase, unless another thread of it does, or did."""

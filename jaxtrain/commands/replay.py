@@ -212,7 +212,7 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
 
 def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
     """Make the steps. If they are refused before the first of them, no workdir is left."""
-    from jaxtrain import loop
+    from jaxtrain.run import loop
 
     save = 0 if args.no_page else args.step - 1  # from which the page is made
     replay = loop.Replay(until, save, functools.partial(_check, args, config.workdir, data))

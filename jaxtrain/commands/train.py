@@ -142,7 +142,7 @@ def _train(given: config.Arguments) -> int:
 
 def _run(given: config.Arguments, run: config.Config) -> int:
     # Not before the config is known to be right: optimizers and checkpoints take long to import.
-    from jaxtrain import loop
+    from jaxtrain.run import loop
 
     try:
         loop.run(run, {"source": given.source, "overrides": dict(given.overrides)})

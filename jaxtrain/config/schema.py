@@ -33,7 +33,7 @@ SHARES = (
 )
 MAX_PATTERN = 10_000  # [characters] of a regular expression
 MAX_REPLACEMENT = 200  # [characters] of a replacement
-# the ways of jaxtrain.checkpoint.warm_start
+# the ways of jaxtrain.arrays.warm_start
 RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")
 
 
@@ -345,7 +345,7 @@ class Mesh(Section):
 
 @dataclass(frozen=True)
 class WarmStart(Section):
-    """Parameters to start from if there is no checkpoint, by `jaxtrain.checkpoint.warm_start`."""
+    """Parameters to start from if there is no checkpoint, by `jaxtrain.arrays.warm_start`."""
 
     # the source by its digest
     on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))

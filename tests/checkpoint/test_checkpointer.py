@@ -16,7 +16,8 @@ import pytest
 from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
 
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, checksums
+from jaxtrain.arrays import checksums
+from jaxtrain.checkpoint import Checkpointer, CheckpointError, History
 from jaxtrain.checkpoint import checkpointer as module
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.step import state as state_lib

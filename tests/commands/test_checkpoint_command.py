@@ -13,8 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxtrain.arrays import safetensors, stored
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums, safetensors, stored
 from jaxtrain.commands import checkpoint as tool
 from jaxtrain.commands import export, lora_to_peft
 from tests.support import runs
@@ -52,7 +51,7 @@ def test_inspect_on_one_device_without_model_code(saved):
     program = (
         "import sys, jax; from jaxtrain.commands import checkpoint; code ="
         " checkpoint.main(sys.argv[1:])\nassert len(jax.devices()) == 1\nassert not [m for m in"
-        " sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.loop',"
+        " sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.run.loop',"
         " 'jaxtrain.step.state'))]\nsys.exit(code)"
     )
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import cli, loop
+from jaxtrain import cli
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.checkpoint import Checkpointer, History
 from jaxtrain.commands import checkpoint, export, lora_to_peft, metrics, report
 from jaxtrain.commands import runs as runs_command
+from jaxtrain.run import loop
 from jaxtrain.workloads.language.commands import generate, tokens
 from tests.support import small_runs, toy_task
 

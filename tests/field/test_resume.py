@@ -12,9 +12,10 @@ import safetensors.numpy
 import tokenizers
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop
-from jaxtrain.checkpoint import CheckpointError, base_weights
+from jaxtrain.arrays import base_weights
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands import checkpoint, export, lora_to_peft
+from jaxtrain.run import loop
 from tests.support import small_runs
 
 LORA = {"lora__rank": "2", "lora__alpha": "8", "warm_start__source": "A", "seed": "1"}

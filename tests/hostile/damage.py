@@ -142,7 +142,7 @@ def make(case: Case, source: pathlib.Path, target: pathlib.Path) -> None:
 
 def seal(folder: pathlib.Path) -> None:
     """Recomputes the checksums of steps and exports below a folder."""
-    from jaxtrain.checkpoint import checksums
+    from jaxtrain.arrays import checksums
 
     for name in ("manifest.json", "SHA256SUMS"):
         for path in sorted(folder.rglob(name)):

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.arrays import source, stored
-from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.arrays import checksums, source, stored, warm_start
 from jaxtrain.config.schema import WarmStart
 from jaxtrain.nn import hugging_face
 from jaxtrain.parallel.lease import WorkdirError

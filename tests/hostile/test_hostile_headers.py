@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import safetensors, stored
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import safetensors, stored, warm_start
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 HEADERS = {

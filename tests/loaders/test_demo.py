@@ -156,8 +156,8 @@ def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
 def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path):
     """Neither the birds nor the film are made if the mesh does not fit the devices."""
     from jaxtrain import config as config_lib
-    from jaxtrain import loop
     from jaxtrain.parallel import layout
+    from jaxtrain.run import loop
 
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     for name in ("JAXTRAIN_XCM", "JAXTRAIN_GIBLET"):

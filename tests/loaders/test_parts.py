@@ -18,8 +18,8 @@ from loaders.audio.front_end import FrontEnd
 from loaders.audio.recordings import store
 from loaders.audio.spectrogram import Config, filter_bank, make_loader
 from loaders.base import DataError, Rows
+from tests.proofs.fuzz import av_encode
 from tests.support import corpus
-from tools.fuzz import av_encode
 
 RATE = 32_000
 

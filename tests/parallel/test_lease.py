@@ -19,7 +19,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster as cluster_lib
 from jaxtrain.parallel import lease as lease_lib
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.process_context import ProcessContext
+from jaxtrain.run.process_context import ProcessContext
 from jaxtrain.telemetry import writers
 from tests.support import object_store
 from tests.support.processes import ROOT, cluster, command, free_port, wait_for

@@ -9,9 +9,10 @@ import jax
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop, plan
+from jaxtrain import plan
 from jaxtrain.commands import train as train_command
 from jaxtrain.plan.bound import Array
+from jaxtrain.run import loop
 from tests.plan.cases import ROOT, load, on
 from tests.support import installed, small_runs
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.compile.step_compiler import StepCompiler
-from jaxtrain.verify import Verifier
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.verify import Verifier
 
 
 def programs(calls: Any, monkeypatch: Any = None) -> None:

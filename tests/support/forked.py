@@ -25,7 +25,7 @@ IMPORTS = (
     "jax.experimental.multihost_utils",
     "orbax.checkpoint",
     "optax",
-    "jaxtrain.loop",
+    "jaxtrain.run.loop",
     "jaxtrain.commands.train",
     "jaxtrain.commands.explain",
     "jaxtrain.plan.summary",

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxtrain.arrays import stored
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums, stored
 
 SHAPES = {
     "encoder": {

@@ -16,7 +16,7 @@ import safetensors.numpy
 from jaxtrain import config as config_lib
 from jaxtrain import plan
 from jaxtrain import specs as specs_lib
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import warm_start
 from jaxtrain.nn import lora
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan import hlo

@@ -9,10 +9,11 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop, specs
-from jaxtrain.checkpoint import warm_start
+from jaxtrain import specs
+from jaxtrain.arrays import warm_start
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
+from jaxtrain.run import loop
 from jaxtrain.workloads.audio_language import generate_audio as inference
 from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import model as audio_language

@@ -9,8 +9,7 @@ import safetensors.numpy
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import stored
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import stored, warm_start
 from jaxtrain.commands import export
 from jaxtrain.workloads.giblet import model as giblet
 from tests.support import processes, small_runs

@@ -16,8 +16,7 @@ import safetensors.numpy
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import stored_params
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import stored_params, warm_start
 from jaxtrain.commands import export as tool
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language

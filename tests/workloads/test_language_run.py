@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
+from jaxtrain.run import loop
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
 from loaders.io.checks import FUNCTION, UserError

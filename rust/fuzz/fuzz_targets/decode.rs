@@ -1,5 +1,5 @@
 //! Arbitrary bytes as a recording, as their first bytes decide: WAV, FLAC, MP3, OGG Vorbis or Opus, and the formats of
-//! symphonia (M4A, CAF, ADPCM). Decoded samples must be finite. Each format has a corpus of its own (tools/fuzz.py).
+//! symphonia (M4A, CAF, ADPCM). Decoded samples must be finite. Each format has a corpus of its own (tests/proofs/fuzz.py).
 #![no_main]
 
 mod bounds;

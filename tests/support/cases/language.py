@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import warm_start
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import loss as language_loss

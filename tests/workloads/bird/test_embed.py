@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jaxtrain import assembly, cli, loop
+from jaxtrain import assembly, cli
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import safetensors
-from jaxtrain.checkpoint import init_or_restore, warm_start
+from jaxtrain.arrays import safetensors, warm_start
+from jaxtrain.run import init_or_restore, loop
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.commands import embed as command
 from jaxtrain.workloads.bird.commands import probe

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop
 from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.run import loop
 from jaxtrain.workloads.bird import log_mel
 from jaxtrain.workloads.bird import model as bird
 from loaders import _rust

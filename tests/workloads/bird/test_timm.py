@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxtrain import cli, loop, specs
+from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.arrays import warm_start
+from jaxtrain.run import loop
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names

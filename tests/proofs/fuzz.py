@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of the readers of other people's files: make fuzz, or
 
-    python -m tools.fuzz                            every target for 5 minutes of CPU time
-    python -m tools.fuzz flac wav --minutes 30      these
-    python -m tools.fuzz --keep  and keep their corpora, minimised, in rust/fuzz/corpus
+    python -m tests.proofs.fuzz                            every target for 5 minutes of CPU time
+    python -m tests.proofs.fuzz flac wav --minutes 30      these
+    python -m tests.proofs.fuzz --keep  and keep their corpora, minimised, in rust/fuzz/corpus
 
 It builds rust/fuzz on the stable toolchain, with the coverage that libFuzzer reads
 (RUSTC_BOOTSTRAP=1), and gives each target a corpus of small real files, made here by the encoders
@@ -33,7 +33,7 @@ import soundfile
 
 from loaders.io import machine
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "rust" / "fuzz"
 FLAGS = (
     "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"

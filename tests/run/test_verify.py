@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.verify import Verifier
+from jaxtrain.run.verify import Verifier
 from tests.support import flips, processes
 from tests.support.pages import examples
 

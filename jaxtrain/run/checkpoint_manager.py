@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
-from jaxtrain.data.stream import Data
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
-from jaxtrain.process_context import ProcessContext
-from jaxtrain.schedule import Due
+from jaxtrain.run.process_context import ProcessContext
+from jaxtrain.run.schedule import Due
+from jaxtrain.run.stream import Data
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput

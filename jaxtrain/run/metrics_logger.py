@@ -18,10 +18,10 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
 from jaxtrain.checkpoint.checkpointer import saved_parts
 from jaxtrain.data import feed
-from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
-from jaxtrain.process_context import ProcessContext
+from jaxtrain.run.process_context import ProcessContext
+from jaxtrain.run.stream import Data, Item
 from jaxtrain.step import digest
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState

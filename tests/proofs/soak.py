@@ -2,8 +2,8 @@
 
     SOAK_HOURS=3 make soak                          the bird demo
     SOAK_HOURS=3 SOAK_MODEL=language make soak      a small language model, on the pages of docs/
-    python -m tools.soak --hours 3 --seed 1 --model language --config.train.steps=400
-    python -m tools.soak --hours 3 --config=my_config.py --config.train.steps=60 …
+    python -m tests.proofs.soak --hours 3 --seed 1 --model language --config.train.steps=400
+    python -m tests.proofs.soak --hours 3 --config=my_config.py --config.train.steps=60 …
 
 Four processes on two hosts (network namespaces, if this user may make them, else on this one)
 train, lap by lap, a run of the model's config to its end. A supervisor acts as a scheduler: after
@@ -59,7 +59,7 @@ from typing import Any
 from jaxtrain import config as config_lib
 from jaxtrain.telemetry import goodput
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROCESSES, HOSTS = 4, 2
 LATE = b"stopped sending heartbeats"  # what JAX's service says of a process
 STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
@@ -570,7 +570,7 @@ def place() -> Iterator[tuple[pathlib.Path, bool]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]",
+        usage="python -m tests.proofs.soak [options] [--config=FILE] [--config.section.field=value …]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtrain.assembly import Assembly
 from jaxtrain.compile import program_cache, xla_options
 from jaxtrain.config import ConfigError
-from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
+from jaxtrain.run.stream import Data, Item
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.telemetry import goodput
 from jaxtrain.types import COUNTS

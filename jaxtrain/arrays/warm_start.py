@@ -35,9 +35,8 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import specs, workload
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import checksums, stored
 from jaxtrain.arrays.stored import Stored
-from jaxtrain.checkpoint import checksums
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
 from loaders.io.checks import UserError

@@ -10,19 +10,19 @@ import jax
 
 from jaxtrain import assembly as assembly_lib
 from jaxtrain import plan
-from jaxtrain.checkpoint.init_or_restore import init_or_restore
-from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.config import Config
-from jaxtrain.data.stream import Data
-from jaxtrain.evaluate import Evaluator, is_missed
 from jaxtrain.parallel import cluster
-from jaxtrain.process_context import Preempted, ProcessContext
-from jaxtrain.schedule import Schedule
+from jaxtrain.run.checkpoint_manager import CheckpointManager
+from jaxtrain.run.evaluate import Evaluator, is_missed
+from jaxtrain.run.init_or_restore import init_or_restore
+from jaxtrain.run.metrics_logger import MetricsLogger
+from jaxtrain.run.process_context import Preempted, ProcessContext
+from jaxtrain.run.schedule import Schedule
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.stream import Data
+from jaxtrain.run.verify import Verifier
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics
-from jaxtrain.telemetry.metrics_logger import MetricsLogger
-from jaxtrain.verify import Verifier
 from loaders.io import machine
 
 __all__ = ["Preempted", "Result", "run"]

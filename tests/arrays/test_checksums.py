@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -132,7 +132,7 @@ def test_a_kill_while_the_manifest_is_written_leaves_none_and_the_next_write_is_
     """SIGKILL arrives in the last instant before the rename, in a process of its own."""
     (step / checksums.NAME).unlink()
     program = (
-        "import os, signal, sys; from etils import epath; from jaxtrain.checkpoint import"
+        "import os, signal, sys; from etils import epath; from jaxtrain.arrays import"
         " checksums\ncls = type(epath.Path(sys.argv[1]))\ncls.rename = lambda self, target:"
         " os.kill(os.getpid(), signal.SIGKILL)\nchecksums.write(sys.argv[1])\n"
     )

@@ -27,12 +27,12 @@ from jaxtrain import assembly as assembly_lib
 from jaxtrain import specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint.checkpointer import saved_parts
-from jaxtrain.compile.step_compiler import StepCompiler
-from jaxtrain.data.stream import Data, Item
+from jaxtrain.run.metrics_logger import MetricsLogger
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.stream import Data, Item
 from jaxtrain.step import digest
 from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
-from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import Array, PyTree
 from loaders.io.checks import UserError
 

@@ -3,15 +3,15 @@
 import jax
 
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.config import Config
-from jaxtrain.data.stream import Data
 from jaxtrain.parallel import cluster
-from jaxtrain.process_context import ProcessContext
+from jaxtrain.run.checkpoint_manager import CheckpointManager
+from jaxtrain.run.metrics_logger import MetricsLogger
+from jaxtrain.run.process_context import ProcessContext
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.stream import Data
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics, writers
-from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import COUNTS
 from loaders.io import machine
 

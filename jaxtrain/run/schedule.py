@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jaxtrain.checkpoint.checkpointer import is_save_due
 from jaxtrain.config import Config
 
 
@@ -24,13 +25,3 @@ class Schedule:
             evaluate=self._tests and (last or bool(every and step % every == 0)),
             resumable=not last or self._config.checkpoint.final == "resumable",
         )
-
-
-def is_save_due(config: Config, step: int) -> bool:
-    """Whether a save follows ``step`` batches: regular, or before a possibly best evaluation."""
-    every = config.train.eval_every if config.checkpoint.best else 0
-    return (
-        step % config.checkpoint.every == 0
-        or step == config.train.steps
-        or bool(every and step % every == 0)
-    )

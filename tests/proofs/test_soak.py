@@ -10,9 +10,9 @@ import types
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums
 from loaders.audio import demo
-from tools import soak
+from tests.proofs import soak
 
 SMALL = (
     "--config.model.embed=32 --config.model.depth=2 --config.model.heads=4"

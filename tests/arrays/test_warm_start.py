@@ -13,9 +13,8 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config, specs
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import checksums, stored, warm_start
 from jaxtrain.arrays.stored import Stored
-from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.config import WarmStart
 from jaxtrain.config.consistency import on_this_machine
 from jaxtrain.parallel import layout

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxtrain.compile.step_compiler import CompileAhead
+from jaxtrain.run.step_compiler import CompileAhead
 
 
 def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():

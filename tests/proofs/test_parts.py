@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tools import proofs
+from tests.proofs import parts as proofs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,9 @@ def test_every_slow_test_is_in_exactly_one_part():
     for file, tests in found.items():
         for test in tests:
             parts = [name for name in named if name in (file, f"{file}::{test}")]
-            assert len(parts) == 1, f"{file}::{test} is in {len(parts)} parts of tools/proofs.py"
+            assert len(parts) == 1, (
+                f"{file}::{test} is in {len(parts)} parts of tests/proofs/parts.py"
+            )
     for name in named:
         file, _, test = name.partition("::")
         assert found[file] and (not test or test in found[file]), f"{name} names no slow test"
@@ -62,7 +64,7 @@ def test_every_slow_test_is_in_exactly_one_part():
 
 def test_the_makefile_runs_them_and_test_all_is_their_sum():
     makefile = (ROOT / "Makefile").read_text()
-    assert "-m tools.proofs $*" in makefile
+    assert "-m tests.proofs $*" in makefile
     assert "\ntest-all: test\n" in makefile
 
 

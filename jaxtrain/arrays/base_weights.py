@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import stored, warm_start
 from jaxtrain.arrays.stored import StoredError
-from jaxtrain.checkpoint import warm_start
 from jaxtrain.config import WarmStart
 from loaders.io import atomic_write, files
 

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from jaxtrain import specs
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import base_weights, stored, warm_start
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import CheckpointError, History, Restored, base_weights, warm_start
-from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint import CheckpointError, History, Restored
 from jaxtrain.compile import program_cache
 from jaxtrain.config import OF_SCHEDULE, Config, Optim, WarmStart, section
 from jaxtrain.nn import lora
 from jaxtrain.optim import learning_rates
 from jaxtrain.parallel import cluster
+from jaxtrain.run.checkpoint_manager import CheckpointManager
 from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from jaxtrain.checkpoint import History, Restored, init_or_restore
+from jaxtrain.checkpoint import History, Restored
 from jaxtrain.config import Config, Optim, Train
+from jaxtrain.run import init_or_restore
 
 
 def resumed(tmp_path, caplog, before, now, *, step):

@@ -1,10 +1,10 @@
 """The slow proofs in parts, each of at most 80 minutes on two cores: make proofs-kills, or
 
-    python -m tools.proofs kills matrix     these parts, one after the other
-    python -m tools.proofs                  all of them
-    python -m tools.proofs --list           the parts, and their claims
+    python -m tests.proofs kills matrix     these parts, one after the other
+    python -m tests.proofs                  all of them
+    python -m tests.proofs --list           the parts, and their claims
 
-A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in
+A part is the slow tests of some files; tests/proofs/test_parts.py holds that each slow test is in
 exactly one of them. It prints the output of its tests and their tables, then a row: passed, failed,
 skipped, minutes. The row is kept in docs/results/proofs.md, with the commit and the day, until the
 part is run again. It exits with 1 if a test failed, or a part took longer.
@@ -22,11 +22,11 @@ import xml.etree.ElementTree
 from collections.abc import Sequence
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "proofs.md"
 MINUTES = 80  # that a part may take
 BEGIN, END = (
-    "<!-- results of make proofs-…: written by tools/proofs.py -->\n",
+    "<!-- results of make proofs-…: written by tests/proofs/parts.py -->\n",
     "<!-- end of the results -->\n",
 )
 HEAD = (
@@ -57,14 +57,14 @@ PARTS = {
         " doctor's hosts",
         "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py"
         " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
-        " commands/test_launch_slurm.py tools/test_soak.py",
+        " commands/test_launch_slurm.py proofs/test_soak.py",
         workers=2,
     ),
     "damage": Part(
         "every file of a checkpoint damaged at many places; damaged shards, and all that Python"
         " reads; the targets of fuzzing",
         "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py"
-        " hostile/test_hostile_readers.py tools/test_fuzz.py",
+        " hostile/test_hostile_readers.py proofs/test_fuzz.py",
         workers=2,
     ),
     "hostile": Part(

@@ -1,7 +1,7 @@
 """Prove that steps can be made again and that flipped bits are found.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m tools.replay_proof --out DIR \
-        [--part NAME …] [--workload NAME …] [--trials N]
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m tests.proofs.replay_proof \
+        --out DIR [--part NAME …] [--workload NAME …] [--trials N]
 
 The shipped configs are trained at a small size, on a mesh of two devices. Each part prints a row
 for each workload, and appends it to DIR/rows.txt. docs/results/proofs.md has the table.
@@ -46,19 +46,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import cli, loop, specs
+from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import source
-from jaxtrain.checkpoint import checksums
+from jaxtrain.arrays import checksums, source
 from jaxtrain.checkpoint.checkpointer import saved_parts
-from jaxtrain.compile.step_compiler import StepCompiler
-from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
+from jaxtrain.run import loop
+from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.stream import Data, Item
+from jaxtrain.run.verify import Outcome, Verifier
 from jaxtrain.step import accumulate, digest
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.telemetry.report import step_differences as steps_lib
 from jaxtrain.telemetry.report.run import open_run
-from jaxtrain.verify import Outcome, Verifier
 
 WIDTHS = {
     "video_widths": 3,

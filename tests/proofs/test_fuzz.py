@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from loaders import _rust
-from tools import fuzz
+from tests.proofs import fuzz
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import evaluate
 from jaxtrain.config import Config, Train
+from jaxtrain.run import evaluate
+from jaxtrain.run.metrics_logger import MetricsLogger
 from jaxtrain.telemetry import console, goodput
-from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import Mean, Variables
 
 

@@ -1,0 +1,1 @@
+"""The objects of a run, and the loop over its steps."""
