@@ -56,7 +56,9 @@ impl Permutation {
             n,
             a,
             b: n.div_ceil(a),
-            keys: std::array::from_fn(|round| mix(key.wrapping_add(GOLDEN.wrapping_mul(round as u64 + 1)))),
+            keys: std::array::from_fn(|round| {
+                mix(key.wrapping_add(GOLDEN.wrapping_mul(round as u64 + 1)))
+            }),
         }
     }
 
@@ -146,10 +148,13 @@ impl Blocks {
     }
 
     /// Blocks of at most `size` of the recordings `rows` (increasing). No block spans two shards.
-    pub fn of_rows(seed: u64, window: u64, size: u64, rows: &[u32], first_rows: impl Iterator<Item = usize>) -> Self {
+    pub fn of_rows(
+        seed: u64, window: u64, size: u64, rows: &[u32], first_rows: impl Iterator<Item = usize>,
+    ) -> Self {
         let mut stops = Vec::new();
         let mut begin = 0;
-        let ends = first_rows.skip(1).map(|first| rows.partition_point(|&row| (row as usize) < first));
+        let ends =
+            first_rows.skip(1).map(|first| rows.partition_point(|&row| (row as usize) < first));
         for end in ends.chain([rows.len()]) {
             while begin < end {
                 begin = end.min(begin + size.max(1) as usize);
@@ -168,7 +173,8 @@ impl Blocks {
         if let Some(starts) = last.iter().find(|starts| starts.epoch == epoch) {
             return starts.clone();
         }
-        let blocks = Permutation::keyed(hash(&[BLOCK, self.seed, epoch]), (self.stops.len() as u64).max(1));
+        let blocks =
+            Permutation::keyed(hash(&[BLOCK, self.seed, epoch]), (self.stops.len() as u64).max(1));
         let mut starts = Vec::with_capacity(self.stops.len() + 1);
         starts.push(0);
         for k in 0..self.stops.len() as u64 {

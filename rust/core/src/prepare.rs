@@ -55,7 +55,9 @@ pub fn prepare<W: Write>(
     let info = decoder.info(bytes)?;
     decoder.check(bytes, &info)?;
     if decoder.origin().is_some() {
-        return Err(Failed::Unusable("it is a prepared recording; prepare the one that it was made from".into()));
+        return Err(Failed::Unusable(
+            "it is a prepared recording; prepare the one that it was made from".into(),
+        ));
     }
     let rate = (f64::from(info.rate) * options.time_expansion).round() as u32;
     refuse!(!RATES.contains(&rate), Err(jaxtrain_decode::Error::Rate(rate).into()));

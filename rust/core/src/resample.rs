@@ -87,11 +87,22 @@ impl Resampler {
     /// Computes the filter from `source` Hz to `target` Hz. It takes milliseconds: see [`Resamplers`].
     /// Panics: When a rate is 0.
     pub fn new(source: u32, target: u32) -> Self {
-        assert!(source > 0 && target > 0, "sample rates must be positive: {source} Hz to {target} Hz");
+        assert!(
+            source > 0 && target > 0,
+            "sample rates must be positive: {source} Hz to {target} Hz"
+        );
         let common = gcd(source, target);
         let (up, down) = ((target / common) as u64, (source / common) as u64);
         if up == down {
-            return Self { up, down, taps: 0, table: Vec::new(), interpolated: None, span: 1, rows: Vec::new() };
+            return Self {
+                up,
+                down,
+                taps: 0,
+                table: Vec::new(),
+                interpolated: None,
+                span: 1,
+                rows: Vec::new(),
+            };
         }
         // Input samples in one period of the lower rate.
         let scale = f64::max(1.0, source as f64 / target as f64);
@@ -169,7 +180,9 @@ simd::kernel! {
 /// Many outputs in the lanes of `V`, the others one by one in those of `W`. Both use the same sums, so that an output
 /// does not depend on its neighbours.
 #[inline(always)]
-unsafe fn process_lanes<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+unsafe fn process_lanes<V: Lanes, W: Lanes>(
+    r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32],
+) {
     const { assert!(W::N == SUMS && V::N * VECTORS <= MAX_LANES) };
     let before = r.taps / 2 - 1;
     // For outputs [first, last) the whole filter lies inside x.
@@ -224,7 +237,9 @@ unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
     let n_rows = r.position(k + span - 1).0 - begin + taps;
     let first = lead + begin + 1 - taps / 2;
     assert!(
-        n_rows <= r.rows.len() && first + (lanes - 1) * stride + n_rows <= x.len() && k + lanes * span <= out.len()
+        n_rows <= r.rows.len()
+            && first + (lanes - 1) * stride + n_rows <= x.len()
+            && k + lanes * span <= out.len()
     );
     let rows = r.rows.as_mut_ptr().cast::<f32>();
     let mut tile = [Line([0.0; MAX_LANES]); TILE];
@@ -259,7 +274,13 @@ unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
         }
         let done = q % TILE + 1;
         if done == TILE || q + 1 == span {
-            simd::transpose(tile, lanes, [done, lanes], out.as_mut_ptr().add(k + q + 1 - done), span);
+            simd::transpose(
+                tile,
+                lanes,
+                [done, lanes],
+                out.as_mut_ptr().add(k + q + 1 - done),
+                span,
+            );
         }
     }
 }
@@ -357,7 +378,9 @@ mod tests {
         let lead = resampler.context();
         let length = lead + n * source as usize / target as usize + lead + 2;
         let x: Vec<f32> = (0..length)
-            .map(|i| (2.0 * PI * hz * (i as f64 - lead as f64) / f64::from(source) + 0.3).sin() as f32)
+            .map(|i| {
+                (2.0 * PI * hz * (i as f64 - lead as f64) / f64::from(source) + 0.3).sin() as f32
+            })
             .collect();
         let mut y = vec![0.0f32; n];
         resampler.process(&x, lead, &mut y);
@@ -365,7 +388,8 @@ mod tests {
         for (k, &y) in y.iter().enumerate() {
             let (s, c) = (2.0 * PI * hz * k as f64 / f64::from(target) + 0.3).sin_cos();
             let y = f64::from(y);
-            (cc, cs, ss, yc, ys, yy) = (cc + c * c, cs + c * s, ss + s * s, yc + y * c, ys + y * s, yy + y * y);
+            (cc, cs, ss, yc, ys, yy) =
+                (cc + c * c, cs + c * s, ss + s * s, yc + y * c, ys + y * s, yy + y * y);
         }
         if hz >= f64::from(source.min(target)) / 2.0 {
             return (0.0, (2.0 * yy / n as f64).sqrt());
@@ -396,7 +420,8 @@ mod tests {
             }
             // Everything above the lower Nyquist frequency, or mirrored at it.
             for i in 0..120 {
-                let hz = nyquist * 0.9 + (f64::from(source) / 2.0 - nyquist * 0.9) * f64::from(i) / 120.0;
+                let hz = nyquist * 0.9
+                    + (f64::from(source) / 2.0 - nyquist * 0.9) * f64::from(i) / 120.0;
                 alias = alias.max(if hz < nyquist && source > target { 0.0 } else { gain(hz).1 });
             }
             let (mut low, mut high) = (0.9 * nyquist, nyquist);
@@ -409,7 +434,10 @@ mod tests {
                 }
             }
             let (ripple, alias, half) = (ripple, decibels(alias), low / nyquist);
-            println!("| {source} | {} | {ripple:.3} | {half:.3} | {alias:.1} |", 2 * resampler.context());
+            println!(
+                "| {source} | {} | {ripple:.3} | {half:.3} | {alias:.1} |",
+                2 * resampler.context()
+            );
             assert!(ripple < 0.1, "{source} Hz: {ripple} dB up to 0.9 of Nyquist");
             assert!(alias < -80.0, "{source} Hz: aliases at {alias} dB");
         }
@@ -417,7 +445,9 @@ mod tests {
 
     #[test]
     fn a_crop_with_context_is_a_slice_of_the_whole() {
-        let x: Vec<f32> = (0..30000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();
+        let x: Vec<f32> = (0..30000u32)
+            .map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0)
+            .collect();
         for source in [8000, 22050, 44100, 48000, 31999] {
             let mut resampler = Resampler::new(source, 32000);
             let mut all = vec![0.0; resampler.output_len(x.len())];
@@ -439,9 +469,15 @@ mod tests {
 
     #[test]
     fn tables_are_bounded_and_short_inputs_are_padded_with_silence() {
-        for (source, target) in [(31999, 32000), (1, 32000), (1_000_003, 32000), (32000, 1), (655_350, 44100)] {
+        for (source, target) in
+            [(31999, 32000), (1, 32000), (1_000_003, 32000), (32000, 1), (655_350, 44100)]
+        {
             let mut resampler = Resampler::new(source, target);
-            assert!(resampler.table.len() <= 4 << 20, "{source} to {target}: {} weights", resampler.table.len());
+            assert!(
+                resampler.table.len() <= 4 << 20,
+                "{source} to {target}: {} weights",
+                resampler.table.len()
+            );
             for n in [0, 1, 7] {
                 let mut out = vec![f32::NAN; 50];
                 resampler.process(&vec![0.5; n], 0, &mut out);
@@ -457,10 +493,17 @@ mod tests {
     /// Enough of each rate for both kinds of blocks, and for the rest.
     #[test]
     fn an_output_is_the_same_alone_in_a_block_and_with_every_instruction_set() {
-        let x: Vec<f32> = (0..60000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();
-        for (source, target) in
-            [(16000, 32000), (22050, 32000), (44100, 32000), (48000, 22050), (48000, 32000), (31999, 32000)]
-        {
+        let x: Vec<f32> = (0..60000u32)
+            .map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0)
+            .collect();
+        for (source, target) in [
+            (16000, 32000),
+            (22050, 32000),
+            (44100, 32000),
+            (48000, 22050),
+            (48000, 32000),
+            (31999, 32000),
+        ] {
             let mut resampler = Resampler::new(source, target);
             let mut fast = vec![0.0; resampler.output_len(x.len())];
             resampler.process(&x, 0, &mut fast);
@@ -473,7 +516,9 @@ mod tests {
             if simd::avx512() {
                 let mut narrow = vec![0.0; fast.len()];
                 // SAFETY: a machine with AVX-512 has AVX2.
-                unsafe { process_lanes::<simd::Avx2, simd::Avx2>(&mut resampler, &x, 0, &mut narrow) };
+                unsafe {
+                    process_lanes::<simd::Avx2, simd::Avx2>(&mut resampler, &x, 0, &mut narrow)
+                };
                 assert!(narrow == fast, "8 and 16 lanes differ from {source} to {target} Hz");
             }
             // Outputs `up` apart are `down` inputs apart, so that one block of them can be computed alone.
@@ -482,7 +527,10 @@ mod tests {
                 for first in [0, 3 * up, fast.len() / 2 / up * up, (fast.len() - 1) / up * up] {
                     let mut one = vec![0.0; up.min(fast.len() - first)];
                     resampler.process(&x, first / up * down, &mut one);
-                    assert!(one == fast[first..][..one.len()], "from {source} to {target} Hz, output {first}");
+                    assert!(
+                        one == fast[first..][..one.len()],
+                        "from {source} to {target} Hz, output {first}"
+                    );
                 }
             }
         }

@@ -74,7 +74,8 @@ impl Rules {
             _ => return None,
         };
         let boxed = |cell: usize| cell / side / high * high + cell % side / wide;
-        let units_of: Vec<_> = (0..side * side).map(|i| [i / side, side + i % side, 2 * side + boxed(i)]).collect();
+        let units_of: Vec<_> =
+            (0..side * side).map(|i| [i / side, side + i % side, 2 * side + boxed(i)]).collect();
         let mut units = vec![Vec::with_capacity(side); 3 * side];
         for (cell, cell_units) in units_of.iter().enumerate() {
             for &unit in cell_units {
@@ -139,10 +140,17 @@ impl Rules {
     }
 
     pub(crate) fn start(&self, board: &[u8]) -> Option<State> {
-        let mut state =
-            State { open: [self.all; MAX_CELLS], digit: [0; MAX_CELLS], used: [0; 27], left: self.n_cells() };
+        let mut state = State {
+            open: [self.all; MAX_CELLS],
+            digit: [0; MAX_CELLS],
+            used: [0; 27],
+            left: self.n_cells(),
+        };
         for (cell, &digit) in board.iter().enumerate() {
-            if digit != 0 && (usize::from(digit) > self.side || !self.place(&mut state, cell, 1 << (digit - 1))) {
+            if digit != 0
+                && (usize::from(digit) > self.side
+                    || !self.place(&mut state, cell, 1 << (digit - 1)))
+            {
                 return None;
             }
         }
@@ -210,7 +218,9 @@ impl Rules {
                 while single != 0 {
                     let bit = single & single.wrapping_neg();
                     single ^= bit;
-                    let open = |&&cell: &&usize| state.digit[cell] == 0 && self.candidates(state, cell) & bit != 0;
+                    let open = |&&cell: &&usize| {
+                        state.digit[cell] == 0 && self.candidates(state, cell) & bit != 0
+                    };
                     // An earlier single of this unit may have taken the cell: then the board contradicts itself.
                     let &cell = self.units[unit].iter().find(open)?;
                     self.place(state, cell, bit);
@@ -223,7 +233,9 @@ impl Rules {
         }
     }
 
-    fn search(&self, mut state: State, limit: u32, result: &mut Search, random: &mut Option<&mut Random>) {
+    fn search(
+        &self, mut state: State, limit: u32, result: &mut Search, random: &mut Option<&mut Random>,
+    ) {
         match self.propagate(&mut state) {
             None => {}
             Some(None) => {
@@ -274,7 +286,9 @@ pub fn parallel<T: Send>(n: usize, threads: usize, f: impl Fn(usize) -> T + Sync
                 std::thread::Builder::new().spawn_scoped(scope, work).map_err(|_| work())
             })
             .collect();
-        let done = |thread: std::thread::ScopedJoinHandle<_>| thread.join().expect("solving does not panic");
+        let done = |thread: std::thread::ScopedJoinHandle<_>| {
+            thread.join().expect("solving does not panic")
+        };
         parts.into_iter().flat_map(|part| part.map_or_else(|done| done, done)).collect()
     })
 }
@@ -292,7 +306,8 @@ pub(crate) mod tests {
         let Some(cell) = board.iter().position(|&d| d == 0) else { return 1 };
         let mut total = 0;
         for digit in 1..=rules.side as u8 {
-            let clash = |&unit: &usize| rules.units[unit].iter().any(|&other| board[other] == digit);
+            let clash =
+                |&unit: &usize| rules.units[unit].iter().any(|&other| board[other] == digit);
             if !rules.units_of[cell].iter().any(clash) {
                 board[cell] = digit;
                 total += count(rules, board, limit - total);
@@ -308,12 +323,15 @@ pub(crate) mod tests {
     #[test]
     fn known_puzzles() {
         let rules = Rules::new(9).unwrap();
-        let easy = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79";
+        let easy =
+            "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79";
         let result = rules.solve(&board(easy), 2);
-        let solved = "534678912672195348198342567859761423426853791713924856961537284287419635345286179";
+        let solved =
+            "534678912672195348198342567859761423426853791713924856961537284287419635345286179";
         assert_eq!((result.solutions, result.guesses), (1, 0));
         assert_eq!(result.first.unwrap(), board(solved));
-        let hard = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..";
+        let hard =
+            "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..";
         let result = rules.solve(&board(hard), 2);
         assert_eq!(result.solutions, 1);
         assert!(result.guesses > 5);

@@ -59,13 +59,18 @@ impl Rules {
 
     /// The cells of a unit that can have a digit.
     fn places(&self, state: &State, unit: usize, digit: usize) -> Vec<usize> {
-        self.units[unit].iter().copied().filter(|&cell| self.open(state, cell) >> digit & 1 == 1).collect()
+        self.units[unit]
+            .iter()
+            .copied()
+            .filter(|&cell| self.open(state, cell) >> digit & 1 == 1)
+            .collect()
     }
 
     fn pairs(&self, state: &mut State) -> bool {
         let mut moved = false;
         for unit in 0..self.units.len() {
-            let places: Vec<_> = (0..self.side).map(|digit| self.places(state, unit, digit)).collect();
+            let places: Vec<_> =
+                (0..self.side).map(|digit| self.places(state, unit, digit)).collect();
             for (digit, cells) in places.iter().enumerate().filter(|(_, cells)| !cells.is_empty()) {
                 for &other in self.units_of[cells[0]].iter().filter(|&&other| other != unit) {
                     if cells.iter().all(|&cell| self.units_of[cell].contains(&other)) {
@@ -123,7 +128,10 @@ impl Rules {
         right[cell] = 1 << digit;
         while let Some((cell, digit)) = queue.pop() {
             let others = (0..self.side).filter(|&other| other != digit).map(|other| (cell, other));
-            let peers = self.units_of[cell].iter().flat_map(|&unit| &self.units[unit]).filter(|&&peer| peer != cell);
+            let peers = self.units_of[cell]
+                .iter()
+                .flat_map(|&unit| &self.units[unit])
+                .filter(|&&peer| peer != cell);
             for (at, of) in others.chain(peers.map(|&peer| (peer, digit))) {
                 if (open[at] & !wrong[at]) >> of & 1 == 0 {
                     continue;
@@ -133,9 +141,10 @@ impl Rules {
                     return true;
                 }
                 let rest = open[at] & !(1 << of);
-                let by_cell = (open[at].count_ones() == 2).then(|| (at, rest.trailing_zeros() as usize));
-                let by_unit =
-                    self.units_of[at].map(|unit| pairs[unit][of].map(|(a, b)| (if a == at { b } else { a }, of)));
+                let by_cell =
+                    (open[at].count_ones() == 2).then(|| (at, rest.trailing_zeros() as usize));
+                let by_unit = self.units_of[at]
+                    .map(|unit| pairs[unit][of].map(|(a, b)| (if a == at { b } else { a }, of)));
                 for (next, of) in by_unit.into_iter().flatten().chain(by_cell) {
                     if right[next] >> of & 1 == 0 {
                         right[next] |= 1 << of;
@@ -157,34 +166,50 @@ impl Rules {
     /// Each cell in turn gets a colour of its own. A cell's next colour follows from the colours of its row and band,
     /// of its column and stack, of its box, and of the cells of its digit.
     pub fn invariant(&self, board: &[u8]) -> u64 {
-        (0..self.n_cells()).fold(0u64, |sum, cell| sum.wrapping_add(mix(self.colours_around(board, cell))))
+        (0..self.n_cells())
+            .fold(0u64, |sum, cell| sum.wrapping_add(mix(self.colours_around(board, cell))))
     }
 
     fn colours_around(&self, board: &[u8], marked: usize) -> u64 {
         let (n, side) = (self.n_cells(), self.side);
-        let mut colours: Vec<u64> = (0..n).map(|i| u64::from(board[i] != 0) + 2 * u64::from(i == marked)).collect();
-        let total =
-            |values: &mut dyn Iterator<Item = u64>| values.fold(0u64, |sum, value| sum.wrapping_add(mix(value)));
+        let mut colours: Vec<u64> =
+            (0..n).map(|i| u64::from(board[i] != 0) + 2 * u64::from(i == marked)).collect();
+        let total = |values: &mut dyn Iterator<Item = u64>| {
+            values.fold(0u64, |sum, value| sum.wrapping_add(mix(value)))
+        };
         for _ in 0..ROUNDS {
-            let units: Vec<u64> =
-                self.units.iter().map(|cells| total(&mut cells.iter().map(|&cell| colours[cell]))).collect();
+            let units: Vec<u64> = self
+                .units
+                .iter()
+                .map(|cells| total(&mut cells.iter().map(|&cell| colours[cell])))
+                .collect();
             let group = |line: usize| {
                 let size = if line < side { self.boxed.0 } else { self.boxed.1 };
                 let first = line - line % side % size;
-                mix(units[line])
-                    .wrapping_add(mix(total(&mut units[first..first + size].iter().copied())).rotate_left(7))
+                mix(units[line]).wrapping_add(
+                    mix(total(&mut units[first..first + size].iter().copied())).rotate_left(7),
+                )
             };
             let lines: Vec<u64> = (0..2 * side).map(|line| mix(group(line))).collect();
             let digits: Vec<u64> = (0..=side)
-                .map(|digit| total(&mut (0..n).filter(|&i| usize::from(board[i]) == digit).map(|i| colours[i])))
+                .map(|digit| {
+                    total(
+                        &mut (0..n).filter(|&i| usize::from(board[i]) == digit).map(|i| colours[i]),
+                    )
+                })
                 .collect();
             colours = (0..n)
                 .map(|i| {
                     let [row, column, square] = self.units_of[i];
-                    let turned = if self.boxed.0 == self.boxed.1 { lines[column] } else { mix(lines[column]) };
+                    let turned = if self.boxed.0 == self.boxed.1 {
+                        lines[column]
+                    } else {
+                        mix(lines[column])
+                    };
                     let around = lines[row].wrapping_add(turned).rotate_left(13);
                     let same = mix(digits[usize::from(board[i])]).rotate_left(29);
-                    mix(colours[i] ^ mix(around.wrapping_add(mix(units[square]).rotate_left(43)) ^ same))
+                    mix(colours[i]
+                        ^ mix(around.wrapping_add(mix(units[square]).rotate_left(43)) ^ same))
                 })
                 .collect();
         }
@@ -201,10 +226,19 @@ mod tests {
     fn known_puzzles_have_their_grades() {
         let rules = Rules::new(9).unwrap();
         for (text, grade) in [
-            ("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79", 0),
-            ("8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..", 3),
+            (
+                "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79",
+                0,
+            ),
+            (
+                "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..",
+                3,
+            ),
             // Slow for a search that guesses from the first cell on, and solved by singles alone.
-            ("..............3.85..1.2.......5.7.....4...1...9.......5......73..2.1........4...9", 0),
+            (
+                "..............3.85..1.2.......5.7.....4...1...9.......5......73..2.1........4...9",
+                0,
+            ),
         ] {
             assert_eq!(rules.grade(&board(text)), grade, "{text}");
         }
@@ -218,9 +252,17 @@ mod tests {
                 let puzzle = rules.generate(5, index, side * side, side * side);
                 let mut state = rules.start(&puzzle.board).unwrap();
                 while rules.pairs(&mut state) || rules.chains(&mut state) {
-                    for (cell, &digit) in puzzle.solution.iter().enumerate().filter(|(cell, _)| state.digit[*cell] == 0)
+                    for (cell, &digit) in puzzle
+                        .solution
+                        .iter()
+                        .enumerate()
+                        .filter(|(cell, _)| state.digit[*cell] == 0)
                     {
-                        assert_eq!(rules.candidates(&state, cell) >> (digit - 1) & 1, 1, "side {side}, puzzle {index}");
+                        assert_eq!(
+                            rules.candidates(&state, cell) >> (digit - 1) & 1,
+                            1,
+                            "side {side}, puzzle {index}"
+                        );
                     }
                 }
             }

@@ -48,7 +48,9 @@ fn damage(whole: &[u8], state: &mut u64) -> Vec<u8> {
 }
 
 /// Reads `rounds` damaged copies of `whole`, and counts the copies with detected damage.
-fn attack(name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl Fn(&[u8]) -> bool) -> usize {
+fn attack(
+    name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl Fn(&[u8]) -> bool,
+) -> usize {
     // Memory is counted over all threads, so only one test may run at a time.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
@@ -59,7 +61,11 @@ fn attack(name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl
         PEAK.store(before, Relaxed);
         wrong += usize::from(fails(&bytes));
         let (peak, time) = (PEAK.load(Relaxed) - before, begin.elapsed());
-        assert!(peak < MEMORY && time < TIME, "{}, round {round}: {peak} bytes, {time:?}", name.display());
+        assert!(
+            peak < MEMORY && time < TIME,
+            "{}, round {round}: {peak} bytes, {time:?}",
+            name.display()
+        );
     }
     wrong
 }
@@ -67,8 +73,10 @@ fn attack(name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl
 /// The files of a folder of the tests' data, with one of these endings.
 fn files(folder: &str, endings: &[&str]) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data").join(folder);
-    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|e| endings.iter().any(|ending| e == *ending)));
+    let mut paths: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths
+        .retain(|path| path.extension().is_some_and(|e| endings.iter().any(|ending| e == *ending)));
     paths.sort();
     paths
 }
@@ -86,11 +94,18 @@ fn no_bytes_make_a_shard_panic_hang_or_fill_the_memory() {
         let whole = std::fs::read(&path).unwrap();
         let undamaged = Index::probe(&whole, Some("label"));
         // The undamaged shard fails only at its row without bytes.
+        assert!(undamaged.is_err_and(|e| e
+            .to_string()
+            .contains("row 3 (row 3 of this shard): holds no audio bytes, only")));
+        let wrong = attack(&path, &whole, rounds(), &mut state, |bytes| {
+            Index::probe(bytes, Some("label")).is_err()
+        });
         assert!(
-            undamaged.is_err_and(|e| e.to_string().contains("row 3 (row 3 of this shard): holds no audio bytes, only"))
+            wrong > rounds() / 2,
+            "{}: {wrong} of {} damaged copies were detected",
+            path.display(),
+            rounds()
         );
-        let wrong = attack(&path, &whole, rounds(), &mut state, |bytes| Index::probe(bytes, Some("label")).is_err());
-        assert!(wrong > rounds() / 2, "{}: {wrong} of {} damaged copies were detected", path.display(), rounds());
     }
 }
 
@@ -104,7 +119,9 @@ fn no_bytes_make_a_recording_panic_hang_or_fill_the_memory() {
         decode::probe(&whole).unwrap();
         // Damage the headers as often as the audio.
         for size in [whole.len(), 6000.min(whole.len())] {
-            attack(&path, &whole[..size], rounds() / 40, &mut state, |bytes| decode::probe(bytes).is_err());
+            attack(&path, &whole[..size], rounds() / 40, &mut state, |bytes| {
+                decode::probe(bytes).is_err()
+            });
         }
         for size in (0..200).chain((200..20_000.min(whole.len())).step_by(97)) {
             let _ = decode::probe(&whole[..size]);

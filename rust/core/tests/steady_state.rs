@@ -24,8 +24,12 @@ fn index() -> Index {
         "flac_48k_stereo.flac",
         "wav_22k_mono.wav",
     ];
-    let recordings: Vec<_> =
-        names.iter().cycle().take(40).map(|name| std::fs::read(folder.join(name)).unwrap()).collect();
+    let recordings: Vec<_> = names
+        .iter()
+        .cycle()
+        .take(40)
+        .map(|name| std::fs::read(folder.join(name)).unwrap())
+        .collect();
     let bytes = BinaryArray::from_iter_values(&recordings);
     let names = StringArray::from_iter_values((0..40).map(|i| i.to_string()));
     let audio = StructArray::from(vec![
@@ -38,7 +42,9 @@ fn index() -> Index {
     let mut writer = arrow_ipc::writer::StreamWriter::try_new(file, &batch.schema()).unwrap();
     writer.write(&batch).unwrap();
     writer.finish().unwrap();
-    let index = Index::open(std::slice::from_ref(&path), Options { audio: "audio", ..Options::default() }).unwrap();
+    let index =
+        Index::open(std::slice::from_ref(&path), Options { audio: "audio", ..Options::default() })
+            .unwrap();
     std::fs::remove_file(path).unwrap(); // the mapping stays
     index
 }
@@ -47,8 +53,12 @@ fn index() -> Index {
 fn no_row_allocates_once_warm() {
     let index = Arc::new(index());
     let block = Some(Block { rows: 4, window: 2 });
-    let cases =
-        [(1, Form::Float32, None), (3, Form::Bfloat16, None), (1, Form::Bfloat16, block), (2, Form::Waveform, None)];
+    let cases = [
+        (1, Form::Float32, None),
+        (3, Form::Bfloat16, None),
+        (1, Form::Bfloat16, block),
+        (2, Form::Waveform, None),
+    ];
     for (views, form, block) in cases {
         let config = Config {
             rows: (0..40).collect(),
@@ -83,7 +93,10 @@ fn no_row_allocates_once_warm() {
         // For 25 batches: a slot and a slab each, and those of batches that were only started. In the block order each
         // epoch (40 rows here) adds lists, for the workers and for reading ahead.
         let allowed = if block.is_some() { 25 * 8 } else { 25 * 4 };
-        assert!(calls <= allowed, "{calls} allocations in 25 batches of 16 rows ({views} views, {form:?})");
+        assert!(
+            calls <= allowed,
+            "{calls} allocations in 25 batches of 16 rows ({views} views, {form:?})"
+        );
         pipeline.close();
     }
 }

@@ -12,7 +12,9 @@ fn chunk(bytes: &[u8]) -> Option<usize> {
 
 pub(super) fn aiff(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let (mut common, mut data) = (None, None);
-    for (head, size, at) in riff::chunks(bytes, 12, 2, |head: &[u8; 8]| Some(u32_at(head, 4)?.into())) {
+    for (head, size, at) in
+        riff::chunks(bytes, 12, 2, |head: &[u8; 8]| Some(u32_at(head, 4)?.into()))
+    {
         let body = &bytes[at..];
         match &head[..4] {
             b"COMM" => common = body.get(..size as usize),
@@ -20,12 +22,14 @@ pub(super) fn aiff(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
                 let Some(offset) = u32_at(body, 0) else { break };
                 let whole = riff::whole(body, size as usize, chunk);
                 let before = 8usize.saturating_add(offset as usize);
-                data = Some((whole.get(before..).unwrap_or(&[]), size.saturating_sub(before as u64)));
+                data =
+                    Some((whole.get(before..).unwrap_or(&[]), size.saturating_sub(before as u64)));
             }
             _ => {}
         }
     }
-    let (Some(common), Some((data, stated))) = (common.filter(|common| common.len() >= 18), data) else {
+    let (Some(common), Some((data, stated))) = (common.filter(|common| common.len() >= 18), data)
+    else {
         return corrupt("AIFF", "there is no chunk of samples, or none that describes them");
     };
     let bits = usize::from(u16_at(common, 6).unwrap_or(0));
@@ -111,7 +115,9 @@ pub(super) fn au(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
         6 => Encoding::F32,
         7 => Encoding::F64,
         27 => Encoding::ALaw,
-        _ => return Err(Error::Unsupported { format: "AU", what: format!("the encoding {codec}") }),
+        _ => {
+            return Err(Error::Unsupported { format: "AU", what: format!("the encoding {codec}") })
+        }
     };
     let rest = bytes.get(offset as usize..).unwrap_or(&[]);
     // A size of 0 or all ones was never brought up to date.

@@ -296,7 +296,8 @@ unsafe fn fold_16(data: &[u8]) -> ([u8; 64], &[u8]) {
     let mut lanes = [_mm_setzero_si128(); 4];
     for block in blocks.chunks_exact(64) {
         for (i, lane) in lanes.iter_mut().enumerate() {
-            let next = _mm_shuffle_epi8(_mm_loadu_si128(block.as_ptr().add(16 * i).cast()), reverse);
+            let next =
+                _mm_shuffle_epi8(_mm_loadu_si128(block.as_ptr().add(16 * i).cast()), reverse);
             let high = _mm_clmulepi64_si128::<0x11>(*lane, keys);
             let low = _mm_clmulepi64_si128::<0x00>(*lane, keys);
             *lane = _mm_xor_si128(next, _mm_xor_si128(high, low));
@@ -340,7 +341,10 @@ mod tests {
         for n in [0, 1, 7, 8, 9, 16, 63, 100] {
             assert_eq!(u64::from(crc8(&data[..n])), slow(8, 0x07, &data[..n]));
             assert_eq!(u64::from(crc16(&data[..n])), slow(16, 0x8005, &data[..n]));
-            assert_eq!(u64::from(crc32(crc32(0, &data[..n / 2]), &data[n / 2..n])), slow(32, 0x04c1_1db7, &data[..n]));
+            assert_eq!(
+                u64::from(crc32(crc32(0, &data[..n / 2]), &data[n / 2..n])),
+                slow(32, 0x04c1_1db7, &data[..n])
+            );
         }
         let long: Vec<u8> = (0..9000u32).map(|i| ((i * i) >> 3) as u8).collect();
         for n in [255, 256, 257, 319, 320, 8197] {
@@ -378,6 +382,9 @@ mod tests {
     #[test]
     fn lsb_reads_across_bytes_and_ends() {
         let mut bits = Lsb::new(&[0b1100_0101, 0b0000_1111]);
-        assert_eq!((bits.read(3), bits.read(7), bits.read(6), bits.read(1)), (Some(5), Some(0b1111000), Some(3), None));
+        assert_eq!(
+            (bits.read(3), bits.read(7), bits.read(6), bits.read(1)),
+            (Some(5), Some(0b1111000), Some(3), None)
+        );
     }
 }

@@ -53,7 +53,9 @@ impl Chain {
         // A link begins with the first page of a stream, after pages that are none.
         let (mut at, mut wrong, mut heads) = (0, 0, true);
         let mut begin = 0;
-        while let Some(page) = Page::parse(bytes, at).or_else(|| ogg::find(bytes, at, bytes.len(), None, &mut wrong)) {
+        while let Some(page) =
+            Page::parse(bytes, at).or_else(|| ogg::find(bytes, at, bytes.len(), None, &mut wrong))
+        {
             if page.is_first() && !heads {
                 self.push(bytes, begin, page.at);
                 begin = page.at;
@@ -75,7 +77,9 @@ impl Chain {
 
     /// Rate, channels and length of the whole, with `of` a link.
     /// Errors: Those of `of`, and links of several rates or numbers of channels.
-    pub fn info(&mut self, mut of: impl FnMut(&Link) -> Result<Info, Error>) -> Result<Info, Error> {
+    pub fn info(
+        &mut self, mut of: impl FnMut(&Link) -> Result<Info, Error>,
+    ) -> Result<Info, Error> {
         let mut whole: Option<Info> = None;
         for link in &mut self.links {
             let info = match of(link) {
@@ -84,7 +88,9 @@ impl Chain {
             };
             let before = whole.get_or_insert(Info { frames: 0, ..info });
             let seconds = before.frames as f64 / f64::from(before.rate.max(1));
-            if let Some(what) = changes((before.rate, before.channels), (info.rate, info.channels), seconds) {
+            if let Some(what) =
+                changes((before.rate, before.channels), (info.rate, info.channels), seconds)
+            {
                 return Err(Error::Unsupported { format: FORMAT, what });
             }
             (link.first, link.frames) = (before.frames, info.frames);
@@ -95,7 +101,8 @@ impl Chain {
 
     /// Reads `out` from `start` on, a link at a time: `read` is given the link, its first sample and its part of `out`.
     pub fn read(
-        &self, start: u64, out: &mut [f32], mut read: impl FnMut(&Link, u64, &mut [f32]) -> Result<(), Error>,
+        &self, start: u64, out: &mut [f32],
+        mut read: impl FnMut(&Link, u64, &mut [f32]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut done = 0;
         for link in &self.links {

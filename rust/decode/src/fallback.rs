@@ -62,10 +62,20 @@ fn blocks(bytes: &[u8]) -> Option<Blocks> {
                 found = Some((usize::from(word(at + 12)?), u64::from(word(at + 18)?)));
             }
             b"data" => {
-                let (bytes_of_block, samples) = found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
+                let (bytes_of_block, samples) =
+                    found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
                 let data = riff::whole(&bytes[at..], size as usize, riff::chunk).len();
-                let stated = if size == u32::MAX.into() { 0 } else { size / bytes_of_block as u64 * samples };
-                return Some(Blocks { data: at..at + data, bytes: bytes_of_block, samples, stated });
+                let stated = if size == u32::MAX.into() {
+                    0
+                } else {
+                    size / bytes_of_block as u64 * samples
+                };
+                return Some(Blocks {
+                    data: at..at + data,
+                    bytes: bytes_of_block,
+                    samples,
+                    stated,
+                });
             }
             _ => {}
         }
@@ -90,15 +100,20 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     }
     let stream = MediaSourceStream::new(Box::new(Cursor::new(bytes)), Default::default());
     let probe = symphonia::default::get_probe();
-    let reader = probe.probe(&Hint::new(), stream, FormatOptions::default(), MetadataOptions::default());
+    let reader =
+        probe.probe(&Hint::new(), stream, FormatOptions::default(), MetadataOptions::default());
     let reader = reader.map_err(|error| match error {
         _ if format == "CAF" && ends_early(bytes) => {
             Error::Corrupt { format, what: "it ends before its stated length" }
         }
-        symphonia::core::errors::Error::Unsupported(what) => Error::Unsupported { format, what: what.into() },
+        symphonia::core::errors::Error::Unsupported(what) => {
+            Error::Unsupported { format, what: what.into() }
+        }
         _ => Error::Unsupported { format, what: "this variant of its headers".into() },
     })?;
-    let Some(track) = reader.default_track(TrackType::Audio) else { return Err(Error::NoAudio { format }) };
+    let Some(track) = reader.default_track(TrackType::Audio) else {
+        return Err(Error::NoAudio { format });
+    };
     let Some(CodecParameters::Audio(parameters)) = track.codec_params.clone() else {
         return Err(Error::NoAudio { format });
     };
@@ -108,7 +123,10 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let channels = parameters.channels.as_ref().map_or(0, |c| c.count());
     let (id, base) = (track.id, track.time_base);
     let ticks = |ticks: u64| scaled(ticks, base, rate);
-    let frames = track.num_frames.or_else(|| track.duration.map(|duration| ticks(duration.get()))).unwrap_or(0);
+    let frames = track
+        .num_frames
+        .or_else(|| track.duration.map(|duration| ticks(duration.get())))
+        .unwrap_or(0);
     // Every packet of a codec here holds at least a bit for each sample but for silence: a larger length is false.
     let frames = frames.min((bytes.len() as u64).saturating_mul(4096));
     let edit = match format {
@@ -124,7 +142,8 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
 
 /// Whether a chunk of a CAF states more bytes than there are, as in a file that was cut short.
 fn ends_early(bytes: &[u8]) -> bool {
-    aiff::caf_chunks(bytes).any(|(_, size, at)| size <= i64::MAX as u64 && at as u64 + size > bytes.len() as u64)
+    aiff::caf_chunks(bytes)
+        .any(|(_, size, at)| size <= i64::MAX as u64 && at as u64 + size > bytes.len() as u64)
 }
 
 /// The samples in the packets of a CAF that are the recording, by its packet table.
@@ -136,7 +155,9 @@ fn trimmed(bytes: &[u8]) -> Option<Edit> {
 }
 
 fn decoder(parameters: &AudioCodecParameters) -> Option<Box<dyn AudioDecoder>> {
-    symphonia::default::get_codecs().make_audio_decoder(parameters, &AudioDecoderOptions::default()).ok()
+    symphonia::default::get_codecs()
+        .make_audio_decoder(parameters, &AudioDecoderOptions::default())
+        .ok()
 }
 
 /// Ticks of a time base in samples.
@@ -152,7 +173,8 @@ fn scaled(ticks: u64, base: Option<TimeBase>, rate: u32) -> u64 {
 
 /// Catches a panic, which would be a bug of symphonia on damaged bytes.
 fn guarded<T>(bytes: &[u8], run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| corrupt(name(bytes), "a packet cannot be decoded"))
+    catch_unwind(AssertUnwindSafe(run))
+        .unwrap_or_else(|_| corrupt(name(bytes), "a packet cannot be decoded"))
 }
 
 pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
@@ -184,7 +206,8 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), Error> {
     guarded(bytes, || {
         let format = name(bytes);
         let mut opened = open(bytes)?;
-        let unsupported = || Error::Unsupported { format, what: "this variant of its codec".into() };
+        let unsupported =
+            || Error::Unsupported { format, what: "this variant of its codec".into() };
         let mut decoder = decoder(&opened.parameters).ok_or_else(unsupported)?;
         let mut packets = std::iter::from_fn(|| opened.reader.next_packet().ok().flatten());
         let Some(first) = packets.find(|packet| packet.track_id == opened.track) else {
@@ -225,7 +248,9 @@ fn end(format: &'static str, opened: &mut Opened<'_>) -> Result<u64, Error> {
     let mut end = None;
     while let Ok(Some(packet)) = reader.next_packet() {
         if packet.track_id == *track {
-            let frames = decoder.as_mut().map(|decoder| decoder.decode(&packet).map_or(0, |decoded| decoded.frames()));
+            let frames = decoder
+                .as_mut()
+                .map(|decoder| decoder.decode(&packet).map_or(0, |decoded| decoded.frames()));
             let begin = scaled(packet.pts.get().max(0) as u64, *base, info.rate);
             end = Some(begin.saturating_add(frames.map_or(u64::MAX, |frames| frames as u64)));
         }
@@ -237,7 +262,10 @@ fn end(format: &'static str, opened: &mut Opened<'_>) -> Result<u64, Error> {
 }
 
 /// Moves to the packet with this sample.
-fn seek(reader: &mut (dyn FormatReader + '_), track: u32, base: Option<TimeBase>, rate: u32, sample: u64) -> bool {
+fn seek(
+    reader: &mut (dyn FormatReader + '_), track: u32, base: Option<TimeBase>, rate: u32,
+    sample: u64,
+) -> bool {
     let ticks = match base {
         None => sample,
         Some(base) => {
@@ -253,31 +281,41 @@ fn seek(reader: &mut (dyn FormatReader + '_), track: u32, base: Option<TimeBase>
 /// hundreds of times the range of a sample. No encoder wrote such a packet. Symphonia would return noise for the rest
 /// of that block.
 fn runs_away(packet: &[u8], channels: usize, frames: u64) -> bool {
-    const GROWTH: [i32; 16] = [230, 230, 230, 230, 307, 409, 512, 614, 768, 614, 512, 409, 307, 230, 230, 230]; // / 256
+    const GROWTH: [i32; 16] =
+        [230, 230, 230, 230, 307, 409, 512, 614, 768, 614, 512, 409, 307, 230, 230, 230]; // / 256
     let head = 7 * channels;
     let block = frames.saturating_sub(2).saturating_mul(channels as u64) / 2 + head as u64;
-    packet.chunks(block.clamp(1, 1 << 20) as usize).filter(|block| block.len() >= head).any(|block| {
-        (0..channels).any(|channel| {
-            let at = channels + 2 * channel;
-            let mut step = i32::from(i16::from_le_bytes([block[at], block[at + 1]]));
-            let nibbles = block[head..].iter().flat_map(|byte| [byte >> 4, byte & 15]);
-            nibbles.skip(channel).step_by(channels).any(|nibble| {
-                let too_large = step > i32::MAX / 768;
-                step = (GROWTH[usize::from(nibble)].saturating_mul(step) / 256).max(16);
-                too_large
+    packet.chunks(block.clamp(1, 1 << 20) as usize).filter(|block| block.len() >= head).any(
+        |block| {
+            (0..channels).any(|channel| {
+                let at = channels + 2 * channel;
+                let mut step = i32::from(i16::from_le_bytes([block[at], block[at + 1]]));
+                let nibbles = block[head..].iter().flat_map(|byte| [byte >> 4, byte & 15]);
+                nibbles.skip(channel).step_by(channels).any(|nibble| {
+                    let too_large = step > i32::MAX / 768;
+                    step = (GROWTH[usize::from(nibble)].saturating_mul(step) / 256).max(16);
+                    too_large
+                })
             })
-        })
-    })
+        },
+    )
 }
 
 /// Decodes the frames from `start` on, which must lie inside the recording.
-pub(super) fn read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
-    let Some(blocks) = blocks(bytes) else { return guarded(bytes, || try_read(bytes, info, start, channel, out)) };
+pub(super) fn read(
+    bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32],
+) -> Result<(), Error> {
+    let Some(blocks) = blocks(bytes) else {
+        return guarded(bytes, || try_read(bytes, info, start, channel, out));
+    };
     // symphonia does not find a block: it is given a file of those that are needed.
     let first = start / blocks.samples;
     let last = (start + out.len() as u64).div_ceil(blocks.samples);
-    let place =
-        |block: u64| (blocks.data.start as u64).saturating_add(block * blocks.bytes as u64).min(blocks.data.end as u64);
+    let place = |block: u64| {
+        (blocks.data.start as u64)
+            .saturating_add(block * blocks.bytes as u64)
+            .min(blocks.data.end as u64)
+    };
     let data = &bytes[place(first) as usize..place(last) as usize];
     let mut part = bytes[..blocks.data.start].to_vec();
     part[blocks.data.start - 4..].copy_from_slice(&(data.len() as u32).to_le_bytes());
@@ -287,11 +325,15 @@ pub(super) fn read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, 
     guarded(&part, || try_read(&part, info, start - first * blocks.samples, channel, out))
 }
 
-fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
+fn try_read(
+    bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32],
+) -> Result<(), Error> {
     let format = name(bytes);
     let Opened { mut reader, track, base, parameters, skip, .. } = open(bytes)?;
     let start = start + skip;
-    let Some(mut decoder) = decoder(&parameters) else { return corrupt(format, "it has no decoder") };
+    let Some(mut decoder) = decoder(&parameters) else {
+        return corrupt(format, "it has no decoder");
+    };
     let from = start.saturating_sub(PRE_ROLL);
     if from > 0 && blocks(bytes).is_none() && !seek(reader.as_mut(), track, base, info.rate, from) {
         return corrupt(format, "a position cannot be found");
@@ -307,10 +349,18 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
             Err(symphonia::core::errors::Error::IoError(_)) => break,
             Err(_) => return corrupt(format, "a packet cannot be read"),
         };
-        if of_microsoft && runs_away(&packet.data, info.channels.into(), parameters.frames_per_block.unwrap_or(2)) {
+        if of_microsoft
+            && runs_away(
+                &packet.data,
+                info.channels.into(),
+                parameters.frames_per_block.unwrap_or(2),
+            )
+        {
             return corrupt(format, "a packet cannot be decoded");
         }
-        let Ok(decoded) = decoder.decode(&packet) else { return corrupt(format, "a packet cannot be decoded") };
+        let Ok(decoded) = decoder.decode(&packet) else {
+            return corrupt(format, "a packet cannot be decoded");
+        };
         let n = decoded.frames();
         // The presentation time is that of the packet's first sample, those of the encoder's delay included: they are
         // cut.

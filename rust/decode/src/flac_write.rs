@@ -47,7 +47,9 @@ pub struct Writer<W> {
 impl<W: Write> Writer<W> {
     /// A recording of `frames` samples at `rate` Hz.
     /// Errors: Those of `out`.
-    pub fn new(mut out: W, rate: u32, frames: u64, origin: Origin, packed: bool) -> io::Result<Self> {
+    pub fn new(
+        mut out: W, rate: u32, frames: u64, origin: Origin, packed: bool,
+    ) -> io::Result<Self> {
         let mut head = b"fLaC\0\0\0\x22".to_vec();
         head.extend([(BLOCK as u16).to_be_bytes(); 2].concat());
         head.extend([0; 6]); // the sizes of frames are not stated
@@ -96,7 +98,11 @@ impl<W: Write> Writer<W> {
             frame.extend((samples.len() as u16 - 1).to_be_bytes());
         }
         frame.push(crc8(frame));
-        let order = if self.packed { (1..=2).min_by_key(|&order| packed_bits(samples, order)) } else { None };
+        let order = if self.packed {
+            (1..=2).min_by_key(|&order| packed_bits(samples, order))
+        } else {
+            None
+        };
         match order.filter(|&order| packed_bits(samples, order) < 16 * samples.len() as u64) {
             Some(order) => pack(samples, order, frame),
             None => {
@@ -210,12 +216,17 @@ mod tests {
             for (which, sound) in sounds.iter().enumerate() {
                 let samples: Vec<i16> = (0..n).map(sound).collect();
                 for packed in [false, true] {
-                    let mut writer = Writer::new(Vec::new(), 32_000, n as u64, origin, packed).unwrap();
+                    let mut writer =
+                        Writer::new(Vec::new(), 32_000, n as u64, origin, packed).unwrap();
                     samples.chunks(1000).for_each(|some| writer.write(some).unwrap());
                     let bytes = writer.finish().unwrap();
                     let mut decoder = Decoder::default();
                     let info = decoder.info(&bytes).unwrap();
-                    assert_eq!((info.rate, info.channels, info.frames), (32_000, 1, n as u64), "{which} {packed}");
+                    assert_eq!(
+                        (info.rate, info.channels, info.frames),
+                        (32_000, 1, n as u64),
+                        "{which} {packed}"
+                    );
                     assert_eq!(decoder.origin(), Some(origin));
                     let start = n / 3;
                     let mut out = vec![0; n - start];

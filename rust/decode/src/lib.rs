@@ -79,13 +79,17 @@ const UNKNOWN_LENGTH: u64 = i64::MAX as u64;
 pub enum Error {
     #[error("the recording is empty (0 bytes)")]
     NoBytes,
-    #[error("not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording (it begins with bytes {0:02x?})")]
+    #[error(
+        "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording (it begins with bytes {0:02x?})"
+    )]
     Unknown([u8; 4]),
     #[error("it is {0}")]
     NotAudio(&'static str),
     #[error("{format}: {what} cannot be read here; convert it: ffmpeg -i OLD NEW.flac")]
     Unsupported { format: &'static str, what: String },
-    #[error("{format}: several files, joined byte by byte; take them one by one, or join them with sox")]
+    #[error(
+        "{format}: several files, joined byte by byte; take them one by one, or join them with sox"
+    )]
     Joined { format: &'static str },
     #[error("{format}: {what}; the file is damaged, fetch or convert it again")]
     Corrupt { format: &'static str, what: &'static str },
@@ -95,7 +99,9 @@ pub enum Error {
     NoAudio { format: &'static str },
     #[error("non-finite samples (NaN or infinity) at or after sample {0}")]
     NotFinite(u64),
-    #[error("samples [{start}, {start} + {length}) are not inside the recording's {frames} frames")]
+    #[error(
+        "samples [{start}, {start} + {length}) are not inside the recording's {frames} frames"
+    )]
     Range { start: u64, length: u64, frames: u64 },
     #[error("channel {channel} does not exist: the recording has {channels}, counted from 0")]
     Channel { channel: u16, channels: u16 },
@@ -141,7 +147,8 @@ impl Ogg {
     }
 
     fn read(
-        &mut self, bytes: &[u8], (codec, serial): (ogg::Codec, u32), start: u64, channel: Option<u16>, out: &mut [f32],
+        &mut self, bytes: &[u8], (codec, serial): (ogg::Codec, u32), start: u64,
+        channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         match codec {
             ogg::Codec::Vorbis => self.vorbis.read(bytes, serial, start, channel, out),
@@ -166,7 +173,11 @@ impl Decoder {
             Format::Mp3 => ("MP3", self.mp3.info(bytes)?),
             Format::Ogg(_, serial) if self.chain.find(bytes, serial) => {
                 let Self { chain, ogg, .. } = self;
-                ("OGG", chain.info(|link: &Link| ogg.info(link.bytes(bytes), link.codec, link.serial))?)
+                (
+                    "OGG",
+                    chain
+                        .info(|link: &Link| ogg.info(link.bytes(bytes), link.codec, link.serial))?,
+                )
             }
             Format::Ogg(codec, serial) => (codec.name(), self.ogg.info(bytes, codec, serial)?),
             Format::Fallback => (fallback::name(bytes), fallback::info(bytes)?),
@@ -174,7 +185,10 @@ impl Decoder {
         if cut {
             info.stated = UNKNOWN_LENGTH;
         }
-        refuse!(info.rate == 0 || info.channels == 0, corrupt(name, "the sample rate or the number of channels is 0"));
+        refuse!(
+            info.rate == 0 || info.channels == 0,
+            corrupt(name, "the sample rate or the number of channels is 0")
+        );
         refuse!(!RATES.contains(&info.rate), Err(Error::Rate(info.rate)));
         refuse!(info.frames == 0, Err(Error::NoAudio { format: name }));
         Ok(info)
@@ -204,7 +218,9 @@ impl Decoder {
     /// Decodes as [`Decoder::read`] does, a recording with one channel of 16 bits, without a loss of time or of bits.
     /// False, with nothing read, for any other.
     /// Errors: A range that is not in the recording, or damage in it.
-    pub fn read_16(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16]) -> Result<bool, Error> {
+    pub fn read_16(
+        &mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16],
+    ) -> Result<bool, Error> {
         refuse!(info.channels != 1, Ok(false));
         info.check_range(start, out.len() as u64)?;
         match format(bytes)? {
@@ -231,7 +247,9 @@ impl Decoder {
                     return false;
                 }
                 each += energy(&plane) / f32::from(info.channels);
-                sum.iter_mut().zip(&plane).for_each(|(sum, x)| *sum += x / f32::from(info.channels));
+                sum.iter_mut()
+                    .zip(&plane)
+                    .for_each(|(sum, x)| *sum += x / f32::from(info.channels));
             }
             if each > 1e-8 * n as f32 {
                 found = energy(&sum) < 0.01 * each;
@@ -270,7 +288,9 @@ impl Decoder {
                     ogg.read(link.bytes(bytes), (link.codec, link.serial), from, channel, out)
                 })?;
             }
-            Format::Ogg(codec, serial) => self.ogg.read(bytes, (codec, serial), start, channel, out)?,
+            Format::Ogg(codec, serial) => {
+                self.ogg.read(bytes, (codec, serial), start, channel, out)?
+            }
             Format::Fallback => fallback::read(bytes, info, start, channel, out)?,
         }
         // Without a branch for each sample, so that it is vectorised.

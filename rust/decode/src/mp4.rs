@@ -21,7 +21,8 @@ fn boxes(mut bytes: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
             1 => (u64::from_be_bytes(bytes.get(8..16)?.try_into().ok()?), 16),
             size => (size.into(), 8),
         };
-        let size = usize::try_from(size).ok().filter(|size| (begin..=bytes.len()).contains(size))?;
+        let size =
+            usize::try_from(size).ok().filter(|size| (begin..=bytes.len()).contains(size))?;
         let (this, rest) = bytes.split_at(size);
         bytes = rest;
         Some((&this[4..8], &this[begin..]))
@@ -39,27 +40,38 @@ fn audio_track(movie: &[u8]) -> Option<&[u8]> {
         let handler = inside(track, b"mdia").and_then(|media| inside(media, b"hdlr"));
         handler.is_some_and(|handler| handler.get(8..12) == Some(b"soun"))
     };
-    boxes(movie).find(|(name, content)| *name == b"trak" && is_audio(content)).map(|(_, track)| track)
+    boxes(movie)
+        .find(|(name, content)| *name == b"trak" && is_audio(content))
+        .map(|(_, track)| track)
 }
 
 /// The reason why a recording is refused that symphonia would read in part, or wrongly.
 pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     let unsupported = |what: &str| Some(Error::Unsupported { format: FORMAT, what: what.into() });
     let Some(movie) = inside(bytes, b"moov") else {
-        return Some(Error::Corrupt { format: FORMAT, what: "its index (moov) is missing, so it was never finished" });
+        return Some(Error::Corrupt {
+            format: FORMAT,
+            what: "its index (moov) is missing, so it was never finished",
+        });
     };
     if boxes(bytes).any(|(name, _)| name == b"moof") {
         return unsupported("a fragmented file (as streams and some phones write)");
     }
     let Some(track) = audio_track(movie) else { return Some(Error::NoAudio { format: FORMAT }) };
     let path: [&[u8]; 3] = [b"mdia", b"minf", b"stbl"];
-    let table = path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
+    let table =
+        path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
     let entry = inside(table, b"stsd").unwrap_or(&[]);
     let last = |list: &[u8], size: usize| {
-        Some(list.get(list.len().checked_sub(size)?..)?.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)))
+        Some(
+            list.get(list.len().checked_sub(size)?..)?
+                .iter()
+                .fold(0u64, |n, &b| n << 8 | u64::from(b)),
+        )
     };
-    let place =
-        inside(table, b"stco").and_then(|list| last(list, 4)).or(inside(table, b"co64").and_then(|list| last(list, 8)));
+    let place = inside(table, b"stco")
+        .and_then(|list| last(list, 4))
+        .or(inside(table, b"co64").and_then(|list| last(list, 8)));
     if place.is_some_and(|place| place >= bytes.len() as u64) {
         return Some(Error::Corrupt { format: FORMAT, what: "it ends before its stated length" });
     }
@@ -80,7 +92,9 @@ enum Edits {
 }
 
 fn edits(track: &[u8]) -> Edits {
-    let Some(list) = inside(track, b"edts").and_then(|edits| inside(edits, b"elst")) else { return Edits::None };
+    let Some(list) = inside(track, b"edts").and_then(|edits| inside(edits, b"elst")) else {
+        return Edits::None;
+    };
     let long = list.first() == Some(&1);
     let number = |at: usize| match long {
         true => Some(u64::from_be_bytes(*list.get(at..)?.first_chunk()?)),
@@ -89,7 +103,8 @@ fn edits(track: &[u8]) -> Edits {
     let (size, width) = if long { (20, 8) } else { (12, 4) };
     let empty = if long { u64::MAX } else { u32::MAX.into() };
     let n = word(list, 4).unwrap_or(0) as usize;
-    let all = (0..n.min(list.len() / size)).map_while(|i| Some((number(8 + i * size)?, number(8 + i * size + width)?)));
+    let all = (0..n.min(list.len() / size))
+        .map_while(|i| Some((number(8 + i * size)?, number(8 + i * size + width)?)));
     let mut found = all.skip_while(|&(_, time)| time == empty);
     match (found.next(), found.next()) {
         (None, _) => Edits::None,
@@ -101,8 +116,8 @@ fn edits(track: &[u8]) -> Edits {
 /// The part that the edit list keeps. With it encoders state the delay and padding that they added.
 pub(super) fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
     let movie = inside(bytes, b"moov")?;
-    let scale =
-        inside(movie, b"mvhd").and_then(|header| word(header, if header.first() == Some(&1) { 20 } else { 12 }))?;
+    let scale = inside(movie, b"mvhd")
+        .and_then(|header| word(header, if header.first() == Some(&1) { 20 } else { 12 }))?;
     let track = audio_track(movie)?;
     let media = inside(inside(track, b"mdia")?, b"mdhd")?;
     let media_scale = word(media, if media.first() == Some(&1) { 20 } else { 12 })?;
@@ -112,7 +127,8 @@ pub(super) fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
         u64::try_from(found).unwrap_or(u64::MAX)
     };
     // In ticks of the movie, often of a millisecond, of which a part may be missing.
-    let frames = (duration > 0 && scale > 0).then(|| samples(duration.saturating_add(u64::from(scale < rate)), scale));
+    let frames = (duration > 0 && scale > 0)
+        .then(|| samples(duration.saturating_add(u64::from(scale < rate)), scale));
     (time < u64::from(u32::MAX)).then(|| Edit { skip: samples(time, media_scale), frames })
 }
 
@@ -130,7 +146,8 @@ mod tests {
         let header = boxed(b"mvhd", &[&[0; 12], &1000u32.to_be_bytes()]);
         let media = boxed(b"mdhd", &[&[0; 12], &rate.to_be_bytes()]);
         let handler = boxed(b"hdlr", &[&[0; 8], b"soun"]);
-        let list = [&[1, 0, 0, 0, 0, 0, 0, 1][..], &duration.to_be_bytes(), &time.to_be_bytes()].concat();
+        let list =
+            [&[1, 0, 0, 0, 0, 0, 0, 1][..], &duration.to_be_bytes(), &time.to_be_bytes()].concat();
         let edits = boxed(b"edts", &[&boxed(b"elst", &[&list])]);
         boxed(b"moov", &[&header, &boxed(b"trak", &[&edits, &boxed(b"mdia", &[&media, &handler])])])
     }

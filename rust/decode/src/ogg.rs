@@ -74,7 +74,9 @@ impl Page {
 }
 
 /// The first valid page of `serial` (of any stream, if None) that begins in [from, to). `wrong` counts false pages.
-pub(super) fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &mut usize) -> Option<Page> {
+pub(super) fn find(
+    bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &mut usize,
+) -> Option<Page> {
     while from < to && *wrong < MAX_FALSE {
         let end = (to + 3).min(bytes.len());
         from += bytes.get(from..end)?.windows(4).position(|w| w == b"OggS")?;
@@ -185,7 +187,9 @@ pub(super) fn is_cut(bytes: &[u8]) -> bool {
 
 /// Whether the packets from `audio` on can hold so many samples, of which each has `longest` at most. A page may state
 /// any position. Packets are counted only if the samples are many for the bytes: silence, or a false position.
-pub(super) fn can_hold(bytes: &[u8], audio: usize, serial: u32, samples: u64, longest: u64) -> bool {
+pub(super) fn can_hold(
+    bytes: &[u8], audio: usize, serial: u32, samples: u64, longest: u64,
+) -> bool {
     if samples / SAMPLES_PER_BYTE <= bytes.len().saturating_sub(audio) as u64 {
         return true;
     }
@@ -254,7 +258,17 @@ pub(super) struct Packets<'a, 's> {
 
 impl<'a, 's> Packets<'a, 's> {
     pub fn new(bytes: &'a [u8], at: usize, serial: u32, pieces: &'s mut Vec<u8>) -> Self {
-        Self { bytes, serial, page: None, segment: 0, body: 0, next: at, pieces, started: false, wrong: 0 }
+        Self {
+            bytes,
+            serial,
+            page: None,
+            segment: 0,
+            body: 0,
+            next: at,
+            pieces,
+            started: false,
+            wrong: 0,
+        }
     }
 
     /// The expected start of the next page: after a packet that ends its page, the end of that page.
@@ -313,7 +327,13 @@ impl<'a, 's> Packets<'a, 's> {
         loop {
             let Some(page) = Page::parse(self.bytes, self.next) else {
                 // Truncated here, or other bytes between the pages.
-                match find(self.bytes, self.next, self.bytes.len(), Some(self.serial), &mut self.wrong) {
+                match find(
+                    self.bytes,
+                    self.next,
+                    self.bytes.len(),
+                    Some(self.serial),
+                    &mut self.wrong,
+                ) {
                     Some(page) => self.next = page.at,
                     None => return Ok(false),
                 }
@@ -323,7 +343,10 @@ impl<'a, 's> Packets<'a, 's> {
             if page.serial != self.serial {
                 continue;
             }
-            refuse!(!page.has_valid_checksum(self.bytes), corrupt("OGG", "a page's checksum does not match"));
+            refuse!(
+                !page.has_valid_checksum(self.bytes),
+                corrupt("OGG", "a page's checksum does not match")
+            );
             self.started &= page.flags & CONTINUED != 0;
             self.page = Some(page);
             self.segment = 0;
@@ -361,10 +384,16 @@ mod tests {
             let serial = Page::parse(&whole, 0).unwrap().serial;
             let lie = [&whole[..], &page(LAST, 1 << 50, serial, &[1])].concat();
             assert!(crate::Decoder::default().info(&whole).is_ok());
-            assert!(matches!(crate::Decoder::default().info(&lie), Err(Error::Corrupt { .. })), "{name}");
+            assert!(
+                matches!(crate::Decoder::default().info(&lie), Err(Error::Corrupt { .. })),
+                "{name}"
+            );
         }
         let silence = page(0, 0, 7, &[1; 255]);
-        assert!(can_hold(&silence, 0, 7, 255 * 4096, 4096) && !can_hold(&silence, 0, 7, 255 * 4096 + 1, 4096));
+        assert!(
+            can_hold(&silence, 0, 7, 255 * 4096, 4096)
+                && !can_hold(&silence, 0, 7, 255 * 4096 + 1, 4096)
+        );
     }
 
     /// Streams that begin well and then only cost time: more than a megabyte of each is read, or refused, quickly.
@@ -387,7 +416,9 @@ mod tests {
                 ("without positions", &|_| page(0, -1, serial, &[1; 255])),
                 ("of a packet that never ends", &|_| page(CONTINUED, -1, serial, &[255; 4])),
                 ("that only end and begin packets", &|i| page(CONTINUED, i, serial, &[1, 255])),
-                ("after many false ones", &|i| [false_page.repeat(MAX_FALSE - 1), page(0, i, serial, &[1])].concat()),
+                ("after many false ones", &|i| {
+                    [false_page.repeat(MAX_FALSE - 1), page(0, i, serial, &[1])].concat()
+                }),
                 ("false", &|_| false_page.clone()),
             ];
             for (kind, make) in pages {
@@ -398,7 +429,11 @@ mod tests {
                         break;
                     }
                 }
-                for end in [vec![], page(LAST, i64::MAX, serial, &[1]), page(LAST, 100_000_000, serial, &[1; 255])] {
+                for end in [
+                    vec![],
+                    page(LAST, i64::MAX, serial, &[1]),
+                    page(LAST, 100_000_000, serial, &[1; 255]),
+                ] {
                     let begin = Instant::now();
                     let _ = crate::probe(&[&bytes[..], &end].concat());
                     let limit = Duration::from_secs(if cfg!(debug_assertions) { 60 } else { 10 });

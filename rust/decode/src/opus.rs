@@ -64,10 +64,14 @@ impl Head {
             (1, 1..=8) => {
                 // Streams, pairs among them, and where each channel comes from (RFC 7845, 5.1.1.2).
                 let usual = ChannelLayout::surround(channels, 1).map(|usual| {
-                    [&[usual.nb_streams as u8, usual.nb_coupled_streams as u8], &usual.mapping[..]].concat()
+                    [&[usual.nb_streams as u8, usual.nb_coupled_streams as u8], &usual.mapping[..]]
+                        .concat()
                 });
                 let stated = packet.get(19..21 + channels);
-                refuse!(stated != usual.ok().as_deref(), unsupported("an unusual order of channels"));
+                refuse!(
+                    stated != usual.ok().as_deref(),
+                    unsupported("an unusual order of channels")
+                );
             }
             (0 | 1, _) => return corrupt(NAME, "the identification header is not valid"),
             _ => return unsupported("a channel mapping other than 0 and 1"),
@@ -106,7 +110,9 @@ impl Opus {
             return corrupt(NAME, "the headers are cut off or out of order");
         }
         let audio = packets.at();
-        let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
+        let Some(last) = ogg::last_page(bytes, audio, serial) else {
+            return Err(Error::NoAudio { format: NAME });
+        };
         let end = last.granule.expect("last_page returns one with a position");
         // Count the samples up to the first page that has a position: they may be more than the position if that page
         // is also the last, and fewer if the stream was cut out of a longer one.
@@ -134,7 +140,9 @@ impl Opus {
         // Put back if all goes well: damaged bytes may leave it in any state.
         let cached = self.decoders[head.channels - 1].take();
         let cached = cached.and_then(|mut decoder| decoder.reset_state().ok().map(|()| decoder));
-        let Some(mut decoder) = cached.or_else(|| OpusMSDecoder::new(RATE as i32, head.channels, 1).ok()) else {
+        let Some(mut decoder) =
+            cached.or_else(|| OpusMSDecoder::new(RATE as i32, head.channels, 1).ok())
+        else {
             return corrupt(NAME, "there is no decoder for its channels");
         };
         self.samples.resize(MAX_PACKET_SAMPLES * head.channels, 0.0);
@@ -147,7 +155,9 @@ impl Opus {
         let mut packets = Packets::new(bytes, at, serial, &mut self.pieces);
         let (mut done, mut started) = (0, false);
         while done < out.len() {
-            let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
+            let Some(packet) = packets.next()? else {
+                return corrupt(NAME, "the pages end before the stated length");
+            };
             // Decoding begins at the end of the page that the seek returned.
             if seeking {
                 seeking = packet.granule.is_none();
@@ -158,7 +168,11 @@ impl Opus {
             };
             let after = position.saturating_add(n as i64);
             let is_speech = mode(packet.data).is_ok_and(|mode| mode != OpusMode::CeltOnly);
-            if after > first && !started && is_speech && first > begin.saturating_sub(PRE_ROLL_SPEECH) {
+            if after > first
+                && !started
+                && is_speech
+                && first > begin.saturating_sub(PRE_ROLL_SPEECH)
+            {
                 first = begin.saturating_sub(PRE_ROLL_SPEECH);
                 let at;
                 (at, position, seeking) = seek(first);

@@ -94,7 +94,9 @@ impl<'a> Pcm<'a> {
         let mut channels = usize::from(self.channels);
         let block = self.frame();
         let begin = (start as usize).saturating_mul(block);
-        let Some(data) = self.data.get(begin..begin.saturating_add(out.len().saturating_mul(block))) else {
+        let Some(data) =
+            self.data.get(begin..begin.saturating_add(out.len().saturating_mul(block)))
+        else {
             return corrupt(self.name, "the data ends before its stated length");
         };
         let chosen: Vec<u8>;
@@ -102,7 +104,11 @@ impl<'a> Pcm<'a> {
             Some(channel) if channels > 1 => {
                 let size = self.encoding.bytes();
                 let first = usize::from(channel) * size;
-                chosen = data.chunks_exact(block).flat_map(|frame| &frame[first..first + size]).copied().collect();
+                chosen = data
+                    .chunks_exact(block)
+                    .flat_map(|frame| &frame[first..first + size])
+                    .copied()
+                    .collect();
                 channels = 1;
                 &chosen[..]
             }
@@ -115,8 +121,12 @@ impl<'a> Pcm<'a> {
             (Encoding::I16, false) if n <= 2 => mix_i16(data, n, out),
             (Encoding::I16, false) => mix(data, n, out, 15, |x| f64::from(i16::from_le_bytes(x))),
             (Encoding::I16, true) => mix(data, n, out, 15, |x| f64::from(i16::from_be_bytes(x))),
-            (Encoding::I24, false) => mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_le_bytes([0, a, b, c]))),
-            (Encoding::I24, true) => mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_be_bytes([a, b, c, 0]))),
+            (Encoding::I24, false) => {
+                mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_le_bytes([0, a, b, c])))
+            }
+            (Encoding::I24, true) => {
+                mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_be_bytes([a, b, c, 0])))
+            }
             (Encoding::I32, false) => mix(data, n, out, 31, |x| f64::from(i32::from_le_bytes(x))),
             (Encoding::I32, true) => mix(data, n, out, 31, |x| f64::from(i32::from_be_bytes(x))),
             (Encoding::I24In4, _) => mix(data, n, out, 23, |x| f64::from(i32::from_le_bytes(x))),
@@ -135,7 +145,8 @@ impl<'a> Pcm<'a> {
 fn a_law(byte: u8) -> f64 {
     let byte = byte ^ 0x55;
     let (step, exponent) = (i32::from(byte & 15), i32::from(byte >> 4 & 7));
-    let size = if exponent == 0 { (step << 4) + 8 } else { ((step << 4) + 0x108) << (exponent - 1) };
+    let size =
+        if exponent == 0 { (step << 4) + 8 } else { ((step << 4) + 0x108) << (exponent - 1) };
     f64::from(if byte & 0x80 == 0 { -size } else { size })
 }
 
@@ -164,7 +175,9 @@ fn mix_i16(data: &[u8], channels: usize, out: &mut [f32]) {
 
 /// The mean of the channels, for a full scale of 2^`scale`. In float64, so that it is rounded only once.
 #[inline(always)]
-fn mix<const N: usize>(data: &[u8], channels: usize, out: &mut [f32], scale: i32, value: impl Fn([u8; N]) -> f64) {
+fn mix<const N: usize>(
+    data: &[u8], channels: usize, out: &mut [f32], scale: i32, value: impl Fn([u8; N]) -> f64,
+) {
     let gain = 2f64.powi(-scale);
     let value = |x: &[u8]| value(x.try_into().expect("one sample"));
     match channels {

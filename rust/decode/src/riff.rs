@@ -27,7 +27,9 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 /// beginning of bytes.
 pub(super) fn whole(rest: &[u8], size: usize, is_chunk: impl Fn(&[u8]) -> Option<usize>) -> &[u8] {
     let next = size.checked_add(size & 1);
-    let Some(mut after) = next.and_then(|next| rest.get(next..)) else { return rest.get(..size).unwrap_or(rest) };
+    let Some(mut after) = next.and_then(|next| rest.get(next..)) else {
+        return rest.get(..size).unwrap_or(rest);
+    };
     let slack = if size == 0 { 0 } else { SLACK };
     while after.len() > slack {
         match is_chunk(after) {
@@ -61,7 +63,8 @@ pub(super) fn chunks<const HEAD: usize>(
     std::iter::from_fn(move || {
         let head = bytes.get(at..)?.first_chunk()?;
         let (size, body) = (size(head)?, at + HEAD);
-        let length = usize::try_from(size).ok().and_then(|size| size.checked_next_multiple_of(align));
+        let length =
+            usize::try_from(size).ok().and_then(|size| size.checked_next_multiple_of(align));
         at = body.saturating_add(length.unwrap_or(usize::MAX));
         Some((head, size, body))
     })
@@ -85,7 +88,8 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
             (b"fmt ", Some(body)) => format = Some(body),
             (b"fmt ", None) => return corrupt("WAV", "the format chunk is cut off"),
             (b"data", _) => {
-                let next = body.get((size as usize).saturating_add((size & 1) as usize)..).unwrap_or(&[]);
+                let next =
+                    body.get((size as usize).saturating_add((size & 1) as usize)..).unwrap_or(&[]);
                 if next.starts_with(b"RIFF") && next.get(8..12) == Some(b"WAVE") {
                     return Err(Error::Joined { format: "WAV" });
                 }
@@ -129,7 +133,9 @@ pub(super) fn w64(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
         let (body, length) = (&bytes[at..], size as usize);
         match (&head[..4], head[4..16] == W64_END) {
             (b"fmt ", true) => format = body.get(..length),
-            (b"data", true) => return with_format("W64", format, whole(body, length, long_chunk), size),
+            (b"data", true) => {
+                return with_format("W64", format, whole(body, length, long_chunk), size)
+            }
             _ => {}
         }
     }
@@ -164,11 +170,17 @@ fn with_format<'a>(
     // Of a block that is too small for its samples other readers take no notice either.
     let encoding = match block {
         _ if block <= usize::from(channels) * encoding.bytes() => encoding,
-        _ if encoding == Encoding::I24 && block == 4 * usize::from(channels) => match padded(data) {
-            Some(encoding) => encoding,
-            None => return unsupported("floats of 24 bits (Audition's)".into()),
-        },
-        _ => return unsupported(format!("{channels} samples of {bits} bits in blocks of {block} bytes")),
+        _ if encoding == Encoding::I24 && block == 4 * usize::from(channels) => {
+            match padded(data) {
+                Some(encoding) => encoding,
+                None => return unsupported("floats of 24 bits (Audition's)".into()),
+            }
+        }
+        _ => {
+            return unsupported(format!(
+                "{channels} samples of {bits} bits in blocks of {block} bytes"
+            ))
+        }
     };
     Ok(Some(Pcm { name, rate, channels, encoding, big_endian: false, data, stated }))
 }
@@ -180,7 +192,11 @@ fn padded(data: &[u8]) -> Option<Encoding> {
         fits[0] &= word[0] == 0;
         fits[1] &= word[3] == if word[2] & 0x80 == 0 { 0 } else { 0xff };
     }
-    [Encoding::I32, Encoding::I24In4].into_iter().zip(fits).find(|(_, fits)| *fits).map(|(encoding, _)| encoding)
+    [Encoding::I32, Encoding::I24In4]
+        .into_iter()
+        .zip(fits)
+        .find(|(_, fits)| *fits)
+        .map(|(encoding, _)| encoding)
 }
 
 /// The name of a codec that is not read here.

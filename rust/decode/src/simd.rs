@@ -130,7 +130,12 @@ impl<V: Lanes> Complex<V> {
 #[inline(always)]
 pub unsafe fn four<V: Lanes>([a, b, c, d]: [Complex<V>; 4]) -> [Complex<V>; 4] {
     let (sum, difference, sum_2, difference_2) = (a.add(c), a.sub(c), b.add(d), b.sub(d));
-    [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
+    [
+        sum.add(sum_2),
+        difference.sub_turned(difference_2),
+        sum.sub(sum_2),
+        difference.add_turned(difference_2),
+    ]
 }
 
 /// Lanes for any machine: the compiler uses the baseline instruction set.
@@ -345,9 +350,12 @@ pub use x86::{Avx2, Avx512};
 ///
 /// # Safety
 /// `from` and `to` must be valid for these places.
-pub unsafe fn transpose(from: *const f32, from_stride: usize, sizes: [usize; 2], to: *mut f32, to_stride: usize) {
+pub unsafe fn transpose(
+    from: *const f32, from_stride: usize, sizes: [usize; 2], to: *mut f32, to_stride: usize,
+) {
     #[cfg(target_arch = "x86_64")]
-    let done = if avx2() { x86::transpose(from, from_stride, sizes, to, to_stride) } else { [0, 0] };
+    let done =
+        if avx2() { x86::transpose(from, from_stride, sizes, to, to_stride) } else { [0, 0] };
     #[cfg(not(target_arch = "x86_64"))]
     let done = [0, 0];
     for i in 0..sizes[0] {

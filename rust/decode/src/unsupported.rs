@@ -36,7 +36,10 @@ const FORMATS: [(usize, &[u8], &str); 25] = [
 
 /// First bytes of files without audio, a name for the file, and a way to get the recording.
 const NOT_AUDIO: [(&[u8], &str); 6] = [
-    (b"version https://git-lfs", "a Git LFS pointer instead of the recording; fetch it: git lfs pull"),
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer instead of the recording; fetch it: git lfs pull",
+    ),
     (b"<!", "a web page instead of the recording; fetch it again"),
     (b"<ht", "a web page instead of the recording; fetch it again"),
     (b"PK\x03\x04", "a ZIP archive; unpack it"),
@@ -46,7 +49,9 @@ const NOT_AUDIO: [(&[u8], &str); 6] = [
 
 /// The reason why the bytes are not read.
 pub(super) fn refusal(bytes: &[u8]) -> Error {
-    let found = FORMATS.iter().find(|(at, magic, _)| bytes.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
+    let found = FORMATS
+        .iter()
+        .find(|(at, magic, _)| bytes.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
     if let Some(name) = found.map(|(_, _, name)| *name).or_else(|| frames(bytes)) {
         return Error::Unsupported { format: name, what: "this format".into() };
     }
@@ -54,7 +59,9 @@ pub(super) fn refusal(bytes: &[u8]) -> Error {
         return Error::NotAudio(what);
     }
     if bytes.iter().all(|&byte| byte == 0) {
-        return Error::NotAudio("a file of zeros, as copies that failed leave them; fetch it again");
+        return Error::NotAudio(
+            "a file of zeros, as copies that failed leave them; fetch it again",
+        );
     }
     let mut begin = [0; 4];
     let n = bytes.len().min(4);
@@ -71,13 +78,17 @@ fn frames(bytes: &[u8]) -> Option<&'static str> {
         // Frames of FLAC without their file's header begin in the same way: the second frame of ADTS decides.
         0 if word >> 20 == 0xfff => {
             let head = bytes.get(..6)?;
-            let size = usize::from(head[3] & 3) << 11 | usize::from(head[4]) << 3 | usize::from(head[5]) >> 5;
+            let size = usize::from(head[3] & 3) << 11
+                | usize::from(head[4]) << 3
+                | usize::from(head[5]) >> 5;
             let next = bytes.get(size..).unwrap_or(&[]);
             let is_one = next.len() < 7 || next[0] == 0xff && next[1] & 0xfe == head[1] & 0xfe;
             (size > 0 && is_one).then_some("AAC in ADTS")
         }
         2 if word >> 21 == 0x7ff => Some("MPEG layer II"),
-        3 if word >> 21 == 0x7ff && word >> 12 & 15 < 15 && word >> 10 & 3 < 3 => Some("MPEG layer I"),
+        3 if word >> 21 == 0x7ff && word >> 12 & 15 < 15 && word >> 10 & 3 < 3 => {
+            Some("MPEG layer I")
+        }
         _ => None,
     }
 }

@@ -25,7 +25,9 @@ const MAX_VALUES: u64 = 1 << 30;
 fn zeros(n: u64) -> Result<Vec<f32>, String> {
     refuse!(
         n > MAX_VALUES,
-        Err(format!("{n} values are more than the {MAX_VALUES} that one call gives; ask for a part"))
+        Err(format!(
+            "{n} values are more than the {MAX_VALUES} that one call gives; ask for a part"
+        ))
     );
     let mut values = Vec::new();
     values.try_reserve_exact(n as usize).map_err(|e| e.to_string())?;
@@ -62,7 +64,9 @@ pub fn decode<'py>(
 /// Read what the headers of a recording state.
 #[pyfunction]
 pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16, bool)> {
-    with_info(py, path, |decoder, _, info| (info.rate, info.frames, info.channels, decoder.is_slow()))
+    with_info(py, path, |decoder, _, info| {
+        (info.rate, info.frames, info.channels, decoder.is_slow())
+    })
 }
 
 /// Look for what is odd about a recording that can be read.
@@ -73,7 +77,9 @@ pub fn recording_doubts(py: Python<'_>, path: PathBuf) -> PyResult<(u64, bool)> 
 
 /// Say why a part of a recording cannot be decoded.
 #[pyfunction]
-pub fn recording_fault(py: Python<'_>, path: PathBuf, start: f64, end: f64) -> PyResult<Option<String>> {
+pub fn recording_fault(
+    py: Python<'_>, path: PathBuf, start: f64, end: f64,
+) -> PyResult<Option<String>> {
     with_info(py, path, |decoder, bytes, info| {
         let sample = |time: f64| ((time * f64::from(info.rate)).round() as u64).min(info.frames);
         let (from, to) = (sample(start), sample(end));
@@ -94,8 +100,11 @@ fn with_info<T: Send>(
         let map = jaxtrain_loader::source::map_file(&path)?;
         let bytes = map.as_deref().unwrap_or(&[]);
         DECODER.with_borrow_mut(|decoder| {
-            let info = decoder.info(bytes).and_then(|info| decoder.check(bytes, &info).map(|()| info));
-            std::io::Result::Ok(info.map(|info| of(decoder, bytes, info)).map_err(|e| e.to_string()))
+            let info =
+                decoder.info(bytes).and_then(|info| decoder.check(bytes, &info).map(|()| info));
+            std::io::Result::Ok(
+                info.map(|info| of(decoder, bytes, info)).map_err(|e| e.to_string()),
+            )
         })
     };
     py.detach(read)?.map_err(PyValueError::new_err)
@@ -129,7 +138,8 @@ impl FilterBank {
                         mean = -7.2, std = 4.43))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
-        sample_rate: u32, window: usize, hop: usize, n_mels: usize, f_min: f64, f_max: f64, mean: f64, std: f64,
+        sample_rate: u32, window: usize, hop: usize, n_mels: usize, f_min: f64, f_max: f64,
+        mean: f64, std: f64,
     ) -> PyResult<Self> {
         let front_end = FrontEnd { sample_rate, window, hop, n_mels, f_min, f_max, mean, std };
         Ok(Self(Arc::new(Tables::new(front_end).map_err(exception)?)))
@@ -156,9 +166,13 @@ pub fn fbank<'py>(
     let frames = if normalise { N_FRAMES } else { n };
     if n == 0 || n > frames {
         let expected = if normalise { format!("1 to {frames}") } else { "at least 1".into() };
-        return Err(PyValueError::new_err(format!("{} samples make {n} frames; expected {expected}", wave.len())));
+        return Err(PyValueError::new_err(format!(
+            "{} samples make {n} frames; expected {expected}",
+            wave.len()
+        )));
     }
-    let mut out = zeros((frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
+    let mut out =
+        zeros((frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
     let out = py.detach(|| {
         if normalise {
             bank.normalised(wave, frames, &mut out);
@@ -174,8 +188,8 @@ pub fn fbank<'py>(
 #[pyfunction]
 #[pyo3(signature = (wave, rate, clip_samples, n_frames, *, bank = None))]
 pub fn front_end<'py>(
-    py: Python<'py>, wave: PyReadonlyArray1<'py, f32>, rate: u32, clip_samples: usize, n_frames: usize,
-    bank: Option<&FilterBank>,
+    py: Python<'py>, wave: PyReadonlyArray1<'py, f32>, rate: u32, clip_samples: usize,
+    n_frames: usize, bank: Option<&FilterBank>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     check_rate("rate", rate)?;
     let bank = FilterBank::or_default(bank);
@@ -187,8 +201,11 @@ pub fn front_end<'py>(
         )));
     }
     let wave = wave.as_slice()?;
-    let mut out = zeros((n_frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
+    let mut out =
+        zeros((n_frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
     py.detach(|| pipeline::front_end(&bank, wave, rate, clip_samples, n_frames, &mut out))
-        .ok_or_else(|| PyValueError::new_err("the waveform has samples that are NaN or too large"))?;
+        .ok_or_else(|| {
+            PyValueError::new_err("the waveform has samples that are NaN or too large")
+        })?;
     out.into_pyarray(py).reshape([n_frames, n_mels])
 }

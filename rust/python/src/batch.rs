@@ -10,10 +10,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 /// The fields of a batch. Each is a list of arrays, one for each range.
-pub fn fields<'py>(py: Python<'py>, config: &Config, slab: Arc<Slab>) -> PyResult<Bound<'py, PyDict>> {
+pub fn fields<'py>(
+    py: Python<'py>, config: &Config, slab: Arc<Slab>,
+) -> PyResult<Bound<'py, PyDict>> {
     let base = Bound::new(py, SlabBase(slab))?;
     let ranges = 0..config.ranges.len();
-    let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabBase::array::<i32>(&base, r, field, ())));
+    let scalars = |field| {
+        PyList::new(py, ranges.clone().map(|r| SlabBase::array::<i32>(&base, r, field, ())))
+    };
     let shape = match config.form {
         Form::Waveform => vec![config.views, config.clip_samples],
         _ => vec![config.views, config.n_frames, config.bank.front_end().n_mels],

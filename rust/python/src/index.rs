@@ -30,10 +30,17 @@ impl Index {
     #[allow(clippy::too_many_arguments)] // named in Python
     #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None, links = false, copying = false))]
     fn new(
-        py: Python<'_>, shards: Vec<PathBuf>, audio: &str, label: Option<&str>, root: Option<PathBuf>,
-        cache: Option<PathBuf>, links: bool, copying: bool,
+        py: Python<'_>, shards: Vec<PathBuf>, audio: &str, label: Option<&str>,
+        root: Option<PathBuf>, cache: Option<PathBuf>, links: bool, copying: bool,
     ) -> PyResult<Self> {
-        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref(), links, copying };
+        let options = source::Options {
+            audio,
+            label,
+            root: root.as_deref(),
+            cache: cache.as_deref(),
+            links,
+            copying,
+        };
         let index = py.detach(|| source::Index::open(&shards, options)).map_err(exception)?;
         Ok(Self(Arc::new(index)))
     }
@@ -110,14 +117,16 @@ impl Index {
     #[pyo3(signature = (row, *, rate, time_expansion = 1.0, channel = None, packed = false, out = None, stop = None))]
     #[allow(clippy::too_many_arguments)] // named in Python
     fn prepare<'py>(
-        &self, py: Python<'py>, row: i64, rate: u32, time_expansion: f64, channel: Option<u16>, packed: bool,
-        out: Option<PathBuf>, stop: Option<Py<PyAny>>,
+        &self, py: Python<'py>, row: i64, rate: u32, time_expansion: f64, channel: Option<u16>,
+        packed: bool, out: Option<PathBuf>, stop: Option<Py<PyAny>>,
     ) -> PyResult<(Bound<'py, PyBytes>, u64)> {
         check_rate("rate", rate)?;
         let row = self.row(row)?;
         let options = prepare::Options { rate, time_expansion, channel, packed };
         let mut stop = || {
-            let asked = |stop: &Py<PyAny>| Python::attach(|py| stop.call0(py).and_then(|x| x.is_truthy(py)));
+            let asked = |stop: &Py<PyAny>| {
+                Python::attach(|py| stop.call0(py).and_then(|x| x.is_truthy(py)))
+            };
             stop.as_ref().is_some_and(|stop| asked(stop).unwrap_or(true))
         };
         let mut reader = Reader::default();
@@ -129,7 +138,8 @@ impl Index {
                 Some(path) => {
                     let file = std::fs::OpenOptions::new().write(true).open(path)?;
                     let file = std::io::BufWriter::with_capacity(1 << 20, file);
-                    prepare::prepare(bytes, options, file, &mut stop).map(|(_, clipped)| (Vec::new(), clipped))
+                    prepare::prepare(bytes, options, file, &mut stop)
+                        .map(|(_, clipped)| (Vec::new(), clipped))
                 }
             }
         };

@@ -24,7 +24,12 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     functions!(build_profile, audio::decode, audio::resample, audio::fbank, audio::front_end);
     functions!(audio::recording_info, audio::recording_doubts, audio::recording_fault);
     functions!(order::permutation, order::block_order);
-    functions!(sudoku::sudoku_solve, sudoku::sudoku_generate, sudoku::sudoku_grade, sudoku::sudoku_invariant);
+    functions!(
+        sudoku::sudoku_solve,
+        sudoku::sudoku_generate,
+        sudoku::sudoku_grade,
+        sudoku::sudoku_invariant
+    );
     module.add("ORDER_VERSION", jaxtrain_loader::order::VERSION)?;
     module.add("STAGES", jaxtrain_loader::pipeline::STAGES)?;
     module.add_class::<audio::FilterBank>()?;

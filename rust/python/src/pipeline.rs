@@ -28,16 +28,19 @@ impl Pipeline {
                         silence = false, block = None, threads = 1, depth = 2, bad_budget = 0.01))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
-        index: &Index, rows: PyReadonlyArray1<'_, i64>, batch: usize, ranges: Vec<(usize, usize)>, seed: u64,
-        train: bool, bank: Option<&FilterBank>, time_expansion: f64, clip_samples: usize, n_frames: usize,
-        views: usize, form: &str, channel: Option<u16>, short: &str, repeat: bool, silence: bool,
-        block: Option<(u64, u64)>, threads: usize, depth: usize, bad_budget: f64,
+        index: &Index, rows: PyReadonlyArray1<'_, i64>, batch: usize, ranges: Vec<(usize, usize)>,
+        seed: u64, train: bool, bank: Option<&FilterBank>, time_expansion: f64,
+        clip_samples: usize, n_frames: usize, views: usize, form: &str, channel: Option<u16>,
+        short: &str, repeat: bool, silence: bool, block: Option<(u64, u64)>, threads: usize,
+        depth: usize, bad_budget: f64,
     ) -> PyResult<Self> {
         let n = index.0.n_rows();
-        let narrow = |&row: &i64| u32::try_from(row).map_err(|_| exception(Error::RowRange { row, n }));
+        let narrow =
+            |&row: &i64| u32::try_from(row).map_err(|_| exception(Error::RowRange { row, n }));
         let rows = rows.as_array().iter().map(narrow).collect::<PyResult<_>>()?;
-        let named =
-            |of: &str, name: &str, names: &str| PyValueError::new_err(format!("{of} = {name:?} must be {names}"));
+        let named = |of: &str, name: &str, names: &str| {
+            PyValueError::new_err(format!("{of} = {name:?} must be {names}"))
+        };
         let form = match form {
             "float32" => Form::Float32,
             "bfloat16" => Form::Bfloat16,
@@ -72,7 +75,9 @@ impl Pipeline {
         loop {
             py.check_signals()?;
             match py.detach(|| self.0.next(SIGNALS)).map_err(exception)? {
-                Next::Batch(position, slab) => return Ok((position, batch::fields(py, self.0.config(), slab)?)),
+                Next::Batch(position, slab) => {
+                    return Ok((position, batch::fields(py, self.0.config(), slab)?))
+                }
                 Next::End => return Err(PyStopIteration::new_err(())),
                 Next::Pending => {}
             }

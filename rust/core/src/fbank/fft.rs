@@ -74,7 +74,8 @@ pub(super) unsafe fn transform<V: Lanes>(planes: [*mut f32; 2], t: &FilterBank) 
 /// A pass of radix 8 over the spans of `places`. A butterfly's elements are `stride` lines apart.
 #[inline(always)]
 unsafe fn pass<V: Lanes>(
-    planes: [*mut f32; 2], t: &FilterBank, places: std::ops::Range<usize>, span: usize, stride: usize,
+    planes: [*mut f32; 2], t: &FilterBank, places: std::ops::Range<usize>, span: usize,
+    stride: usize,
 ) {
     for j in 0..span / 8 {
         let mut twiddles = [(0.0, 0.0); 8];
@@ -95,10 +96,15 @@ unsafe fn pass<V: Lanes>(
 
 /// The R elements from `first` on, `stride` apart.
 #[inline(always)]
-unsafe fn take<V: Lanes, const R: usize>(planes: [*mut f32; 2], first: usize, stride: usize) -> [Complex<V>; R] {
+unsafe fn take<V: Lanes, const R: usize>(
+    planes: [*mut f32; 2], first: usize, stride: usize,
+) -> [Complex<V>; R] {
     let mut x = [Complex { re: V::splat(0.0), im: V::splat(0.0) }; R];
     for (m, x) in x.iter_mut().enumerate() {
-        *x = Complex::load([planes[0].cast_const(), planes[1].cast_const()], (first + m * stride) * V::N);
+        *x = Complex::load(
+            [planes[0].cast_const(), planes[1].cast_const()],
+            (first + m * stride) * V::N,
+        );
     }
     x
 }
@@ -113,7 +119,9 @@ unsafe fn put<V: Lanes, const R: usize>(planes: [*mut f32; 2], first: usize, x: 
 
 /// The DFT of the 8 elements from `first` on, `stride` apart.
 #[inline(always)]
-unsafe fn butterfly<V: Lanes>(planes: [*mut f32; 2], first: usize, stride: usize) -> [Complex<V>; 8] {
+unsafe fn butterfly<V: Lanes>(
+    planes: [*mut f32; 2], first: usize, stride: usize,
+) -> [Complex<V>; 8] {
     let x = take::<V, 8>(planes, first, stride);
     let mut sums = [x[0]; 4];
     let mut differences = [x[0]; 4];

@@ -83,9 +83,13 @@ fn least(values: &[f32]) -> f32 {
 /// DC removal, pre-emphasis and window of `V::N` frames, `stride` samples apart: even samples to `re`, odd ones to
 /// `im`, one frame in each lane, and zeros after them.
 #[inline(always)]
-unsafe fn windows<V: Lanes, W: Lanes>(frames: &[f32], stride: usize, t: &FilterBank, re: *mut f32, im: *mut f32) {
+unsafe fn windows<V: Lanes, W: Lanes>(
+    frames: &[f32], stride: usize, t: &FilterBank, re: *mut f32, im: *mut f32,
+) {
     let length = t.front_end.window;
-    assert!(length >= W::N && frames.len() >= (V::N - 1) * stride + length && t.window.len() == length);
+    assert!(
+        length >= W::N && frames.len() >= (V::N - 1) * stride + length && t.window.len() == length
+    );
     // The first and the last samples were always rounded twice here: the stream's bytes are a promise.
     let (fused, last) = (W::N, length - length % W::N);
     let mut means = [0.0; MAX_LANES];
@@ -125,7 +129,8 @@ unsafe fn four_samples<V: Lanes, const FUSED: bool>(
     let emphasis = V::splat(EMPHASIS);
     for (k, x) in x.into_iter().enumerate() {
         let now = x.sub(mean);
-        let y = if FUSED { before.neg_mul_add(emphasis, now) } else { now.sub(before.mul(emphasis)) };
+        let y =
+            if FUSED { before.neg_mul_add(emphasis, now) } else { now.sub(before.mul(emphasis)) };
         *before = now;
         let to = if k % 2 == 0 { re } else { im };
         y.mul(V::splat(*weights.add(k))).store(to.add(k / 2 * V::N));

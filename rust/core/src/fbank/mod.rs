@@ -82,13 +82,23 @@ impl FrontEnd {
         let fail = |what: String| Err(Error::Invalid(what));
         let Self { sample_rate, window, hop, n_mels, f_min, f_max, mean, std } = *self;
         let half = f64::from(sample_rate) / 2.0;
-        refuse!(!RATES.contains(&sample_rate), fail(format!("sample_rate = {sample_rate} Hz must lie in {RATES:?}")));
-        refuse!(!WINDOWS.contains(&window), fail(format!("window = {window} samples must lie in {WINDOWS:?}")));
+        refuse!(
+            !RATES.contains(&sample_rate),
+            fail(format!("sample_rate = {sample_rate} Hz must lie in {RATES:?}"))
+        );
+        refuse!(
+            !WINDOWS.contains(&window),
+            fail(format!("window = {window} samples must lie in {WINDOWS:?}"))
+        );
         if !(1..=MAX_HOP).contains(&hop) || !(1..=MAX_MELS).contains(&n_mels) {
-            return fail(format!("hop = {hop} must lie in 1..={MAX_HOP}, and n_mels = {n_mels} in 1..={MAX_MELS}"));
+            return fail(format!(
+                "hop = {hop} must lie in 1..={MAX_HOP}, and n_mels = {n_mels} in 1..={MAX_MELS}"
+            ));
         }
         if !(0.0 <= f_min && f_min < f_max && f_max <= half) {
-            return fail(format!("f_min = {f_min} and f_max = {f_max} Hz must increase from 0 to {half} Hz"));
+            return fail(format!(
+                "f_min = {f_min} and f_max = {f_max} Hz must increase from 0 to {half} Hz"
+            ));
         }
         if !(mean.is_finite() && std.is_finite() && std > 0.0) {
             return fail(format!("mean = {mean} and std = {std} must be finite, and std above 0"));
@@ -154,7 +164,9 @@ impl FilterBank {
             half,
             mean: front_end.mean as f32,
             scale: (2.0 * front_end.std) as f32,
-            window: (0..window).map(|i| (0.25 - 0.25 * (TAU * i as f64 / (window - 1) as f64).cos()) as f32).collect(),
+            window: (0..window)
+                .map(|i| (0.25 - 0.25 * (TAU * i as f64 / (window - 1) as f64).cos()) as f32)
+                .collect(),
             re: (0..half).map(|k| angle(k, half).cos() as f32).collect(),
             im: (0..half).map(|k| angle(k, half).sin() as f32).collect(),
             split_re: (0..=half / 2).map(|k| angle(k, n_fft).cos() as f32).collect(),
@@ -183,7 +195,7 @@ struct Line([f32; MAX_LANES]);
 
 struct Scratch {
     frames: Vec<f32>, // frames of a group with fewer than there are lanes, one after the other
-    re: Vec<Line>,    // the transform in place, one frame in each lane; `re` holds the power spectrum at the end
+    re: Vec<Line>, // the transform in place, one frame in each lane; `re` holds the power spectrum at the end
     im: Vec<Line>,
     mels: Vec<Line>,
 }

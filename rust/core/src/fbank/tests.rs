@@ -23,7 +23,11 @@ fn quotients_are_rounded_as_divisions() {
         assert_eq!(ninth(x), x / 9.0, "{x:e}");
         for std in [4.43, 1.0, 3.3, f32::MIN_POSITIVE, 9.999_999] {
             let scale = 2.0 * std;
-            assert_eq!((f64::from(x) * (1.0 / f64::from(scale))) as f32, x / scale, "{x:e} / {scale:e}");
+            assert_eq!(
+                (f64::from(x) * (1.0 / f64::from(scale))) as f32,
+                x / scale,
+                "{x:e} / {scale:e}"
+            );
         }
     }
 }
@@ -32,12 +36,14 @@ fn quotients_are_rounded_as_divisions() {
 fn reference(front_end: &FrontEnd, wave: &[f32]) -> Vec<f64> {
     let FrontEnd { window: n, hop, n_mels, f_min, f_max, .. } = *front_end;
     let n_fft = n.next_power_of_two();
-    let window: Vec<f64> = (0..n).map(|i| 0.5 - 0.5 * (TAU * i as f64 / (n - 1) as f64).cos()).collect();
+    let window: Vec<f64> =
+        (0..n).map(|i| 0.5 - 0.5 * (TAU * i as f64 / (n - 1) as f64).cos()).collect();
     let mut out = Vec::new();
     for frame in 0..front_end.n_frames(wave.len()) {
         let x: Vec<f64> = wave[frame * hop..][..n].iter().map(|&x| f64::from(x)).collect();
         let mean = x.iter().sum::<f64>() / n as f64;
-        let y: Vec<f64> = (0..n).map(|i| ((x[i] - mean) - 0.97 * (x[i.max(1) - 1] - mean)) * window[i]).collect();
+        let y: Vec<f64> =
+            (0..n).map(|i| ((x[i] - mean) - 0.97 * (x[i.max(1) - 1] - mean)) * window[i]).collect();
         let power: Vec<f64> = (0..n_fft / 2)
             .map(|k| {
                 let angle = |i: usize| TAU * ((i * k) % n_fft) as f64 / n_fft as f64;
@@ -83,7 +89,14 @@ const HOP: usize = 320;
 fn equals_the_formula_in_float64_with_every_instruction_set() {
     let front_ends = [
         FrontEnd::default(),
-        FrontEnd { sample_rate: 22_050, window: 551, hop: 220, n_mels: 64, f_max: 11_025.0, ..FrontEnd::default() },
+        FrontEnd {
+            sample_rate: 22_050,
+            window: 551,
+            hop: 220,
+            n_mels: 64,
+            f_max: 11_025.0,
+            ..FrontEnd::default()
+        },
         FrontEnd {
             sample_rate: 8_000,
             window: 200,
@@ -93,7 +106,14 @@ fn equals_the_formula_in_float64_with_every_instruction_set() {
             f_max: 3_700.0,
             ..FrontEnd::default()
         },
-        FrontEnd { sample_rate: 256_000, window: 1_023, hop: 256, n_mels: 5, f_max: 128_000.0, ..FrontEnd::default() },
+        FrontEnd {
+            sample_rate: 256_000,
+            window: 1_023,
+            hop: 256,
+            n_mels: 5,
+            f_max: 128_000.0,
+            ..FrontEnd::default()
+        },
         FrontEnd { window: 1_025, hop: 2_000, n_mels: 17, ..FrontEnd::default() },
         FrontEnd { window: 16, hop: 5, n_mels: 3, ..FrontEnd::default() },
     ];
@@ -137,7 +157,11 @@ fn equals_the_formula_in_float64_with_every_instruction_set() {
             assert!(narrow == out, "8 and 16 lanes differ for {front_end:?}");
         }
         for got in [out, portable] {
-            let worst = got.iter().zip(&expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+            let worst = got
+                .iter()
+                .zip(&expected)
+                .map(|(a, b)| (f64::from(*a) - b).abs())
+                .fold(0.0, f64::max);
             assert!(worst < 1e-3, "{worst} of {front_end:?}");
         }
     }

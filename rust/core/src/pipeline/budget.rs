@@ -26,7 +26,11 @@ struct Bad {
 impl Budget {
     /// For the `n` recordings of a split, of which `allowed` may be unusable, in an index of `n_rows`.
     pub fn new(n: u64, allowed: u64, n_rows: usize) -> Self {
-        Self { allowed, n, bad: Mutex::new(Bad { seen: vec![0; n_rows.div_ceil(64)], total: 0, list: Vec::new() }) }
+        Self {
+            allowed,
+            n,
+            bad: Mutex::new(Bad { seen: vec![0; n_rows.div_ceil(64)], total: 0, list: Vec::new() }),
+        }
     }
 
     /// Counts an unusable recording, unless it was counted before.

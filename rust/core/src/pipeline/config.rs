@@ -14,19 +14,19 @@ const MAX_THREADS: usize = 1024;
 
 /// The settings of a pipeline.
 pub struct Config {
-    pub rows: Vec<u32>,              // rows of the index that this split uses, before permutation
-    pub batch: usize,                // rows of the global batch
+    pub rows: Vec<u32>, // rows of the index that this split uses, before permutation
+    pub batch: usize,   // rows of the global batch
     pub ranges: Vec<(usize, usize)>, // [start, stop) of the global batch that this process reads
     pub seed: u64,
     pub train: bool, // permuted, endless, random crops; otherwise one pass in order over centre crops
     pub bank: Arc<FilterBank>, // of the front end, whose sample rate crops are taken at
     pub time_expansion: f64, // times slower than life that recordings are: their rate is this times the stated one
     pub clip_samples: usize, // at the front end's rate
-    pub n_frames: usize, // of a row's spectrogram
+    pub n_frames: usize,     // of a row's spectrogram
     pub channel: Option<u16>, // of a recording; None: the mean of all
-    pub clip: Clip,  // how a clip is taken from a recording
-    pub views: usize, // crops of one recording in a row
-    pub form: Form,  // the form of each crop in a row
+    pub clip: Clip,          // how a clip is taken from a recording
+    pub views: usize,        // crops of one recording in a row
+    pub form: Form,          // the form of each crop in a row
     pub block: Option<Block>, // training in the block order instead of a global permutation
     pub threads: usize,
     pub depth: usize,    // finished batches that may be queued
@@ -67,21 +67,37 @@ impl Config {
         if let Some(row) = self.rows.iter().find(|&&row| row as usize >= n_rows) {
             return Err(Error::RowRange { row: i64::from(*row), n: n_rows });
         }
-        refuse!(self.ranges.is_empty(), fail("ranges is empty: this process would read no rows".into()));
+        refuse!(
+            self.ranges.is_empty(),
+            fail("ranges is empty: this process would read no rows".into())
+        );
         if let Some((start, stop)) = self.ranges.iter().find(|(a, b)| a >= b || *b > self.batch) {
-            return fail(format!("range [{start}, {stop}) is not a part of a batch of {} rows", self.batch));
+            return fail(format!(
+                "range [{start}, {stop}) is not a part of a batch of {} rows",
+                self.batch
+            ));
         }
         if self.threads == 0 || self.depth == 0 {
-            return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
+            return fail(format!(
+                "threads = {} and depth = {} must be at least 1",
+                self.threads, self.depth
+            ));
         }
-        refuse!(self.threads > MAX_THREADS, fail(format!("threads = {} must be at most {MAX_THREADS}", self.threads)));
+        refuse!(
+            self.threads > MAX_THREADS,
+            fail(format!("threads = {} must be at most {MAX_THREADS}", self.threads))
+        );
         refuse!(self.views == 0, fail("views = 0 must be at least 1".into()));
         if let Some(Block { rows, window }) = self.block {
             if rows == 0 || window == 0 {
-                return fail(format!("blocks of {rows} rows and windows of {window} blocks must be at least 1"));
+                return fail(format!(
+                    "blocks of {rows} rows and windows of {window} blocks must be at least 1"
+                ));
             }
             if self.rows.windows(2).any(|pair| pair[0] >= pair[1]) {
-                return fail("rows must increase: the block order reads neighbouring rows together".into());
+                return fail(
+                    "rows must increase: the block order reads neighbouring rows together".into(),
+                );
             }
         }
         if !(0.0..=1.0).contains(&self.bad_budget) {

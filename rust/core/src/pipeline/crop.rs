@@ -14,7 +14,7 @@ pub enum Short {
 #[derive(Clone, Copy, Default)]
 pub struct Clip {
     pub short: Short,
-    pub repeat: bool,  // a short recording is surrounded by itself again, not by silence
+    pub repeat: bool, // a short recording is surrounded by itself again, not by silence
     pub silence: bool, // a part that is shorter than the clip is surrounded by silence, not by the recording
 }
 
@@ -49,13 +49,21 @@ impl Crop {
     /// surrounded by the recording around it, anywhere in training and centred in testing, or by silence. A recording
     /// that is shorter is surrounded by silence or by itself.
     pub fn new(
-        bounds: Bounds, rate: u32, target: u32, clip: usize, how: Clip, train: bool, pick: impl FnOnce(u64) -> u64,
+        bounds: Bounds, rate: u32, target: u32, clip: usize, how: Clip, train: bool,
+        pick: impl FnOnce(u64) -> u64,
     ) -> Self {
         let (rate, target) = (u128::from(rate), u128::from(target));
         let needed = (clip as u128 * rate).div_ceil(target) as u64; // enough for the last output sample
         let Bounds { mut from, mut to, frames } = bounds;
         if to - from >= needed {
-            return Self { start: from + pick(to - from - needed), len: needed, offset: 0, out: clip, from, to };
+            return Self {
+                start: from + pick(to - from - needed),
+                len: needed,
+                offset: 0,
+                out: clip,
+                from,
+                to,
+            };
         }
         if !how.silence {
             if frames >= needed {
@@ -63,7 +71,8 @@ impl Crop {
                 let first = to.saturating_sub(needed);
                 let last = from.min(frames - needed);
                 let first = first.min(last);
-                let start = if train { first + pick(last - first) } else { first + (last - first) / 2 };
+                let start =
+                    if train { first + pick(last - first) } else { first + (last - first) / 2 };
                 return Self { start, len: needed, offset: 0, out: clip, from: 0, to: frames };
             }
             (from, to) = (0, frames);
@@ -89,7 +98,10 @@ impl Crop {
 
     /// The samples of the recording that the resampler needs: the crop and up to `context` more on both sides.
     pub fn span(&self, context: u64) -> (u64, u64) {
-        (self.start.saturating_sub(context).max(self.from), (self.start + self.len + context).min(self.to))
+        (
+            self.start.saturating_sub(context).max(self.from),
+            (self.start + self.len + context).min(self.to),
+        )
     }
 
     /// Fills the clip around its samples: with silence, or with themselves again and again.

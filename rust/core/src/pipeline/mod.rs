@@ -84,8 +84,12 @@ impl Pipeline {
         let n_rows: usize = rows.iter().sum();
         let too_large = || Error::Invalid("a batch does not fit in the address space".into());
         let view_values = config.view_values().ok_or_else(too_large)?;
-        let bytes = view_values.checked_mul(config.views).and_then(|n| n.checked_mul(config.form.value_bytes()));
-        let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows)).ok_or_else(too_large)?;
+        let bytes = view_values
+            .checked_mul(config.views)
+            .and_then(|n| n.checked_mul(config.form.value_bytes()));
+        let layout = bytes
+            .and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows))
+            .ok_or_else(too_large)?;
         // One batch is being filled in addition to those in the queue. Small batches need more to keep every worker
         // busy.
         let max_slots = config.depth.max((2 * config.threads).div_ceil(n_rows)) + 1;
@@ -94,9 +98,13 @@ impl Pipeline {
         let shared = Arc::new(Shared {
             view_values,
             order: match config.block {
-                Some(Block { rows, window }) => {
-                    Order::Block(Blocks::of_rows(config.seed, window, rows, &config.rows, index.first_rows()))
-                }
+                Some(Block { rows, window }) => Order::Block(Blocks::of_rows(
+                    config.seed,
+                    window,
+                    rows,
+                    &config.rows,
+                    index.first_rows(),
+                )),
                 None => Order::Global { seed: config.seed, n },
             },
             queue: queue::Queue::new(
@@ -136,7 +144,11 @@ impl Pipeline {
     /// Continues with batch `position`. Prepared batches are discarded. A wait in `next` waits for the new batch.
     /// Errors: A position whose examples cannot be numbered in 64 bits.
     pub fn seek(&self, position: u64) -> Result<(), Error> {
-        if position.checked_add(1).and_then(|p| p.checked_mul(self.shared.config.batch as u64)).is_none() {
+        if position
+            .checked_add(1)
+            .and_then(|p| p.checked_mul(self.shared.config.batch as u64))
+            .is_none()
+        {
             return Err(Error::Invalid(format!("position {position} is out of range")));
         }
         self.shared.queue.seek(position);
@@ -229,9 +241,15 @@ mod tests {
         assert!(matches!(test.next(wait), Ok(Next::End)));
         let counters = test.diagnostics();
         assert_eq!(counters.bad, 5);
-        assert!(counters.bad_list.iter().all(|(_, reason)| reason.contains("panic: ")), "{:?}", counters.bad_list);
+        assert!(
+            counters.bad_list.iter().all(|(_, reason)| reason.contains("panic: ")),
+            "{:?}",
+            counters.bad_list
+        );
 
         let train = Pipeline::new(Arc::new(Index::broken(5)), config(true)).unwrap();
-        assert!(train.next(wait).is_err_and(|e| e.to_string().contains("none of the 5 recordings")));
+        assert!(train
+            .next(wait)
+            .is_err_and(|e| e.to_string().contains("none of the 5 recordings")));
     }
 }

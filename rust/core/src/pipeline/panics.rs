@@ -28,6 +28,9 @@ pub(super) fn hush_workers() {
 
 /// The text of a caught panic.
 pub(super) fn message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message")
 }

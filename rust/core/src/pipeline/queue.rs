@@ -58,7 +58,15 @@ impl Slot {
 impl Queue {
     pub fn new(pool: Arc<Pool>, n_rows: usize, n_batches: Option<u64>, max_slots: usize) -> Self {
         let state = Mutex::new(State::default());
-        Self { pool, n_rows, n_batches, max_slots, state, work: Condvar::new(), done: Condvar::new() }
+        Self {
+            pool,
+            n_rows,
+            n_batches,
+            max_slots,
+            state,
+            work: Condvar::new(),
+            done: Condvar::new(),
+        }
     }
 
     /// Continues with batch `position`. Prepared batches are discarded.
@@ -99,7 +107,11 @@ impl Queue {
             if now >= deadline {
                 return Ok(Next::Pending);
             }
-            state = self.done.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .done
+                .wait_timeout(state, deadline - now)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -126,7 +138,8 @@ impl Queue {
                 return None;
             }
             let Some(slab) = self.pool.take() else {
-                state.failure = Some(format!("no memory for a batch of {} bytes", self.pool.slab_bytes()));
+                state.failure =
+                    Some(format!("no memory for a batch of {} bytes", self.pool.slab_bytes()));
                 self.done.notify_all();
                 return None;
             };

@@ -23,7 +23,8 @@ pub(super) fn run(shared: &Shared) {
         if shared.queue.is_closed() {
             return;
         }
-        let Some(now) = shared.queue.upcoming().and_then(|position| position.checked_mul(batch)) else {
+        let Some(now) = shared.queue.upcoming().and_then(|position| position.checked_mul(batch))
+        else {
             shared.queue.wait_for_work(POLL);
             continue;
         };
@@ -41,7 +42,12 @@ pub(super) fn run(shared: &Shared) {
         rows.clear();
         for example in to..stop {
             // Other processes request theirs.
-            if shared.config.ranges.iter().any(|&(a, b)| (a as u64..b as u64).contains(&(example % batch))) {
+            if shared
+                .config
+                .ranges
+                .iter()
+                .any(|&(a, b)| (a as u64..b as u64).contains(&(example % batch)))
+            {
                 rows.push(shared.config.rows[order.at(example % n) as usize]);
             }
         }

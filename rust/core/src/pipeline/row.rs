@@ -63,7 +63,9 @@ pub(super) struct Out<'a> {
 pub(super) fn load(
     shared: &Shared, scratch: &mut Scratch, slot: &Slot, row: u32, epoch: u64, out: &mut Out,
 ) -> Result<(), Miss> {
-    let loaded = catch_unwind(AssertUnwindSafe(|| try_load(shared, scratch, slot, row as usize, epoch, out)));
+    let loaded = catch_unwind(AssertUnwindSafe(|| {
+        try_load(shared, scratch, slot, row as usize, epoch, out)
+    }));
     loaded.unwrap_or_else(|panic| {
         *scratch = Scratch::new(&shared.config.bank); // its contents may be in any state
         let reason = format!("panic: {}", panics::message(panic.as_ref()));
@@ -100,7 +102,8 @@ fn try_load(
     let target = config.sample_rate();
     let origin = decoder.origin();
     // A prepared recording's crops are those that would be drawn of the recording that it was made from.
-    let drawn = origin.map_or(info, |origin| Info { rate: origin.stated, frames: origin.frames, ..info });
+    let drawn =
+        origin.map_or(info, |origin| Info { rate: origin.stated, frames: origin.frames, ..info });
     let (bounds, channel) = match index.part(row) {
         None => (Bounds::whole(drawn.frames), config.channel),
         Some(part) => (within(part, &drawn).map_err(unusable)?, part.channel.or(config.channel)),
@@ -121,11 +124,15 @@ fn try_load(
     let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
     let span = |crop: &Crop| crop.span(context);
     let fault = |decoder: &mut Decoder, error: Error, (from, to): (u64, u64)| match error {
-        Error::Corrupt { what, .. } if origin.is_some() => unusable(damage(decoder, bytes, &info, from..to, what)),
+        Error::Corrupt { what, .. } if origin.is_some() => {
+            unusable(damage(decoder, bytes, &info, from..to, what))
+        }
         _ => unusable(error.to_string()),
     };
     let read = |decoder: &mut Decoder, span: (u64, u64), out: &mut [f32]| {
-        decoder.read(bytes, &info, span.0, channel, out).map_err(|error| fault(decoder, error, span))
+        decoder
+            .read(bytes, &info, span.0, channel, out)
+            .map_err(|error| fault(decoder, error, span))
     };
     let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
@@ -172,7 +179,11 @@ fn try_load(
 
         // 5. Resample it.
         let begin = Instant::now();
-        let part = if together { &samples[(first - low) as usize..(last - low) as usize] } else { samples.as_slice() };
+        let part = if together {
+            &samples[(first - low) as usize..(last - low) as usize]
+        } else {
+            samples.as_slice()
+        };
         if !same_rate {
             let lead = (crop.start - first) as usize;
             resamplers.get(rate, target).process(part, lead, clip);
@@ -208,7 +219,8 @@ fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Resul
             info.rate, origin.rate
         ));
     }
-    let expected = (2 * u128::from(origin.frames) * u128::from(target) + u128::from(rate)) / (2 * u128::from(rate));
+    let expected = (2 * u128::from(origin.frames) * u128::from(target) + u128::from(rate))
+        / (2 * u128::from(rate));
     if u128::from(info.frames) != expected {
         return Err(format!(
             "was prepared, and holds {} of {expected} samples; run jaxtrain prepare again",
@@ -219,7 +231,9 @@ fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Resul
 }
 
 /// The reason why a range of a prepared recording cannot be read, with its first damaged block.
-fn damage(decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, what: &str) -> String {
+fn damage(
+    decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, what: &str,
+) -> String {
     let mut samples = [0.0; FLAC_BLOCK];
     let block = FLAC_BLOCK as u64;
     let mut damaged = (range.start / block..range.end.div_ceil(block)).filter(|k| {
@@ -227,9 +241,15 @@ fn damage(decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, w
         decoder.read(bytes, info, k * block, None, &mut samples[..n]).is_err()
     });
     let place = damaged.next().map_or(String::new(), |k| {
-        format!(" in block {k}, which is samples {} to {}", k * block, (k * block + block).min(info.frames) - 1)
+        format!(
+            " in block {k}, which is samples {} to {}",
+            k * block,
+            (k * block + block).min(info.frames) - 1
+        )
     });
-    format!("was prepared, and {what}{place}; delete the file, and run the same jaxtrain prepare again")
+    format!(
+        "was prepared, and {what}{place}; delete the file, and run the same jaxtrain prepare again"
+    )
 }
 
 /// The samples of a part. Its times are those of the file, and may end a little after it, since its length was rounded.
@@ -248,7 +268,9 @@ fn within(part: Part, info: &Info) -> Result<Bounds, String> {
 }
 
 /// The crops of the views of a recording at `rate` Hz: each drawn independently in training, otherwise spread evenly.
-fn draw_crops(shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
+fn draw_crops(
+    shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64, crops: &mut Vec<Crop>,
+) {
     let config = &shared.config;
     let views = config.views as u64;
     let pick = |view: u64, surplus: u64| match config.train {
@@ -266,7 +288,8 @@ fn draw_crops(shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64
 /// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, n_mels\]: its
 /// centre at the filter bank's rate, or all of it between zeros. None if samples are NaN or too large.
 pub fn front_end(
-    bank: &Arc<FilterBank>, wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32],
+    bank: &Arc<FilterBank>, wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize,
+    out: &mut [f32],
 ) -> Option<()> {
     let target = bank.front_end().sample_rate;
     let how = Clip { short: Short::Centre, ..Clip::default() };

@@ -13,7 +13,8 @@ use super::{panics, Form, Shared, CLIP, EPOCH, INDEX, LABEL, WEIGHT};
 /// Writes rows until the pipeline is closed.
 pub(super) fn run(shared: &Shared) {
     panics::mark_worker();
-    let mut worker = Worker { shared, scratch: Scratch::new(&shared.config.bank), wide: Vec::new() };
+    let mut worker =
+        Worker { shared, scratch: Scratch::new(&shared.config.bank), wide: Vec::new() };
     loop {
         let begin = Instant::now();
         let Some((slot, row)) = shared.queue.claim() else { return };
@@ -57,8 +58,11 @@ impl Worker<'_> {
             wide.resize(config.views * self.shared.view_values, 0.0);
             &mut wide
         };
-        let narrow: &mut [i16] =
-            if config.form == Form::Waveform { unsafe { slot.slab.row(range, CLIP, row) } } else { &mut [] };
+        let narrow: &mut [i16] = if config.form == Form::Waveform {
+            unsafe { slot.slab.row(range, CLIP, row) }
+        } else {
+            &mut []
+        };
         let mut out = Out { wide: out, narrow, is_narrow: false };
         let Some((chosen, valid)) = self.choose(slot, epoch, place, &mut out) else { return };
         if !valid {
@@ -92,7 +96,9 @@ impl Worker<'_> {
 
     /// Writes the recording at `place`, or in training the first usable one after it. Returns its row of the index
     /// (None for the padding of a ragged last batch), and whether it was written. None when the slot is cancelled.
-    fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out) -> Option<(Option<u32>, bool)> {
+    fn choose(
+        &mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out,
+    ) -> Option<(Option<u32>, bool)> {
         let Shared { config, queue, budget, order, .. } = self.shared;
         let n = config.rows.len() as u64;
         if !config.train {

@@ -23,16 +23,21 @@ use super::{Metadata, Span, Table, NULL};
 use crate::error::Fault;
 
 /// Reads a shard's metadata and labels.
-pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, progress: &CopyProgress) -> Result<Metadata, Fault> {
+pub(super) fn read(
+    map: &[u8], audio: &str, label: Option<&str>, progress: &CopyProgress,
+) -> Result<Metadata, Fault> {
     let mut reader = Reader::new(map, progress)?;
     let columns = Columns::find(&reader.schema, audio, label)?;
     let (mut spans, mut paths, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     while let Some((at, body, flat)) = reader.next_batch()? {
         let fail = |what: String| Fault::at(at, what);
         let message = flat.get().map_err(fail)?;
-        let header = message.header_as_record_batch().ok_or_else(|| fail("holds an invalid record batch".into()))?;
+        let header = message
+            .header_as_record_batch()
+            .ok_or_else(|| fail("holds an invalid record batch".into()))?;
         if let Some(compression) = header.compression() {
-            let codec = compression.codec().variant_name().unwrap_or("an unknown codec").to_lowercase();
+            let codec =
+                compression.codec().variant_name().unwrap_or("an unknown codec").to_lowercase();
             let (batch, codec) = (reader.n_batches - 1, codec.replace("_frame", ""));
             let remedy = "Write the shards without compression, as datasets.save_to_disk does";
             let what = format!("record batch {batch} is compressed with {codec}, but the loader reads audio in place");
@@ -57,7 +62,11 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, progress: &Copy
             return Err(fail("holds columns of different lengths".into()));
         }
     }
-    Ok(Metadata { class_names: columns.class_names, labels, table: Table::Arrow { audio: spans, paths } })
+    Ok(Metadata {
+        class_names: columns.class_names,
+        labels,
+        table: Table::Arrow { audio: spans, paths },
+    })
 }
 
 /// Walks the messages of one shard.
@@ -98,14 +107,16 @@ impl Flat {
     }
 
     fn get(&self) -> Result<ipc::Message<'_>, String> {
-        ipc::root_as_message(self.bytes()).map_err(|e| format!("does not hold an Arrow message: {e}"))
+        ipc::root_as_message(self.bytes())
+            .map_err(|e| format!("does not hold an Arrow message: {e}"))
     }
 }
 
 impl<'a> Reader<'a> {
     fn new(map: &'a [u8], progress: &'a CopyProgress) -> Result<Self, Fault> {
         let is_file = map.starts_with(b"ARROW1\0\0");
-        let mut reader = Self { map, progress, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
+        let mut reader =
+            Self { map, progress, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
         let (schema, end) = reader
             .message(if is_file { 8 } else { 0 })
             .map_err(|e| match e {
@@ -121,12 +132,17 @@ impl<'a> Reader<'a> {
     /// Waits until bytes [start, end) are present.
     fn wait(&self, start: usize, end: usize) -> Result<(), Fault> {
         let end = end.min(self.map.len());
-        self.progress.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| Fault::at(start as u64, what))
+        self.progress
+            .wait(start as u64, end as u64, &|| false)
+            .map(drop)
+            .map_err(|what| Fault::at(start as u64, what))
     }
 
     /// The message at byte `at`, and the offset of its body. None at the end of the stream.
     fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Fault> {
-        let word = |at: usize| self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        let word = |at: usize| {
+            self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        };
         if at == self.map.len() {
             return Ok(None);
         }
@@ -139,17 +155,23 @@ impl<'a> Reader<'a> {
         if size == 0 {
             return Ok(None);
         }
-        let bytes = start.checked_add(size as usize).and_then(|end| self.map.get(start..end)).ok_or_else(cut)?;
+        let bytes = start
+            .checked_add(size as usize)
+            .and_then(|end| self.map.get(start..end))
+            .ok_or_else(cut)?;
         self.wait(start, start + bytes.len())?;
         let flat = Flat::new(bytes);
         let message = flat.get().map_err(|what| Fault::at(at as u64, what))?;
-        let body =
-            usize::try_from(message.bodyLength()).map_err(|_| Fault::at(at as u64, "has a negative body length"))?;
+        let body = usize::try_from(message.bodyLength())
+            .map_err(|_| Fault::at(at as u64, "has a negative body length"))?;
         let end = start + size as usize;
         if end.checked_add(body).is_none_or(|end| end > self.map.len()) {
             return Err(Fault::at(
                 at as u64,
-                format!("is cut short: a message has a body of {body} bytes, but {} are left", self.map.len() - end),
+                format!(
+                    "is cut short: a message has a body of {body} bytes, but {} are left",
+                    self.map.len() - end
+                ),
             ));
         }
         Ok(Some((flat, end)))
@@ -158,14 +180,25 @@ impl<'a> Reader<'a> {
     fn footer(&self) -> Result<Vec<u64>, Fault> {
         let n = self.map.len();
         self.wait(n.saturating_sub(10), n)?;
-        let cut = || Fault::at(n as u64, "is cut short: an Arrow IPC file ends with a footer, but this one does not");
+        let cut = || {
+            Fault::at(
+                n as u64,
+                "is cut short: an Arrow IPC file ends with a footer, but this one does not",
+            )
+        };
         refuse!(n < 18 || &self.map[n - 6..] != b"ARROW1", Err(cut()));
-        let size = u32::from_le_bytes([self.map[n - 10], self.map[n - 9], self.map[n - 8], self.map[n - 7]]) as usize;
+        let size = u32::from_le_bytes([
+            self.map[n - 10],
+            self.map[n - 9],
+            self.map[n - 8],
+            self.map[n - 7],
+        ]) as usize;
         let start = (n - 10).checked_sub(size).ok_or_else(cut)?;
         self.wait(start, n)?;
         let flat = Flat::new(&self.map[start..n - 10]);
         let footer = ipc::root_as_footer(flat.bytes());
-        let footer = footer.map_err(|e| Fault::at(start as u64, format!("has an invalid footer: {e}")))?;
+        let footer =
+            footer.map_err(|e| Fault::at(start as u64, format!("has an invalid footer: {e}")))?;
         let blocks = footer.recordBatches().into_iter().flatten();
         Ok(blocks.map(|block| block.offset() as u64).rev().collect())
     }
@@ -180,11 +213,16 @@ impl<'a> Reader<'a> {
                     None => return Ok(None),
                 },
             };
-            refuse!(at > self.map.len(), Err(Fault::at(at as u64, "has a footer that points outside the file")));
+            refuse!(
+                at > self.map.len(),
+                Err(Fault::at(at as u64, "has a footer that points outside the file"))
+            );
             let Some((flat, body)) = self.message(at)? else {
                 return match self.blocks {
                     Blocks::Stream(_) => Ok(None),
-                    Blocks::File(_) => Err(Fault::at(at as u64, "has a footer that points to no message")),
+                    Blocks::File(_) => {
+                        Err(Fault::at(at as u64, "has a footer that points to no message"))
+                    }
                 };
             };
             let message = flat.get().map_err(|what| Fault::at(at as u64, what))?;
@@ -226,7 +264,8 @@ impl Columns {
         if !schema.endianness().equals_to_target_endianness() {
             return Err(Fault::at(0, "has the other byte order (endianness)"));
         }
-        let mut cursor = Cursor { place: Place::default(), v4: message.version() < ipc::MetadataVersion::V5 };
+        let mut cursor =
+            Cursor { place: Place::default(), v4: message.version() < ipc::MetadataVersion::V5 };
         let (mut audio_places, mut label_place, mut names) = (None, None, Vec::new());
         for field in schema.fields().into_iter().flatten() {
             let name = field.name().unwrap_or_default();
@@ -252,16 +291,22 @@ impl Columns {
         Ok(Self { audio: audio_place, bytes, path: audio_path, label: label_place, class_names })
     }
 
-    fn audio(field: ipc::Field, mut cursor: Cursor) -> Result<(Place, Place, Option<Place>), Fault> {
+    fn audio(
+        field: ipc::Field, mut cursor: Cursor,
+    ) -> Result<(Place, Place, Option<Place>), Fault> {
         let wrong = || Fault::not_audio(field.name().unwrap_or_default(), &describe(field));
-        refuse!(field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some(), Err(wrong()));
+        refuse!(
+            field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some(),
+            Err(wrong())
+        );
         let audio = cursor.place;
         let (mut bytes, mut name) = (None, None);
         cursor.place.node += 1;
         cursor.place.buffer += 1;
         for child in field.children().into_iter().flatten() {
             let (kind, place) = (child.type_type(), cursor.place);
-            let (plain, large) = (child.dictionary().is_none(), |large| Some(Place { large, ..place }));
+            let (plain, large) =
+                (child.dictionary().is_none(), |large| Some(Place { large, ..place }));
             match (child.name().unwrap_or_default(), kind) {
                 ("bytes", ipc::Type::Binary) if plain => bytes = large(false),
                 ("bytes", ipc::Type::LargeBinary) if plain => bytes = large(true),
@@ -278,7 +323,9 @@ impl Columns {
         let name = field.name().unwrap_or_default();
         let int64 = field.type_as_int().is_some_and(|int| int.bitWidth() == 64 && int.is_signed());
         match field.type_type() {
-            ipc::Type::Utf8 | ipc::Type::LargeUtf8 | ipc::Type::Utf8View => Err(Fault::string_label(name)),
+            ipc::Type::Utf8 | ipc::Type::LargeUtf8 | ipc::Type::Utf8View => {
+                Err(Fault::string_label(name))
+            }
             ipc::Type::Int if int64 && field.dictionary().is_none() => Ok(()),
             _ => Err(Fault::not_label(name, &describe(field))),
         }
@@ -296,8 +343,9 @@ fn describe(field: ipc::Field) -> String {
         ipc::Type::LargeUtf8 => "large_string".into(),
         ipc::Type::Struct_ => {
             let children = field.children().into_iter().flatten();
-            let inner: Vec<_> =
-                children.map(|c| format!("{}: {}", c.name().unwrap_or_default(), describe(c))).collect();
+            let inner: Vec<_> = children
+                .map(|c| format!("{}: {}", c.name().unwrap_or_default(), describe(c)))
+                .collect();
             format!("struct<{}>", inner.join(", "))
         }
         other => other.variant_name().unwrap_or("an unknown type").to_lowercase(),
@@ -311,7 +359,10 @@ fn describe(field: ipc::Field) -> String {
 
 fn class_names(schema: ipc::Schema, label: &str) -> Result<Option<Vec<String>>, String> {
     let pairs = schema.custom_metadata().into_iter().flatten();
-    super::class_names(pairs.filter(|kv| kv.key() == Some("huggingface")).find_map(|kv| kv.value()), label)
+    super::class_names(
+        pairs.filter(|kv| kv.key() == Some("huggingface")).find_map(|kv| kv.value()),
+        label,
+    )
 }
 
 /// Counts nodes and buffers along the schema, following the Arrow columnar format's table of buffer layouts.
@@ -332,9 +383,15 @@ impl Cursor {
         self.place.buffer += match field.type_type() {
             Type::Null | Type::RunEndEncoded => 0,
             Type::Struct_ | Type::FixedSizeList => 1,
-            Type::Utf8 | Type::Binary | Type::LargeUtf8 | Type::LargeBinary | Type::ListView | Type::LargeListView => 3,
+            Type::Utf8
+            | Type::Binary
+            | Type::LargeUtf8
+            | Type::LargeBinary
+            | Type::ListView
+            | Type::LargeListView => 3,
             Type::Union => {
-                let dense = field.type_as_union().is_some_and(|u| u.mode() == ipc::UnionMode::Dense);
+                let dense =
+                    field.type_as_union().is_some_and(|u| u.mode() == ipc::UnionMode::Dense);
                 1 + usize::from(dense) + usize::from(self.v4)
             }
             Type::Utf8View | Type::BinaryView => {
@@ -365,25 +422,41 @@ impl<'a> Batch<'a> {
     fn len(&self, place: Place) -> Result<usize, String> {
         let nodes = self.header.nodes().filter(|nodes| place.node < nodes.len());
         let n = nodes.ok_or("lists fewer columns than its schema")?.get(place.node).length();
-        refuse!(n != self.header.length(), Err(format!("has {} rows but a column of {n}", self.header.length())));
+        refuse!(
+            n != self.header.length(),
+            Err(format!("has {} rows but a column of {n}", self.header.length()))
+        );
         usize::try_from(n).map_err(|_| format!("has {n} rows"))
     }
 
     /// Buffer number `k` of the column, at least `needed` bytes long, which are present: its offset in the file, and
     /// its bytes.
-    fn buffer(&self, place: Place, k: usize, needed: Option<usize>) -> Result<(usize, &'a [u8]), String> {
+    fn buffer(
+        &self, place: Place, k: usize, needed: Option<usize>,
+    ) -> Result<(usize, &'a [u8]), String> {
         let extra = self.header.variadicBufferCounts().into_iter().flatten().take(place.views);
-        let extra = extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
+        let extra =
+            extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
         let k = extra.saturating_add(place.buffer + k);
         let buffers = self.header.buffers().filter(|buffers| k < buffers.len());
         let buffer = buffers.ok_or("lists fewer buffers than its schema")?.get(k);
-        let outside = || format!("has a buffer outside its body: {} bytes at {}", buffer.length(), buffer.offset());
+        let outside = || {
+            format!(
+                "has a buffer outside its body: {} bytes at {}",
+                buffer.length(),
+                buffer.offset()
+            )
+        };
         let start = usize::try_from(buffer.offset()).map_err(|_| outside())?;
         let len = usize::try_from(buffer.length()).map_err(|_| outside())?;
         let start = start.checked_add(self.body).ok_or_else(outside)?;
-        let end = start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
+        let end =
+            start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
         if let Some(needed) = needed {
-            refuse!(len < needed, Err(format!("has a buffer of {len} bytes, but {needed} are needed")));
+            refuse!(
+                len < needed,
+                Err(format!("has a buffer of {len} bytes, but {needed} are needed"))
+            );
             self.progress.wait(start as u64, (start + needed) as u64, &|| false)?;
         }
         Ok((start, &self.map[start..end]))
@@ -424,12 +497,20 @@ impl<'a> Batch<'a> {
         for i in 0..n {
             let (start, end) = (offset(i), offset(i + 1));
             if start < 0 || end < start || end as u64 > values.len() as u64 {
-                return Err(format!("has offsets {start} to {end} in a buffer of {} bytes", values.len()));
+                return Err(format!(
+                    "has offsets {start} to {end} in a buffer of {} bytes",
+                    values.len()
+                ));
             }
             let len = match u32::try_from(end - start) {
                 _ if is_null(parent, i) || is_null(validity, i) => NULL,
                 Ok(len) if len != NULL => len,
-                _ => return Err(format!("holds a value of {} bytes; 4 GiB is the limit", end - start)),
+                _ => {
+                    return Err(format!(
+                        "holds a value of {} bytes; 4 GiB is the limit",
+                        end - start
+                    ))
+                }
             };
             out.push(Span { start: (data as u64) + start as u64, len });
         }
@@ -443,7 +524,8 @@ impl<'a> Batch<'a> {
             return Ok(());
         }
         let validity = self.validity(place)?;
-        let (_, values) = self.buffer(place, 1, Some(n.checked_mul(8).ok_or("has too many rows")?))?;
+        let (_, values) =
+            self.buffer(place, 1, Some(n.checked_mul(8).ok_or("has too many rows")?))?;
         out.extend(values.chunks_exact(8).take(n).enumerate().map(|(i, b)| {
             let value = i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
             match value {

@@ -52,7 +52,8 @@ pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Resul
         std::fs::create_dir_all(folder)?;
     }
     let temporary = place.with_extension(format!("{}.tmp", std::process::id()));
-    let written = std::fs::write(&temporary, &out).and_then(|()| std::fs::rename(&temporary, place));
+    let written =
+        std::fs::write(&temporary, &out).and_then(|()| std::fs::rename(&temporary, place));
     if written.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }
@@ -60,13 +61,19 @@ pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Resul
 }
 
 /// The index in the file's bytes. None when anything in it is invalid. Takes the maps only when everything is valid.
-pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut Vec<Mmap>) -> Option<Index> {
+pub(super) fn load(
+    bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut Vec<Mmap>,
+) -> Option<Index> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     let mut hash = Hash::new();
     hash.bytes(body);
     let input = &mut body.strip_prefix(MAGIC)?;
-    refuse!(hash.words()[0] != u64::from_le_bytes(*sum) || [u64::get(input)?, u64::get(input)?] != key, None);
-    let (fingerprint, class_names, labels) = (Stored::get(input)?, Stored::get(input)?, Vec::<i32>::get(input)?);
+    refuse!(
+        hash.words()[0] != u64::from_le_bytes(*sum) || [u64::get(input)?, u64::get(input)?] != key,
+        None
+    );
+    let (fingerprint, class_names, labels) =
+        (Stored::get(input)?, Stored::get(input)?, Vec::<i32>::get(input)?);
     let mut tables = Vec::new();
     for _ in maps.iter() {
         tables.push((u64::get(input)? as usize, Table::get(input)?));
@@ -89,7 +96,14 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
         let (path, progress) = (path.clone(), CopyProgress::complete());
         Shard { path, map, progress, first_row, table }
     });
-    Some(Index { shards: shards.collect(), labels, class_names, fingerprint, root: None, links: false })
+    Some(Index {
+        shards: shards.collect(),
+        labels,
+        class_names,
+        fingerprint,
+        root: None,
+        links: false,
+    })
 }
 
 /// A value of the body.

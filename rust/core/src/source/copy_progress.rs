@@ -31,16 +31,21 @@ impl CopyProgress {
     /// The progress of a shard of `len` bytes that may still be copied.
     pub fn open(shard: &Path, len: u64) -> io::Result<Self> {
         let name = format!(".{}.parts", shard.file_name().unwrap_or_default().to_string_lossy());
-        let file = match OpenOptions::new().read(true).write(true).open(shard.with_file_name(name)) {
+        let file = match OpenOptions::new().read(true).write(true).open(shard.with_file_name(name))
+        {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::complete()), // it became complete
             Err(error) => return Err(error),
         };
         let damaged = || io::Error::other("its list of parts is damaged; remove the copy");
-        let found = usize::try_from(file.metadata()?.len()).ok().filter(|&found| found > HEAD).ok_or_else(damaged)?;
+        let found = usize::try_from(file.metadata()?.len())
+            .ok()
+            .filter(|&found| found > HEAD)
+            .ok_or_else(damaged)?;
         let map = MmapOptions::new().len(found).map_raw(&file)?;
         // SAFETY: the map has more than HEAD bytes, which are not written any more.
-        let size = u64::from_le_bytes(unsafe { map.as_ptr().cast::<[u8; HEAD]>().read_unaligned() });
+        let size =
+            u64::from_le_bytes(unsafe { map.as_ptr().cast::<[u8; HEAD]>().read_unaligned() });
         refuse!(size == 0 || len.div_ceil(size) != (found - HEAD) as u64, Err(damaged()));
         Ok(Self(Some((map, size))))
     }

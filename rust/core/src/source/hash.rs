@@ -22,7 +22,9 @@ impl Hash {
         self.feed(bytes.len() as u64);
         let mut words = bytes.chunks_exact(8);
         for word in &mut words {
-            self.feed(u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]));
+            self.feed(u64::from_le_bytes([
+                word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7],
+            ]));
         }
         let rest = words.remainder();
         if !rest.is_empty() {

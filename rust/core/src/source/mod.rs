@@ -134,8 +134,10 @@ impl Reader {
     fn release(&mut self) {
         self.n_reused += 1;
         #[cfg(unix)]
-        if let Some(file) =
-            self.file.as_ref().filter(|file| file.len() > LONG_FILE && self.n_reused.is_multiple_of(RELEASE_EVERY))
+        if let Some(file) = self
+            .file
+            .as_ref()
+            .filter(|file| file.len() > LONG_FILE && self.n_reused.is_multiple_of(RELEASE_EVERY))
         {
             // SAFETY: pages of a file that is only read are read from it again.
             let _ = unsafe { file.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
@@ -155,18 +157,31 @@ impl Index {
             let open = |source| Error::Open { path: path.clone(), source };
             let (file, stat) = open::regular(path).map_err(open)?;
             refuse!(stat.len() == 0, Err(Fault::at(0, "is empty").of(path)));
-            let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+            let time = stat
+                .modified()
+                .ok()
+                .and_then(|t| t.duration_since(UNIX_EPOCH).ok())
+                .unwrap_or_default();
             key.text(&path.to_string_lossy());
-            [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
+            [stat.len(), time.as_secs(), time.subsec_nanos().into()]
+                .into_iter()
+                .for_each(|word| key.feed(word));
             // SAFETY: the map is only read, and the module requires that no process truncates the file meanwhile.
             maps.push(unsafe { Mmap::map(&file) }.map_err(open)?);
         }
         // A shard that is still copied has another time at each start.
-        let place = options.cache.filter(|_| !options.copying).map(|folder| folder.join(cache::name(shards, options)));
+        let place = options
+            .cache
+            .filter(|_| !options.copying)
+            .map(|folder| folder.join(cache::name(shards, options)));
         let mut index = match &place {
             None => Self::read(shards, maps, options)?,
             Some(place) => {
-                match map_file(place).ok().flatten().and_then(|b| cache::load(&b, key.words(), shards, &mut maps)) {
+                match map_file(place)
+                    .ok()
+                    .flatten()
+                    .and_then(|b| cache::load(&b, key.words(), shards, &mut maps))
+                {
                     Some(index) => index,
                     None => {
                         let index = Self::read(shards, maps, options)?;
@@ -201,8 +216,11 @@ impl Index {
         map.copy_from_slice(bytes);
         let map = map.make_read_only().map_err(open)?;
         // A root that does not exist, so that the bytes cannot name a file to open.
-        let mut index =
-            Self::read(&[path.to_path_buf()], vec![map], Options { audio: "audio", label, ..Options::default() })?;
+        let mut index = Self::read(
+            &[path.to_path_buf()],
+            vec![map],
+            Options { audio: "audio", label, ..Options::default() },
+        )?;
         index.root = Some("/nonexistent".into());
         let mut reader = Reader::default();
         let mut first = Ok(index.n_rows());
@@ -247,7 +265,9 @@ impl Index {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
         match &shard.table {
-            Table::Arrow { audio, .. } if audio[local].len != NULL => return Ok(audio[local].slice(&shard.map)),
+            Table::Arrow { audio, .. } if audio[local].len != NULL => {
+                return Ok(audio[local].slice(&shard.map))
+            }
             Table::Arrow { .. } => {}
             Table::Parts(parts) => {
                 let known = Some((number, parts.files[local]));
@@ -265,7 +285,9 @@ impl Index {
                 match value.map_err(|what| self.bad_row(row, format!("its page {what}")))? {
                     parquet::Value::Null => {}
                     parquet::Value::InFile(span) => return Ok(span.slice(&shard.map)),
-                    parquet::Value::Decompressed(page, span) => return Ok(span.slice(reader.page.insert(page))),
+                    parquet::Value::Decompressed(page, span) => {
+                        return Ok(span.slice(reader.page.insert(page)))
+                    }
                 }
             }
         }
@@ -303,7 +325,9 @@ impl Index {
     /// The rows whose recordings have one of these names, and the number of names that are those of a recording. A name
     /// is a path, or an id: the path's file without folder and ending.
     /// Errors: A name that cannot be read.
-    pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
+    pub fn rows_named(
+        &self, names: &std::collections::HashSet<String>,
+    ) -> Result<(Vec<u32>, usize), Error> {
         let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
         let mut reader = Reader::default();
         let matching = |path: &str| {
@@ -313,9 +337,14 @@ impl Index {
         for (number, shard) in self.shards.iter().enumerate() {
             let end = self.shards.get(number + 1).map_or(self.n_rows(), |next| next.first_row);
             if let Table::Parts(parts) = &shard.table {
-                let wanted: Vec<_> = (0..parts.names.len()).map(|k| matching(parts.names.get(k as u32))).collect();
+                let wanted: Vec<_> =
+                    (0..parts.names.len()).map(|k| matching(parts.names.get(k as u32))).collect();
                 found.extend(wanted.iter().flatten());
-                let of_shard = parts.files.iter().enumerate().filter(|(_, &file)| wanted[file as usize].is_some());
+                let of_shard = parts
+                    .files
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, &file)| wanted[file as usize].is_some());
                 rows.extend(of_shard.map(|(local, _)| (shard.first_row + local) as u32));
                 continue;
             }
@@ -357,7 +386,8 @@ impl Index {
                 value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))?
             }
         };
-        let text = value.slice(&shard.map).map(|bytes| std::str::from_utf8(bytes).map(str::to_owned));
+        let text =
+            value.slice(&shard.map).map(|bytes| std::str::from_utf8(bytes).map(str::to_owned));
         text.transpose().map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
     }
 
@@ -392,7 +422,8 @@ impl Index {
         match self.shard(row) {
             Ok((_, shard)) => {
                 let place = row - shard.first_row;
-                Fault::plain(format!("row {row} (row {place} of this shard): {what}")).of(&shard.path)
+                Fault::plain(format!("row {row} (row {place} of this shard): {what}"))
+                    .of(&shard.path)
             }
             Err(error) => error,
         }
@@ -410,7 +441,11 @@ impl Index {
         let Options { audio, label, copying, .. } = options;
         let n = map.len() as u64;
         let open = |source| Error::Open { path: path.to_path_buf(), source };
-        let progress = if copying { CopyProgress::open(path, n).map_err(open)? } else { CopyProgress::complete() };
+        let progress = if copying {
+            CopyProgress::open(path, n).map_err(open)?
+        } else {
+            CopyProgress::complete()
+        };
         let wait = |start, end| match progress.wait(start, end, &|| false) {
             Ok(_) => Ok(()),
             Err(what) => Err(Fault::at(start, what).of(path)),
@@ -425,7 +460,8 @@ impl Index {
         let metadata = metadata.map_err(|fault| fault.of(path))?;
         if let Some(first) = self.shards.first() {
             if metadata.class_names != self.class_names {
-                let (path, first, name) = (path.display(), first.path.display(), label.unwrap_or_default());
+                let (path, first, name) =
+                    (path.display(), first.path.display(), label.unwrap_or_default());
                 let what = difference(self.class_names.as_deref(), metadata.class_names.as_deref());
                 return Err(Error::Invalid(format!(
                     "{path} and {first} differ in the classes of {name:?}: {what}. All shards must have the same names in the \
@@ -439,11 +475,19 @@ impl Index {
         let n = self.class_names.as_ref().map_or(i32::MAX as usize, Vec::len);
         if let Some(k) = metadata.labels.iter().position(|&l| l >= 0 && l as usize >= n) {
             let (row, label) = (first_row + k, metadata.labels[k]);
-            let what = format!("row {row} (row {k} of this shard) has label {label}, but there are {n} classes");
+            let what = format!(
+                "row {row} (row {k} of this shard) has label {label}, but there are {n} classes"
+            );
             return Err(Fault::plain(what).of(path));
         }
         self.labels.extend(metadata.labels);
-        self.shards.push(Shard { path: path.to_path_buf(), map, progress, first_row, table: metadata.table });
+        self.shards.push(Shard {
+            path: path.to_path_buf(),
+            map,
+            progress,
+            first_row,
+            table: metadata.table,
+        });
         Ok(())
     }
 
@@ -522,7 +566,10 @@ fn class_names(text: Option<&str>, label: &str) -> Result<Option<Vec<String>>, S
     let Some(text) = text else { return Ok(None) };
     let json: serde_json::Value = serde_json::from_str(text)
         .map_err(|e| format!("has invalid JSON under its metadata key \"huggingface\": {e}"))?;
-    let names = json.pointer("/info/features").and_then(|f| f.get(label)).and_then(|f| f.get("names"));
-    let names = names.and_then(|n| n.as_array()).map(|n| n.iter().map(|v| v.as_str().map(str::to_owned)).collect());
+    let names =
+        json.pointer("/info/features").and_then(|f| f.get(label)).and_then(|f| f.get("names"));
+    let names = names
+        .and_then(|n| n.as_array())
+        .map(|n| n.iter().map(|v| v.as_str().map(str::to_owned)).collect());
     Ok(names.flatten())
 }

@@ -24,7 +24,9 @@ pub(super) fn regular(path: &Path) -> Result<(File, Metadata)> {
 pub(super) fn below(root: &Path, name: &Path, links: bool) -> Result<PathBuf> {
     let place = root.join(name);
     let is_below = match links {
-        true => lexical(&std::path::absolute(&place)?).starts_with(lexical(&std::path::absolute(root)?)),
+        true => {
+            lexical(&std::path::absolute(&place)?).starts_with(lexical(&std::path::absolute(root)?))
+        }
         false => {
             let root = if root.as_os_str().is_empty() { Path::new(".") } else { root };
             place.canonicalize()?.starts_with(root.canonicalize()?)

@@ -40,7 +40,8 @@ impl Parts {
         let n = files.len();
         starts.len() == n
             && stops.len() == n
-            && (channels.is_empty() || channels.len() == n && channels.iter().all(|&channel| channel >= MEAN))
+            && (channels.is_empty()
+                || channels.len() == n && channels.iter().all(|&channel| channel >= MEAN))
             && ends.is_sorted()
             && ends.last().copied().unwrap_or(0) == text.len() as u64
             && ends.iter().all(|&end| text.is_char_boundary(end as usize))

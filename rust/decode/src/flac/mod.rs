@@ -38,7 +38,9 @@ impl Flac {
         // The last frame shows where a recording really ends: it may be truncated, or its length not stated.
         let mut before = stream.frames.len();
         for _ in 0..LAST_FRAMES {
-            let Some((at, header)) = stream.previous(before) else { return Err(Error::NoAudio { format: "FLAC" }) };
+            let Some((at, header)) = stream.previous(before) else {
+                return Err(Error::NoAudio { format: "FLAC" });
+            };
             let frames = header.position + u64::from(header.block);
             let found = self.frame(&stream, at);
             // A last frame that is present, and damaged, is an error of the crops that need it.
@@ -52,12 +54,18 @@ impl Flac {
     }
 
     /// Decodes samples from `start` on: one channel, or the mean.
-    pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(
+        &mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32],
+    ) -> Result<(), Error> {
         let stream = &parse(bytes)?;
         let gain = last_bit(stream) as f32; // once: powi of each sample takes longer than all else
         self.each(stream, start, out.len(), |flac, frame, from, done, n| match frame {
-            Frame::Plain(samples) => plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * gain),
-            Frame::Decoded(stereo) => flac.mix(stream, stereo, channel, from, &mut out[done..done + n]),
+            Frame::Plain(samples) => {
+                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * gain)
+            }
+            Frame::Decoded(stereo) => {
+                flac.mix(stream, stereo, channel, from, &mut out[done..done + n])
+            }
         })
     }
 
@@ -71,7 +79,9 @@ impl Flac {
             let out = out[done..done + n].iter_mut();
             match frame {
                 Frame::Plain(samples) => plain(samples, from, out, |x| x),
-                Frame::Decoded(_) => out.zip(&flac.channels[0][from..]).for_each(|(y, x)| *y = *x as i16),
+                Frame::Decoded(_) => {
+                    out.zip(&flac.channels[0][from..]).for_each(|(y, x)| *y = *x as i16)
+                }
             }
         })?;
         Ok(true)
@@ -88,7 +98,8 @@ impl Flac {
     /// Decodes the frames that hold samples \[start, start + length). `take` is given each frame, its first sample that
     /// counts, the number of samples before it, and the number that it has.
     fn each(
-        &mut self, stream: &Stream, start: u64, length: usize, mut take: impl FnMut(&Self, Frame, usize, usize, usize),
+        &mut self, stream: &Stream, start: u64, length: usize,
+        mut take: impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
         let at = stream.seek(start);
         match self.walk(stream, at, start, length, &mut take) {
@@ -102,12 +113,16 @@ impl Flac {
         &mut self, stream: &Stream, mut at: usize, start: u64, length: usize,
         take: &mut impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
-        let Some(first) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
+        let Some(first) = stream.header(at) else {
+            return corrupt("FLAC", "a frame header is missing");
+        };
         let mut position = if at == 0 { 0 } else { first.position };
         refuse!(position > start, corrupt("FLAC", "a frame is missing"));
         let mut done = 0;
         while done < length {
-            let Some(header) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
+            let Some(header) = stream.header(at) else {
+                return corrupt("FLAC", "a frame header is missing");
+            };
             refuse!(header.position != position, corrupt("FLAC", "a frame is missing"));
             let (frame, size) = match stream.plain(at, &header) {
                 Some(found) => found.map(|(samples, size)| (Frame::Plain(samples), size))?,
@@ -128,7 +143,9 @@ impl Flac {
 
     /// One channel of the current frame from sample `from` on, or the mean. That needs no decorrelation: with
     /// side = left - right and mid = (left + right) >> 1, whose lost bit is side's last.
-    fn mix(&self, stream: &Stream, stereo: Stereo, channel: Option<u16>, from: usize, out: &mut [f32]) {
+    fn mix(
+        &self, stream: &Stream, stereo: Stereo, channel: Option<u16>, from: usize, out: &mut [f32],
+    ) {
         let channels = &self.channels[..usize::from(stream.channels)];
         let samples = |channel: usize| &self.channels[channel][from..];
         let summed = if channel.is_some() { 1 } else { channels.len() };
@@ -152,25 +169,40 @@ impl Flac {
                 let pairs = out.iter_mut().zip(samples(0)).zip(samples(1));
                 // Only damaged frames hold more bits than they state.
                 match stereo {
-                    Stereo::Independent => pairs.for_each(|((y, a), b)| *y = a.wrapping_add(*b) as f32 * gain as f32),
+                    Stereo::Independent => {
+                        pairs.for_each(|((y, a), b)| *y = a.wrapping_add(*b) as f32 * gain as f32)
+                    }
                     Stereo::LeftSide => {
-                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_sub(*b) as f32 * gain as f32);
+                        pairs.for_each(|((y, a), b)| {
+                            *y = a.wrapping_mul(2).wrapping_sub(*b) as f32 * gain as f32
+                        });
                     }
                     Stereo::SideRight => {
-                        pairs.for_each(|((y, a), b)| *y = b.wrapping_mul(2).wrapping_add(*a) as f32 * gain as f32);
+                        pairs.for_each(|((y, a), b)| {
+                            *y = b.wrapping_mul(2).wrapping_add(*a) as f32 * gain as f32
+                        });
                     }
                     Stereo::MidSide => {
-                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_add(b & 1) as f32 * gain as f32);
+                        pairs.for_each(|((y, a), b)| {
+                            *y = a.wrapping_mul(2).wrapping_add(b & 1) as f32 * gain as f32
+                        });
                     }
                 }
             }
             _ => {
                 let sample = |channel: usize, i: usize| i64::from(self.channels[channel][from + i]);
-                let side =
-                    |channel: usize, i: usize| if side_is_wide { self.wide[from + i] } else { sample(channel, i) };
+                let side = |channel: usize, i: usize| {
+                    if side_is_wide {
+                        self.wide[from + i]
+                    } else {
+                        sample(channel, i)
+                    }
+                };
                 for (i, y) in out.iter_mut().enumerate() {
                     let value = match (stereo, channel) {
-                        (Stereo::Independent, None) => channels.iter().map(|c| i64::from(c[from + i])).sum(),
+                        (Stereo::Independent, None) => {
+                            channels.iter().map(|c| i64::from(c[from + i])).sum()
+                        }
                         (Stereo::LeftSide, None) => 2 * sample(0, i) - side(1, i),
                         (Stereo::SideRight, None) => 2 * sample(1, i) + side(0, i),
                         (Stereo::MidSide, None) => 2 * sample(0, i) + (side(1, i) & 1),
@@ -190,7 +222,9 @@ impl Flac {
 
     /// Decodes the frame at `at` into `channels`, and returns its size in bytes.
     fn frame(&mut self, stream: &Stream, at: usize) -> Result<usize, Error> {
-        let Some(header) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
+        let Some(header) = stream.header(at) else {
+            return corrupt("FLAC", "a frame header is missing");
+        };
         let frame = &stream.frames[at..];
         let n = header.block as usize;
         let mut bits = Msb::new(&frame[header.size..]);
@@ -227,7 +261,9 @@ fn last_bit(stream: &Stream) -> f64 {
 
 /// Big-endian samples of 16 bits from number `from` on.
 #[inline(always)]
-fn plain<'a, T: 'a>(samples: &[u8], from: usize, out: impl Iterator<Item = &'a mut T>, value: impl Fn(i16) -> T) {
+fn plain<'a, T: 'a>(
+    samples: &[u8], from: usize, out: impl Iterator<Item = &'a mut T>, value: impl Fn(i16) -> T,
+) {
     for (y, x) in out.zip(samples[2 * from..].chunks_exact(2)) {
         *y = value(i16::from_be_bytes([x[0], x[1]]));
     }

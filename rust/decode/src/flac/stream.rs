@@ -39,7 +39,8 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
     let (mut stream, mut origin) = (None, None);
     let mut at = 4;
     loop {
-        let Some(&[kind, a, b, c]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<4>()) else {
+        let Some(&[kind, a, b, c]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<4>())
+        else {
             return corrupt("FLAC", "the metadata are cut off");
         };
         let size = u32::from_be_bytes([0, a, b, c]) as usize;
@@ -70,7 +71,10 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
     let Some(mut stream) = stream else { return corrupt("FLAC", "there is no stream information") };
     stream.frames = bytes.get(at..).unwrap_or(&[]);
     stream.origin = origin;
-    refuse!(stream.max_block < 16 || stream.rate == 0, corrupt("FLAC", "the stream information is not valid"));
+    refuse!(
+        stream.max_block < 16 || stream.rate == 0,
+        corrupt("FLAC", "the stream information is not valid")
+    );
     Ok(stream)
 }
 
@@ -94,7 +98,11 @@ impl Stream<'_> {
         let mut size = 5 + more;
         let mut bytes = |n: usize| {
             size += n;
-            Some(b.get(size - n..size)?.iter().fold(0, |number, &byte| number << 8 | u32::from(byte)))
+            Some(
+                b.get(size - n..size)?
+                    .iter()
+                    .fold(0, |number, &byte| number << 8 | u32::from(byte)),
+            )
         };
         let block = match sizes >> 4 {
             0 => return None,
@@ -106,7 +114,8 @@ impl Stream<'_> {
         let rate = match sizes & 15 {
             0 => self.rate,
             code @ 1..=11 => {
-                [88200, 176400, 192000, 8000, 16000, 22050, 24000, 32000, 44100, 48000, 96000][code as usize - 1]
+                [88200, 176400, 192000, 8000, 16000, 22050, 24000, 32000, 44100, 48000, 96000]
+                    [code as usize - 1]
             }
             12 => bytes(1)? * 1000,
             13 => bytes(2)?,
@@ -125,7 +134,8 @@ impl Stream<'_> {
             code @ (1 | 2 | 4 | 5 | 6 | 7) => [8, 12, 0, 16, 20, 24, 32][code as usize - 1],
             _ => return None,
         };
-        let same = (rate, channels, bits) == (self.rate, self.channels, self.bits) && block <= self.max_block;
+        let same = (rate, channels, bits) == (self.rate, self.channels, self.bits)
+            && block <= self.max_block;
         refuse!(!same || crc8(b.get(..size)?) != *b.get(size)?, None);
         let position = if sync & 1 == 1 { number } else { number * u64::from(self.max_block) };
         Some(Header { size: size + 1, position, block, stereo })
@@ -163,10 +173,15 @@ impl Stream<'_> {
         // Places that are no multiples of each other, since files of one size may follow each other.
         for share in [23, 41, 59, 83] {
             let place = self.frames.len() / 100 * share;
-            let position = self.next(place, (place + largest).min(at)).map_or(before, |(_, header)| header.position);
+            let position = self
+                .next(place, (place + largest).min(at))
+                .map_or(before, |(_, header)| header.position);
             fine &= std::mem::replace(&mut before, position) <= position;
         }
-        !fine && bytes[4..].windows(8).any(|at| at[..4] == *b"fLaC" && at[4] & 0x7f == 0 && at[5..] == [0, 0, 34])
+        !fine
+            && bytes[4..]
+                .windows(8)
+                .any(|at| at[..4] == *b"fLaC" && at[4] & 0x7f == 0 && at[5..] == [0, 0, 34])
     }
 
     /// The probable start of the frame that holds sample `target`.
@@ -195,7 +210,9 @@ impl Stream<'_> {
 
     /// The samples of the frame at `at`, big-endian, and its size, if it holds one channel of 16 bits as it is.
     /// Errors: A checksum that does not match.
-    pub(super) fn plain(&self, at: usize, header: &Header) -> Option<Result<(&[u8], usize), Error>> {
+    pub(super) fn plain(
+        &self, at: usize, header: &Header,
+    ) -> Option<Result<(&[u8], usize), Error>> {
         let begin = header.size + 1;
         let end = begin + 2 * header.block as usize;
         let frame = self.frames.get(at..)?.get(..end + 2)?;

@@ -8,7 +8,9 @@ pub(super) trait Int: Copy + Into<i64> {
     fn wrap(x: i64) -> Self;
     /// The samples after the first `weights.len()` ones, which have `depth` bits: each is its residual + (sum of
     /// weights\[j\] x\[i - 1 - j\]) >> shift.
-    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()>;
+    fn predicted(
+        bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self],
+    ) -> Option<()>;
 }
 
 impl Int for i64 {
@@ -17,7 +19,9 @@ impl Int for i64 {
         x
     }
     // Only for the side channel of 32-bit stereo, which is not worth specialised loops.
-    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, _depth: u32, out: &mut [Self]) -> Option<()> {
+    fn predicted(
+        bits: &mut Msb, weights: &[i32], shift: u32, _depth: u32, out: &mut [Self],
+    ) -> Option<()> {
         residual(bits, out, weights, shift, &Any { weights, shift })
     }
 }
@@ -28,8 +32,11 @@ impl Int for i32 {
         x as i32
     }
     #[inline(always)]
-    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()> {
-        let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
+    fn predicted(
+        bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self],
+    ) -> Option<()> {
+        let largest =
+            weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
         // Whether no sum can overflow i32.
         let narrow = largest <= i32::MAX as u64;
         if let (1..=2, true, 0) = (weights.len(), narrow, shift) {
@@ -201,8 +208,10 @@ impl<T: Int> Predictor<T> for Any<'_> {
 #[inline(never)]
 fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], at: usize) {
     let before = x[at - weights.len()..at].iter().rev();
-    let sum =
-        weights.iter().zip(before).fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.into())));
+    let sum = weights
+        .iter()
+        .zip(before)
+        .fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.into())));
     x[at] = T::wrap((sum >> shift).wrapping_add(i64::from(residual)));
 }
 
@@ -268,7 +277,8 @@ fn residual<T: Int>(
 /// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns their number.
 #[inline(always)]
 fn restore_some<T: Int, const M: usize>(
-    bits: &mut Msb, k: u32, out: &mut [T], at: usize, weights: &[i32], shift: u32, predictor: &impl Predictor<T>,
+    bits: &mut Msb, k: u32, out: &mut [T], at: usize, weights: &[i32], shift: u32,
+    predictor: &impl Predictor<T>,
 ) -> Option<usize> {
     let mut window = bits.window();
     let mut residuals = [0; M];

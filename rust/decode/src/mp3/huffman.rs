@@ -20,8 +20,8 @@ struct Tables {
     /// start of its table.
     nodes: Vec<u32>,
     pairs: [Option<u32>; 32], // where a table of pairs begins in `nodes`; None if every value is 0
-    quads: [[u16; 64]; 2],    // bits of code and signs << 8 | of the code << 4 | which of the four values are not 0
-    fours: [[f32; 4]; 256],   // the four values by which of them are not 0 << 4 | the next four bits
+    quads: [[u16; 64]; 2], // bits of code and signs << 8 | of the code << 4 | which of the four values are not 0
+    fours: [[f32; 4]; 256], // the four values by which of them are not 0 << 4 | the next four bits
 }
 
 const LINK: u32 = 1 << 31;
@@ -46,7 +46,8 @@ fn tables() -> &'static Tables {
             for leaf in leaves {
                 let (length, set) = (leaf >> 8, leaf & 15);
                 let span = 64 >> length;
-                table[at..at + span].fill((length + set.count_ones() as u16) << 8 | length << 4 | set);
+                table[at..at + span]
+                    .fill((length + set.count_ones() as u16) << 8 | length << 4 | set);
                 at += span;
             }
             table
@@ -121,15 +122,16 @@ fn quarter_power(x: i32) -> f32 {
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn spectrum(
-    bits: &mut Register, end: usize, granule: &Granule, header: Header, gain: i32, emphasis: bool, scale: &[u8; 39],
-    lines: &mut [f32; LINES],
+    bits: &mut Register, end: usize, granule: &Granule, header: Header, gain: i32, emphasis: bool,
+    scale: &[u8; 39], lines: &mut [f32; LINES],
 ) -> usize {
     let tables = tables();
     let bands = Bands::new(granule, header.rate_index());
     let step = if granule.coarse { 4 } else { 2 };
     let factor = |b: usize| {
         let window = bands.window[b].map_or(0, |w| 8 * granule.window_gain[usize::from(w)]);
-        let more = if emphasis && bands.window[b].is_none() { standard::EMPHASIS[b.min(21)] } else { 0 };
+        let more =
+            if emphasis && bands.window[b].is_none() { standard::EMPHASIS[b.min(21)] } else { 0 };
         let exponent = granule.gain + gain - 210 - window - step * i32::from(scale[b] + more);
         quarter_power(exponent)
     };
@@ -149,12 +151,18 @@ pub(super) fn spectrum(
             region += 1;
         }
         let region_end = granule.regions.get(region).copied().unwrap_or(LINES);
-        let run_end = granule.paired.min(region_end).min(if b < bands.n { band_end } else { LINES }).max(line + 2);
+        let run_end = granule
+            .paired
+            .min(region_end)
+            .min(if b < bands.n { band_end } else { LINES })
+            .max(line + 2);
         let table = usize::from(granule.tables[region]);
         let run = &mut lines[line..run_end];
         match tables.pairs[table] {
             None => run.fill(0.0),
-            Some(root) => *bits = pairs(*bits, tables, root as usize, standard::LINBITS[table], of_band, run),
+            Some(root) => {
+                *bits = pairs(*bits, tables, root as usize, standard::LINBITS[table], of_band, run)
+            }
         }
         line = run_end;
         // Damaged: the codes reach beyond the channel.
@@ -199,7 +207,8 @@ fn pairs<'a>(
     mut bits: Register<'a>, tables: &Tables, root: usize, linbits: u8, factor: f32, run: &mut [f32],
 ) -> Register<'a> {
     const { assert!(2 * (19 + 2) <= Register::FULL && 17 + 2 * (13 + 1) <= Register::FULL) };
-    let first: &[u32; 1 << FIRST] = tables.nodes[root..].first_chunk().expect("grow appends as many");
+    let first: &[u32; 1 << FIRST] =
+        tables.nodes[root..].first_chunk().expect("grow appends as many");
     let mut values = [0.0; 16];
     for (value, power) in values.iter_mut().zip(&tables.powers) {
         *value = power * factor;

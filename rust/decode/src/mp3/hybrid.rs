@@ -54,7 +54,9 @@ fn tables() -> &'static Tables {
                     })
                 })
             }),
-            window: std::array::from_fn(|i| std::array::from_fn(|q| window(32 * i + position(q)) as f32 / 65536.0)),
+            window: std::array::from_fn(|i| {
+                std::array::from_fn(|q| window(32 * i + position(q)) as f32 / 65536.0)
+            }),
             alias: standard::ALIAS
                 .map(|c| (1.0 / (1.0 + c * c).sqrt(), c / (1.0 + c * c).sqrt()))
                 .map(|(a, b)| (a as f32, b as f32)),
@@ -80,13 +82,15 @@ fn tables() -> &'static Tables {
 fn transform_matrix(kind: usize) -> Matrix {
     let mut matrix = [[0.0; SLOTS]; 2 * SLOTS];
     let sine = |i: usize, n: usize| (PI / n as f64 * (i as f64 + 0.5)).sin();
-    let cosine =
-        |i: usize, k: usize, n: usize| (PI / (2 * n) as f64 * ((2 * i + 1 + n / 2) * (2 * k + 1)) as f64).cos();
+    let cosine = |i: usize, k: usize, n: usize| {
+        (PI / (2 * n) as f64 * ((2 * i + 1 + n / 2) * (2 * k + 1)) as f64).cos()
+    };
     if kind == SHORT {
         for window in 0..3 {
             for i in 0..12 {
                 for k in 0..6 {
-                    matrix[6 + 6 * window + i][3 * k + window] = (sine(i, 12) * cosine(i, k, 12)) as f32;
+                    matrix[6 + 6 * window + i][3 * k + window] =
+                        (sine(i, 12) * cosine(i, k, 12)) as f32;
                 }
             }
         }
@@ -202,7 +206,11 @@ unsafe fn transform_lanes<V: Lanes>(work: &mut Hybrid, matrix: &Matrix, subbands
     const ROWS: usize = 6;
     for s in (0..subbands).step_by(V::N) {
         for first in (0..2 * SLOTS).step_by(ROWS) {
-            let to = if first < SLOTS { &mut work.slots[first..] } else { &mut work.overlap[first - SLOTS..] };
+            let to = if first < SLOTS {
+                &mut work.slots[first..]
+            } else {
+                &mut work.overlap[first - SLOTS..]
+            };
             let mut sums = [V::splat(0.0); ROWS];
             for i in 0..ROWS {
                 sums[i] = V::load(to[i].as_ptr().add(s));
@@ -250,7 +258,10 @@ unsafe fn synthesise_lanes<V: Lanes>(work: &mut Hybrid, tables: &Tables) {
             for q in (0..32).step_by(2 * V::N) {
                 let mut sums = [[V::splat(0.0); 2]; TOGETHER];
                 for n in 0..16 {
-                    let m = [V::load(matrix[n].as_ptr().add(q)), V::load(matrix[n].as_ptr().add(q + V::N))];
+                    let m = [
+                        V::load(matrix[n].as_ptr().add(q)),
+                        V::load(matrix[n].as_ptr().add(q + V::N)),
+                    ];
                     for i in 0..TOGETHER {
                         let x = V::splat(folded[t + i][n]);
                         sums[i] = [x.mul_add(m[0], sums[i][0]), x.mul_add(m[1], sums[i][1])];

@@ -24,7 +24,8 @@ pub fn first_frame(bytes: &[u8]) -> Option<(usize, Header)> {
     (0..within.len()).filter(|&at| within[at] == 0xff).find_map(|at| {
         let header = Header::parse(&bytes[at..])?;
         let sure = follows(bytes, at, header)
-            && Header::parse(&bytes[at + header.size..]).is_none_or(|next| follows(bytes, at + header.size, next));
+            && Header::parse(&bytes[at + header.size..])
+                .is_none_or(|next| follows(bytes, at + header.size, next));
         sure.then_some((at, header))
     })
 }
@@ -86,14 +87,22 @@ const MAX_DAMAGED: usize = 2;
 impl Constant {
     /// The frames in [begin, end), and their number, if the bit rate is constant. `stated`: their number according to a
     /// tag that also states a constant bit rate. Then only the last frame is checked.
-    fn detect(bytes: &[u8], begin: usize, end: usize, stated: Option<u32>) -> Option<(Self, usize)> {
+    fn detect(
+        bytes: &[u8], begin: usize, end: usize, stated: Option<u32>,
+    ) -> Option<(Self, usize)> {
         let first = bytes.get(begin..).and_then(Header::parse)?;
         let constant = Self { begin, end, first };
-        let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate) / first.bytes_by_rate()) as usize;
+        let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate)
+            / first.bytes_by_rate()) as usize;
         // The last frame may lie a little further than its mean offset; then it is truncated and does not count.
-        let n = (n.saturating_sub(1)..=n).rev().find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
-        let n_valid = || (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
-        let sure = stated.is_some_and(|stated| stated as usize == n) || n > PROBES && n_valid() >= PROBES - MAX_DAMAGED;
+        let n = (n.saturating_sub(1)..=n)
+            .rev()
+            .find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
+        let n_valid = || {
+            (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count()
+        };
+        let sure = stated.is_some_and(|stated| stated as usize == n)
+            || n > PROBES && n_valid() >= PROBES - MAX_DAMAGED;
         sure.then_some((constant, n))
     }
 
@@ -101,15 +110,25 @@ impl Constant {
     fn frame(&self, bytes: &[u8], k: usize) -> Option<usize> {
         let mean = (k as u64 * self.first.bytes_by_rate() / u64::from(self.first.rate)) as usize;
         let begins = |at: usize| {
-            let same = |header: Header| header.same_stream(self.first) && header.bit_rate == self.first.bit_rate;
-            let Some(header) = bytes.get(at..self.end).and_then(Header::parse).filter(|header| same(*header)) else {
+            let same = |header: Header| {
+                header.same_stream(self.first) && header.bit_rate == self.first.bit_rate
+            };
+            let Some(header) =
+                bytes.get(at..self.end).and_then(Header::parse).filter(|header| same(*header))
+            else {
                 return false;
             };
             let rest = bytes.get(at + header.size..self.end);
             rest.is_some_and(|rest| rest.len() < 4 || Header::parse(rest).is_some_and(same))
         };
         let expected = self.begin + mean;
-        let nearest = [expected, expected.wrapping_sub(1), expected + 1, expected.wrapping_sub(2), expected + 2];
+        let nearest = [
+            expected,
+            expected.wrapping_sub(1),
+            expected + 1,
+            expected.wrapping_sub(2),
+            expected + 2,
+        ];
         nearest.into_iter().find(|&at| begins(at))
     }
 }
@@ -123,7 +142,10 @@ const FAR: usize = 2048;
 
 /// A hash of the beginning, which almost certainly differs when another recording lies at the same address.
 fn fingerprint(bytes: &[u8]) -> u64 {
-    bytes.iter().take(256).fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+    bytes
+        .iter()
+        .take(256)
+        .fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 
 /// Identifies the bytes that were read last.
@@ -146,15 +168,20 @@ impl Index {
     /// Indexes `bytes`, and returns the header of the first frame.
     pub fn build(&mut self, bytes: &[u8]) -> Result<Header, Error> {
         self.key = None;
-        let Some((mut at, first)) = first_frame(bytes) else { return corrupt("MP3", "there is no frame") };
+        let Some((mut at, first)) = first_frame(bytes) else {
+            return corrupt("MP3", "there is no frame");
+        };
         if bytes.len() > u32::MAX as usize {
-            return Err(Error::Unsupported { format: "MP3", what: "a file of more than 4 GiB".into() });
+            return Err(Error::Unsupported {
+                format: "MP3",
+                what: "a file of more than 4 GiB".into(),
+            });
         }
         let end = bytes.len() - tags_at_end(bytes);
         let tag = Tag::parse(&bytes[at..], first);
-        let stated = tag
-            .as_ref()
-            .and_then(|tag| tag.trusted_frames(first, [at, at + first.size].map(|at| end.saturating_sub(at))));
+        let stated = tag.as_ref().and_then(|tag| {
+            tag.trusted_frames(first, [at, at + first.size].map(|at| end.saturating_sub(at)))
+        });
         if tag.is_some() {
             at += first.size;
         }
@@ -163,11 +190,17 @@ impl Index {
         (self.base, self.table, self.changed) = (0, None, None);
         self.next = Some(at);
         self.skips_tags = tag.is_some() && stated.is_none();
-        let constant =
-            Constant::detect(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
+        let constant = Constant::detect(
+            bytes,
+            at,
+            end,
+            stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)),
+        );
         // Of joined files the tag of the first one states its own part alone, and the others have tags between the
         // frames.
-        let joined = |n: usize| tag.as_ref().and_then(|tag| tag.frames).is_some_and(|frames| n > frames as usize + 1);
+        let joined = |n: usize| {
+            tag.as_ref().and_then(|tag| tag.frames).is_some_and(|frames| n > frames as usize + 1)
+        };
         let constant = constant.filter(|&(_, n)| !joined(n));
         if constant.is_none() {
             self.table = seek_table::find(bytes);
@@ -192,11 +225,13 @@ impl Index {
             false => 0,
         };
         (self.begin, self.end) = (0, self.n as u64 * samples);
-        if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref() {
+        if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref()
+        {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
             self.begin = (delay + DECODER_DELAY).min(self.end);
             if (1..UNKNOWN_LENGTH).contains(&self.stated) {
-                self.stated = self.stated.min(stated.saturating_sub(padding)).saturating_sub(self.begin);
+                self.stated =
+                    self.stated.min(stated.saturating_sub(padding)).saturating_sub(self.begin);
             }
             if !joined(self.n) {
                 self.end = self.end.min(stated.saturating_sub(padding)).max(self.begin);
@@ -256,10 +291,12 @@ impl Index {
                 self.next = Some(at);
             } else if !is_tag(&bytes[at..]) {
                 // Other bytes between the frames: continue at the next header that another one follows.
-                let found = resynchronise(&bytes[at..], first).map(|(skip, header)| (at + skip, header));
+                let found =
+                    resynchronise(&bytes[at..], first).map(|(skip, header)| (at + skip, header));
                 self.next = found.filter(|(_, header)| header.same_stream(first)).map(|(at, _)| at);
                 if self.next.is_none() {
-                    self.changed = found.map(|(_, header)| (self.base + self.walked.len(), header.rate));
+                    self.changed =
+                        found.map(|(_, header)| (self.base + self.walked.len(), header.rate));
                 }
             }
         }
@@ -270,28 +307,39 @@ impl Index {
 fn is_cut(bytes: &[u8], end: usize, first: Header) -> bool {
     let frames = |mut at: usize| {
         std::iter::from_fn(move || {
-            let header = bytes.get(at..end).and_then(Header::parse).filter(|header| header.same_stream(first))?;
+            let header = bytes
+                .get(at..end)
+                .and_then(Header::parse)
+                .filter(|header| header.same_stream(first))?;
             at += header.size;
             Some(at)
         })
     };
-    (end.saturating_sub(TAIL)..end).filter(|&at| bytes[at] == 0xff).any(|at| frames(at).skip(SURE).any(|at| at > end))
+    (end.saturating_sub(TAIL)..end)
+        .filter(|&at| bytes[at] == 0xff)
+        .any(|at| frames(at).skip(SURE).any(|at| at > end))
 }
 
 /// Bytes of the ID3v1 and APE tags at the end.
 fn tags_at_end(bytes: &[u8]) -> usize {
     let mut end = bytes.len();
     loop {
-        let ape = end.checked_sub(32).map(|at| &bytes[at..end]).filter(|footer| footer.starts_with(b"APETAGEX"));
+        let ape = end
+            .checked_sub(32)
+            .map(|at| &bytes[at..end])
+            .filter(|footer| footer.starts_with(b"APETAGEX"));
         if let Some(footer) = ape {
-            let u32_at = |at: usize| u32::from_le_bytes(footer[at..at + 4].try_into().expect("4 bytes"));
+            let u32_at =
+                |at: usize| u32::from_le_bytes(footer[at..at + 4].try_into().expect("4 bytes"));
             // The size does not include the header.
             let size = u32_at(12) as usize + if u32_at(20) >> 31 == 1 { 32 } else { 0 };
             match end.checked_sub(size.max(32)) {
                 Some(begin) => end = begin,
                 None => return bytes.len() - end,
             }
-        } else if end == bytes.len() && end.checked_sub(128).is_some_and(|at| bytes[at..].starts_with(b"TAG")) {
+        } else if end == bytes.len()
+            && end.checked_sub(128).is_some_and(|at| bytes[at..].starts_with(b"TAG"))
+        {
             end -= 128;
         } else {
             return bytes.len() - end;
@@ -305,7 +353,8 @@ fn resynchronise(bytes: &[u8], first: Header) -> Option<(usize, Header)> {
         let header = Header::parse(&bytes[at..])?;
         let next = at + header.size;
         let sure = header.same_stream(first)
-            || next < bytes.len() && Header::parse(&bytes[next..]).is_some_and(|second| follows(bytes, next, second));
+            || next < bytes.len()
+                && Header::parse(&bytes[next..]).is_some_and(|second| follows(bytes, next, second));
         (sure && follows(bytes, at, header)).then_some((at, header))
     })
 }

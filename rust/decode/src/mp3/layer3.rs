@@ -63,7 +63,8 @@ impl Layer3 {
             self.main.truncate(RESERVOIR);
         }
         let side = frame.get(header.before_data() - header.side()..header.before_data());
-        let back = side.map_or(0, |side| Msb::new(side).read(if header.mpeg1 { 9 } else { 8 }) as usize);
+        let back =
+            side.map_or(0, |side| Msb::new(side).read(if header.mpeg1 { 9 } else { 8 }) as usize);
         let begin = self.main.len().checked_sub(back);
         self.main.extend_from_slice(frame.get(header.before_data()..).unwrap_or(&[]));
         side.and(begin)
@@ -78,8 +79,12 @@ impl Layer3 {
         let valid = begin.is_some() && side::side_information(frame, header, &mut side).is_some();
         let mut bit = 8 * begin.unwrap_or(0);
         for (i, granule) in side.iter().take(granules).enumerate() {
-            let end =
-                bit + granule.iter().take(usize::from(header.channels)).map(|channel| channel.bits).sum::<usize>();
+            let end = bit
+                + granule
+                    .iter()
+                    .take(usize::from(header.channels))
+                    .map(|channel| channel.bits)
+                    .sum::<usize>();
             if !valid || end > 8 * self.main.len() {
                 self.used = [0; 2];
                 self.lines[0] = [0.0; LINES];
@@ -88,7 +93,9 @@ impl Layer3 {
                 decode_granule(self, granule, header, i, bit);
             }
             bit = end;
-            for (out, slot) in out[i * LINES..][..LINES].chunks_exact_mut(32).zip(&self.hybrid.samples) {
+            for (out, slot) in
+                out[i * LINES..][..LINES].chunks_exact_mut(32).zip(&self.hybrid.samples)
+            {
                 for (i, pair) in out.chunks_exact_mut(2).enumerate() {
                     pair.copy_from_slice(&[slot[i], slot[16 + i]]);
                 }
@@ -99,7 +106,8 @@ impl Layer3 {
     #[inline(always)]
     fn granule(&mut self, granule: &[Granule; 2], header: Header, index: usize, mut bit: usize) {
         let channels = usize::from(header.channels);
-        let same_block = (granule[0].block, granule[0].mixed) == (granule[1].block, granule[1].mixed);
+        let same_block =
+            (granule[0].block, granule[0].mixed) == (granule[1].block, granule[1].mixed);
         let middle_side = channels == 2 && header.middle_side();
         let intensity = channels == 2 && header.intensity();
         let only_middle = middle_side && !intensity && same_block && self.channel.is_none();
@@ -107,13 +115,28 @@ impl Layer3 {
             let end = bit + channel.bits;
             let mut bits = Msb::at(&self.main, bit);
             let positions = intensity && c == 1;
-            let emphasis = side::scale_factors(&mut bits, channel, header, index, positions, &mut self.scale[c]);
+            let emphasis = side::scale_factors(
+                &mut bits,
+                channel,
+                header,
+                index,
+                positions,
+                &mut self.scale[c],
+            );
             if !(only_middle && c == 1) {
                 let gain = if only_middle { -2 } else { 0 };
                 let scale = &self.scale[c];
                 let mut bits = Register::at(&self.main, bits.position());
-                self.used[c] =
-                    huffman::spectrum(&mut bits, end, channel, header, gain, emphasis, scale, &mut self.lines[c]);
+                self.used[c] = huffman::spectrum(
+                    &mut bits,
+                    end,
+                    channel,
+                    header,
+                    gain,
+                    emphasis,
+                    scale,
+                    &mut self.lines[c],
+                );
             }
             bit = end;
         }
@@ -154,7 +177,8 @@ impl Layer3 {
     fn unmix(&mut self, from: usize, to: usize) {
         let [left, right] = &mut self.lines;
         for (l, r) in left[from..to].iter_mut().zip(&mut right[from..to]) {
-            let (middle, side) = (*l * std::f32::consts::FRAC_1_SQRT_2, *r * std::f32::consts::FRAC_1_SQRT_2);
+            let (middle, side) =
+                (*l * std::f32::consts::FRAC_1_SQRT_2, *r * std::f32::consts::FRAC_1_SQRT_2);
             (*l, *r) = (middle + side, middle - side);
         }
     }
@@ -180,7 +204,11 @@ impl Layer3 {
             let range = bands.ends[b].0..bands.ends[b].1;
             let window = bands.window[b].map_or(3, usize::from);
             // The last band has no scale factor: it takes the one of the band before.
-            let from = if b + if window < 3 { 3 } else { 1 } >= n { b - if window < 3 { 3 } else { 1 } } else { b };
+            let from = if b + if window < 3 { 3 } else { 1 } >= n {
+                b - if window < 3 { 3 } else { 1 }
+            } else {
+                b
+            };
             let position = if b >= first[window] { self.scale[1][from] } else { NO_INTENSITY };
             if position == NO_INTENSITY || header.mpeg1 && position == 7 {
                 if middle_side {
@@ -214,7 +242,12 @@ impl Layer3 {
     fn synthesise(&mut self, channels: &[(usize, Granule)], header: Header) {
         self.hybrid.begin();
         for (channel, granule) in channels {
-            self.hybrid.transform(&self.lines[*channel], self.used[*channel], granule, header.rate_index());
+            self.hybrid.transform(
+                &self.lines[*channel],
+                self.used[*channel],
+                granule,
+                header.rate_index(),
+            );
         }
         self.hybrid.synthesise();
     }

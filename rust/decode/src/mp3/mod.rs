@@ -45,14 +45,22 @@ impl Mp3 {
         let first = self.index.build(bytes)?;
         if let Some((frames, rate)) = self.index.changed {
             let seconds = (frames * first.samples()) as f64 / f64::from(first.rate);
-            let what = super::chain::changes((first.rate, 0), (rate, 0), seconds).unwrap_or_default();
+            let what =
+                super::chain::changes((first.rate, 0), (rate, 0), seconds).unwrap_or_default();
             return Err(Error::Unsupported { format: "MP3", what });
         }
         let frames = self.index.end - self.index.begin;
-        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames, stated: self.index.stated })
+        Ok(Info {
+            rate: first.rate,
+            channels: u16::from(first.channels),
+            frames,
+            stated: self.index.stated,
+        })
     }
 
-    pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(
+        &mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32],
+    ) -> Result<(), Error> {
         if !self.index.is_of(bytes) {
             self.index.build(bytes)?;
         }
@@ -71,7 +79,9 @@ impl Mp3 {
         let mut reservoir = 0;
         while begin > 0 && reservoir < RESERVOIR {
             begin -= 1;
-            reservoir += self.frame(bytes, begin).map_or(0, |(data, h)| data.len().saturating_sub(h.before_data()));
+            reservoir += self
+                .frame(bytes, begin)
+                .map_or(0, |(data, h)| data.len().saturating_sub(h.before_data()));
         }
         self.decoder.reset(channel);
         self.samples.resize(per_frame, 0.0);
@@ -106,8 +116,8 @@ impl Mp3 {
     fn frame<'a>(&mut self, bytes: &'a [u8], frame: usize) -> Option<(&'a [u8], Header)> {
         let at = self.index.frame(bytes, frame)?;
         // If the index is of other bytes that were at this address before, this may not be a frame of the same stream.
-        let header =
-            Header::parse(bytes.get(at..)?).filter(|h| Some(h.samples()) == self.index.first.map(Header::samples))?;
+        let header = Header::parse(bytes.get(at..)?)
+            .filter(|h| Some(h.samples()) == self.index.first.map(Header::samples))?;
         Some((bytes.get(at..at + header.size)?, header))
     }
 }

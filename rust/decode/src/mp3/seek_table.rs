@@ -56,7 +56,9 @@ pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<SeekTable> {
 /// Identifies a recording by its size and by the bytes at its beginning, middle and end.
 fn key(bytes: &[u8]) -> u128 {
     let mut hash: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    let mut feed = |byte: u8| hash = (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+    let mut feed = |byte: u8| {
+        hash = (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
+    };
     bytes.len().to_le_bytes().into_iter().for_each(&mut feed);
     for start in [0, bytes.len() / 2, bytes.len().saturating_sub(PROBE)] {
         bytes[start..].iter().take(PROBE).copied().for_each(&mut feed);

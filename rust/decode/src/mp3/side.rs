@@ -19,7 +19,7 @@ pub(super) struct Granule {
     pub block: usize,
     pub mixed: bool,
     pub tables: [u8; 3],
-    pub regions: [usize; 2],   // where the second and the third table's lines begin
+    pub regions: [usize; 2], // where the second and the third table's lines begin
     pub window_gain: [i32; 3], // gain of each window of a short block
     pub emphasis: bool,
     pub coarse: bool,
@@ -31,7 +31,9 @@ pub(super) struct Granule {
 pub(super) const NO_INTENSITY: u8 = u8::MAX;
 
 /// Reads the side information of a frame. None when it is invalid.
-pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granule; 2]; 2]) -> Option<()> {
+pub(super) fn side_information(
+    frame: &[u8], header: Header, side: &mut [[Granule; 2]; 2],
+) -> Option<()> {
     let bytes = frame.get(header.before_data() - header.side()..header.before_data())?;
     let mut bits = Msb::new(bytes);
     let channels = usize::from(header.channels);
@@ -44,7 +46,8 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
     } else {
         bits.skip(8 + channels as u32);
     }
-    let (long, short) = (&standard::LONG[header.rate_index()], &standard::SHORT[header.rate_index()]);
+    let (long, short) =
+        (&standard::LONG[header.rate_index()], &standard::SHORT[header.rate_index()]);
     for (i, granule) in side.iter_mut().enumerate().take(if header.mpeg1 { 2 } else { 1 }) {
         for (c, to) in granule.iter_mut().enumerate().take(channels) {
             to.bits = bits.read(12) as usize;
@@ -59,7 +62,11 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
                     *gain = bits.read(3) as i32;
                 }
                 // A fixed first region (11172-3, 2.4.2.7): three bands of all short windows, or eight long bands.
-                let first = if to.block == SHORT && !(header.mpeg1 && to.mixed) { 3 * short[3] } else { long[8] };
+                let first = if to.block == SHORT && !(header.mpeg1 && to.mixed) {
+                    3 * short[3]
+                } else {
+                    long[8]
+                };
                 to.regions = [usize::from(first), LINES];
                 refuse!(to.block == 0, None);
             } else {
@@ -84,12 +91,14 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
 
 /// Reads the scale factors, and returns whether `EMPHASIS` is added to them. `positions`: they are an intensity band's.
 pub(super) fn scale_factors(
-    bits: &mut Msb, granule: &Granule, header: Header, index: usize, positions: bool, scale: &mut [u8; 39],
+    bits: &mut Msb, granule: &Granule, header: Header, index: usize, positions: bool,
+    scale: &mut [u8; 39],
 ) -> bool {
     let short = granule.block == SHORT;
     let shape = if !short { 0 } else { 1 + usize::from(granule.mixed) };
     if header.mpeg1 {
-        let widths = standard::SCALE_BITS.map(|widths| u32::from(widths[granule.compress as usize & 15]));
+        let widths =
+            standard::SCALE_BITS.map(|widths| u32::from(widths[granule.compress as usize & 15]));
         let counts = [[11, 10], [18, 18], [17, 18]][shape];
         let mut b = 0;
         for (count, width) in counts.into_iter().zip(widths) {
@@ -166,7 +175,11 @@ impl Bands {
                 // If the long bands end inside a short one (8 kHz), the rest of it is short.
                 let begin = usize::from(band[0]).max(line.min(long) / 3);
                 if long < LINES && 3 * usize::from(band[1]) > long {
-                    push(&mut line, usize::from(band[1]) - begin.min(usize::from(band[1])), Some(window));
+                    push(
+                        &mut line,
+                        usize::from(band[1]) - begin.min(usize::from(band[1])),
+                        Some(window),
+                    );
                 }
             }
         }

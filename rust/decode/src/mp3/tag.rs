@@ -7,10 +7,10 @@ use crate::bits;
 #[derive(Default)]
 pub(super) struct Tag {
     pub frames: Option<u32>,
-    bytes: Option<u32>,           // of all frames, this one included or not: encoders differ
+    bytes: Option<u32>, // of all frames, this one included or not: encoders differ
     pub trim: Option<(u64, u64)>, // the encoder's delay and padding in samples
-    consistent: bool,             // whether its checksum, or its table of offsets, agrees with its other values
-    pub constant: bool,           // whether it states a constant bit rate
+    consistent: bool, // whether its checksum, or its table of offsets, agrees with its other values
+    pub constant: bool, // whether it states a constant bit rate
 }
 
 impl Tag {
@@ -56,24 +56,39 @@ impl Tag {
         let u16_at = |at: usize| bits::u16_at(frame, at).map(u32::from);
         let u32_at = |at: usize| bits::u32_at(frame, at);
         let (bytes, frames) = (u32_at(46)?, u32_at(50)?);
-        let (entries, scale, width, each) = (u16_at(54)?, u16_at(56)?, u16_at(58)? as usize, u16_at(60)?);
+        let (entries, scale, width, each) =
+            (u16_at(54)?, u16_at(56)?, u16_at(58)? as usize, u16_at(60)?);
         let table = frame.get(62..62 + entries as usize * width)?;
         let total = match width {
-            1..=4 => table.chunks_exact(width).map(|x| x.iter().fold(0, |n, &b| n << 8 | u64::from(b))).sum(),
+            1..=4 => table
+                .chunks_exact(width)
+                .map(|x| x.iter().fold(0, |n, &b| n << 8 | u64::from(b)))
+                .sum(),
             _ => 0,
         };
         let rounded = u64::from(scale) * u64::from(entries);
-        let consistent = (total * u64::from(scale)).abs_diff(u64::from(bytes)) <= rounded + frame.len() as u64
+        let consistent = (total * u64::from(scale)).abs_diff(u64::from(bytes))
+            <= rounded + frame.len() as u64
             && (entries * each).abs_diff(frames) <= each;
-        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, consistent, constant: false })
+        Some(Self {
+            frames: Some(frames),
+            bytes: Some(bytes),
+            trim: None,
+            consistent,
+            constant: false,
+        })
     }
 
     /// The number of frames, if it can be trusted, so that the frames need not be walked to the end. `bytes`: the
     /// actual size of the recording, with and without the frame of the tag.
     pub fn trusted_frames(&self, header: Header, bytes: [usize; 2]) -> Option<u32> {
         let (frames, stated) = (self.frames?, self.bytes? as usize);
-        let at = |bit_rate| u64::from(frames) * Header { bit_rate, ..header }.bytes_by_rate() / u64::from(header.rate);
-        let possible = at(8_000) <= stated as u64 && stated as u64 <= at(320_000) + header.size as u64;
+        let at = |bit_rate| {
+            u64::from(frames) * Header { bit_rate, ..header }.bytes_by_rate()
+                / u64::from(header.rate)
+        };
+        let possible =
+            at(8_000) <= stated as u64 && stated as u64 <= at(320_000) + header.size as u64;
         (self.consistent && possible && bytes.contains(&stated)).then_some(frames)
     }
 }
@@ -81,6 +96,7 @@ impl Tag {
 /// The checksum of LAME's tag: x^16 + x^15 + x^2 + 1, least significant bit first.
 fn crc16_reflected(data: &[u8]) -> u16 {
     data.iter().fold(0, |crc, &byte| {
-        (0..8).fold(crc ^ u16::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0xa001 } else { 0 })
+        (0..8)
+            .fold(crc ^ u16::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0xa001 } else { 0 })
     })
 }

@@ -33,8 +33,16 @@ impl Book {
             2 => all,
             _ => return None,
         };
-        *budget = budget.checked_sub(if kind == 0 { u64::from(entries) } else { all.max(u64::from(entries)) })?;
-        let values = if kind == 0 { Vec::new() } else { vectors(bits, kind, n_values, entries, dimensions)? };
+        *budget = budget.checked_sub(if kind == 0 {
+            u64::from(entries)
+        } else {
+            all.max(u64::from(entries))
+        })?;
+        let values = if kind == 0 {
+            Vec::new()
+        } else {
+            vectors(bits, kind, n_values, entries, dimensions)?
+        };
         Some(Self { dimensions: dimensions as usize, quick, long, values })
     }
 
@@ -90,7 +98,8 @@ fn codes(lengths: &[u8]) -> Option<(Vec<u32>, Long)> {
     let longest = lengths.iter().copied().max().unwrap_or(0).into();
     let bits = QUICK.min(longest);
     let mut quick = vec![0u32; 1 << bits];
-    let mut long = Vec::with_capacity(lengths.iter().filter(|&&length| u32::from(length) > bits).count());
+    let mut long =
+        Vec::with_capacity(lengths.iter().filter(|&&length| u32::from(length) > bits).count());
     // The first code in the free subtree whose root lies at each depth. Codes are taken from the left, so the free
     // subtrees are deeper the further left they lie, and there is one at most at each depth.
     let mut free = [None; 33];
@@ -98,7 +107,9 @@ fn codes(lengths: &[u8]) -> Option<(Vec<u32>, Long)> {
     for (entry, &length) in lengths.iter().enumerate().filter(|(_, &length)| length > 0) {
         let depth = (0..=usize::from(length)).rev().find(|&depth| free[depth].is_some())?;
         let code = free[depth].take()?;
-        for (depth, free) in free.iter_mut().enumerate().take(usize::from(length) + 1).skip(depth + 1) {
+        for (depth, free) in
+            free.iter_mut().enumerate().take(usize::from(length) + 1).skip(depth + 1)
+        {
             *free = Some(code | 1 << (32 - depth));
         }
         let word = (entry as u32) << LENGTH | u32::from(length);
@@ -133,7 +144,8 @@ fn vectors(bits: &mut Lsb, kind: u32, n: u64, entries: u32, dimensions: u32) -> 
     for entry in 0..u64::from(entries) {
         let (mut last, mut divisor) = (0.0, 1);
         for i in 0..u64::from(dimensions) {
-            let at = if kind == 1 { entry / divisor % n } else { entry * u64::from(dimensions) + i };
+            let at =
+                if kind == 1 { entry / divisor % n } else { entry * u64::from(dimensions) + i };
             let value = multiplicands[at as usize] * step + low + last;
             if sums {
                 last = value;

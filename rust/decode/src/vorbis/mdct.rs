@@ -44,9 +44,13 @@ impl Table {
         let turn = |x: f64| [x.cos() as f32, -x.sin() as f32];
         let planes = |x: Vec<[f32; 2]>| [0, 1].map(|i| x.iter().map(|x| x[i]).collect());
         let points = lines / 2;
-        let twist = planes((0..points).map(|n| turn(PI * (8 * n + 1) as f64 / (8 * lines) as f64)).collect());
+        let twist = planes(
+            (0..points).map(|n| turn(PI * (8 * n + 1) as f64 / (8 * lines) as f64)).collect(),
+        );
         let angle = |p: usize, k: usize, n: usize| turn(2.0 * PI * (p * k) as f64 / n as f64);
-        let first = (1..8).map(|k| planes((0..points / 8).map(|p| angle(p, k, points)).collect())).collect();
+        let first = (1..8)
+            .map(|k| planes((0..points / 8).map(|p| angle(p, k, points)).collect()))
+            .collect();
         let mut later = Vec::new();
         let mut n = points / 8;
         while n >= 4 {
@@ -61,7 +65,9 @@ impl Table {
             (PI / 2.0 * sine * sine).sin() as f32
         };
         let window = [(points..lines).map(rise).collect(), (0..points).rev().map(rise).collect()];
-        let cosine = |k: usize, j: usize| (PI / lines as f64 * (j as f64 + 0.5) * (k as f64 + 0.5)).cos() as f32;
+        let cosine = |k: usize, j: usize| {
+            (PI / lines as f64 * (j as f64 + 0.5) * (k as f64 + 0.5)).cos() as f32
+        };
         let row = |k: usize| (0..points).chain((points..lines).rev()).map(move |j| cosine(k, j));
         let matrix = (0..if lines <= SMALL { lines } else { 0 }).flat_map(row).collect();
         Self { lines, matrix, twist, first, later, window }
@@ -130,7 +136,8 @@ unsafe fn transform<V: Shuffle>(work: &mut Work, table: &Table) {
     for n in (0..points / 2).step_by(V::N) {
         let mirrored = points - V::N - n;
         let left = V::load(lines.add(2 * n)).deinterleave(V::load(lines.add(2 * n + V::N)));
-        let right = V::load(lines.add(2 * mirrored)).deinterleave(V::load(lines.add(2 * mirrored + V::N)));
+        let right =
+            V::load(lines.add(2 * mirrored)).deinterleave(V::load(lines.add(2 * mirrored + V::N)));
         let points = Complex { re: left[0], im: right[1].reverse() };
         points.mul(Complex::load(twist, n)).store(from, n);
         let points = Complex { re: right[0], im: left[1].reverse() };
@@ -160,7 +167,8 @@ unsafe fn transform<V: Shuffle>(work: &mut Work, table: &Table) {
         stride *= 4;
     }
     let from = [to[0].cast_const(), to[1].cast_const()];
-    let (low, high, zero) = (work.low[work.last].as_mut_ptr(), work.high.as_mut_ptr(), V::splat(0.0));
+    let (low, high, zero) =
+        (work.low[work.last].as_mut_ptr(), work.high.as_mut_ptr(), V::splat(0.0));
     for n in (0..points / 2).step_by(V::N) {
         let mirrored = points - V::N - n;
         let left = Complex::<V>::load(from, n).mul(Complex::load(twist, n));
@@ -182,7 +190,10 @@ unsafe fn multiply<V: Shuffle>(work: &mut Work, table: &Table) {
         for (x, row) in work.lines.iter().zip(table.matrix.chunks_exact(table.lines)) {
             sum = V::splat(*x).mul_add(V::load(row.as_ptr().add(to)), sum);
         }
-        sum.store(if to < half { &mut work.low[work.last][to..] } else { &mut work.high[to - half..] }.as_mut_ptr());
+        sum.store(
+            if to < half { &mut work.low[work.last][to..] } else { &mut work.high[to - half..] }
+                .as_mut_ptr(),
+        );
     }
 }
 
@@ -201,7 +212,10 @@ unsafe fn first_pass<V: Shuffle>(planes: [*mut f32; 2], table: &Table) {
         let [a, b, c, d] = four([x[1], x[3], x[5], x[7]]);
         // b (1 - i) / sqrt 2, c / i, and d (-1 - i) / sqrt 2
         let b = Complex { re: b.re.add(b.im).mul(root), im: b.im.sub(b.re).mul(root) };
-        let d = Complex { re: d.im.sub(d.re).mul(root), im: V::splat(0.0).sub(d.re.add(d.im)).mul(root) };
+        let d = Complex {
+            re: d.im.sub(d.re).mul(root),
+            im: V::splat(0.0).sub(d.re.add(d.im)).mul(root),
+        };
         let y = [
             even[0].add(a),
             even[1].add(b),
@@ -215,7 +229,8 @@ unsafe fn first_pass<V: Shuffle>(planes: [*mut f32; 2], table: &Table) {
         y[0].store(planes, p);
         for k in 1..8 {
             let turns = &table.first[k - 1];
-            y[k].mul(Complex::load([turns[0].as_ptr(), turns[1].as_ptr()], p)).store(planes, k * columns + p);
+            y[k].mul(Complex::load([turns[0].as_ptr(), turns[1].as_ptr()], p))
+                .store(planes, k * columns + p);
         }
     }
 }
@@ -252,7 +267,8 @@ unsafe fn add_halves<V: Shuffle>(work: &mut Work, before: &Table, this: &Table) 
     let middle = before.lines / 2;
     let slope = before.lines.min(this.lines) / 2;
     let [up, down] = if before.lines < this.lines { &before.window } else { &this.window };
-    let (a, b, samples) = (work.low[work.last ^ 1].as_ptr(), work.high.as_ptr(), work.samples.as_mut_ptr());
+    let (a, b, samples) =
+        (work.low[work.last ^ 1].as_ptr(), work.high.as_ptr(), work.samples.as_mut_ptr());
     for j in (0..slope).step_by(V::N) {
         let (up, down) = (V::load(up.as_ptr().add(j)), V::load(down.as_ptr().add(j)));
         let (a, b) = (V::load(a.add(j)), V::load(b.add(j)));
@@ -284,14 +300,18 @@ mod tests {
         let inverse = |x: &[f32], i: usize| {
             let m = x.len() as f64;
             let angle = PI / m * (i as f64 + 0.5 + m / 2.0);
-            x.iter().enumerate().map(|(k, x)| f64::from(*x) * (angle * (k as f64 + 0.5)).cos()).sum::<f64>()
+            x.iter()
+                .enumerate()
+                .map(|(k, x)| f64::from(*x) * (angle * (k as f64 + 0.5)).cos())
+                .sum::<f64>()
         };
         let (first, second) = (spectra[0].len(), spectra[1].len());
         (0..(first + second) / 2)
             .map(|i| {
                 let t = i as f64 - first as f64 / 2.0;
                 let falling = if i < first { inverse(spectra[0], first + i) } else { 0.0 };
-                let rising = (i + second / 2).checked_sub(first / 2).map_or(0.0, |i| inverse(spectra[1], i));
+                let rising =
+                    (i + second / 2).checked_sub(first / 2).map_or(0.0, |i| inverse(spectra[1], i));
                 (falling * rise(-1.0 - t) + rising * rise(t)) as f32
             })
             .collect()
@@ -301,7 +321,16 @@ mod tests {
     fn blocks_of_all_sizes_overlap_as_defined() {
         let mut work = Box::<Work>::default();
         let mut state = 1u32;
-        for pair in [[32, 32], [32, 64], [64, 128], [128, 256], [1024, 128], [512, 1024], [2048, 4096], [4096, 32]] {
+        for pair in [
+            [32, 32],
+            [32, 64],
+            [64, 128],
+            [128, 256],
+            [1024, 128],
+            [512, 1024],
+            [2048, 4096],
+            [4096, 32],
+        ] {
             let spectra = pair.map(|lines| {
                 let mut x = vec![0.0f32; lines];
                 for x in &mut x {

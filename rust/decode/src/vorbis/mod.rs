@@ -70,7 +70,10 @@ impl Vorbis {
         let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
         for kind in [1, 3, 5] {
             match packets.next()? {
-                Some(packet) if packet.data.first() == Some(&kind) && packet.data.get(1..7) == Some(b"vorbis") => {
+                Some(packet)
+                    if packet.data.first() == Some(&kind)
+                        && packet.data.get(1..7) == Some(b"vorbis") =>
+                {
                     match kind {
                         1 => self.headers.extend(packet.data.iter().take(IDENTIFICATION)),
                         // The comments do not concern the audio.
@@ -81,7 +84,10 @@ impl Vorbis {
                 _ => return corrupt(NAME, "the headers are cut off or out of order"),
             }
         }
-        refuse!(self.headers.get(IDENTIFICATION) != Some(&5), corrupt(NAME, "the identification header is cut off"));
+        refuse!(
+            self.headers.get(IDENTIFICATION) != Some(&5),
+            corrupt(NAME, "the identification header is cut off")
+        );
         let audio = packets.at();
         match self.cached.iter().position(|cached| cached.headers == self.headers) {
             Some(i) => self.cached[i..].rotate_left(1),
@@ -95,7 +101,9 @@ impl Vorbis {
         }
         let setup = &self.cached.last().expect("just put there").setup;
 
-        let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
+        let Some(last) = ogg::last_page(bytes, audio, serial) else {
+            return Err(Error::NoAudio { format: NAME });
+        };
         let end = last.granule.expect("last_page returns one with a position");
         // Count the samples up to the first page that has a position; the very first packet gives none.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
@@ -134,9 +142,14 @@ impl Vorbis {
         let mut seeking = seek.is_some();
         let (mut done, mut pre_roll) = (0, 0);
         while done < out.len() {
-            refuse!(done == 0 && pre_roll > MAX_PRE_ROLL, corrupt(NAME, "there is no position near the crop"));
+            refuse!(
+                done == 0 && pre_roll > MAX_PRE_ROLL,
+                corrupt(NAME, "there is no position near the crop")
+            );
             pre_roll += 1;
-            let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
+            let Some(packet) = packets.next()? else {
+                return corrupt(NAME, "the pages end before the stated length");
+            };
             if seeking && packet.granule.is_none() {
                 continue;
             }
@@ -145,12 +158,15 @@ impl Vorbis {
             if let Some(block) = setup.block(packet.data) {
                 let (from, to) = match position {
                     None => (seek.unwrap_or(stream.origin), seek.unwrap_or(stream.origin)),
-                    Some((from, before)) => (from, from.saturating_add(i64::from((before + block) / 4))),
+                    Some((from, before)) => {
+                        (from, from.saturating_add(i64::from((before + block) / 4)))
+                    }
                 };
                 // A packet needs no other than the one before: those that end too early are not decoded.
                 if to.saturating_add(i64::from((block + setup.blocks[1]) / 4)) > begin {
                     let table = mdct::table(block as usize / 2);
-                    if packet::decode(setup, work, packet.data, channel, &mut mdct.lines).is_none() {
+                    if packet::decode(setup, work, packet.data, channel, &mut mdct.lines).is_none()
+                    {
                         return corrupt(NAME, "a packet cannot be decoded");
                     }
                     mdct.transform(table);

@@ -75,7 +75,10 @@ unsafe fn decode_any<V: Shuffle>(
     }
     for &[magnitude, angle] in mapping.couplings.iter().rev() {
         if work.coded[magnitude] {
-            let [m, a] = work.residues.get_disjoint_mut([magnitude, angle].map(|c| c * STRIDE..c * STRIDE + n)).ok()?;
+            let [m, a] = work
+                .residues
+                .get_disjoint_mut([magnitude, angle].map(|c| c * STRIDE..c * STRIDE + n))
+                .ok()?;
             uncouple(m, a);
         }
     }
@@ -102,7 +105,9 @@ fn uncouple(magnitude: &mut [f32], angle: &mut [f32]) {
 /// Reads a floor, and draws its curve if one is given. None if the channel is silent, or the packet ends.
 /// The curve must have `V::N` values more than lines.
 #[inline(always)]
-unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Lsb, curve: Option<&mut [f32]>) -> Option<()> {
+unsafe fn draw<V: Shuffle>(
+    floor: &Floor, books: &[Book], bits: &mut Lsb, curve: Option<&mut [f32]>,
+) -> Option<()> {
     if bits.read(1)? == 0 {
         return None;
     }
@@ -151,7 +156,11 @@ unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Lsb, curve:
     let n = curve.len() - V::N;
     let level = |i: usize| (y[i] * floor.multiplier as i32) as f32;
     let mut from = (0, level(0));
-    let points = floor.order.iter().filter(|&&i| i != 0 && on_curve[i]).map(|&i| (floor.places[i] as usize, level(i)));
+    let points = floor
+        .order
+        .iter()
+        .filter(|&&i| i != 0 && on_curve[i])
+        .map(|&i| (floor.places[i] as usize, level(i)));
     for (x, y) in points {
         if from.0 >= n {
             break;
@@ -174,7 +183,10 @@ unsafe fn line<V: Shuffle>(curve: &mut [f32], from: (usize, f32), to: (usize, f3
     let table = decibels();
     let mut right = V::load([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0].as_ptr());
     for x in (from.0..to.0.min(n)).step_by(V::N) {
-        right.mul_add(V::splat(slope), V::splat(base)).look_up(table).store(curve.as_mut_ptr().add(x));
+        right
+            .mul_add(V::splat(slope), V::splat(base))
+            .look_up(table)
+            .store(curve.as_mut_ptr().add(x));
         right = right.add(V::splat(V::N as f32));
     }
 }
@@ -182,7 +194,9 @@ unsafe fn line<V: Shuffle>(curve: &mut [f32], from: (usize, f32), to: (usize, f3
 /// The levels of a floor (10.1): 256 of them over 140 dB.
 fn decibels() -> &'static [f32; 256] {
     static TABLE: OnceLock<[f32; 256]> = OnceLock::new();
-    TABLE.get_or_init(|| std::array::from_fn(|i| 10f64.powf(7.0 * (i as f64 - 255.0) / 256.0) as f32))
+    TABLE.get_or_init(|| {
+        std::array::from_fn(|i| 10f64.powf(7.0 * (i as f64 - 255.0) / 256.0) as f32)
+    })
 }
 
 /// Reads the residues of a submap's channels.
@@ -213,7 +227,9 @@ unsafe fn submap_residue<V: Shuffle>(
         return;
     }
     for (place, &c) in members.iter().enumerate() {
-        for (to, from) in planes[c * STRIDE..][..n].iter_mut().zip(all[place..].iter().step_by(together)) {
+        for (to, from) in
+            planes[c * STRIDE..][..n].iter_mut().zip(all[place..].iter().step_by(together))
+        {
             *to = *from;
         }
     }
@@ -222,8 +238,8 @@ unsafe fn submap_residue<V: Shuffle>(
 /// Adds the vectors of a residue to some planes of `n` lines (8.6.2). None if the packet ends, which is allowed.
 #[inline(always)]
 fn read(
-    residue: &Residue, books: &[Book], bits: &mut Lsb, classes: &mut Vec<u8>, lines: &mut [f32], planes: &[usize],
-    n: usize,
+    residue: &Residue, books: &[Book], bits: &mut Lsb, classes: &mut Vec<u8>, lines: &mut [f32],
+    planes: &[usize], n: usize,
 ) -> Option<()> {
     let (begin, end) = (residue.begin.min(n), residue.end.min(n));
     let partitions = end.saturating_sub(begin) / residue.size;
@@ -250,7 +266,8 @@ fn read(
                 for (plane, c) in planes.iter().enumerate() {
                     let class = usize::from(classes[plane * partitions + i]);
                     if let Some(book) = residue.books[class][pass] {
-                        let to = &mut lines[c * STRIDE + begin + i * residue.size..][..residue.size];
+                        let to =
+                            &mut lines[c * STRIDE + begin + i * residue.size..][..residue.size];
                         add(residue.kind, &books[book], bits, to)?;
                     }
                 }

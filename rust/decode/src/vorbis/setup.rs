@@ -76,9 +76,10 @@ impl Setup {
         let mut floor_0 = false;
         match Self::try_parse(headers, &mut floor_0) {
             Some(setup) => Ok(setup),
-            None if floor_0 => {
-                Err(Error::Unsupported { format: NAME, what: "the floor 0 of encoders before 2002".into() })
-            }
+            None if floor_0 => Err(Error::Unsupported {
+                format: NAME,
+                what: "the floor 0 of encoders before 2002".into(),
+            }),
             None => corrupt(NAME, "the headers are not valid"),
         }
     }
@@ -88,7 +89,11 @@ impl Setup {
         let channels = ident[11];
         let rate = u32::from_le_bytes(ident[12..16].try_into().ok()?);
         let (short, long) = (ident[28] & 15, ident[28] >> 4);
-        if ident[7..11] != [0; 4] || channels == 0 || !(6..=13).contains(&short) || !(short..=13).contains(&long) {
+        if ident[7..11] != [0; 4]
+            || channels == 0
+            || !(6..=13).contains(&short)
+            || !(short..=13).contains(&long)
+        {
             return None;
         }
         let mut bits = Lsb::new(setup.get(7..)?);
@@ -104,7 +109,11 @@ impl Setup {
         for _ in 0..=bits.read(6)? {
             let kind = bits.read(16)?;
             *floor_0 = kind == 0;
-            floors.push(if kind == 1 { Floor::parse(&mut bits, books.len())? } else { return None });
+            floors.push(if kind == 1 {
+                Floor::parse(&mut bits, books.len())?
+            } else {
+                return None;
+            });
         }
         let mut residues = Vec::new();
         for _ in 0..=bits.read(6)? {
@@ -122,7 +131,16 @@ impl Setup {
             modes.push(Mode { long, mapping });
         }
         let blocks = [1 << short, 1 << long];
-        bits.flag()?.then_some(Self { rate, channels, blocks, books, floors, residues, mappings, modes })
+        bits.flag()?.then_some(Self {
+            rate,
+            channels,
+            blocks,
+            books,
+            floors,
+            residues,
+            mappings,
+            modes,
+        })
     }
 
     /// The block size of an audio packet; None for any other packet.
@@ -169,14 +187,19 @@ impl Floor {
         }
         let mut order: Vec<usize> = (0..places.len()).collect();
         order.sort_by_key(|&i| places[i]);
-        refuse!(places.len() > MAX_POINTS || order.windows(2).any(|pair| places[pair[0]] == places[pair[1]]), None);
+        refuse!(
+            places.len() > MAX_POINTS
+                || order.windows(2).any(|pair| places[pair[0]] == places[pair[1]]),
+            None
+        );
         let nearest = |i: usize| {
             let mut before = order.iter().copied().filter(|&j| j < i);
             let left = before.clone().rfind(|&j| places[j] < places[i]);
             Some([left?, before.find(|&j| places[j] > places[i])?])
         };
-        let neighbours =
-            (0..places.len()).map(|i| if i < 2 { Some([0; 2]) } else { nearest(i) }).collect::<Option<_>>()?;
+        let neighbours = (0..places.len())
+            .map(|i| if i < 2 { Some([0; 2]) } else { nearest(i) })
+            .collect::<Option<_>>()?;
         Some(Self { partitions, classes, multiplier, places, neighbours, order })
     }
 }

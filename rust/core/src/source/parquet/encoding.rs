@@ -8,18 +8,26 @@ use super::Result;
 
 pub fn decompress(codec: u8, packed: &[u8], size: usize) -> Result<Vec<u8>> {
     if size > (16 << 20) + packed.len().saturating_mul(64) {
-        return Err(format!("claims to decompress from {} to {size} bytes, more than any audio does", packed.len()));
+        return Err(format!(
+            "claims to decompress from {} to {size} bytes, more than any audio does",
+            packed.len()
+        ));
     }
     let mut out = Vec::new();
     out.try_reserve_exact(size).map_err(|e| e.to_string())?;
     out.resize(size, 0);
-    let broken = |codec: &str, e: &dyn std::fmt::Display| format!("cannot be decompressed as {codec}: {e}");
-    let all = |codec, reader: &mut dyn Read, out: &mut [u8]| reader.read_exact(out).map_err(|e| broken(codec, &e));
+    let broken =
+        |codec: &str, e: &dyn std::fmt::Display| format!("cannot be decompressed as {codec}: {e}");
+    let all = |codec, reader: &mut dyn Read, out: &mut [u8]| {
+        reader.read_exact(out).map_err(|e| broken(codec, &e))
+    };
     match codec {
         1 => {
             let n = snap::raw::decompress_len(packed).map_err(|e| broken("Snappy", &e))?;
             refuse!(n != size, Err(format!("decompresses to {n} bytes; its header says {size}")));
-            snap::raw::Decoder::new().decompress(packed, &mut out).map_err(|e| broken("Snappy", &e))?;
+            snap::raw::Decoder::new()
+                .decompress(packed, &mut out)
+                .map_err(|e| broken("Snappy", &e))?;
         }
         2 => all("gzip", &mut flate2::read::GzDecoder::new(packed), &mut out)?,
         4 => all("Brotli", &mut brotli_decompressor::Decompressor::new(packed, 4096), &mut out)?,
@@ -28,7 +36,8 @@ pub fn decompress(codec: u8, packed: &[u8], size: usize) -> Result<Vec<u8>> {
             all("Zstandard", &mut decoder.map_err(|e| broken("Zstandard", &e))?, &mut out)?;
         }
         7 => {
-            let n = lz4_flex::block::decompress_into(packed, &mut out).map_err(|e| broken("LZ4", &e))?;
+            let n = lz4_flex::block::decompress_into(packed, &mut out)
+                .map_err(|e| broken("LZ4", &e))?;
             refuse!(n != size, Err(format!("decompresses to {n} bytes; its header says {size}")));
         }
         other => {
@@ -55,7 +64,10 @@ fn hybrid(bytes: &[u8], bits: u8, n: usize, mut each: impl FnMut(u32, usize)) ->
         if header & 1 == 0 {
             let run = usize::try_from(header >> 1).map_err(|e| e.to_string())?.min(left);
             let width = usize::from(bits).div_ceil(8);
-            let raw = at.checked_add(width).and_then(|end| bytes.get(at..end)).ok_or("is cut short inside a run")?;
+            let raw = at
+                .checked_add(width)
+                .and_then(|end| bytes.get(at..end))
+                .ok_or("is cut short inside a run")?;
             let value = raw.iter().rev().fold(0u32, |v, b| v << 8 | u32::from(*b));
             refuse!(run == 0, Err("holds an empty run".into()));
             each(value, run);
@@ -67,12 +79,15 @@ fn hybrid(bytes: &[u8], bits: u8, n: usize, mut each: impl FnMut(u32, usize)) ->
             let end = size.ok_or("is cut short inside a run")?;
             let take = count.min(left);
             // A writer may omit the padding of the last group.
-            let raw = bytes.get(at..end.min(bytes.len())).filter(|raw| raw.len() * 8 >= take * usize::from(bits));
+            let raw = bytes
+                .get(at..end.min(bytes.len()))
+                .filter(|raw| raw.len() * 8 >= take * usize::from(bits));
             let raw = raw.ok_or("is cut short inside a run")?;
             for i in 0..take {
                 let first = i * usize::from(bits);
-                let word =
-                    (first / 8..raw.len().min(first / 8 + 5)).rev().fold(0u64, |w, k| w << 8 | u64::from(raw[k]));
+                let word = (first / 8..raw.len().min(first / 8 + 5))
+                    .rev()
+                    .fold(0u64, |w, k| w << 8 | u64::from(raw[k]));
                 each((word >> (first % 8) & ((1u64 << bits) - 1)) as u32, 1);
             }
             (at, left) = (end, left - take);
@@ -86,7 +101,9 @@ pub fn present(bytes: &[u8], n: usize, level: u8) -> Result<Vec<bool>> {
     let mut out = Vec::new();
     out.try_reserve_exact(n).map_err(|e| e.to_string())?;
     let bits = (8 - level.leading_zeros()) as u8;
-    hybrid(bytes, bits, n, |value, count| out.extend(std::iter::repeat_n(value == u32::from(level), count)))?;
+    hybrid(bytes, bits, n, |value, count| {
+        out.extend(std::iter::repeat_n(value == u32::from(level), count))
+    })?;
     Ok(out)
 }
 

@@ -123,8 +123,15 @@ pub struct PageHeader {
 
 impl PageHeader {
     pub fn read(input: &mut Thrift) -> Result<Self> {
-        let mut header =
-            Self { kind: i64::MAX, packed: 0, unpacked: 0, n: 0, encoding: 0, levels: None, is_packed: true };
+        let mut header = Self {
+            kind: i64::MAX,
+            packed: 0,
+            unpacked: 0,
+            n: 0,
+            encoding: 0,
+            levels: None,
+            is_packed: true,
+        };
         let size = |n: u64| u32::try_from(n).map_err(|e| e.to_string());
         fields!(input, kind,
             1 => header.kind = match input.int()? {

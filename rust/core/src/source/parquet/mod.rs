@@ -38,14 +38,22 @@ type Result<T, E = String> = std::result::Result<T, E>;
 /// Reads a shard's metadata and labels.
 pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metadata, Fault> {
     let n = map.len();
-    let end = n.checked_sub(8).filter(|_| n >= 12).ok_or("is cut short: Parquet ends with a footer".to_owned())?;
+    let end = n
+        .checked_sub(8)
+        .filter(|_| n >= 12)
+        .ok_or("is cut short: Parquet ends with a footer".to_owned())?;
     match &map[end + 4..] {
         b"PAR1" => {}
         b"PARE" => return Err("is encrypted".to_owned().into()),
-        _ => return Err("is cut short: Parquet ends with a footer, this one does not".to_owned().into()),
+        _ => {
+            return Err("is cut short: Parquet ends with a footer, this one does not"
+                .to_owned()
+                .into())
+        }
     }
     let size = u32::from_le_bytes([map[end], map[end + 1], map[end + 2], map[end + 3]]) as usize;
-    let start = end.checked_sub(size).ok_or("has a footer that is longer than the file".to_owned())?;
+    let start =
+        end.checked_sub(size).ok_or("has a footer that is longer than the file".to_owned())?;
     let at = |what: String| Fault::at(start as u64, what);
     let footer = Footer::read(&map[start..end]).map_err(at)?;
     if let Some(version) = footer.parts.as_ref().filter(|version| *version != VERSION) {
@@ -68,9 +76,14 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
     for group in &footer.groups {
         let last = first_row.saturating_add(group.n_rows);
         if last > footer.n_rows {
-            return Err(at(format!("has more rows in its row groups than the {} of its footer", footer.n_rows)));
+            return Err(at(format!(
+                "has more rows in its row groups than the {} of its footer",
+                footer.n_rows
+            )));
         }
-        let chunk = |leaf: &Leaf| group.chunks.get(leaf.number).ok_or("has a row group without its columns".to_owned());
+        let chunk = |leaf: &Leaf| {
+            group.chunks.get(leaf.number).ok_or("has a row group without its columns".to_owned())
+        };
         pages(map, chunk(&chosen.bytes)?, first_row as u32, group.n_rows, &mut pair.bytes)?;
         if let (Some(column), Some(leaf)) = (&mut pair.path, &chosen.path) {
             pages(map, chunk(leaf)?, first_row as u32, group.n_rows, column)?;
@@ -79,22 +92,29 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         match &chosen.label {
             // Nulls and negative values become -1. One that does not fit is beyond any list of classes: reported as out
             // of range.
-            Some(leaf) => numbers(map, chunk(leaf)?, leaf.levels, rows, &mut labels, -1, |bytes: [u8; 8]| {
-                i32::try_from(i64::from_le_bytes(bytes).max(-1)).unwrap_or(i32::MAX)
-            })?,
+            Some(leaf) => {
+                numbers(map, chunk(leaf)?, leaf.levels, rows, &mut labels, -1, |bytes: [u8; 8]| {
+                    i32::try_from(i64::from_le_bytes(bytes).max(-1)).unwrap_or(i32::MAX)
+                })?
+            }
             None => labels.resize(last as usize, -1),
         }
         if let Some([start, end, channel]) = &chosen.part {
             let time = |bytes: [u8; 8]| f64::from_le_bytes(bytes);
             numbers(map, chunk(start)?, start.levels, rows, &mut parts.starts, 0.0, time)?;
             numbers(map, chunk(end)?, end.levels, rows, &mut parts.ends, f64::INFINITY, time)?;
-            let number = |bytes: [u8; 4]| i16::try_from(i32::from_le_bytes(bytes)).unwrap_or(i16::MAX).max(MEAN);
+            let number = |bytes: [u8; 4]| {
+                i16::try_from(i32::from_le_bytes(bytes)).unwrap_or(i16::MAX).max(MEAN)
+            };
             numbers(map, chunk(channel)?, channel.levels, rows, &mut parts.channels, MEAN, number)?;
         }
         first_row = last;
     }
     if first_row != footer.n_rows {
-        return Err(at(format!("has {first_row} rows in its row groups; its footer claims {}", footer.n_rows)));
+        return Err(at(format!(
+            "has {first_row} rows in its row groups; its footer claims {}",
+            footer.n_rows
+        )));
     }
     let names = match label {
         Some(label) => class_names(footer.huggingface.as_deref(), label).map_err(at)?,
@@ -109,10 +129,17 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         return Err(Fault::not_audio(audio, "without a path"));
     };
     for row in 0..labels.len() {
-        let path = paths.value(map, 0, row, &mut pages).map_err(|what| at(format!("its path {what}")))?;
-        let path = path.slice(map).ok_or_else(|| at(format!("row {row} of this shard names no recording")))?;
+        let path =
+            paths.value(map, 0, row, &mut pages).map_err(|what| at(format!("its path {what}")))?;
+        let path = path
+            .slice(map)
+            .ok_or_else(|| at(format!("row {row} of this shard names no recording")))?;
         let number = numbers.of(path);
-        parts.files.push(number.ok_or_else(|| at(format!("row {row} of this shard has a path that is not UTF-8")))?);
+        parts.files.push(
+            number.ok_or_else(|| {
+                at(format!("row {row} of this shard has a path that is not UTF-8"))
+            })?,
+        );
     }
     if parts.channels.iter().all(|&channel| channel == MEAN) {
         parts.channels = Vec::new();
@@ -125,7 +152,9 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
 }
 
 /// Appends the pages of a column chunk, found by walking their headers.
-fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Column) -> Result<(), Fault> {
+fn pages(
+    map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Column,
+) -> Result<(), Fault> {
     let dictionary = out.dictionaries.len() as u32;
     let mut at = chunk.start;
     let mut done = 0u64;
@@ -134,8 +163,10 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
         let here = at;
         let fail = |what: String| Fault::at(here, what);
         let rest = map.get(begin..).filter(|rest| !rest.is_empty());
-        let mut input = Thrift::new(rest.ok_or_else(|| fail("has a page outside the file".into()))?);
-        let header = PageHeader::read(&mut input).map_err(|what| fail(format!("has a broken page header: {what}")))?;
+        let mut input =
+            Thrift::new(rest.ok_or_else(|| fail("has a page outside the file".into()))?);
+        let header = PageHeader::read(&mut input)
+            .map_err(|what| fail(format!("has a broken page header: {what}")))?;
         let body = at + input.position() as u64;
         at = body + u64::from(header.packed);
         refuse!(at > map.len() as u64, Err(fail("is cut short inside a page".into())));
@@ -143,8 +174,19 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
             (metadata::DICTIONARY, 0 | 2) | (metadata::DATA, 0) => PLAIN,
             (metadata::DATA, 2 | 8) => DICTIONARY,
             (metadata::DATA | metadata::DICTIONARY, other) => {
-                let names = ["", "", "", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY"];
-                let name = names.get(other as usize).filter(|name| !name.is_empty()).unwrap_or(&"an unknown encoding");
+                let names = [
+                    "",
+                    "",
+                    "",
+                    "RLE",
+                    "BIT_PACKED",
+                    "DELTA_BINARY_PACKED",
+                    "DELTA_LENGTH_BYTE_ARRAY",
+                ];
+                let name = names
+                    .get(other as usize)
+                    .filter(|name| !name.is_empty())
+                    .unwrap_or(&"an unknown encoding");
                 return Err(fail(format!(
                     "has a page encoded as {name}, but only PLAIN and dictionary are supported; write it again with one of them"
                 )));
@@ -161,7 +203,10 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
             encoding,
         };
         if u64::from(header.n) > map.len() as u64 {
-            return Err(fail(format!("claims {} values in one page, more than the file has bytes", header.n)));
+            return Err(fail(format!(
+                "claims {} values in one page, more than the file has bytes",
+                header.n
+            )));
         }
         if header.kind == metadata::DICTIONARY {
             out.dictionaries.push(Page::new(page, 0, 0));
@@ -171,15 +216,18 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
         done += u64::from(header.n);
     }
     if done != n_rows {
-        return Err(Fault::at(at, format!("has a column of {done} values in a row group of {n_rows} rows")));
+        return Err(Fault::at(
+            at,
+            format!("has a column of {done} values in a row group of {n_rows} rows"),
+        ));
     }
     Ok(())
 }
 
 /// Appends a column of numbers of `N` bytes each. A null becomes `null`. `rows`: the first one, and their number.
 fn numbers<const N: usize, T: Copy>(
-    map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>, null: T,
-    value: impl Fn([u8; N]) -> T,
+    map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>,
+    null: T, value: impl Fn([u8; N]) -> T,
 ) -> Result<(), Fault> {
     let mut column = Column::default();
     pages(map, chunk, first_row, n_rows, &mut column)?;
@@ -198,7 +246,10 @@ fn numbers<const N: usize, T: Copy>(
         let n = present.iter().filter(|present| **present).count();
         let mut values = Vec::new();
         if page.body.encoding == DICTIONARY {
-            let words = column.dictionaries.first().ok_or_else(|| fail("refers to no dictionary page".into()))?;
+            let words = column
+                .dictionaries
+                .first()
+                .ok_or_else(|| fail("refers to no dictionary page".into()))?;
             let words = read(&words.body, 0).map_err(fail)?.1;
             for k in encoding::indices(&bytes, n).map_err(fail)? {
                 values.push(number(&words, k as usize).map_err(fail)?);
@@ -209,7 +260,13 @@ fn numbers<const N: usize, T: Copy>(
             }
         }
         let mut values = values.into_iter();
-        out.extend(present.into_iter().map(|present| if present { values.next().unwrap_or(null) } else { null }));
+        out.extend(present.into_iter().map(|present| {
+            if present {
+                values.next().unwrap_or(null)
+            } else {
+                null
+            }
+        }));
     }
     Ok(())
 }

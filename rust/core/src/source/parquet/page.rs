@@ -93,7 +93,9 @@ impl Pages {
     }
 
     fn keep(&mut self, shard: usize, at: u64, page: &Values) {
-        let size = |p: &Values| p.data.as_ref().map_or(0, |d| d.capacity()) + p.spans.capacity() * size_of::<Span>();
+        let size = |p: &Values| {
+            p.data.as_ref().map_or(0, |d| d.capacity()) + p.spans.capacity() * size_of::<Span>()
+        };
         let mut total = size(page);
         // From the last used backwards. A dictionary is counted with each page that refers to it, so fewer may be kept.
         let fits = self.cached.iter().rev().take_while(|(_, _, p)| {
@@ -151,7 +153,10 @@ impl Column {
         }
         let opened = page.body.open(map, self.levels)?;
         let values = if page.body.encoding == DICTIONARY {
-            let dictionary = self.dictionaries.get(page.dictionary as usize).ok_or("refers to no dictionary page")?;
+            let dictionary = self
+                .dictionaries
+                .get(page.dictionary as usize)
+                .ok_or("refers to no dictionary page")?;
             let entries = Self::entries(map, shard, dictionary, pages)?;
             let indices = opened.indices(map)?;
             let mut spans = Vec::new();
@@ -160,7 +165,10 @@ impl Column {
             for present in opened.present {
                 spans.push(match present.then(|| indices.next()).flatten() {
                     None => Span::NULL,
-                    Some(k) => *entries.spans.get(k as usize).ok_or("has a value outside its dictionary")?,
+                    Some(k) => *entries
+                        .spans
+                        .get(k as usize)
+                        .ok_or("has a value outside its dictionary")?,
                 });
             }
             Values { data: entries.data, spans: spans.into() }
@@ -182,9 +190,9 @@ impl Column {
 
 /// A page whose levels were read, and whose values were not yet.
 pub struct Opened {
-    pub data: Option<Vec<u8>>,         // decompressed; None: the values lie in the file
+    pub data: Option<Vec<u8>>, // decompressed; None: the values lie in the file
     pub range: std::ops::Range<usize>, // of the values, in `data` or in the file
-    pub present: Vec<bool>,            // for each row, whether it has a value
+    pub present: Vec<bool>,    // for each row, whether it has a value
 }
 
 impl Opened {
@@ -206,10 +214,16 @@ impl Opened {
                 continue;
             }
             let start = at + 4;
-            let size = bytes.get(at..start).filter(|_| start <= self.range.end).ok_or("is cut short inside a value")?;
+            let size = bytes
+                .get(at..start)
+                .filter(|_| start <= self.range.end)
+                .ok_or("is cut short inside a value")?;
             let len = u32::from_le_bytes([size[0], size[1], size[2], size[3]]);
             at = start.saturating_add(len as usize);
-            refuse!(at > self.range.end || len == NULL, Err("holds a value that extends beyond its page".into()));
+            refuse!(
+                at > self.range.end || len == NULL,
+                Err("holds a value that extends beyond its page".into())
+            );
             spans.push(Span { start: start as u64, len });
         }
         Ok(Values { data: self.data.map(Arc::new), spans: spans.into() })
@@ -237,10 +251,12 @@ impl Body {
         } else if self.levels == INSIDE {
             let bytes = opened.data.as_deref().unwrap_or(map);
             let range = opened.range.clone();
-            let size = bytes[range.clone()].first_chunk::<4>().ok_or("is cut short before its levels")?;
+            let size =
+                bytes[range.clone()].first_chunk::<4>().ok_or("is cut short before its levels")?;
             let size = u32::from_le_bytes(*size) as usize;
-            let levels =
-                bytes[range.clone()].get(4..4usize.saturating_add(size)).ok_or("is cut short in its levels")?;
+            let levels = bytes[range.clone()]
+                .get(4..4usize.saturating_add(size))
+                .ok_or("is cut short in its levels")?;
             opened.present = present(levels, n, level)?;
             opened.range.start += 4 + size;
         } else {

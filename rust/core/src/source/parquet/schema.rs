@@ -23,7 +23,9 @@ pub struct Chosen {
 const PART: [(&str, i64); 3] = [("start", 5), ("end", 5), ("channel", 1)];
 
 impl Chosen {
-    pub fn find(schema: &[Element], audio: &str, label: Option<&str>, parts: bool) -> Result<Self, Fault> {
+    pub fn find(
+        schema: &[Element], audio: &str, label: Option<&str>, parts: bool,
+    ) -> Result<Self, Fault> {
         let mut walk = Walk { schema, at: 0, leaf: 0 };
         let root = schema.first().ok_or("has an empty schema".to_owned())?;
         walk.at = 1;
@@ -46,7 +48,8 @@ impl Chosen {
                 let (mut bytes, mut path) = (None, None);
                 for _ in 0..element.n_children {
                     let child = walk.element()?;
-                    let leaf = child.level().map(|l| Leaf { number: walk.leaf, levels: levels + l });
+                    let leaf =
+                        child.level().map(|l| Leaf { number: walk.leaf, levels: levels + l });
                     if child.physical == Some(BYTE_ARRAY) {
                         match child.name.as_str() {
                             "bytes" => bytes = leaf,
@@ -59,7 +62,9 @@ impl Chosen {
                 found = Some((bytes.ok_or_else(wrong)?, path));
             } else if Some(element.name.as_str()) == label {
                 label_leaf = match (element.physical, element.converted, element.level()) {
-                    (Some(2), None | Some(18), Some(levels)) => Some(Leaf { number: before.1, levels }),
+                    (Some(2), None | Some(18), Some(levels)) => {
+                        Some(Leaf { number: before.1, levels })
+                    }
                     (Some(BYTE_ARRAY), _, _) => return Err(Fault::string_label(&element.name)),
                     _ => return Err(Fault::not_label(&element.name, &text)),
                 };
@@ -107,9 +112,18 @@ impl<'a> Walk<'a> {
         self.leaf += 1;
         let kind = match element.physical {
             Some(BYTE_ARRAY) if element.converted == Some(0) => "string",
-            Some(k) => *["bool", "int32", "int64", "int96", "float", "double", "binary", "fixed_size_binary"]
-                .get(k as usize)
-                .unwrap_or(&"an unknown type"),
+            Some(k) => *[
+                "bool",
+                "int32",
+                "int64",
+                "int96",
+                "float",
+                "double",
+                "binary",
+                "fixed_size_binary",
+            ]
+            .get(k as usize)
+            .unwrap_or(&"an unknown type"),
             None => "struct",
         };
         Ok(if element.repetition == 2 { format!("list of {kind}") } else { kind.into() })

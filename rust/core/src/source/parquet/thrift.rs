@@ -92,7 +92,9 @@ impl<'a> Thrift<'a> {
         }
     }
 
-    pub fn list<T>(&mut self, kind: u8, mut item: impl FnMut(&mut Self) -> Result<T>) -> Result<Vec<T>> {
+    pub fn list<T>(
+        &mut self, kind: u8, mut item: impl FnMut(&mut Self) -> Result<T>,
+    ) -> Result<Vec<T>> {
         refuse!(kind != 9, Err("holds something other than a list".into()));
         let (n, _) = self.list_head()?;
         (0..n).map(|_| item(self)).collect() // an item takes at least a byte, so this ends with the input
