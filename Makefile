@@ -94,8 +94,7 @@ lint-targets:
 	    PYO3_NO_PYTHON=1 cargo check --quiet --workspace --manifest-path rust/Cargo.toml \
 	    --features jaxtrain-loader-python/extension-module --target $$target || exit 1; done
 
-# Wheels for any Linux with glibc 2.28 or newer (any Python from 3.11 on), a list of what each brings with it (CycloneDX), and the
-# source distribution.
+# Wheels for any Linux with glibc 2.28 or newer (any Python from 3.11 on), and the source distribution.
 # make wheel ARCH="x86_64 aarch64" makes them for both processors.
 ARCH ?= $(shell uname -m)
 DIST ?= dist
@@ -108,7 +107,6 @@ wheel:
 	    --compatibility manylinux_2_28 --target $$arch-unknown-linux-gnu --interpreter python3 --out $(DIST) || exit 1; done
 	$(VENV)-wheel/bin/maturin sdist --out $(DIST)
 	for wheel in $(DIST)/*.whl; do $(VENV)-wheel/bin/auditwheel show $$wheel || exit 1; done
-	$(VENV)-wheel/bin/python -m tools.sbom $(DIST)/*.whl
 
 clean:
 	rm -rf $(VENV) loaders/_rust*.so

@@ -10,7 +10,7 @@ Continuations are in runs/shakespeare_char/generations.jsonl.
 The same model's steps compared with PyTorch's, in one run on the same cores
 (docs/results/cpu-steps.md has what came out):
 
-    python -m tools.bench_train --model=language
+    python -m tools.bench train --model=language
 """
 
 from ml_collections import config_dict

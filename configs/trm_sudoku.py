@@ -21,7 +21,7 @@ half of the 40 GB of one H100.
 configs/trm_sudoku.py:extreme is the recipe of contract "last" for one GPU, on the files of
 $JAXTRAIN_SUDOKU (`extreme`).
 
-`python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores
+`python -m tools.bench train --model=trm` compares steps with PyTorch's on the same cores
 (docs/results/cpu-steps.md).
 """
 

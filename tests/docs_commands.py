@@ -161,7 +161,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it needs compilers that are fetched; tests/compiled compiles the same steps"),
     ),
     (
-        r"tools\.bench_|tools\.few_examples|tools\.esc10_folds|tools\.trm_table|tools\.replay_proof",
+        r"tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tests\.proofs\.replay_proof",
         Why("it measures, for minutes"),
     ),
     (
@@ -209,18 +209,14 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^python -m tools\.orbax_to_safetensors$", Run("--help", quick=True)),
     (r"--help$", Run()),
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
-    (r"^python -m tools\.proofs$", Run("--list", quick=True, says="kills +200 kills")),
-    (r"^python -m tools\.proofs --list$", Run(quick=True, says="kills +200 kills")),
+    (r"^python -m tests\.proofs$", Run("--list", quick=True, says="kills +200 kills")),
+    (r"^python -m tests\.proofs --list$", Run(quick=True, says="kills +200 kills")),
     (
         r"^python -m tests\.test_prose ",
         Run(quick=True, says="median words", instead=(("FOLDER", "docs"),)),
     ),
     (r"^tools/launch_tpu\.sh$", Run("--help")),
     (r"tools\.write_reference$", Run("--check")),
-    (
-        r"tools\.packing_report",
-        Run(instead=(("corpus/train", "tokens/train"),), quick=True, says=r"\n +1024  \w+ +\d"),
-    ),
     # Clusters: the job that would be submitted.
     (
         r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run",

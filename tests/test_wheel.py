@@ -143,14 +143,6 @@ def crates(edges, *more):
     return {(line.split()[0], line.split()[1].removeprefix("v")) for line in lines if line}
 
 
-def test_the_list_next_to_the_wheel_has_the_packages_of_python_too(wheel):
-    listed = json.loads(wheel.with_suffix(".cdx.json").read_text())
-    packages = {
-        each["name"] for each in listed["components"] if each["purl"].startswith("pkg:pypi/")
-    }
-    assert {"jax", "jaxlib", "numpy", "pyarrow"} <= packages and "pytest" not in packages
-
-
 def test_the_source_distribution_holds_what_a_build_needs(dist):
     [path] = dist.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(path).getnames()}

@@ -1,13 +1,13 @@
 """Builds of the extension compared by examples per second of CPU time.
 
-python -m tools.bench_builds A.so B.so [--rounds 5]
+python -m tools.bench builds A.so B.so [--rounds 5]
 
     cd rust
     cargo build --release -p jaxtrain-loader-python --features extension-module
     cargo build --profile editable -p jaxtrain-loader-python --features extension-module
-    cd .. && python -m tools.bench_builds target/release/lib_rust.so target/editable/lib_rust.so
+    cd .. && python -m tools.bench builds target/release/lib_rust.so target/editable/lib_rust.so
 
-Every codec of `tools.bench_loader`, most of which are resampled, and both forms of a row. A process
+Every codec of `tools.bench loader`, most of which are resampled, and both forms of a row. A process
 of one build makes a pass over the corpora in turn with the others, on one thread. The table has the
 median of the ratios to the first build.
 """
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recordings", type=int, default=100)
     args = parser.parse_args(argv)
-    from tools import bench_loader
+    from tools import bench_loader as bench_loader
 
     shards = {
         str(bench_loader.make_corpus(codec, n=args.recordings, seconds=38.0)): label

@@ -1,6 +1,6 @@
 """The cost of an index.
 
-python -m tools.bench_index [--rows=10000000] [--recordings=100000] [--files=2000]
+python -m tools.bench index [--rows=10000000] [--recordings=100000] [--files=2000]
 
 First `jaxtrain index` over a folder of short WAVs: recordings a second whose headers are read, and
 those of a second run. Then an index of many rows, written as `jaxtrain index` writes them: opened

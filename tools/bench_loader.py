@@ -2,8 +2,8 @@
 
 The result is a markdown table of examples/s.
 
-    python -m tools.bench_loader  ours and every peer that is installed, about 10 minutes
-    python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
+    python -m tools.bench loader  ours and every peer that is installed, about 10 minutes
+    python -m tools.bench loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
 An example is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz,
 Kaldi log-mel, normalised. All make the same crops of the same recordings in the same order, drawn
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
-        prog="tools.bench_loader",
+        prog="tools.bench loader",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,14 +2,14 @@
 
 The formulas are the same.
 
-    python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4]
+    python -m tools.bench train --model=language [--embed=128] [--depth=4] [--heads=4]
         [--context=64] [--batch=12] [--rounds=50]
-    python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32]
+    python -m tools.bench train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32]
         [--batch=32] [--rounds=20]
-    python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
-    python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--cells=81]
+    python -m tools.bench train --model=giblet [--batch=32] [--rounds=10]
+    python -m tools.bench train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--cells=81]
         [--low=6]
-    python -m tools.bench_train --table [language-128 bird-demo …]
+    python -m tools.bench train --table [language-128 bird-demo …]
         # of docs/results/cpu-steps.md, by row
 
 A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the
@@ -248,7 +248,7 @@ def table(names: Sequence[str], *options: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools.bench_train", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog="tools.bench train", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
         "--table",

@@ -1,6 +1,6 @@
 """Measure the cost of digests and of verified steps on the demos.
 
-    python -m tools.bench_verify --out DIR [--workload NAME …] [--steps N]
+    python -m tools.bench verify --out DIR [--workload NAME …] [--steps N]
 
 A run of each demo takes plain and verified steps in turn (guard.verify_every=2) and a digest with
 every other record. The medians of N of each give the share of a step that metrics.digest costs at

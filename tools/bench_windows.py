@@ -1,6 +1,6 @@
 """The cost of a window out of a long file, by codec.
 
-python -m tools.bench_windows [--hours=2] [--windows=20] [--out=FOLDER]
+python -m tools.bench windows [--hours=2] [--windows=20] [--out=FOLDER]
 
 Writes a recording of each kind, then reads windows of 5 s at random places of it, three ways in
 turn: with the loader's decoders, as a slice of a whole decode, and with soundfile's seek. Prints

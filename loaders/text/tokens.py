@@ -18,13 +18,13 @@ are three ways (``packing``):
 
 Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's
 number of rows is only known when it is packed. So a seek packs the windows before it once, at one
-or two microseconds a document (us/doc of tools/packing_report.py). Nothing is stored. "test" goes
+or two microseconds a document. Nothing is stored. "test" goes
 once through all sources, which take turns by their shares: packed if packing is best_fit, in a
 mixed order that is always the same, else window after window with a padded last one.
 
 The table has the share of padding, the share of documents that are cut though they would fit, and
 the mean number of tokens that a prediction sees. The documents are the 7,222 paragraphs of tiny
-Shakespeare as characters (python -m tools.packing_report input.txt --context 64 256 1024).
+Shakespeare as characters.
 
                         best_fit                     concat
     context    padding    cut   attends    padding    cut   attends

@@ -8,7 +8,6 @@ import pytest
 
 from loaders.base import DataError, Rows
 from loaders.text import packing, token_files, tokens
-from tools import packing_report
 
 CONTEXT = 32
 
@@ -280,17 +279,6 @@ def test_errors_are_named(tmp_path):
         replace(config_of(tmp_path / "b"), sources=sources),
         r"different vocabularies: \[500, 1000\]",
     )
-
-
-def test_the_report_counts_padding_and_cut_documents():
-    lengths = np.array([5, 5, 9, 3, 30])  # 4 + 4, 8, 2 and 8 + 8 + 8 + 5 predictions
-    padding, cut, seen = packing_report.best_fit(lengths, 8, window=5)
-    assert (padding, cut) == (1 - 47 / 48, 0.0) and seen == (6 + 6 + 28 + 1 + 3 * 28 + 10) / 47
-    # 0-5, 5-10 is cut, 10-19 is too long to fit, 19-22, 22-52
-    padding, cut, seen = packing_report.concat(lengths, 8)
-    assert (padding, cut) == (0.0, 1 / 5) and seen == (
-        10 + 3 + 1 + 15 + 3 + 3 + 1 + 3 * 28 + 6
-    ) / 52
 
 
 def test_sources_whose_ids_mean_other_characters_are_refused(tmp_path):

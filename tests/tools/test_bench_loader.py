@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from loaders.audio import demo_birds
-from tools import bench_loader, loader_peers
+from tools import bench_loader as bench_loader
+from tools import loader_peers
 
 needs_seek = pytest.mark.skipif(
     bool(bench_loader.missing("seek")), reason="scipy and soxr are not installed"

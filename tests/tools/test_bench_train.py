@@ -6,7 +6,7 @@ import subprocess
 import sys
 import types
 
-from tools import bench_train
+from tools import bench_train as bench_train
 from tools.bench_train import Times
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "cpu-steps.md"

@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import tomllib
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from tools.needs import needs
-from tools.sbom import licence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUST = ROOT / "rust"
@@ -47,6 +47,15 @@ NAMES = {  # of older metadata without an SPDX expression
     "Python Software Foundation License": "PSF-2.0",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
 }
+
+
+def licence(metadata: dict[str, Any]) -> str:
+    """Return the licence in `importlib.metadata`: an SPDX expression, or a name."""
+    prefix = "License :: OSI Approved :: "
+    classifiers = [c for c in metadata.get("classifier", []) if c.startswith(prefix)]
+    names = " AND ".join(classifier.rpartition(" :: ")[2] for classifier in classifiers)
+    first_line = metadata.get("license", "").strip().partition("\n")[0]
+    return metadata.get("license_expression") or names or first_line
 
 
 def is_free(expression: str) -> bool:
