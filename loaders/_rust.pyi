@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loaders.audio.pipeline_settings import PipelineSettings
+
 ORDER_VERSION: int  # of the permutation and of the crops; equals loaders.order.VERSION
 STAGES: list[str]  # keys of Pipeline.diagnostics()["seconds"]
 
@@ -287,7 +289,7 @@ class Index:
 
         The blocks are FLAC.
 
-        time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at.
+        time_expansion, channel: as in PipelineSettings; the channel that the row names is ignored.
         packed: without loss, instead of samples as they are. out: an empty file to fill; None to
         return the bytes. stop: is called now and then, and ends the work by returning True.
 
@@ -303,59 +305,14 @@ class Index:
 class Pipeline:
     """Batches of spectrograms or waveforms by worker threads; the position decides the order.
 
-    index: where the recordings are. rows: int64 [n], the rows of the index that this split uses.
-    batch: rows in the global batch. ranges: [start, stop) pairs of the global batch that this
-    process reads. seed: in [0, 2^64).
-    train: True for permuted, endless batches of random crops; False for one pass in order over
-    centre crops.
-
-    bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how
-    many times slower than life recordings are: their rate is this times that which their headers
-    state. clip_samples: samples of a crop.
-    n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in
-    each row.
-    form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as
-    uint16; "waveform", its samples. channel: of recordings whose row names none; None for the mean
-    of all. short: where samples that are fewer than a crop lie in it: "origin" (at the start in
-    training, in the centre in testing), "start", "centre", or "random" (anywhere in training, in
-    the centre in testing). repeat: they are surrounded by themselves, not by silence. silence: what
-    surrounds a part that is shorter than a crop is silence, not what the recording holds there.
-
-    block: (rows of a block, blocks of a window) for the block order in training; None for a global
-    permutation.
-
-    threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of
-    the recordings that may be unusable: max(1, bad_budget * n) of them, or none for 0.
+    index: where the recordings are. settings: everything else, read by the names of its fields.
 
     The threads start at once and wait for the first seek or next.
-    Raises ValueError for arguments that contradict each other, and IndexError for rows that are not
-    in the index.
+    Raises ValueError for settings that contradict each other, IndexError for rows that are not in
+    the index, AttributeError or TypeError for a setting that is missing or of another type.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        *,
-        rows: NDArray[np.int64],
-        batch: int,
-        ranges: Sequence[tuple[int, int]],
-        seed: int,
-        train: bool,
-        bank: FilterBank | None = None,
-        time_expansion: float = 1.0,
-        clip_samples: int = 160_000,
-        n_frames: int = 512,
-        views: int = 1,
-        form: Literal["float32", "bfloat16", "waveform"] = "float32",
-        channel: int | None = None,
-        short: Literal["origin", "start", "centre", "random"] = "origin",
-        repeat: bool = False,
-        silence: bool = False,
-        block: tuple[int, int] | None = None,
-        threads: int = 1,
-        depth: int = 2,
-        bad_budget: float = 0.01,
-    ) -> None: ...
+    def __init__(self, index: Index, settings: PipelineSettings) -> None: ...
     def seek(self, position: int) -> None:
         """Continue with global batch number position, also after the end of a test split.
 

@@ -48,6 +48,7 @@ EXACT = {
     ("carry", "jaxtrain/plan/bound.py"): "of lax.scan",
     ("carry", "jaxtrain/workloads/bird/inference/fit.py"): "of lax.scan",
     ("silence", "loaders/audio/spectrogram.py"): "of a recording",
+    ("silence", "loaders/audio/pipeline_settings.py"): "of a recording",
     ("silence", "rust/"): "of a recording",
     ("fewest", "tools/trm_table.py"): "of a range given on the command line",
 }

@@ -49,6 +49,7 @@ except ImportError as error:
 from loaders import order
 from loaders.audio import remote
 from loaders.audio.front_end import DEFAULT, FrontEnd
+from loaders.audio.pipeline_settings import PipelineSettings
 from loaders.audio.shards import (
     ClassLists,
     find_shards,
@@ -342,33 +343,11 @@ class Spectrograms(Loader):
             self._pipelines.append(self._pipeline(noise, np.arange(noise.n_rows), own_seed))
 
     def _pipeline(self, index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
-        config = self._config
+        settings = pipeline_settings(
+            self._config, chosen, self._rows.batch, self._rows.ranges, seed=seed, train=self._train
+        )
         try:
-            return _rust.Pipeline(
-                index,
-                rows=chosen,
-                batch=self._rows.batch,
-                ranges=list(self._rows.ranges),
-                seed=seed,
-                train=self._train,
-                bank=filter_bank(config),
-                time_expansion=config.time_expansion,
-                clip_samples=config.clip_samples,
-                n_frames=config.n_frames,
-                views=config.views,
-                form=cast(
-                    Literal["float32", "bfloat16", "waveform"],
-                    "waveform" if config.form == "waveform" else config.dtype,
-                ),
-                channel=config.channel if config.channel >= 0 else None,
-                short=cast(Literal["random", "centre", "start", "origin"], config.short),
-                repeat=config.short_fill == "repeat",
-                silence=config.around == "silence",
-                block=(config.block_rows, config.block_window) if config.order == "block" else None,
-                threads=config.threads or machine.cores(),
-                depth=config.depth,
-                bad_budget=config.bad_budget,
-            )
+            return _rust.Pipeline(index, settings)
         except ValueError as error:
             raise DataError(str(error)) from error
 
@@ -401,6 +380,41 @@ class Spectrograms(Loader):
             del batch["label"]
             batch["labels"] = [self._lists.hot(index) for index in batch["index"]]
         return batch
+
+
+def pipeline_settings(
+    config: Config,
+    rows: np.ndarray,
+    batch: int,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    seed: int,
+    train: bool,
+) -> PipelineSettings:
+    """Return the settings of a pipeline that reads these rows of an index as a config says."""
+    form = "waveform" if config.form == "waveform" else config.dtype
+    has_blocks = config.order == "block"
+    return PipelineSettings(
+        rows=rows,
+        batch=batch,
+        ranges=list(ranges),
+        seed=seed,
+        train=train,
+        bank=filter_bank(config),
+        time_expansion=config.time_expansion,
+        clip_samples=config.clip_samples,
+        n_frames=config.n_frames,
+        views=config.views,
+        form=cast(Literal["float32", "bfloat16", "waveform"], form),
+        channel=config.channel if config.channel >= 0 else None,
+        short=cast(Literal["random", "centre", "start", "origin"], config.short),
+        repeat=config.short_fill == "repeat",
+        silence=config.around == "silence",
+        block=(config.block_rows, config.block_window) if has_blocks else None,
+        threads=config.threads or machine.cores(),
+        depth=config.depth,
+        bad_budget=config.bad_budget,
+    )
 
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from loaders import _rust
-from tests.support import corpus
+from tests.support import corpus, pipelines
 from tests.support.corpus import LABELS, ROWS, check, rows
 
 CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
@@ -234,7 +234,7 @@ def test_the_pipeline_reads_parquet_as_it_reads_arrow(tmp_path, codec):
     found = []
     for shard in shards:
         index = _rust.Index([shard], label="label")
-        pipeline = _rust.Pipeline(
+        pipeline = pipelines.make(
             index,
             rows=np.arange(12),
             batch=4,
@@ -299,10 +299,11 @@ def test_any_number_of_shards_with_few_descriptors(tmp_path):
         import pathlib, resource, sys
         import numpy as np
         from loaders import _rust
+        from tests.support import pipelines
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         shards = sorted(pathlib.Path(sys.argv[1]).glob("*.arrow")) + sorted(pathlib.Path(sys.argv[1]).glob("*.parquet"))
         index = _rust.Index(shards, label="label")
-        pipeline = _rust.Pipeline(index, rows=np.arange(300), batch=50, ranges=[(0, 50)], seed=0, train=True, threads=4,
+        pipeline = pipelines.make(index, rows=np.arange(300), batch=50, ranges=[(0, 50)], seed=0, train=True, threads=4,
                                   clip_samples=5600, n_frames=16, bad_budget=0.0)
         for _ in range(12):
             pipeline.next()

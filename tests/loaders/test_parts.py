@@ -19,7 +19,7 @@ from loaders.audio.recordings import store
 from loaders.audio.spectrogram import Config, filter_bank, make_loader
 from loaders.base import DataError, Rows
 from tests.proofs.fuzz import av_encode
-from tests.support import corpus
+from tests.support import corpus, pipelines
 
 RATE = 32_000
 
@@ -38,7 +38,7 @@ def write(folder: pathlib.Path, rows: list[dict], names=("a", "b")) -> pathlib.P
 def batch(index, n, *, train=False, epoch_of=0, **options):
     """The waveforms of a pipeline's first batch, int16 [n, samples], by the row of the index."""
     options = {"clip_samples": 3200, "n_frames": 16, "form": "waveform", "seed": 1, **options}
-    pipeline = _rust.Pipeline(
+    pipeline = pipelines.make(
         index, rows=np.arange(n), batch=n, ranges=[(0, n)], train=train, **options
     )
     try:
@@ -110,7 +110,7 @@ def test_recordings_that_are_slower_than_life(tmp_path):
         index = _rust.Index(
             [write(tmp_path, [dict(path=name, start=0.05 * times, end=0.15 * times)])]
         )
-        pipeline = _rust.Pipeline(
+        pipeline = pipelines.make(
             index,
             rows=np.arange(1),
             batch=1,
@@ -529,7 +529,7 @@ def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
     rows = [dict(path="a.wav", start=5.0 * k, end=5.0 * k + 5) for k in range(640)]
     index = _rust.Index([write(tmp_path, rows)])
     options = dict(clip_samples=5 * RATE, n_frames=512, form="waveform", seed=1)
-    pipeline = _rust.Pipeline(
+    pipeline = pipelines.make(
         index, rows=np.arange(640), batch=8, ranges=[(0, 8)], train=False, threads=2, **options
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from loaders import _rust, order
-from tests.support import corpus
+from tests.support import corpus, pipelines
 
 N_FRAMES = 16
 CLIP = 800 + 15 * 320  # samples at 32 kHz
@@ -50,7 +50,7 @@ def open_index(folder, encoded, shards=2):
 def make(index, *, rows=None, batch=8, ranges=None, seed=1, train=True, **options):
     rows = np.arange(index.n_rows) if rows is None else np.asarray(rows, np.int64)
     options = {**SMALL, **options}
-    return _rust.Pipeline(
+    return pipelines.make(
         index,
         rows=rows,
         batch=batch,
@@ -628,10 +628,11 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
         f"""
         import signal, sys, time, numpy as np
         from loaders import _rust
+        from tests.support import pipelines
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored
         index = _rust.Index([sys.argv[1]], label="label")
-        pipeline = _rust.Pipeline(
+        pipeline = pipelines.make(
             index, rows=np.arange(1), batch={SLOW["batch"]}, ranges=[(0, {SLOW["batch"]})], seed=0, train=True, threads=2)
         pipeline.seek(0)
         try:
@@ -672,12 +673,13 @@ def test_memory_does_not_grow(tmp_path):
         f"""
         import sys, numpy as np
         from loaders import _rust
+        from tests.support import pipelines
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096
 
         index = _rust.Index([sys.argv[1]], label="label")
-        pipeline = _rust.Pipeline(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
+        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
                                   threads=2, clip_samples={CLIP}, n_frames={N_FRAMES})
         for batch in range(600):
             pipeline.next()
@@ -710,12 +712,13 @@ def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
         f"""
         import sys, numpy as np
         from loaders import _rust
+        from tests.support import pipelines
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096
 
         index = _rust.Index(sys.argv[1:], label="label")
-        pipeline = _rust.Pipeline(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
+        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
                                   threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2, form="bfloat16", block=(4, 3),
                                   bad_budget=0.1)
         found = []

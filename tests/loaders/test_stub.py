@@ -2,12 +2,17 @@
 beginnings of its docstrings."""
 
 import ast
+import dataclasses
 import inspect
 import pathlib
+import types
 
+import numpy as np
 import pytest
 
 from loaders import _rust
+from loaders.audio.spectrogram import Config, pipeline_settings
+from tests.support import corpus
 
 STUB = ast.parse((pathlib.Path(_rust.__file__).parent / "_rust.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
@@ -69,3 +74,28 @@ def test_the_parameters_are_those_of_the_extension():
         value = getattr(getattr(_rust, name), member)
         if callable(value):
             assert list(inspect.signature(value).parameters) == parameters(node), (name, member)
+
+
+def test_the_extension_reads_exactly_the_settings_that_there_are(tmp_path):
+    table = corpus.table([corpus.wav(0)], [0])
+    index = _rust.Index([corpus.write(tmp_path / "0.arrow", table)])
+    rows = np.arange(1)
+    settings = pipeline_settings(Config(), rows, 1, [(0, 1)], seed=0, train=True)
+    read = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            read.append(name)
+            return getattr(settings, name)
+
+    _rust.Pipeline(index, Recorder()).close()
+    names = [field.name for field in dataclasses.fields(settings)]
+    assert sorted(read) == sorted(names)
+    without_depth = types.SimpleNamespace(**settings.__dict__)
+    del without_depth.depth
+    with pytest.raises(AttributeError, match="depth"):
+        _rust.Pipeline(index, without_depth)
+    with pytest.raises(TypeError, match="Settings.batch"):
+        _rust.Pipeline(index, dataclasses.replace(settings, batch=-1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'deep'"):
+        dataclasses.replace(settings, deep=3)

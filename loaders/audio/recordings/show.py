@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from loaders import _rust
-from loaders.audio import shards
+from loaders.audio import shards, spectrogram
 from loaders.audio.recordings import store
 from loaders.base import DataError
 from loaders.io import atomic_write, files
@@ -161,16 +161,12 @@ def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.
     index = shards.open_index(paths, label="", audio_root="")
     lists = shards.read_class_lists(paths, "labels")
     chosen = np.unique(np.linspace(0, index.n_rows - 1, min(PICTURES, index.n_rows)).astype(int))
-    pipeline = _rust.Pipeline(
-        index,
-        rows=chosen,
-        batch=len(chosen),
-        ranges=[(0, len(chosen))],
-        seed=0,
-        train=False,
-        bad_budget=1.0,
-        depth=1,
+    config = spectrogram.Config(threads=1, depth=1, bad_budget=1.0)
+    n_rows = len(chosen)
+    settings = spectrogram.pipeline_settings(
+        config, chosen, n_rows, [(0, n_rows)], seed=0, train=False
     )
+    pipeline = _rust.Pipeline(index, settings)
     try:
         _, batch = pipeline.next()
     finally:

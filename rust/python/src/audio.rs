@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use crate::exception;
 
 /// Frames of a normalised spectrogram.
-pub const N_FRAMES: usize = 512;
+const N_FRAMES: usize = 512;
 
 /// Samples, or values of a spectrogram, of one call, at most: 4 GiB of them.
 const MAX_VALUES: u64 = 1 << 30;
@@ -129,7 +129,7 @@ pub fn resample<'py>(
 
 /// The tables of a front end: of waveforms at sample_rate (Hz), Kaldi's log-mel energies.
 #[pyclass(frozen)]
-pub struct FilterBank(Arc<Tables>);
+pub struct FilterBank(pub Arc<Tables>);
 
 #[pymethods]
 impl FilterBank {

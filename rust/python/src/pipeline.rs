@@ -9,12 +9,80 @@ use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::audio::{FilterBank, N_FRAMES};
+use crate::audio::FilterBank;
 use crate::index::Index;
 use crate::{batch, exception};
 
 /// The longest wait between two checks for signals such as Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(50);
+
+/// The settings of a pipeline: the attributes of a PipelineSettings of loaders/audio/pipeline_settings.py, which explains them.
+#[derive(FromPyObject)]
+struct Settings<'py> {
+    rows: PyReadonlyArray1<'py, i64>,
+    batch: usize,
+    ranges: Vec<(usize, usize)>,
+    seed: u64,
+    train: bool,
+    bank: Py<FilterBank>,
+    time_expansion: f64,
+    clip_samples: usize,
+    n_frames: usize,
+    views: usize,
+    form: String,
+    channel: Option<u16>,
+    short: String,
+    repeat: bool,
+    silence: bool,
+    block: Option<(u64, u64)>,
+    threads: usize,
+    depth: usize,
+    bad_budget: f64,
+}
+
+impl Settings<'_> {
+    /// The same in the types of the core, for an index of `n_rows` rows.
+    fn into_config(self, n_rows: usize) -> PyResult<Config> {
+        let narrow = |&row: &i64| {
+            u32::try_from(row).map_err(|_| exception(Error::RowRange { row, n: n_rows }))
+        };
+        let named = |of: &str, name: &str, names: &str| {
+            PyValueError::new_err(format!("{of} = {name:?} must be {names}"))
+        };
+        let form = match self.form.as_str() {
+            "float32" => Form::Float32,
+            "bfloat16" => Form::Bfloat16,
+            "waveform" => Form::Waveform,
+            name => return Err(named("form", name, "float32, bfloat16 or waveform")),
+        };
+        let short = match self.short.as_str() {
+            "origin" => Short::Origin,
+            "start" => Short::Start,
+            "centre" => Short::Centre,
+            "random" => Short::Random,
+            name => return Err(named("short", name, "origin, start, centre or random")),
+        };
+        Ok(Config {
+            rows: self.rows.as_array().iter().map(narrow).collect::<PyResult<_>>()?,
+            batch: self.batch,
+            ranges: self.ranges,
+            seed: self.seed,
+            train: self.train,
+            bank: self.bank.get().0.clone(),
+            time_expansion: self.time_expansion,
+            clip_samples: self.clip_samples,
+            n_frames: self.n_frames,
+            channel: self.channel,
+            clip: Clip { short, repeat: self.repeat, silence: self.silence },
+            views: self.views,
+            form,
+            block: self.block.map(|(rows, window)| Block { rows, window }),
+            threads: self.threads,
+            depth: self.depth,
+            bad_budget: self.bad_budget,
+        })
+    }
+}
 
 /// Batches of spectrograms or waveforms by worker threads; the position decides the order.
 #[pyclass(frozen)]
@@ -23,45 +91,8 @@ pub struct Pipeline(pipeline::Pipeline);
 #[pymethods]
 impl Pipeline {
     #[new]
-    #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, bank = None, time_expansion = 1.0,
-                        clip_samples = 160_000, n_frames = N_FRAMES, views = 1, form = "float32", channel = None, short = "origin", repeat = false,
-                        silence = false, block = None, threads = 1, depth = 2, bad_budget = 0.01))]
-    #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
-    fn new(
-        index: &Index, rows: PyReadonlyArray1<'_, i64>, batch: usize, ranges: Vec<(usize, usize)>,
-        seed: u64, train: bool, bank: Option<&FilterBank>, time_expansion: f64,
-        clip_samples: usize, n_frames: usize, views: usize, form: &str, channel: Option<u16>,
-        short: &str, repeat: bool, silence: bool, block: Option<(u64, u64)>, threads: usize,
-        depth: usize, bad_budget: f64,
-    ) -> PyResult<Self> {
-        let n = index.0.n_rows();
-        let narrow =
-            |&row: &i64| u32::try_from(row).map_err(|_| exception(Error::RowRange { row, n }));
-        let rows = rows.as_array().iter().map(narrow).collect::<PyResult<_>>()?;
-        let named = |of: &str, name: &str, names: &str| {
-            PyValueError::new_err(format!("{of} = {name:?} must be {names}"))
-        };
-        let form = match form {
-            "float32" => Form::Float32,
-            "bfloat16" => Form::Bfloat16,
-            "waveform" => Form::Waveform,
-            _ => return Err(named("form", form, "float32, bfloat16 or waveform")),
-        };
-        let short = match short {
-            "origin" => Short::Origin,
-            "start" => Short::Start,
-            "centre" => Short::Centre,
-            "random" => Short::Random,
-            _ => return Err(named("short", short, "origin, start, centre or random")),
-        };
-        let bank = FilterBank::or_default(bank);
-        let clip = Clip { short, repeat, silence };
-        let block = block.map(|(rows, window)| Block { rows, window });
-        #[rustfmt::skip] // as the signature
-        let config = Config {
-            rows, batch, ranges, seed, train, bank, time_expansion, clip_samples, n_frames, views, form, channel, clip,
-            block, threads, depth, bad_budget,
-        };
+    fn new(index: &Index, settings: Settings<'_>) -> PyResult<Self> {
+        let config = settings.into_config(index.0.n_rows())?;
         Ok(Self(pipeline::Pipeline::new(index.0.clone(), config).map_err(exception)?))
     }
 
