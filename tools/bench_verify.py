@@ -67,6 +67,7 @@ def measure(name: str, out: pathlib.Path, steps: int) -> str:
 
     demo, sizes = CONFIGS[name][0], OWN.get(name, {})
     own = {
+        **config_lib.WITHOUT_OUTPUTS,
         "workdir": str(out / name),
         "train.steps": str(2 * steps + 2),
         "train.eval_every": "0",

@@ -100,8 +100,10 @@ class Checkpointer:
         self._path = _folder(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
+        # next to other runs' folders, a file in the folder above would be theirs, too
+        scores_folder = self._path if config.checkpoint.folder else self._path.parent
         self._scores = Scores(
-            self._path.parent / "best.json", config.checkpoint, config.train.min_delta
+            scores_folder / "best.json", config.checkpoint, config.train.min_delta
         )
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:

@@ -1,6 +1,8 @@
 """The history of a run, saved with its state: changes of its data, rewinds, the best step so far.
 
-workdir/best.json    {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30,
+workdir/best.json (with config.checkpoint.folder, there):
+
+                     {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30,
                      "value": 1.3}}
 
 A value that is not finite is never the best one, and no progress. While there is no other, step and

@@ -11,6 +11,9 @@ the same command. A run that has ended before its SIGKILL is not counted. The di
 state must be the same after each step that both recorded, and in the last checkpoint. On GPUs this
 needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
+These runs write into DIR alone: not into the config's workdir or checkpoint.folder, and to no
+tracker.
+
 Ends with 0 if every run was the same to the last bit, else with 1.
 """
 
@@ -73,10 +76,12 @@ def _minutes(text: str) -> float:
 
 
 def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
+    from jaxtrain.config import WITHOUT_OUTPUTS
     from jaxtrain.telemetry.report.run import RunError
 
     given = given or [f"--config={DEMO}"]
     fields = FIELDS | {
+        **WITHOUT_OUTPUTS,
         "train.steps": str(args.steps),
         "checkpoint.every": str(max(args.steps // 12, 1)),
     }

@@ -623,6 +623,16 @@ Model = TypeVar("Model", bound=ModelSection, default=Any)
 Data = TypeVar("Data", bound=DataSection, default=Any)
 
 
+# Overrides for commands that make runs of their own: such a run writes into its workdir alone.
+WITHOUT_OUTPUTS = {
+    "checkpoint.folder": "",
+    "metrics.tensorboard": "false",
+    "metrics.wandb_project": "",
+    "metrics.mlflow_experiment": "",
+    "metrics.trackio_project": "",
+}
+
+
 @dataclass(frozen=True)
 class Config(Section, Generic[Model, Data]):
     """A whole run: `Config[Model, Data]` by the sections of its workload and of its loader."""

@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.checkpoint import run_identity
 from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import Lease, WorkdirError
@@ -107,6 +108,8 @@ class ProcessContext:
         self.lease = Lease(folders if membership.process == 0 else [], leave=self._leave)
         try:
             stack.enter_context(self.lease)
+            if config.checkpoint.folder and membership.process == 0:
+                run_identity.claim(config.workdir, config.checkpoint.folder)
         except WorkdirError as error:
             if membership.processes == 1:
                 raise

@@ -1,0 +1,125 @@
+"""No command writes to, trains from or deletes another run's checkpoints and records."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from jaxtrain import config as config_lib
+from tests.support import processes, small_runs
+from tests.support.processes import command, run
+
+SMALL = ("--config.train.steps=4", "--config.checkpoint.every=2", "--config.train.eval_every=0")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a config of the toy that names every output."""
+    outputs = "checkpoint=dict(every=2, folder='saves'),"
+    text = small_runs.TOY.replace("checkpoint=dict(every=10),", outputs)
+    assert outputs in text
+    (tmp_path / "toy.py").write_text(text)
+    return tmp_path
+
+
+def refused(folder, *overrides) -> str:
+    process = command(folder, "toy.py", *SMALL, *overrides)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, output
+    return output
+
+
+def digests(folder) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_prove_leaves_the_checkpoints_of_a_config_alone(folder, monkeypatch, capsys):
+    from jaxtrain.commands import prove
+
+    run(folder, "toy.py", *SMALL)
+    before = digests(folder / "saves") | digests(folder / "runs")
+    assert any("saves/4/" in path for path in before)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{processes.ROOT}:{folder}")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    options = ["--minutes", "0", "--steps", "8", "--kills", "1", "--out", "proof"]
+    assert prove.main(["--config=toy.py", *options]) == 0
+    assert "the last checkpoint" in capsys.readouterr().out
+    assert (folder / "proof" / "undisturbed" / "checkpoints" / "8").exists()
+    assert digests(folder / "saves") | digests(folder / "runs") == before
+
+
+def test_every_output_of_a_config_is_taken_from_a_run_of_a_command():
+    """A field that names a place for results is either empty by default and in the table, or in
+    the workdir."""
+    sections = {"checkpoint": config_lib.Checkpoint(), "metrics": config_lib.Metrics()}
+    ends = ("folder", "_project", "_experiment", "tensorboard")
+    outputs = {
+        f"{section}.{name}"
+        for section, values in sections.items()
+        for name in vars(values)
+        if name.endswith(ends)
+    }
+    assert outputs == set(config_lib.WITHOUT_OUTPUTS)
+
+
+def test_a_run_is_refused_the_folder_of_another(folder):
+    run(folder, "toy.py", *SMALL)
+    before = digests(folder / "saves")
+    text = refused(folder, "--config.workdir=other", "--config.train.steps=8")
+    assert "saves has the checkpoints of another run" in text
+    assert str(folder / "runs" / "toy") in text
+    assert digests(folder / "saves") == before
+    # deleting the file that the message names gives the folder to the other run
+    (folder / "saves" / "run.json").unlink()
+    output = run(folder, "toy.py", *SMALL, "--config.workdir=other", "--config.train.steps=8")
+    assert "resuming from step 4" in output
+
+
+def test_a_moved_workdir_keeps_its_folder_and_a_copy_is_refused(folder):
+    run(folder, "toy.py", *SMALL)
+    shutil.copytree(folder / "runs" / "toy", folder / "copy")
+    assert "is a copy of" in refused(folder, "--config.workdir=copy", "--config.train.steps=8")
+    shutil.rmtree(folder / "copy")
+    shutil.move(folder / "runs" / "toy", folder / "moved")
+    output = run(folder, "toy.py", *SMALL, "--config.workdir=moved", "--config.train.steps=8")
+    assert "resuming from step 4" in output
+    assert json.loads((folder / "saves" / "run.json").read_text())["workdir"] == str(
+        folder / "moved"
+    )
+
+
+def test_a_workdir_that_was_lost_is_resumed_at_its_path(folder):
+    run(folder, "toy.py", *SMALL)
+    shutil.rmtree(folder / "runs")
+    assert "resuming from step 4" in run(folder, "toy.py", *SMALL, "--config.train.steps=6")
+
+
+def test_a_folder_in_the_workdir_of_another_run_is_refused(folder):
+    run(folder, "toy.py", *SMALL, "--config.checkpoint.folder=", "--config.workdir=first")
+    inside = "--config.checkpoint.folder=first/checkpoints"
+    text = refused(folder, inside, "--config.workdir=second")
+    assert "is in the workdir of another run" in text and "config.resume.path" in text
+
+
+def test_a_damaged_owner_is_named(folder):
+    run(folder, "toy.py", *SMALL)
+    (folder / "saves" / "run.json").write_text('{"run": 3}')
+    text = refused(folder, "--config.train.steps=8")
+    assert "saves/run.json does not name the run" in text
+
+
+def test_points_of_a_sweep_have_folders_of_their_own(folder, monkeypatch):
+    text = (folder / "toy.py").read_text()
+    sweep = "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 3e-4}\n"
+    (folder / "swept.py").write_text(text + sweep)
+    monkeypatch.chdir(folder)
+    points = [config for config, _ in config_lib.sweeps("swept.py")]
+    assert [config.checkpoint.folder for config in points] == ["saves/000", "saves/001"]
+    shared = "\ndef sweeps():\n    for lr in (1, 2):\n"
+    shared += "        yield {'optim.lr': lr, 'checkpoint.folder': 'one'}\n"
+    (folder / "shared.py").write_text(text + shared)
+    with pytest.raises(config_lib.ConfigError, match="'one' in more than one sweep"):
+        config_lib.sweeps("shared.py")
