@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # as in pyproject.toml: of the code that runs, which may be a checkout that nobody installed
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # a checkout is not asked by pip; printed before any syntax that is too new
 if sys.version_info < (3, 11):  # noqa: UP036

@@ -267,3 +267,24 @@ def test_each_extra_has_its_row():
     assert named == set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     )
+
+
+def test_every_file_states_the_same_version():
+    def stated(name, pattern):
+        return set(re.findall(pattern, (ROOT / name).read_text(), re.M))
+
+    versions = {
+        "pyproject.toml": stated("pyproject.toml", r'^version = "(.*)"'),
+        "jaxtrain/__init__.py": stated("jaxtrain/__init__.py", r'^__version__ = "(.*)"'),
+        "CITATION.cff": stated("CITATION.cff", r"^version: (.*)"),
+        "CHANGELOG.md": set(
+            re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1]
+        ),
+        "docs/install.md": stated("docs/install.md", r"jaxtrain-([\d.]+)-"),
+        "rust/Cargo.toml": stated("rust/Cargo.toml", r'^version = "(.*)"'),
+    }
+    crates = r'name = "jaxtrain-(?:decode|loader|loader-python)"\nversion = "(.*)"'
+    for lock in ("rust/Cargo.lock", "rust/fuzz/Cargo.lock"):
+        versions[lock] = stated(lock, crates)
+    (version,) = versions["pyproject.toml"]
+    assert versions == dict.fromkeys(versions, {version})
