@@ -31,11 +31,15 @@ def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
     Raises DataError, which names ``of``, if one of them does not fit. NumPy's own casts wrap around
     modulo 2^16 or 2^32. So no other cast makes ids or counts narrower.
     """
-    values, bounds = np.asarray(values), np.iinfo(dtype)
-    if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
-        found = f"{values.min()} to {values.max()}"
+    values = np.asarray(values)
+    bounds = np.iinfo(dtype)
+    if not values.size:
+        return np.asarray(values, dtype)
+    smallest, largest = values.min(), values.max()
+    if smallest < bounds.min or largest > bounds.max:
+        name = np.dtype(dtype).name
         raise DataError(
-            f"{of} are {found}; {np.dtype(dtype).name} holds {bounds.min} to {bounds.max}"
+            f"{of} are {smallest} to {largest}; {name} holds {bounds.min} to {bounds.max}"
         )
     return np.asarray(values, dtype)
 
@@ -98,10 +102,15 @@ class Loader:
         """``threads`` keep ``ahead`` batches ready. With 0, `next` makes its batch itself."""
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches
-        self._train, self._rows, self._seed = train, rows, seed
-        self._position, self._closed = 0, False
-        self._threads, self._ahead = threads, ahead
-        self._reading: Any = None  # the iterator of a grain dataset, from the first next or seek on
+        self._train = train
+        self._rows = rows
+        self._seed = seed
+        self._threads = threads
+        self._ahead = ahead
+        self._position = 0
+        self._closed = False
+        # The iterator of a grain dataset, from the first next or seek on.
+        self._batches_ahead: Any = None
 
     @property
     def element_spec(self) -> Mapping[str, Field]:
@@ -117,11 +126,15 @@ class Loader:
 
     def __next__(self) -> tuple[int, HostBatch]:
         """Return the position *after* this batch, and this process's rows of it."""
-        if self._closed or (not self._train and self._position >= self.n_batches):
+        is_past_end = not self._train and self._position >= self.n_batches
+        if self._closed or is_past_end:
             raise StopIteration
-        if self._ahead and self._reading is None:
-            self.seek(self._position)
-        batch = next(self._reading) if self._ahead else self._batch(self._position)
+        if not self._ahead:
+            batch = self._batch(self._position)
+        else:
+            if self._batches_ahead is None:
+                self.seek(self._position)
+            batch = next(self._batches_ahead)
         self._position += 1
         return self._position, batch
 
@@ -129,14 +142,16 @@ class Loader:
         """Continues with global batch number ``position``."""
         self._stop_reading()
         self._position = position
-        n = ENDLESS if self._train else self.n_batches
-        if self._ahead and position < n:
-            import grain  # takes a second, which loaders that read nothing ahead need not spend
+        n_batches = ENDLESS if self._train else self.n_batches
+        if not self._ahead or position >= n_batches:
+            return
+        import grain  # takes a second, which loaders that read nothing ahead need not spend
 
-            options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
-            batches = grain.MapDataset.range(n).map(lambda number: self._batch(int(number)))
-            self._reading = iter(batches.to_iter_dataset(options))
-            self._reading.set_state({"next_index": position})
+        options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
+        numbers = grain.MapDataset.range(n_batches)
+        batches = numbers.map(lambda number: self._batch(int(number)))
+        self._batches_ahead = iter(batches.to_iter_dataset(options))
+        self._batches_ahead.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
         """Return a checkpoint's state, as JSON: position, seed, fingerprints of data and order."""
@@ -167,32 +182,40 @@ class Loader:
         self._stop_reading()
 
     def _stop_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+        if self._batches_ahead is not None:
+            self._batches_ahead.close()
+            self._batches_ahead = None
 
     def _batch(self, position: int) -> HostBatch:
         """Return this process's rows of a global batch, range by range, perhaps in a thread."""
-        parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
         fields = self.buckets[self.bucket_at(position)]
-        if missing := sorted(name for name in fields if any(name not in part for part in parts)):
-            raise DataError(
-                f"the loader {type(self).__qualname__} made batch {position} without its field"
-                f" {missing[0]!r}"
-            )
-        for name, field in fields.items():
-            for part, (start, stop) in zip(parts, self._rows.ranges, strict=True):
-                found, expected = (
-                    (part[name].dtype, part[name].shape),
-                    (field.dtype, (stop - start, *field.shape)),
-                )
-                if found != expected:
-                    raise DataError(
-                        f"the loader {type(self).__qualname__} made batch {position} with its field"
-                        f" {name!r} as {found[0]} {list(found[1])}; element_spec() declares"
-                        f" {expected[0]} {list(expected[1])}"
-                    )
+        parts = []
+        for start, stop in self._rows.ranges:
+            part = self._part(position, np.arange(start, stop))
+            self._check_part(part, position, stop - start, fields)
+            parts.append(part)
         return {name: [part[name] for part in parts] for name in fields}
+
+    def _check_part(
+        self,
+        part: Mapping[str, np.ndarray],
+        position: int,
+        n_rows: int,
+        fields: Mapping[str, Field],
+    ) -> None:
+        """Raise DataError if a range's rows of a batch are not as its bucket declares them."""
+        start = f"the loader {type(self).__qualname__} made batch {position}"
+        missing = sorted(fields.keys() - part.keys())
+        if missing:
+            raise DataError(f"{start} without its field {missing[0]!r}")
+        for name, field in fields.items():
+            array = part[name]
+            shape = (n_rows, *field.shape)
+            if (array.dtype, array.shape) != (field.dtype, shape):
+                raise DataError(
+                    f"{start} with its field {name!r} as {array.dtype} {list(array.shape)};"
+                    f" element_spec() declares {field.dtype} {list(shape)}"
+                )
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows ``row``, int64 [r], of global batch number ``position``."""
@@ -200,10 +223,8 @@ class Loader:
 
     def _empty(self, n: int, bucket: int = -1) -> dict[str, np.ndarray]:
         """``n`` rows of padding: zeros, and -1 for "index"."""
-        batch = {
-            name: np.zeros((n, *field.shape), field.dtype)
-            for name, field in self.buckets[bucket].items()
-        }
+        fields = self.buckets[bucket].items()
+        batch = {name: np.zeros((n, *field.shape), field.dtype) for name, field in fields}
         if "index" in batch:
             batch["index"][:] = -1
         return batch

@@ -32,7 +32,9 @@ class Bucket(NamedTuple):
 
     def fill(self, sizes: np.ndarray) -> float:
         """Return the share of places that are not padding. ``sizes`` int64 [examples, 4]."""
-        return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
+        n_filled = float(sizes[self.members, :2].sum())
+        n_places = self.shape.places * len(self.members)
+        return n_filled / max(n_places, 1)
 
 
 def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
@@ -41,14 +43,17 @@ def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
     Without examples it is an empty one.
     """
     groups = partition(sizes, n) if len(sizes) else [np.zeros(0, np.int64)]
-    return tuple(
-        Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups
-    )
+    buckets = []
+    for members in groups:
+        largest = sizes[members].max(0, initial=1)
+        shape = Shape(*round_up(largest).tolist())
+        buckets.append(Bucket(shape, members))
+    return tuple(buckets)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
+def round_up(counts: np.ndarray) -> np.ndarray:
     """Return the next multiple of `ROUND`, at least one."""
-    return -(-x.clip(1) // ROUND) * ROUND
+    return -(-counts.clip(1) // ROUND) * ROUND
 
 
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
@@ -58,24 +63,44 @@ def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
     largest sound. Dynamic programming over the examples sorted by places.
     """
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
-    text, audio = sizes[by_length, 0], sizes[by_length, 1]
-    cuts = np.unique(np.linspace(0, len(sizes), min(CUTS, len(sizes)) + 1).round().astype(int))
-    most = [np.maximum.reduceat(x, cuts[:-1]) for x in (text, audio)]
-    m = len(cuts) - 1
-    cost = np.full((m + 1, m + 1), np.inf)  # of a group from cut i to cut j
-    for i in range(m):
-        places = sum(rounded(np.maximum.accumulate(x[i:])) for x in most)
-        cost[i, i + 1 :] = places * (cuts[i + 1 :] - cuts[i])
-    best, last_cut = cost[0].copy(), np.zeros((n, m + 1), int)
+    n_ends = min(CUTS, len(sizes)) + 1
+    cuts = np.unique(np.linspace(0, len(sizes), n_ends).round().astype(int))
+    cost = _padded_places(sizes[by_length], cuts)
+    edges = [0, *cuts[_cheapest_ends(cost, n)]]
+    groups = [by_length[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [np.sort(group) for group in groups if len(group)]
+
+
+def _padded_places(sizes: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """Return the places, with padding, of a group of examples from cut i to cut j: [cuts, cuts].
+
+    ``sizes`` are in the order of lengths. A group that does not end after it starts costs infinity.
+    """
+    max_text = np.maximum.reduceat(sizes[:, 0], cuts[:-1])
+    max_audio = np.maximum.reduceat(sizes[:, 1], cuts[:-1])
+    cost = np.full((len(cuts), len(cuts)), np.inf)
+    for i in range(len(cuts) - 1):
+        text = round_up(np.maximum.accumulate(max_text[i:]))
+        audio = round_up(np.maximum.accumulate(max_audio[i:]))
+        n_examples = cuts[i + 1 :] - cuts[i]
+        cost[i, i + 1 :] = (text + audio) * n_examples
+    return cost
+
+
+def _cheapest_ends(cost: np.ndarray, n: int) -> list[int]:
+    """Return the cuts at which the cheapest groups end, ascending: at most ``n`` groups."""
+    last = len(cost) - 1
+    best = cost[0].copy()
+    last_cut = np.zeros((n, len(cost)), int)
     for k in range(1, n):
         costs = best[:, None] + cost
-        better = costs.min(0)
-        last_cut[k] = np.where(better < best, costs.argmin(0), -1)  # -1: fewer groups are as good
-        best = np.minimum(best, better)
-    ends, j = [m], m
+        cheapest = costs.min(0)
+        last_cut[k] = np.where(cheapest < best, costs.argmin(0), -1)  # -1: fewer are as good
+        best = np.minimum(best, cheapest)
+    ends = {last}
+    cut = last
     for k in range(n - 1, 0, -1):
-        if last_cut[k][j] >= 0:
-            j = int(last_cut[k][j])
-            ends.append(j)
-    edges = [0, *cuts[sorted(set(ends) - {0})]]
-    return [np.sort(by_length[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
+        if last_cut[k][cut] >= 0:
+            cut = int(last_cut[k][cut])
+            ends.add(cut)
+    return sorted(ends - {0})

@@ -33,8 +33,23 @@ class Phase(NamedTuple):
     """A part of the run from an example on, whose blocks hold ``quota[k]`` examples of source k."""
 
     start: int
-    given: np.ndarray  # int64 [sources] examples that each source has given before
+    n_dealt: np.ndarray  # int64 [sources] examples that each source has given before it
     quota: np.ndarray  # int64 [sources], of sum BLOCK
+
+
+class ShuffledBlock(NamedTuple):
+    """The sources of a block's places."""
+
+    key: int  # of `phase_key`
+    source: np.ndarray  # int64 [BLOCK]
+    rank: np.ndarray  # int64 [BLOCK] of the place among those of its source
+
+    def places_until(self, source: int, n: int) -> int:
+        """Return how many places hold the first ``n`` examples of a source."""
+        if n == 0:
+            return 0
+        last = np.flatnonzero((self.source == source) & (self.rank == n - 1))[0]
+        return int(last) + 1
 
 
 class Mixture:
@@ -63,9 +78,12 @@ class Mixture:
                 f"the sources' shares are {weights.tolist()}; each must be a positive number"
             )
         self.shares = weights / weights.sum()
-        self._seed, self._policy = int(order.hash_of(MIX, seed)[0]), policy
-        self._sizes = np.asarray([0] * len(shares) if sizes is None else sizes, np.int64)
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._seed = int(order.hash_of(MIX, seed)[0])
+        self._policy = policy
+        if sizes is None:
+            sizes = [0] * len(shares)
+        self._sizes = np.asarray(sizes, np.int64)
+        self._last_block: ShuffledBlock | None = None
         self._phases = [Phase(0, np.zeros(len(weights), np.int64), quotas(self.shares))]
         self.ends: int | None = None
         while policy == "stop" and self.ends is None:
@@ -82,80 +100,87 @@ class Mixture:
                 f"all sources are exhausted after {self.ends} examples, but example {example.max()}"
                 " is needed; make the run shorter, or set exhausted='repeat'"
             )
-        source, number = np.zeros_like(example), np.zeros_like(example)
+        source = np.zeros_like(example)
+        number = np.zeros_like(example)
         starts = [phase.start for phase in self._phases]
         phase = np.searchsorted(starts, example, side="right") - 1
         for p in np.unique(phase):
             at = np.flatnonzero(phase == p)
             source[at], number[at] = self._deal(int(p), example[at] - starts[p])
-        if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
-            k = int(source[over[0]])
-            raise DataError(
-                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example"
-                f" {example[over[0]]} of all; lower its share, make the run shorter, or set"
-                " exhausted='repeat' or 'stop'"
-            )
+        if self._policy == "error":
+            self._refuse_exhausted(example, source, number)
         return source, number
+
+    def _refuse_exhausted(
+        self, example: np.ndarray, source: np.ndarray, number: np.ndarray
+    ) -> None:
+        beyond_end = np.flatnonzero(number >= self._sizes[source])
+        if not beyond_end.size:
+            return
+        first = beyond_end[0]
+        k = int(source[first])
+        raise DataError(
+            f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example"
+            f" {example[first]} of all; lower its share, make the run shorter, or set"
+            " exhausted='repeat' or 'stop'"
+        )
 
     def _deal(self, p: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sources and numbers of places counted from the start of phase ``p``."""
         phase = self._phases[p]
         if np.count_nonzero(phase.quota) == 1:
             only = int(np.argmax(phase.quota))
-            return np.full_like(place, only), phase.given[only] + place
+            return np.full_like(place, only), phase.n_dealt[only] + place
         block, inside = np.divmod(place, BLOCK)
-        source, number = np.empty_like(place), np.empty_like(place)
+        source = np.empty_like(place)
+        number = np.empty_like(place)
         for b in np.unique(block):
             at = np.flatnonzero(block == b)
-            sources, rank = self._shuffled(p, int(b))
-            source[at] = sources[inside[at]]
-            number[at] = rank[inside[at]] + phase.given[source[at]] + b * phase.quota[source[at]]
+            shuffled = self._shuffle(p, int(b))
+            source[at] = shuffled.source[inside[at]]
+            n_before_block = phase.n_dealt + b * phase.quota
+            number[at] = shuffled.rank[inside[at]] + n_before_block[source[at]]
         return source, number
 
-    def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each place of a block, the last of which is kept, source and rank in it."""
-        phase, key = self._phases[p], phase_key(p, b)
-        block = self._block  # read once: another thread may replace it
-        if block is None or block[0] != key:
-            places = _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK))
-            source = np.searchsorted(np.cumsum(phase.quota), places, "right")
-            rank = np.empty(BLOCK, np.int64)
-            for k in np.flatnonzero(phase.quota):
-                of_k = source == k
-                rank[of_k] = np.arange(np.count_nonzero(of_k))
-            self._block = block = (key, source, rank)
-        return block[1:]
+    def _shuffle(self, p: int, b: int) -> "ShuffledBlock":
+        """Return block ``b`` of phase ``p``, the last of which is remembered."""
+        key = phase_key(p, b)
+        block = self._last_block  # read once: another thread may replace it
+        if block is not None and block.key == key:
+            return block
+        quota = self._phases[p].quota
+        places = _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK))
+        source = np.searchsorted(np.cumsum(quota), places, "right")
+        rank = np.empty(BLOCK, np.int64)
+        for k in np.flatnonzero(quota):
+            is_of_source = source == k
+            rank[is_of_source] = np.arange(np.count_nonzero(is_of_source))
+        self._last_block = block = ShuffledBlock(key, source, rank)
+        return block
 
     def _end_phase(self) -> None:
         """End the last phase at the end of its first exhausted source, and begin the next one."""
-        p, phase = len(self._phases) - 1, self._phases[-1]
+        phase = self._phases[-1]
         active = np.flatnonzero(phase.quota)
-        left = self._sizes - phase.given
-        whole = int((left[active] // phase.quota[active]).min())
-        left = left - whole * phase.quota
+        n_left = self._sizes - phase.n_dealt
+        n_blocks = int((n_left[active] // phase.quota[active]).min())
+        n_left_in_block = n_left - n_blocks * phase.quota
         if len(active) == 1:
-            length = whole * BLOCK + int(left[active[0]])
-            given = phase.given + np.where(phase.quota > 0, self._sizes - phase.given, 0)
+            length = n_blocks * BLOCK + int(n_left_in_block[active[0]])
+            n_dealt = phase.n_dealt + np.where(phase.quota > 0, n_left, 0)
         else:
-            source, rank = self._shuffled(p, whole)
-            dry = [k for k in active if left[k] <= phase.quota[k]]
-            inside = min(
-                int(np.flatnonzero((source == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0
-                for k in dry
-            )
-            length = whole * BLOCK + inside
-            given = (
-                phase.given
-                + whole * phase.quota
-                + np.bincount(source[:inside], minlength=len(self.shares))
-            )
-        alive = given < self._sizes
-        if not alive.any():
+            block = self._shuffle(len(self._phases) - 1, n_blocks)
+            exhausted = [int(k) for k in active if n_left_in_block[k] <= phase.quota[k]]
+            n_places = min(block.places_until(k, n_left_in_block[k]) for k in exhausted)
+            length = n_blocks * BLOCK + n_places
+            of_block = np.bincount(block.source[:n_places], minlength=len(self.shares))
+            n_dealt = phase.n_dealt + n_blocks * phase.quota + of_block
+        has_more = n_dealt < self._sizes
+        if not has_more.any():
             self.ends = phase.start + length
             return
-        self._phases.append(
-            Phase(phase.start + length, given, quotas(np.where(alive, self.shares, 0)))
-        )
+        quota = quotas(np.where(has_more, self.shares, 0))
+        self._phases.append(Phase(phase.start + length, n_dealt, quota))
 
 
 def phase_key(p: int, b: int) -> int:
@@ -167,9 +192,11 @@ def quotas(shares: np.ndarray) -> np.ndarray:
     """Return each source's examples in a block, int64 of sum BLOCK, at least one of a share."""
     exact = shares / shares.sum() * BLOCK
     quota: np.ndarray = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
-    while (missing := BLOCK - int(quota.sum())) != 0:
-        step = 1 if missing > 0 else -1
-        candidates = np.flatnonzero((shares > 0) & ((quota > 1) | (step > 0)))
-        first = np.argsort(step * (quota - exact)[candidates], kind="stable")
-        quota[candidates[first[: abs(missing)]]] += step
+    while (n_missing := BLOCK - int(quota.sum())) != 0:
+        step = 1 if n_missing > 0 else -1
+        can_change = (shares > 0) & ((quota > 1) | (step > 0))
+        candidates = np.flatnonzero(can_change)
+        excess = (quota - exact)[candidates]
+        by_excess = candidates[np.argsort(step * excess, kind="stable")]
+        quota[by_excess[: abs(n_missing)]] += step
     return quota

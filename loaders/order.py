@@ -42,10 +42,10 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
     """Return the uint64 hash of integers below 2^64, which broadcast against each other."""
-    h = np.zeros(1, np.uint64)
+    hashed = np.zeros(1, np.uint64)
     for part in parts:
-        h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
-    return h
+        hashed = mix((hashed ^ np.asarray(part, np.uint64)) + GOLDEN)
+    return hashed
 
 
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
@@ -67,7 +67,8 @@ def epochs(
     epoch, place = np.divmod(number, n)
     recording = np.empty_like(place)
     for e in np.unique(epoch):
-        recording[epoch == e] = permute(seed, int(e), n, place[epoch == e])
+        is_in_epoch = epoch == e
+        recording[is_in_epoch] = permute(seed, int(e), n, place[is_in_epoch])
     return epoch, recording
 
 
@@ -77,26 +78,29 @@ def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Both are int64 [m]. The order is always the same and mixed, so that the first batches are a fair
     sample. Past its end there is nothing.
     """
-    there = np.flatnonzero(number < n)
-    return there, permutation(0, 0, n, number[there]) if there.size else there
+    draws = np.flatnonzero(number < n)
+    if not draws.size:
+        return draws, draws
+    return draws, permutation(0, 0, n, number[draws])
 
 
 def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
-    keys = mix(key + GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
+    rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64)
+    keys = mix(key + GOLDEN * rounds)
     a = np.uint64(math.isqrt(n - 1) + 1)
     b = np.uint64(-(-n // int(a)))
     place = np.array(i, np.uint64)
-    walking = np.ones(place.shape, bool)
+    is_beyond = np.ones(place.shape, bool)
     # a * b exceeds n by less than a: a place that lands there is permuted again
-    while walking.any():
-        l, r = np.divmod(place[walking], b)
-        for turn, key in enumerate(keys):
+    while is_beyond.any():
+        left, right = np.divmod(place[is_beyond], b)
+        for turn, round_key in enumerate(keys):
             if turn % 2 == 0:
-                l = (l + _below(key + r, a)) % a
+                left = (left + _below(round_key + right, a)) % a
             else:
-                r = (r + _below(key + l, b)) % b
-        place[walking] = l * b + r
-        walking = place >= np.uint64(n)
+                right = (right + _below(round_key + left, b)) % b
+        place[is_beyond] = left * b + right
+        is_beyond = place >= np.uint64(n)
     return place.astype(np.int64)
 
 
@@ -106,11 +110,13 @@ def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarr
     A block ends after the last of its ``rows``. ``rows`` must increase; ``first_rows`` are the
     first rows of the shards.
     """
-    ends = [*np.searchsorted(rows, first_rows[1:]), len(rows)]
+    shard_ends = [*np.searchsorted(rows, first_rows[1:]), len(rows)]
     stops: list[int] = []
-    for end in ends:
-        while (begin := stops[-1] if stops else 0) < end:
-            stops.append(min(begin + size, int(end)))
+    start = 0
+    for shard_end in shard_ends:
+        while start < shard_end:
+            start = min(start + size, int(shard_end))
+            stops.append(start)
     return np.array(stops, np.int64)
 
 
@@ -120,30 +126,34 @@ def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.nda
     The blocks are permuted, then the places of each ``window`` consecutive blocks are permuted
     among themselves.
     """
+    n_blocks = len(stops)
     sizes = np.diff(stops, prepend=0)
-    blocks = _permute(hash_of(BLOCK, seed, epoch), len(stops), np.arange(len(stops)))
+    blocks = _permute(hash_of(BLOCK, seed, epoch), n_blocks, np.arange(n_blocks))
     starts = np.concatenate([[0], np.cumsum(sizes[blocks])])  # of each block in the permuted order
-    number = (np.searchsorted(starts, i, side="right") - 1) // window
+    window_of_place = (np.searchsorted(starts, i, side="right") - 1) // window
     place = np.empty(len(i), np.int64)
-    for w in np.unique(number):
-        start, stop = starts[w * window], starts[min((w + 1) * window, len(stops))]
-        inside = number == w
-        place[inside] = start + _permute(
-            hash_of(WINDOW, seed, epoch, int(w)), int(stop - start), i[inside] - start
-        )
+    for w in np.unique(window_of_place):
+        start = starts[w * window]
+        stop = starts[min((w + 1) * window, n_blocks)]
+        is_inside = window_of_place == w
+        key = hash_of(WINDOW, seed, epoch, int(w))
+        place[is_inside] = start + _permute(key, int(stop - start), i[is_inside] - start)
     k = np.searchsorted(starts, place, side="right") - 1
-    recordings: np.ndarray = (stops - sizes)[blocks[k]] + place - starts[k]
+    first_recordings = stops - sizes
+    recordings: np.ndarray = first_recordings[blocks[k]] + place - starts[k]
     return recordings
 
 
 def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
     """Return a number in [0, m) from a hash of x, for m < 2^32."""
-    return ((mix(x) >> np.uint64(32)) * m) >> np.uint64(32)
+    high_bits = mix(x) >> np.uint64(32)
+    return (high_bits * m) >> np.uint64(32)
 
 
 def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int = 0) -> int:
     """Return a training crop's first sample, at the recording's rate, of ``n_starts`` ones."""
-    return int(hash_of(CROP, seed, epoch, recording, view)[0]) % n_starts
+    hashed = hash_of(CROP, seed, epoch, recording, view)
+    return int(hashed[0]) % n_starts
 
 
 def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
@@ -152,4 +162,5 @@ def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
     It depends on the row number alone, so recordings added at the end move no earlier one across
     the split.
     """
-    return (hash_of(SPLIT, recordings) >> np.uint64(11)).astype(np.float64) < share * 2.0**53
+    bits = hash_of(SPLIT, recordings) >> np.uint64(11)
+    return bits.astype(np.float64) < share * 2.0**53

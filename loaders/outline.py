@@ -27,21 +27,22 @@ def film() -> Path:
 @functools.cache
 def _birds() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-birds-")
-    recordings = [demo_birds.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
-    for split, rows in (
-        ("train", recordings[: demo.N_TRAIN]),
-        ("test", recordings[demo.N_TRAIN :]),
-    ):
-        columns = {
-            "audio": [{"bytes": b"", "path": row.path} for row in rows],
-            "ebird_code": [row.label for row in rows],
-        }
-        (Path(folder.name) / split).mkdir()
-        with pa.ipc.new_stream(
-            str(Path(folder.name) / split / "data.arrow"), demo.schema()
-        ) as sink:
-            sink.write_batch(pa.RecordBatch.from_pydict(columns, demo.schema()))
+    n_recordings = demo.N_TRAIN + demo.N_TEST
+    recordings = [demo_birds.recording(number) for number in range(n_recordings)]
+    _write_outline(Path(folder.name) / "train", recordings[: demo.N_TRAIN])
+    _write_outline(Path(folder.name) / "test", recordings[demo.N_TRAIN :])
     return folder
+
+
+def _write_outline(folder: Path, recordings: list[demo_birds.Recording]) -> None:
+    schema = demo.schema()
+    columns = {
+        "audio": [{"bytes": b"", "path": recording.path} for recording in recordings],
+        "ebird_code": [recording.label for recording in recordings],
+    }
+    folder.mkdir()
+    with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as sink:
+        sink.write_batch(pa.RecordBatch.from_pydict(columns, schema))
 
 
 @functools.cache

@@ -34,16 +34,15 @@ WINDOW = 100  # [batches]
 
 class ShuffleStats:
     def __init__(self, population: Population):
-        rows, starts = population
-        self._rows, self._size = rows, int(rows.max()) + 1
-        self._first_rows = starts
-        self._shares = {
-            name: self._counts(name, rows) / len(rows)
-            for name in ("mod", "div", "hash", "shard", "fine")
-        }
+        rows, first_rows = population
+        self._rows = rows
+        self._first_rows = first_rows
+        self._size = int(rows.max()) + 1
+        names = ("mod", "div", "hash", "shard")
+        self._shares = {name: self._counts(name, rows) / len(rows) for name in (*names, "fine")}
         self._window: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
         self._histograms: dict[str, collections.deque[np.ndarray]] = {
-            name: collections.deque(maxlen=WINDOW) for name in self._shares if name != "fine"
+            name: collections.deque(maxlen=WINDOW) for name in names
         }
 
     def add(self, index: Sequence[int] | np.ndarray) -> None:
@@ -52,7 +51,8 @@ class ShuffleStats:
         Raises DataError for an index that no recording has.
         """
         recordings = np.asarray(index, np.int64)
-        outside = recordings[(recordings < 0) | (recordings >= self._size)]
+        is_outside = (recordings < 0) | (recordings >= self._size)
+        outside = recordings[is_outside]
         if len(outside):
             raise DataError(
                 f"the index {outside[0]} of an example in a batch is that of no recording, which"
@@ -67,40 +67,61 @@ class ShuffleStats:
         """Return the statistics of the latest 101 batches, or nothing before the first."""
         if not self._window:
             return {}
-        batch, n = self._window[-1], len(self._rows)
-        size = len(batch)
+        batch = self._window[-1]
         record: dict[str, Any] = {}
         for name, histograms in self._histograms.items():
-            expected = self._shares[name] * size
-            used = expected > 0
-            if used.sum() < 2:
-                continue  # a single shard
-            chi2 = ((histograms[-1] - expected)[used] ** 2 / expected[used]).sum()
-            record[f"chi2_{name}"] = chi2 / (used.sum() - 1)
-            record[f"chi2_{name}_expected"] = (n - size) / max(n - 1, 1)
-            if len(histograms) > 2:
-                centred = np.stack(histograms) - expected
-                record[f"acf_{name}"] = (centred[1:] * centred[:-1]).sum() / max(
-                    (centred[:-1] ** 2).sum(), 1e-12
-                )
-                record[f"acf_{name}_expected"] = 0.0
+            record |= self._histogram_record(name, histograms, len(batch))
         record["unique"] = len(np.unique(batch))
-        record["unique_expected"] = n * (1 - (1 - 1 / n) ** size)
+        record["unique_expected"] = self._expected_unique(len(batch))
         if len(self._window) > 1:
-            before = self._window[-2]
-            record["overlap"] = len(np.intersect1d(batch, before))
-            record["overlap_expected"] = (
-                n * (1 - (1 - 1 / n) ** size) * (1 - (1 - 1 / n) ** len(before))
-            )
-            record["bucket_overlap"] = len(
-                np.intersect1d(self._bucket("fine", batch), self._bucket("fine", before))
-            )
-            hit = [1 - (1 - self._shares["fine"]) ** len(x) for x in (batch, before)]
-            record["bucket_overlap_expected"] = (hit[0] * hit[1]).sum()
-        seen = np.concatenate(self._window)
-        record["window_unique"] = len(np.unique(seen))
-        record["window_unique_expected"] = n * (1 - (1 - 1 / n) ** len(seen))
+            record |= self._overlap_record(batch, self._window[-2])
+        window = np.concatenate(self._window)
+        record["window_unique"] = len(np.unique(window))
+        record["window_unique_expected"] = self._expected_unique(len(window))
         return {name: float(value) for name, value in record.items()}
+
+    def _histogram_record(
+        self, name: str, histograms: Sequence[np.ndarray], batch_size: int
+    ) -> dict[str, Any]:
+        n = len(self._rows)
+        expected = self._shares[name] * batch_size
+        is_possible = expected > 0
+        n_possible = is_possible.sum()
+        if n_possible < 2:
+            return {}  # a single shard
+        deviations = (histograms[-1] - expected)[is_possible]
+        chi2 = (deviations**2 / expected[is_possible]).sum()
+        record = {
+            f"chi2_{name}": chi2 / (n_possible - 1),
+            f"chi2_{name}_expected": (n - batch_size) / max(n - 1, 1),
+        }
+        if len(histograms) > 2:
+            centred = np.stack(histograms) - expected
+            covariance = (centred[1:] * centred[:-1]).sum()
+            variance = (centred[:-1] ** 2).sum()
+            record[f"acf_{name}"] = covariance / max(variance, 1e-12)
+            record[f"acf_{name}_expected"] = 0.0
+        return record
+
+    def _overlap_record(self, batch: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
+        n = len(self._rows)
+        buckets = self._bucket("fine", batch)
+        previous_buckets = self._bucket("fine", previous)
+        misses = 1 - self._shares["fine"]  # of one draw, for each bucket
+        hits = 1 - misses ** len(batch)
+        previous_hits = 1 - misses ** len(previous)
+        return {
+            "overlap": len(np.intersect1d(batch, previous)),
+            "overlap_expected": (
+                self._expected_unique(len(batch)) * (1 - (1 - 1 / n) ** len(previous))
+            ),
+            "bucket_overlap": len(np.intersect1d(buckets, previous_buckets)),
+            "bucket_overlap_expected": (hits * previous_hits).sum(),
+        }
+
+    def _expected_unique(self, n_draws: int) -> float:
+        n = len(self._rows)
+        return n * (1 - (1 - 1 / n) ** n_draws)
 
     def _bucket(self, name: str, index: np.ndarray) -> np.ndarray:
         if name == "mod":
@@ -109,10 +130,10 @@ class ShuffleStats:
             return index * BUCKETS // self._size
         if name == "shard":
             return np.searchsorted(self._first_rows, index, side="right") - 1
+        n_buckets = FINE if name == "fine" else BUCKETS
         hashed = (index.astype(np.uint64) * np.uint64(KNUTH)) & np.uint64(0xFFFFFFFF)
-        return (hashed * np.uint64(FINE if name == "fine" else BUCKETS) >> np.uint64(32)).astype(
-            np.int64
-        )
+        bucket = hashed * np.uint64(n_buckets) >> np.uint64(32)
+        return bucket.astype(np.int64)
 
     def _counts(self, name: str, index: np.ndarray) -> np.ndarray:
         size = {"shard": len(self._first_rows), "fine": FINE}.get(name, BUCKETS)
