@@ -460,7 +460,7 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     token = f".shared-{cluster.agree(uuid.uuid4().int % 2**31)}"
     if jax.process_index() == 0:
         (folder / token).write_text("")
-    cluster.agree(0)  # it is there from here on
+    cluster.barrier("the shared file is written")
     deadline = time.monotonic() + seconds
     while not (sees := (folder / token).exists()) and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again

@@ -225,7 +225,7 @@ def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> Warm
     short = f"{cluster.agree(int(digest, 16)):0{base_weights.SHORT}x}"
     if cluster.is_main():
         base_weights.keep(rules, config.workdir, short)
-    cluster.agree(0)  # it is there from here on
+    cluster.barrier("the copy of the base is written")
     return base_weights.at(rules, base_weights.keep(rules, config.workdir, short))
 
 
