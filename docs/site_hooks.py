@@ -1,4 +1,7 @@
-"""Hooks of the site's build (mkdocs.yml): pages from elsewhere, the list of commands, and checks of the public API."""
+"""Hooks of the site's build (mkdocs.yml).
+
+Pages from elsewhere, the list of commands, and checks of the public API.
+"""
 
 import ast
 import os

@@ -480,7 +480,8 @@ class Command(NamedTuple):
 
 
 STARTS = re.compile(
-    r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+"
+    r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)"
+    r"|[A-Z_]+=\S+"
     r" .*python|--config\."
 )
 INLINE = re.compile(
@@ -537,6 +538,7 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
     """Type a command in ``folder``."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k in KEEPS_PROGRAMS}
+    n_devices = 8 if "mesh.fsdp=8" in command.text else 1
     environment = (
         inherited
         | cache
@@ -544,10 +546,7 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
             "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": (
-                f"{SOON}"
-                f" --xla_force_host_platform_device_count={8 if 'mesh.fsdp=8' in command.text else 1}"
-            ),
+            "XLA_FLAGS": (f"{SOON} --xla_force_host_platform_device_count={n_devices}"),
             "JAXTRAIN_CACHE": str(folder / "cache"),
         }
     )

@@ -153,8 +153,10 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
 
 # The shipped workloads and their domains.
 WORDS = re.compile(
-    r"(?<![a-z])(birds?|recordings?|species|spectrograms?|timm|onnx|vit|mae|language|causal_lm|qwen|llama|audio|codecs?|higgs|"
-    r"chats?|trm|boards?|sudoku|puzzles?|mazes?|giblet|films?|brains?|fmri|voxels?|viewers?)\d*(?![a-z])",
+    r"(?<![a-z])(birds?|recordings?|species|spectrograms?|timm|onnx|vit|mae"
+    r"|language|causal_lm|qwen|llama|audio|codecs?|higgs|chats?"
+    r"|trm|boards?|sudoku|puzzles?|mazes?"
+    r"|giblet|films?|brains?|fmri|voxels?|viewers?)\d*(?![a-z])",
     re.IGNORECASE,
 )
 # Not names of a workload:

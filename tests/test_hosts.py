@@ -308,16 +308,19 @@ def weigh(what, name):
     with open("weights.jsonl", "a") as file:
         file.write(json.dumps([what, kilobytes / 1024]) + "\\n")
 
-def wait_for_programs():  # whose compilation, or reading from the cache, takes memory beside the restore
+# their compilation, or reading from the cache, takes memory beside the restore
+def wait_for_programs():
     for pool in gc.get_objects():
-        if isinstance(pool, concurrent.futures.ThreadPoolExecutor) and pool._thread_name_prefix == programs.THREAD:
+        is_pool = isinstance(pool, concurrent.futures.ThreadPoolExecutor)
+        if is_pool and pool._thread_name_prefix == programs.THREAD:
             pool.submit(int).result()  # after what its one thread has to do
 
 class Weighing(proxy_loader.Proxy):
     def state(self, position):  # the last that a run asks before it restores
         if self._split == "train" and not os.path.exists("weights.jsonl"):
             wait_for_programs()
-            ctypes.CDLL(None).malloc_trim(0)  # what they freed, which the state would otherwise come to lie in
+            # what they freed, which the state would otherwise come to lie in
+            ctypes.CDLL(None).malloc_trim(0)
             open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
             weigh("before", "VmRSS")
         return self._loader.state(position)

@@ -27,7 +27,8 @@ names = (os.environ["KILL_BEFORE"],) if "KILL_BEFORE" in os.environ else ("open"
 
 def hook(event, arguments):
     global left
-    if left and (event in names or event.split(".")[0] in names) and any("/checkpoints" in str(a) for a in arguments[:2]):
+    is_named = event in names or event.split(".")[0] in names
+    if left and is_named and any("/checkpoints" in str(a) for a in arguments[:2]):
         with lock:
             left -= 1
             if not left:

@@ -49,7 +49,10 @@ HEADLESS = re.compile(
     r"\b(what|whoever|whatever|whichever|those (?:that|who|whose)|that which)\b(?![^.]*\?)", re.I
 )
 # The word `where` is about a place after these words, and explains a formula before a symbol.
-PLACE = "says?|knows?|shows?|sees?|finds?|decides?|lives?|lies?|stands?|to|from|of|about|and|is|or|folder|place|line|file|machine"
+PLACE = (
+    "says?|knows?|shows?|sees?|finds?|decides?|lives?|lies?|stands?|to|from|of|about|and|is|or"
+    "|folder|place|line|file|machine"
+)
 WHERE = re.compile(rf"(?<!\w)(?<!-)((?:{PLACE}) )?where\b(?! `| \w = )", re.I)
 
 

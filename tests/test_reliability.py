@@ -278,7 +278,8 @@ def failing(function, step, process, number):
     return call
 
 checksums.write = failing(checksums.write, "4", "0", errno.EIO)
-orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_commit_futures, "6", "1", errno.ESTALE)
+wait = orbax._background_wait_for_commit_futures
+orbax._background_wait_for_commit_futures = failing(wait, "6", "1", errno.ESTALE)
 """
 
 

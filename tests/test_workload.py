@@ -147,13 +147,15 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
 # those of the deleted workload cannot be imported.
 IMPORT = """
 import importlib, os, pathlib, pkgutil, sys
-import flax, jax, optax, orbax.checkpoint, pyarrow.parquet, sklearn.linear_model, sklearn.model_selection
+import flax, jax, optax, orbax.checkpoint, pyarrow.parquet
+import sklearn.linear_model, sklearn.model_selection
 
 def import_the_rest():
     for top in ("jaxtrain", "loaders"):
         package = importlib.import_module(top)
         for each in pkgutil.walk_packages(package.__path__, f"{top}."):
-            if each.name not in ("jaxtrain.main", "loaders._rust") and not each.name.startswith("jaxtrain.configs"):
+            left_out = each.name in ("jaxtrain.main", "loaders._rust")
+            if not left_out and not each.name.startswith("jaxtrain.configs"):
                 importlib.import_module(each.name)
     from jaxtrain import cli
     return cli.main([])
@@ -172,7 +174,8 @@ for name in sys.argv[1:]:
 # All tests but those of one workload, of one kind of data, of a fault found in either, of the
 # pages, the sources, the tools, the compilers and the whole package.
 OTHERS = re.compile(
-    r"tests/(workloads|loaders|field|hostile|compiled|tools|test_(docs|prose|words|floors|wheel|workload))"
+    r"tests/(workloads|loaders|field|hostile|compiled|tools"
+    r"|test_(docs|prose|words|floors|wheel|workload))"
 )
 MODULES = (
     str(path.relative_to(ROOT))
@@ -187,7 +190,8 @@ CHEAP = (
     "tests/run/test_init_or_restore.py",
     "tests/run/test_evaluate.py",
     "tests/run/test_step_compiler.py",
-    "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit[adamw-data]",
+    "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
+    "[adamw-data]",
 )
 # Those that ask which workloads are installed.
 ASK = (

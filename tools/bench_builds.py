@@ -86,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key in rates[first]:
         form, shard = key.split(" ", 1)
         middle = [f"{statistics.median(rates[name][key]):.0f}" for name in rates]
-        ratios = [
-            f"{statistics.median(a / b for a, b in zip(rates[name][key], rates[first][key], strict=True)):.3f}"
-            for name in others
-        ]
+        ratios = []
+        for name in others:
+            pairs = zip(rates[name][key], rates[first][key], strict=True)
+            ratios.append(f"{statistics.median(rate / of_first for rate, of_first in pairs):.3f}")
         print(f"| {form} | {shards[shard]} | {' | '.join(middle + ratios)} |")
     return 0
 

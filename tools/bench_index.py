@@ -33,7 +33,8 @@ def resident():
 before, begin, wall = resident(), time.process_time(), time.perf_counter()
 index = _rust.Index(sys.argv[2:], label="label", cache=sys.argv[1] or None)
 took, walled = time.process_time() - begin, time.perf_counter() - wall
-print(f"{index.n_rows} rows, {took:.2f} s of CPU, {walled:.2f} s, {(resident() - before) / index.n_rows:.1f} bytes a row")
+bytes_a_row = (resident() - before) / index.n_rows
+print(f"{index.n_rows} rows, {took:.2f} s of CPU, {walled:.2f} s, {bytes_a_row:.1f} bytes a row")
 """
 
 

@@ -26,7 +26,7 @@ HEAD = """# Reference: every field of a config
 After this page you know every field of a config, its default, unit and meaning, and every metric.
 
 ```
-jaxtrain explain --config=xcm                          # the fields of one config with its own values
+jaxtrain explain --config=xcm              # the fields of one config with its own values
 jaxtrain train --config=xcm --config.train.batch=64    # sets a field on the command line
 ```
 
@@ -35,8 +35,11 @@ The section `model` has the fields of the config's `workload`, and `data` those 
 """
 
 
-METRICS = """Each line of `metrics.jsonl` is a record, `{"step": 10, "split": "train", "loss": 2.3, …}`. X, N and K stand for a
-name or a number. `jaxtrain explain` prints those of one config, and the card of an export has them beside their values."""
+METRICS = (
+    'Each line of `metrics.jsonl` is a record, `{"step": 10, "split": "train", "loss": 2.3, …}`. '
+    "X, N and K stand for a\nname or a number. `jaxtrain explain` prints those of one config, and "
+    "the card of an export has them beside their values."
+)
 
 
 def page() -> str:

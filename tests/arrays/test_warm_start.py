@@ -99,7 +99,10 @@ def start(matches: warm_start.Matches, abstract, table=TABLE) -> dict[str, np.nd
     """Load the arrays into their shardings, and lay them over the initialisation under jit, as a
     run does."""
     loaded = warm_start.load(matches, abstract)
-    make = lambda key, loaded: warm_start.overlay(matches, specs.materialise(table, key), loaded)  # noqa: E731
+
+    def make(key, loaded):
+        return warm_start.overlay(matches, specs.materialise(table, key), loaded)
+
     made = jax.jit(
         make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract), donate_argnums=1
     )(jax.random.key(3), loaded)

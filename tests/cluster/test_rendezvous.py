@@ -333,7 +333,9 @@ def test_more_unauthenticated_peers_than_descriptors_do_not_end_the_rendezvous(p
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 from jaxtrain.parallel.cluster.rendezvous import await_peers
-await_peers("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
+await_peers(
+    "127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}"
+)
 print("met")
 """
     root = pathlib.Path(jaxtrain.__file__).parents[1]

@@ -280,7 +280,7 @@ def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
 @installed.needs("giblet")
 def test_names_are_taken_as_a_shell_has_them(here):
     def load_giblet(*o):
-        return config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])  # noqa: E731
+        return config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])
 
     assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == (
         "viewer-1",

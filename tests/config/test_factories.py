@@ -189,8 +189,12 @@ def test_no_device_is_touched(here):
     """The platform does not exist, so asking for a device fails."""
     code = """
 from tests.config.toys import errors, load
-load("--config.optim.name=optax.contrib:schedule_free_adamw", "--config.optim.schedule=optax:linear_schedule",
-     "--config.optim.schedule_arguments={'init_value': 0.1, 'end_value': 0.0, 'transition_steps': 5}")
+load(
+    "--config.optim.name=optax.contrib:schedule_free_adamw",
+    "--config.optim.schedule=optax:linear_schedule",
+    "--config.optim.schedule_arguments="
+    "{'init_value': 0.1, 'end_value': 0.0, 'transition_steps': 5}",
+)
 print(list(errors("--config.optim.name=own_optim:number")))
 """
     environment = os.environ | {

@@ -72,7 +72,8 @@ def make_loader(config, *, split, rows, seed):
 '''
 FILE = """
 def get_config(argument=""):
-    return dict(workload="toy_workload", loader="toy_loader", model=dict(text=argument or "a"), train=dict(batch=32))
+    model = dict(text=argument or "a")
+    return dict(workload="toy_workload", loader="toy_loader", model=model, train=dict(batch=32))
 """
 
 

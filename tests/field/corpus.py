@@ -139,14 +139,16 @@ COLUMNS = (
     ),
     Case(
         "arbimon",
-        "recording,site,year,month,day,hour,min,species,songtype,x1,x2,y1,y2,frequency,validated,url,score,score\na.wav,S1,2024,5,23,5,30,robin,Common"
+        "recording,site,year,month,day,hour,min,species,songtype,x1,x2,y1,y2,frequency,validated,"
+        "url,score,score\na.wav,S1,2024,5,23,5,30,robin,Common"
         " Song,2,3,100,200,200,1,https://x.org/a,0.5,0.4\nb.wav,S1,2024,5,23,5,30,wren,Common"
         " Song,4,5,100,200,200,0,https://x.org/b,0.5,0.4\n",
         ("a.wav 2 3 robin", "b.wav 4 5"),
     ),
     Case(
         "birdnet-r",
-        "filepath,start,end,scientific_name,common_name,confidence,lat,lon,week,overlap,sensitivity,min_conf,"
+        "filepath,start,end,scientific_name,common_name,confidence,lat,lon,week,overlap,"
+        "sensitivity,min_conf,"
         "species_list,model\n/x/a.wav,2,3,Erithacus,robin,0.9,-1,-1,-1,0,1,0.1,,BirdNET\n",
         ("a.wav 2 3 robin",),
     ),
@@ -242,7 +244,8 @@ COLUMNS = (
     ),
     Case(
         "urban-sounds",
-        "slice_file_name,fsID,start,end,salience,fold,classID,class\na.wav,100,58.5,62.5,1,5,2,robin\n",
+        "slice_file_name,fsID,start,end,salience,fold,classID,class\n"
+        "a.wav,100,58.5,62.5,1,5,2,robin\n",
         ("a.wav 0 30 robin",),
     ),
     Case(
@@ -348,7 +351,8 @@ LABELS = (
     ),
     Case(
         "answers",
-        "file,start,end,label,answer,asked,score\na.wav,2,3,robin,yes,robin,0.9\nb.wav,4,5,,skip,wren,0.5\n",
+        "file,start,end,label,answer,asked,score\na.wav,2,3,robin,yes,robin,0.9\n"
+        "b.wav,4,5,,skip,wren,0.5\n",
         ("a.wav 2 3 robin",),
     ),
     Case("wrong-answer", "file,start,end,label,answer\na.wav,2,3,robin,perhaps\n", ("!perhaps",)),
@@ -748,7 +752,8 @@ REPORTS = (
     ),
     Case(
         "orcadata-33",
-        "dataset\twav_filename\tstart_time_s\tduration_s\tlocation\tdate\npodcast_round1\ta.wav\t2\t1\tDabob"
+        "dataset\twav_filename\tstart_time_s\tduration_s\tlocation\tdate\n"
+        "podcast_round1\ta.wav\t2\t1\tDabob"
         " Bay, Seattle\t1960-10-28\n",
         ("a.wav 2 3",),
         ("--label-column=none",),
@@ -766,7 +771,8 @@ REPORTS = (
     Case(
         "birdnet-384.txt",
         f"{RAVEN}\tCommon Name\tBegin Path\tFile Offset (s)\n1\tSpectrogram"
-        " 1\t1\t6.7000000000694\t9.7000000000694\t0\t400\tWaldkauz\tx/a.wav\t6.7000000000694\n2\tSpectrogram"
+        " 1\t1\t6.7000000000694\t9.7000000000694\t0\t400\tWaldkauz\tx/a.wav\t6.7000000000694\n"
+        "2\tSpectrogram"
         " 1\t1\t6.8000000000694\t9.8000000000694\t0\t400\tWaldkauz\tx/a.wav\t6.8000000000694\n",
         ("a.wav 6.7 9.7 Waldkauz", "a.wav 6.8 9.8 Waldkauz", "=overlapping-times 1"),
     ),
@@ -777,7 +783,8 @@ REPORTS = (
     ),
     Case(
         "warbler-25",
-        '"sound.files","selec","start","end","bottom.freq","top.freq","sp"\n"a.wav",1,2,3,0.1,0.4,"robin"\n',
+        '"sound.files","selec","start","end","bottom.freq","top.freq","sp"\n'
+        '"a.wav",1,2,3,0.1,0.4,"robin"\n',
         ("a.wav 2 3 robin",),
     ),
     Case(

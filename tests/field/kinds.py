@@ -300,7 +300,8 @@ NAMES_AND_VALUES = (
     ),
     Case(
         "arbimon-presences",
-        "recording,site,year,month,day,hour,min,robin<Song>,wren<Call>\na.wav,S,2024,5,23,5,30,1,---\n"
+        "recording,site,year,month,day,hour,min,robin<Song>,wren<Call>\n"
+        "a.wav,S,2024,5,23,5,30,1,---\n"
         "b.wav,S,2024,5,23,6,0,0,1\n",
         ("a.wav 0 30 robin<Song>", "b.wav 0 30 wren<Call>", "=open-class 1"),
     ),
@@ -529,7 +530,8 @@ TIMES = (
     ),
     Case(
         "ms-and-s",
-        "file,start_ms,start_s,end_ms,end_s,label\na.wav,2000,2,3000,3,robin\nb.wav,4000,4,5000,5,wren\n",
+        "file,start_ms,start_s,end_ms,end_s,label\na.wav,2000,2,3000,3,robin\n"
+        "b.wav,4000,4,5000,5,wren\n",
         TWO,
     ),
     Case(
@@ -555,7 +557,8 @@ TIMES = (
     ),
     Case(
         "about-recordings",
-        "file,species,duration_s,sample_rate,hour,minute,second,sample_id\na.wav,robin,30,48000,5,30,0,7\n"
+        "file,species,duration_s,sample_rate,hour,minute,second,sample_id\n"
+        "a.wav,robin,30,48000,5,30,0,7\n"
         "b.wav,wren,29.5,48000,6,0,0,8\n",
         (*WHOLE, "=unused-column 2"),
     ),

@@ -493,7 +493,8 @@ from loaders.base import Rows
 
 viewers, volumes, voxels, batches = map(int, sys.argv[1:])
 path = demo_film.ensure_blank(viewers=viewers, volumes=volumes, voxels=voxels)
-loader = multimodal.make_loader(multimodal.Config(path=str(path)), split="train", rows=Rows(16, ((0, 16),)), seed=0)
+config = multimodal.Config(path=str(path))
+loader = multimodal.make_loader(config, split="train", rows=Rows(16, ((0, 16),)), seed=0)
 
 def resident():
     "[MB] of this process, with the file pages that it maps."

@@ -301,9 +301,11 @@ def test_any_number_of_shards_with_few_descriptors(tmp_path):
         from loaders import _rust
         from tests.support import pipelines
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-        shards = sorted(pathlib.Path(sys.argv[1]).glob("*.arrow")) + sorted(pathlib.Path(sys.argv[1]).glob("*.parquet"))
+        folder = pathlib.Path(sys.argv[1])
+        shards = sorted(folder.glob("*.arrow")) + sorted(folder.glob("*.parquet"))
         index = _rust.Index(shards, label="label")
-        pipeline = pipelines.make(index, rows=np.arange(300), batch=50, ranges=[(0, 50)], seed=0, train=True, threads=4,
+        pipeline = pipelines.make(index, rows=np.arange(300), batch=50, ranges=[(0, 50)], seed=0,
+            train=True, threads=4,
                                   clip_samples=5600, n_frames=16, bad_budget=0.0)
         for _ in range(12):
             pipeline.next()

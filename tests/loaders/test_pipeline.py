@@ -633,7 +633,8 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored
         index = _rust.Index([sys.argv[1]], label="label")
         pipeline = pipelines.make(
-            index, rows=np.arange(1), batch={SLOW["batch"]}, ranges=[(0, {SLOW["batch"]})], seed=0, train=True, threads=2)
+            index, rows=np.arange(1), batch={SLOW["batch"]}, ranges=[(0, {SLOW["batch"]})],
+                seed=0, train=True, threads=2)
         pipeline.seek(0)
         try:
             print("waiting", flush=True)
@@ -679,7 +680,8 @@ def test_memory_does_not_grow(tmp_path):
             return int(open("/proc/self/statm").read().split()[1]) * 4096
 
         index = _rust.Index([sys.argv[1]], label="label")
-        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
+        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0,
+            16)], seed=0, train=True,
                                   threads=2, clip_samples={CLIP}, n_frames={N_FRAMES})
         for batch in range(600):
             pipeline.next()
@@ -718,8 +720,10 @@ def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
             return int(open("/proc/self/statm").read().split()[1]) * 4096
 
         index = _rust.Index(sys.argv[1:], label="label")
-        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
-                                  threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2, form="bfloat16", block=(4, 3),
+        pipeline = pipelines.make(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0,
+            16)], seed=0, train=True,
+                                  threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2,
+                                      form="bfloat16", block=(4, 3),
                                   bad_budget=0.1)
         found = []
         for batch in range(6000):

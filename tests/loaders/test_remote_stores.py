@@ -117,16 +117,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 continue
             data = file.read_bytes()
             keys.append(
-                f"<Contents><Key>{name}</Key><LastModified>2026-03-01T00:00:00.000Z</LastModified><Size>{len(data)}</Size>"
-                f"<ETag>&quot;{hashlib.md5(data).hexdigest()}&quot;</ETag><StorageClass>STANDARD</StorageClass></Contents>"
+                f"<Contents><Key>{name}</Key><LastModified>2026-03-01T00:00:00.000Z</LastModified>"
+                f"<Size>{len(data)}</Size>"
+                f"<ETag>&quot;{hashlib.md5(data).hexdigest()}&quot;</ETag>"
+                "<StorageClass>STANDARD</StorageClass></Contents>"
             )
         folders = [
             f"<CommonPrefixes><Prefix>{each}</Prefix></CommonPrefixes>" for each in sorted(folders)
         ]
-        head = f"<Name>bucket</Name><Prefix>{prefix}</Prefix><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>"
+        head = f"<Name>bucket</Name><Prefix>{prefix}</Prefix><KeyCount>{len(keys)}</KeyCount>"
+        head += "<IsTruncated>false</IsTruncated>"
         return (
             "<?xml"
-            f' version="1.0"?><ListBucketResult>{head}{"".join(keys + folders)}</ListBucketResult>'.encode()
+            f' version="1.0"?><ListBucketResult>{head}{"".join(keys + folders)}'
+            "</ListBucketResult>".encode()
         )
 
     def reply(self, body, status=200, kind="application/json", **headers):

@@ -281,7 +281,8 @@ def test_indexing_reads_no_audio_and_holds_no_descriptors(tmp_path):
         assert index.n_rows == 21 * 16
         assert len(os.listdir("/proc/self/fd")) == before
         smaps = pathlib.Path("/proc/self/smaps").read_text()
-        rss = [int(kb) for kb in re.findall(r"big\\.arrow\\nSize:.*\\n(?:.*\\n)*?Rss: +(\\d+) kB", smaps)]
+        sizes = re.findall(r"big\\.arrow\\nSize:.*\\n(?:.*\\n)*?Rss: +(\\d+) kB", smaps)
+        rss = [int(kb) for kb in sizes]
         assert len(rss) == 1, rss
         print(rss[0])
     """

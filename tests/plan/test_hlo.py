@@ -42,7 +42,8 @@ PROGRAM = """HloModule step, num_partitions=8
 
 %inner (a: f32[4]) -> f32[4] {
   %a = f32[4]{0} parameter(0)
-  ROOT %all-reduce.1 = f32[4]{0} all-reduce(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  ROOT %all-reduce.1 = f32[4]{0} all-reduce(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}, \
+to_apply=%add
 }
 
 %inner_limit (b: f32[4]) -> pred[] {
@@ -55,13 +56,16 @@ PROGRAM = """HloModule step, num_partitions=8
 }
 
 %all-reduce-scatter.7 (d: bf16[16,8]) -> bf16[4,8] {
-  %all-reduce.9 = bf16[16,8]{1,0} all-reduce(%d), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  %all-reduce.9 = bf16[16,8]{1,0} all-reduce(%d), replica_groups={{0,2,4,6},{1,3,5,7}}, \
+to_apply=%add
   ROOT %slice = bf16[4,8]{1,0} dynamic-slice(%all-reduce.9, %i), dynamic_slice_sizes={4,8}
 }
 
 ENTRY %main (x: f32[4]) -> f32[4] {
-  %while.2 = f32[4]{0} while(%x), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
-  %gather = (bf16[2,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %while.2 = f32[4]{0} while(%x), condition=%c, body=%outer, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %gather = (bf16[2,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%y), \
+replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
   %fusion = bf16[4,8]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.7
 }
 """
@@ -107,8 +111,10 @@ GPU = """HloModule jit_step, num_partitions=8
   %t = (s32[], bf16[16,32]{1,0}) parameter(0)
   %x = bf16[16,32]{1,0} get-tuple-element(%t), index=1
   %w = bf16[32,32]{1,0} constant({...})
-  %y = (bf16[16,32]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", backend_config=DIMENSIONS
-  %q = (bf16[2,64,4,32]{3,2,1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %y = (bf16[16,32]{1,0}, s8[64]{0}) custom-call(%x, %w), \
+custom_call_target="__cublas$lt$matmul", backend_config=DIMENSIONS
+  %q = (bf16[2,64,4,32]{3,2,1,0}, u8[0]{0}) custom-call(%x), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %i = s32[] get-tuple-element(%t), index=0
   ROOT %out = (s32[], bf16[16,32]{1,0}) tuple(%i, %x)
 }
@@ -121,9 +127,11 @@ GPU = """HloModule jit_step, num_partitions=8
 ENTRY %main (p0: f32[64], p1: (s32[], bf16[16,32])) -> f32[8] {
   %p0 = f32[64]{0} parameter(0)
   %p1 = (s32[], bf16[16,32]{1,0}) parameter(1)
-  %loop = (s32[], bf16[16,32]{1,0}) while(%p1), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %loop = (s32[], bf16[16,32]{1,0}) while(%p1), condition=%less, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
   %started = ((f32[64]{0}), f32[8]{0}) async-start(%p0), calls=%scatter
-  %all = f32[64]{0} all-reduce-start(%p0), replica_groups=[1,8]<=[8], to_apply=%sum, backend_config={"is_sync":true}
+  %all = f32[64]{0} all-reduce-start(%p0), replica_groups=[1,8]<=[8], to_apply=%sum, \
+backend_config={"is_sync":true}
   %wide = f32[16,16]{1,0} constant({...})
   %dot = f32[16,16]{1,0} dot(%wide, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   ROOT %done = f32[8]{0} async-done(%started)
@@ -149,7 +157,8 @@ TPU = """HloModule jit_step, num_partitions=8
 
 ENTRY %main (p0: bf16[4,4]) -> bf16[4,4] {
   %p0 = bf16[4,4]{1,0} parameter(0)
-  %kernel = bf16[4,4]{1,0} custom-call(%p0), custom_call_target="tpu_custom_call", backend_config={"custom_call_config": {
+  %kernel = bf16[4,4]{1,0} custom-call(%p0), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config": {
 "metadata":"{}"
 }}, metadata={op_name="splash"}
   ROOT %other = bf16[4,4]{1,0} custom-call(%kernel), custom_call_target="other"

@@ -158,7 +158,7 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
     saves.mkdir()
 
     def small(folder):
-        return types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)  # noqa: E731
+        return types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)
 
     report = importlib.import_module("jaxtrain.plan.summary")
     monkeypatch.setattr(report.shutil, "disk_usage", small)

@@ -570,7 +570,7 @@ def place() -> Iterator[tuple[pathlib.Path, bool]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage="python -m tests.proofs.soak [options] [--config=FILE] [--config.section.field=value …]",
+        usage="python -m tests.proofs.soak [options] [--config=FILE] [--config.field=value …]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

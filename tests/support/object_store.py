@@ -141,7 +141,8 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/batch/storage/v1":
             return self._batch(body)
         found = re.fullmatch(
-            r"(/upload|/download)?/storage/v1/b/([^/]+)(/o(?:/(.+?))?(/(?:rewriteTo|copyTo)/b/(.+?)/o/(.+)|/moveTo/o/(.+))?)?",
+            r"(/upload|/download)?/storage/v1/b/([^/]+)"
+            r"(/o(?:/(.+?))?(/(?:rewriteTo|copyTo)/b/(.+?)/o/(.+)|/moveTo/o/(.+))?)?",
             path,
         )
         if not found:

@@ -12,7 +12,8 @@ import os
 
 from ml_collections import ConfigDict
 
-os.environ["PROXIED"] = "loaders.audio.spectrogram"  # another config may have set it in this process
+# another config may have set it in this process
+os.environ["PROXIED"] = "loaders.audio.spectrogram"
 
 def get_config(path):
     return ConfigDict(dict(
@@ -64,7 +65,8 @@ def get_config():
     model, warm_start = hugging_face.from_hugging_face({str(QWEN)!r})
     return ConfigDict(dict(
         workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
-        model=dict(model, dtype="float32", tokenizer="bytes", generation=dict(prompts=("one ",), tokens=4)),
+        model=dict(model, dtype="float32", tokenizer="bytes",
+                   generation=dict(prompts=("one ",), tokens=4)),
         data=dict(sources=(dict(path="text.txt"),), context=32, text="bytes", packing="random"),
         train=dict(steps=6, batch=8, eval_every=3),
         optim=dict(lr=1e-2, schedule="constant"),
@@ -91,8 +93,9 @@ def get_config():
     return ConfigDict(dict(
         workload="jaxtrain.workloads.trm",
         loader="tests.support.proxy_loader",
-        model=dict(embed=16, heads=2, inner_multiple=16, puzzle_tokens=1, puzzle_embed=16, dtype="float32", halt_steps=4,
-                   cycles_high=2, cycles_low=2, first_high=1, first_low=1, growth=10, explore=0.9, explore_end=0.1),
+        model=dict(embed=16, heads=2, inner_multiple=16, puzzle_tokens=1, puzzle_embed=16,
+                   dtype="float32", halt_steps=4, cycles_high=2, cycles_low=2, first_high=1,
+                   first_low=1, growth=10, explore=0.9, explore_end=0.1),
         data=dict(sources=(dict(kind="sudoku4", n_train=40, n_test=9, blanks=(3, 6), views=10),)),
         train=dict(steps=16, batch=8, eval_every=8, eval_batches=1, ema=0.9),
         optim=dict(name="adam_atan2", lr=1e-3, clip=0.0, decayed=".", undecayed="^$",
@@ -108,8 +111,10 @@ def get_config():
     return ConfigDict(dict(
         workload="jaxtrain.workloads.giblet",
         loader="loaders.film.multimodal",
-        model=dict(video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8,
-                   head_width=16, decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16),
+        model=dict(video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8),
+            trunk_widths=(16, 16),
+                   bottleneck=8, head_width=16, decoder_widths=(16, 16, 16, 16),
+                   decode_video_widths=(16, 16), decode_audio_widths=(16, 16),
                    decode_text_widths=(16, 16), dtype="float32", normalised=True),
         data=dict(path="film", hrf=("text",), hrf_seconds=6.0),
         train=dict(steps=50, batch=8, eval_every=2, patience=3, min_delta=100.0),
@@ -121,13 +126,15 @@ from ml_collections import ConfigDict
 from jaxtrain.workloads.audio_language import hugging_face
 
 def get_config(base=""):
-    sizes = dict(embed=32, depth=2, heads=4, kv_heads=2, head_dim=8, mlp=32, vocab=272, codebooks=2, codebook_size=16)
+    sizes = dict(embed=32, depth=2, heads=4, kv_heads=2, head_dim=8, mlp=32, vocab=272)
+    sizes |= dict(codebooks=2, codebook_size=16)
     model, warm_start = hugging_face.from_hugging_face(base) if base else (sizes, {})
     lora = dict(hugging_face.ADAPTERS, rank=2, alpha=4.0) if base else {}
     return ConfigDict(dict(
         workload="jaxtrain.workloads.audio_language", loader="loaders.chat.chat_audio",
         model=dict(model, dtype="float32"),
-        data=dict(manifest="manifest.json", tokenizer="tokenizer.json", codec="codec.npz", buckets=2, test_share=0.25),
+        data=dict(manifest="manifest.json", tokenizer="tokenizer.json", codec="codec.npz",
+                  buckets=2, test_share=0.25),
         train=dict(steps=8, batch=8, eval_every=4),
         optim=dict(lr=1e-2, schedule="constant"), lora=lora, warm_start=warm_start,
         checkpoint=dict(every=4), metrics=dict(every=1),

@@ -30,7 +30,9 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
     """The export of a run whose weights depend on a key."""
 
     def change(params):
-        waves = lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)  # noqa: E731
+        def waves(x):
+            return x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
         return {**params, "encoder": jax.tree.map(waves, params["encoder"])}
 
     run = birds.make_run(

@@ -14,4 +14,6 @@ import importlib.metadata
 OLD_EMITTERS = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11)
 # The variables of a process that keeps its programs where the tests do.
 KEEPS_PROGRAMS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-SOON = f"--xla_backend_optimization_level=0{' --xla_cpu_use_fusion_emitters=false' if OLD_EMITTERS else ''}"
+SOON = "--xla_backend_optimization_level=0"
+if OLD_EMITTERS:
+    SOON += " --xla_cpu_use_fusion_emitters=false"

@@ -20,11 +20,13 @@ here = pathlib.Path(os.environ["FAKE"])
 argv = sys.argv[1:]
 kind = "-".join(a for a in argv[2:4])
 command = next((a.removeprefix("--command=") for a in argv if a.startswith("--command=")), "")
-for word, name in (("nohup", "start"), ("tail -n", "stream"), ("cat jaxtrain/exit-code", "code"), ("pip install", "install")):
+words = ("nohup", "tail -n", "cat jaxtrain/exit-code", "pip install")
+for word, name in zip(words, ("start", "stream", "code", "install")):
     if word in command:
         kind = name
 calls = here / "calls"
-n = sum(json.loads(l)["kind"] == kind for l in calls.read_text().splitlines()) if calls.exists() else 0
+lines = calls.read_text().splitlines() if calls.exists() else []
+n = sum(json.loads(line)["kind"] == kind for line in lines)
 with calls.open("a") as file:
     file.write(json.dumps({{"kind": kind, "argv": argv}}) + "\\n")
 answer = next((p for p in (here / f"{{kind}}.{{n}}", here / kind) if p.exists()), None)

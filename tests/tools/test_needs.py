@@ -25,7 +25,7 @@ def test_extras_that_name_others_are_followed_and_nothing_is_asked_for_twice():
     assert needs.needs(project, ["a"]) == ["jax>=1", "x", "y; sys_platform == 'linux'"]
 
 
-def test_this_package_is_never_among_its_needs_nor_a_compiler_for_plans_in_an_environment_that_trains():
+def test_neither_this_package_nor_a_compiler_for_plans_is_among_the_needs_to_train():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in ([], ["dev"], ["all"]):
         names = [requirement.partition(">")[0] for requirement in needs.needs(project, extras)]

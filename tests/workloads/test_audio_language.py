@@ -439,9 +439,8 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
         np.testing.assert_allclose(x_bd, expected, rtol=0, atol=5e-5, err_msg=i)
 
         def pick(name):
-            return jnp.stack(
-                [jnp.asarray(getattr(x, name)[a]) for x, a in zip(rows, at, strict=True)]  # noqa: B023
-            )
+            pairs = zip(rows, at, strict=True)  # noqa: B023
+            return jnp.stack([jnp.asarray(getattr(x, name)[a]) for x, a in pairs])
 
         x_bd, cache = step(
             params,

@@ -244,7 +244,10 @@ def test_several_processes_share_the_samples_and_one_writes(folder, number, monk
     # There is one writer: no line appears twice, and each step has one folder.
     ours, theirs = (processes.records(w, "train") for w in (workdir, folder / "alone"))
     assert sorted(ours) == list(range(1, 9))
-    numbers = lambda record: {name: x for name, x in record.items() if name != "split"}  # noqa: E731
+
+    def numbers(record):
+        return {name: x for name, x in record.items() if name != "split"}
+
     for step, record in theirs.items():
         assert numbers(ours[step]) == pytest.approx(numbers(record), rel=2e-3, abs=2e-3), step
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["4", "8"]

@@ -17,7 +17,8 @@ def get_config():
     return dict(
         workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram",
         model=dict(embed=32, depth=1, heads=2, patch=(16, 32), dtype="float32"),
-        data=dict(train="shards", label="label", n_frames=64, clip_seconds=0.5, threads=1, test_share=0.0),
+        data=dict(train="shards", label="label", n_frames=64, clip_seconds=0.5, threads=1,
+                  test_share=0.0),
         train=dict(steps=9, batch=8),
     )
 """

@@ -334,7 +334,8 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6))
     (tmp_path / "t.csv").write_text(
-        "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
+        "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n"
+        "/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
     )
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"), background=1)
     assert (
@@ -361,7 +362,8 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
             [[1, 1]] * 3,
         ),
         (
-            "file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
+            "file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n"
+            "0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
             [[1, 0], [0, 0], [0, 1]],
             [[1, 1], [1, 0], [1, 1]],
         ),

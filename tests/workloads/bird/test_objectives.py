@@ -256,13 +256,15 @@ import jax, jax.numpy as jnp
 from jaxtrain import config as config_lib, specs
 from jaxtrain.parallel import one_device
 from jaxtrain.workloads.bird import model as bird
-small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32", supervised=dict(weight=0.0))
+small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32")
+small["supervised"] = dict(weight=0.0)
 c = config_lib.section(bird.Config, dict(small, energy=dict(weight=2.0)))
 assert not list(c.validate()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")
 task = bird.make_task(config_lib.Config(model=c), one_device.shard, 4)
 assert "objective/energy/w" in specs.paths(task.specs.params)
 variables = jax.jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(0))
-batch = {"spectrogram": jnp.ones((4, 32, 32)), "weight": jnp.ones(4), **{n: jnp.arange(4) for n in ("index", "epoch", "row")}}
+batch = {"spectrogram": jnp.ones((4, 32, 32)), "weight": jnp.ones(4)}
+batch |= {n: jnp.arange(4) for n in ("index", "epoch", "row")}
 out = jax.jit(task.loss)(variables, batch, jax.random.key(1))
 assert float(out.loss.total) == 8 and float(out.metrics["energy_loss"].total) == 4
 try:

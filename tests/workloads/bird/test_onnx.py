@@ -74,7 +74,7 @@ def run(folder: pathlib.Path, name: str) -> pathlib.Path:
     rng = np.random.default_rng(0)
 
     def made(path, s):
-        return (0.2 * rng.standard_normal(s.shape) + ("scale" in path)).astype(np.float32)  # noqa: E731
+        return (0.2 * rng.standard_normal(s.shape) + ("scale" in path)).astype(np.float32)
 
     params = specs.map_specs(made, bird.make_specs(config.model))
     state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": (), "opt_state": ()}

@@ -181,7 +181,10 @@ def test_each_answer_is_saved_and_a_review_can_be_resumed(table, tmp_path):
 
 def test_windows_come_in_the_order_of_the_option(table):
     root = str(table.parent / "recordings")
-    scores = lambda order: [item.score for item in review.read(str(table), root=root, order=order)]  # noqa: E731
+
+    def scores(order):
+        return [item.score for item in review.read(str(table), root=root, order=order)]
+
     assert scores("best") == sorted(scores("table"), reverse=True)
     assert [round(abs(x - 0.5), 3) for x in scores("uncertain")] == sorted(
         round(abs(x - 0.5), 3) for x in scores("table")
