@@ -209,7 +209,7 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
             )
         return folder / name
     with _as_stored():
-        return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
+        return files.checked_as(files.inside(pathlib.Path(folder), name), epath.Path)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 _remove_left(partial, path)
             raise
         with opened:
-            made = os.fstat(opened.fileno())
+            status = os.fstat(opened.fileno())
             try:  # at once: an interrupt may come while the file is locked
                 is_ours = _own(partial, path, closing)
                 yield opened
@@ -65,28 +65,28 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 partial.replace(path)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(partial), made):
+                    if os.path.samestat(os.stat(partial), status):
                         partial.unlink()
                 raise
 
 
 def _partial(name: str) -> str:
-    whole = f".{name}.partial"
-    return (
-        whole
-        if len(os.fsencode(whole)) <= NAME_MAX
-        else f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.partial"
-    )
+    readable = f".{name}.partial"
+    if len(os.fsencode(readable)) <= NAME_MAX:
+        return readable
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return f".{digest}.partial"
 
 
 def _remove_left(partial: pathlib.Path, path: pathlib.Path) -> None:
     """Remove the file of a process that was killed. Raises BusyError if one still writes it."""
-    with contextlib.ExitStack() as looking:
-        if os.path.lexists(partial):
-            with contextlib.suppress(PermissionError, FileNotFoundError):
-                if partial.is_file() and not partial.is_symlink():
-                    _own(partial, path, looking)
-            partial.unlink(missing_ok=True)
+    if not os.path.lexists(partial):
+        return
+    with contextlib.ExitStack() as closing:
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            if partial.is_file() and not partial.is_symlink():
+                _own(partial, path, closing)
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -108,22 +108,22 @@ def shared(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
     """Raise OSError if a folder, or a file, ``path`` could not be made, before any work."""
-    whole = above = pathlib.Path(os.path.abspath(files.expanded(path)))
-    while not os.path.lexists(above) and above != above.parent:
-        above = above.parent
-    if not folder and whole.is_dir():
+    target = pathlib.Path(os.path.abspath(files.expanded(path)))
+    existing = target
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not folder and target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not above.is_dir() and (folder or above != whole):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(above))
-    if not os.access(above if above.is_dir() else above.parent, os.W_OK | os.X_OK):
+    if not existing.is_dir() and (folder or existing != target):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+    parent = existing if existing.is_dir() else existing.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    if (
-        any(
-            len(os.fsencode(name)) > NAME_MAX
-            for name in [*whole.parts, *([f".{whole.name}.partial"] if folder else [])]
-        )
-        or len(os.fsencode(whole)) > PATH_MAX
-    ):
+    names = list(target.parts)
+    if folder:
+        names.append(f".{target.name}.partial")
+    longest_name = max(len(os.fsencode(name)) for name in names)
+    if longest_name > NAME_MAX or len(os.fsencode(target)) > PATH_MAX:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
@@ -172,8 +172,8 @@ def folder(path: pathlib.Path, *, replace: bool = False) -> Iterator[pathlib.Pat
     partial = path.with_name(f".{path.name}.partial")
     with alone(partial, path):
         try:
-            for left in partial.iterdir():  # of a command that was killed
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            for leftover in partial.iterdir():  # of a command that was killed
+                _remove(leftover)
             yield partial
             old = path.with_name(f".{path.name}.old")
             if path.exists() and replace:
@@ -189,6 +189,13 @@ def folder(path: pathlib.Path, *, replace: bool = False) -> Iterator[pathlib.Pat
             raise
 
 
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def once(folder: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
     """Return a folder whose name decides its content, filled by ``make`` if it is not there.
 
@@ -196,16 +203,17 @@ def once(folder: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathli
     """
     if folder.is_dir():
         return folder
-    cache, kind = folder.parent, folder.name.partition("-")[0]
+    cache = folder.parent
+    kind = folder.name.partition("-")[0]
     cache.mkdir(parents=True, exist_ok=True)
     # never removed: another process may be waiting for this very file
     with open(cache / f"{kind}.lock", "w") as lock:
         is_locked = _wait(lock, folder)
         if folder.is_dir():
             return folder
-        # of processes that are dead
-        for left in cache.glob(f"{kind}-*.tmp-*") if is_locked else ():
-            shutil.rmtree(left)
+        if is_locked:
+            for leftover in cache.glob(f"{kind}-*.tmp-*"):  # of processes that are dead
+                shutil.rmtree(leftover)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=cache))
         try:
             make(partial)
@@ -287,8 +295,5 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # NumPy: "1024 requested and 512 written". TensorStore and Arrow quote the system.
-    return bool(
-        re.search(
-            r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", str(error)
-        )
-    )
+    sentences = r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written"
+    return bool(re.search(sentences, str(error)))

@@ -42,8 +42,11 @@ class OnResume(NamedTuple):
     files: tuple[str, ...] = ()  # function: paths of files that are compared by their content
 
     def kind(self, name: str) -> str:
-        kinds = {FREE: self.free, FUNCTION: (*self.function, *self.files), STATE: self.state}
-        return next((kind for kind, names in kinds.items() if name in names), self.default)
+        if name in self.free:
+            return FREE
+        if name in self.function or name in self.files:
+            return FUNCTION
+        return STATE if name in self.state else self.default
 
 
 # Here, since the ``Config`` of a loader is a section, and a loader imports nothing of jaxtrain.
@@ -62,7 +65,8 @@ class Section:
 
 def declared(cls: type, name: str) -> OnResume | None:
     """Return the declaration of the class whose body defines a field, or None."""
-    declaring = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
+    bases = (base for base in cls.__mro__ if name in inspect.get_annotations(base))
+    declaring = next(bases, cls)
     return vars(declaring).get("on_resume")
 
 
@@ -77,9 +81,9 @@ class DataSection(Section):
 
     def missing(self) -> str:
         """Return why no row can be read before a first run makes or copies the data, or ""."""
-        return (
-            "" if self.exists() else "the data are not here yet; the first run makes or copies them"
-        )
+        if self.exists():
+            return ""
+        return "the data are not here yet; the first run makes or copies them"
 
 
 def at_least(section: Any, low: float, *names: str) -> Problems:
@@ -94,38 +98,40 @@ def not_negative(section: Any, *names: str) -> Problems:
 
 def positive(section: Any, *names: str) -> Problems:
     """Fields of ``section`` whose value is 0, negative, infinite or not a number."""
-    yield from _numbers(
-        section, names, lambda value: 0 < value < float("inf"), "it must be a positive number"
-    )
+    infinity = float("inf")
+    rule = "it must be a positive number"
+    yield from _numbers(section, names, lambda value: 0 < value < infinity, rule)
 
 
 def within(section: Any, interval: str, *names: str) -> Problems:
     """Fields of ``section`` outside ``interval``, written as in the message: "[0, 1)"."""
     low, high = (float(bound) for bound in interval[1:-1].split(","))
+    has_low = interval[0] == "["
+    has_high = interval[-1] == "]"
 
-    def inside(value: float) -> bool:
-        above = value >= low if interval[0] == "[" else value > low
-        return above and (value <= high if interval[-1] == "]" else value < high)
+    def is_inside(value: float) -> bool:
+        if value == low:
+            return has_low
+        if value == high:
+            return has_high
+        return low < value < high
 
-    yield from _numbers(section, names, inside, f"it must lie in {interval}")
+    yield from _numbers(section, names, is_inside, f"it must lie in {interval}")
 
 
 def threads(section: Any, *, least: int) -> Problems:
     """Yield ``threads`` of ``section`` if it is below ``least``, or above `MAX_THREADS`."""
-    yield from _numbers(
-        section,
-        ("threads",),
-        lambda value: least <= value <= MAX_THREADS,
-        f"expected {least} to {MAX_THREADS}",
-    )
+    rule = f"expected {least} to {MAX_THREADS}"
+    yield from _numbers(section, ["threads"], lambda n: least <= n <= MAX_THREADS, rule)
 
 
 def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
     """Fields of ``section`` whose value is none of ``allowed``."""
-    allowed = list(allowed)
+    values = list(allowed)
     for name in names:
-        if (value := getattr(section, name)) not in allowed:
-            yield name, f"is {value!r}; {expected(value, allowed)}"
+        value = getattr(section, name)
+        if value not in values:
+            yield name, f"is {value!r}; {expected(value, values)}"
 
 
 def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
@@ -136,18 +142,21 @@ def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections as ``section.field``: value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
+        path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{path}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[path] = value
+    return flat
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
     """Return the first line of an error's message, ``most`` characters, or its type if empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    return line[:most]
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
@@ -158,13 +167,14 @@ def expected(value: Any, allowed: Iterable[Any]) -> str:
 
 def nearest(value: Any, names: Sequence[str]) -> str:
     """Return a sentence's end with the nearest of ``names``: "; did you mean 'bc'?", or ""."""
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    close_names = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    return f"; did you mean {close_names[0]!r}?" if close_names else ""
 
 
 def _numbers(
     section: Any, names: Iterable[str], is_right: Callable[[Any], bool], rule: str
 ) -> Problems:
     for name in names:
-        if not is_right(value := getattr(section, name)):
+        value = getattr(section, name)
+        if not is_right(value):
             yield name, f"is {value}; {rule}"

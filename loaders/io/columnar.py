@@ -49,11 +49,11 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
     if name == "audio":
         raise DataError(f"{text}; recordings are read from a column of that name")
     labels = [column for column in schema.names if _class_names(schema, column) is not None]
-    overrides = [
-        f"data.label={column}"
-        + (" with data.multilabel=true" if is_list(schema.field(column).type) else "")
-        for column in labels
-    ]
+    overrides = []
+    for column in labels:
+        is_multilabel = is_list(schema.field(column).type)
+        suffix = " with data.multilabel=true" if is_multilabel else ""
+        overrides.append(f"data.label={column}{suffix}")
     if overrides:
         raise DataError(
             f"{text}; of these {', '.join(labels)} holds class labels: set {' or '.join(overrides)}"
@@ -72,17 +72,20 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
     with files.reading(path):
         schema, table = _open(path)
         for names in (("start_time", "end_time"), ("start", "end")):
-            if not all(
-                name in schema.names and pa.types.is_floating(schema.field(name).type)
-                for name in names
-            ):
+            if not all(_is_floating(schema, name) for name in names):
                 continue
             starts, ends = (_valid(table(name)) for name in names)
-            if pc.any(pc.and_(pc.greater(starts, 0), pc.is_valid(ends))).as_py():
-                paths = _recordings(path, schema, table)
-                if paths is not None and len(pc.unique(paths)) < len(paths):
-                    return names
+            is_later_event = pc.and_(pc.greater(starts, 0), pc.is_valid(ends))
+            if not pc.any(is_later_event).as_py():
+                continue
+            paths = _recordings(path, schema, table)
+            if paths is not None and len(pc.unique(paths)) < len(paths):
+                return names
     return None
+
+
+def _is_floating(schema: pa.Schema, name: str) -> bool:
+    return name in schema.names and bool(pa.types.is_floating(schema.field(name).type))
 
 
 @contextlib.contextmanager
@@ -109,22 +112,19 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
     if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
         return None
     if path.suffix == ".parquet":
-        audio = _valid(pq.ParquetFile(path).read(columns=["audio.path"]).column("audio"))
+        paths = pq.ParquetFile(path).read(columns=["audio.path"])
+        audio = _valid(paths.column("audio"))
     else:
         audio = _valid(table("audio"))
-    return (
-        pc.struct_field(audio, "path")
-        if any(field.name == "path" for field in audio.type)
-        else None
-    )
+    has_path = any(field.name == "path" for field in audio.type)
+    return pc.struct_field(audio, "path") if has_path else None
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is a list of whole numbers."""
-    lists = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    return bool(lists and pa.types.is_integer(kind.value_type))
+    types = pa.types
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(lists and types.is_integer(kind.value_type))
 
 
 def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
@@ -132,9 +132,12 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
         file = pq.ParquetFile(path)
         return file.schema_arrow, lambda name: file.read(columns=[name]).column(name)
     schema, batches = arrow(path)
-    return schema, lambda name: pa.chunked_array(
-        [batch.column(name) for batch in batches], schema.field(name).type
-    )
+
+    def column(name: str) -> pa.ChunkedArray:
+        chunks = [batch.column(name) for batch in batches]
+        return pa.chunked_array(chunks, schema.field(name).type)
+
+    return schema, column
 
 
 def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
@@ -151,14 +154,10 @@ def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
 
 def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
     text = (schema.metadata or {}).get(b"huggingface")
-    feature = (
-        files.parse(text.decode(), 'its key "huggingface"')
-        .get("info", {})
-        .get("features", {})
-        .get(name)
-        if text
-        else None
-    )
+    if not text:
+        return None
+    metadata = files.parse(text.decode(), 'its key "huggingface"')
+    feature = metadata.get("info", {}).get("features", {}).get(name)
     # Sequence and List have their element's feature inside. Older versions write a list of one.
     while feature and (isinstance(feature, list) or "names" not in feature):
         feature = feature[0] if isinstance(feature, list) else feature.get("feature")

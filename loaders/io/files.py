@@ -51,7 +51,7 @@ class FileError(DataError):
         super().__init__(message.replace("\n", "\\n"))
 
 
-class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
+class CheckedPath(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
     """A path that `inside` has checked. It is checked again when it is opened."""
 
     # the folder that it must lie in, without links; None: wherever it leads
@@ -60,9 +60,10 @@ class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
 
 def home(folder: pathlib.Path) -> pathlib.Path:
     """Return the folder that files must lie in: itself, or a Hub snapshot's repository."""
-    for place in (folder, *folder.parents):
-        if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
-            return place.parent.parent
+    for snapshot in (folder, *folder.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and (repository / "blobs").is_dir():
+            return repository
     return folder
 
 
@@ -89,30 +90,29 @@ def inside(
             f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in"
             " that folder"
         )
-    place = folder / name
-    found = Found(place)
+    path = CheckedPath(folder / name)
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(place)  # a name that no file can have
+            os.lstat(path)  # a name that no file can have
         if links:
-            is_inside = pathlib.Path(os.path.abspath(place)).is_relative_to(os.path.abspath(folder))
+            absolute = pathlib.Path(os.path.abspath(path))
+            is_inside = absolute.is_relative_to(os.path.abspath(folder))
         else:
-            found.within = home(folder.absolute()).resolve()
-            is_inside = place.resolve().is_relative_to(found.within)
+            path.within = home(folder.absolute()).resolve()
+            is_inside = path.resolve().is_relative_to(path.within)
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise FileError(
-            f"{str(place)[:300]}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{str(path)[:300]}: {reason}") from error
     if not is_inside:
-        raise FileError(f"{place} leads out of {folder}, and is not read{remedy}")
-    return found
-
-
-def as_found(found: pathlib.Path, kind: type) -> Any:
-    """Return the result of `inside`, as a path of another kind."""
-    path = kind(found)
-    path.within = getattr(found, "within", None)
+        raise FileError(f"{path} leads out of {folder}, and is not read{remedy}")
     return path
+
+
+def checked_as(path: pathlib.Path, kind: type) -> Any:
+    """Return the result of `inside`, as a path of another kind."""
+    converted = kind(path)
+    converted.within = getattr(path, "within", None)
+    return converted
 
 
 @contextlib.contextmanager
@@ -127,12 +127,9 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
         try:
             yield file
         except OSError as error:  # a store's missing file is missed as it is read
-            text = (
-                "does not exist"
-                if isinstance(error, FileNotFoundError)
-                else f"cannot be read: {error.strerror or reason(error)}"
-            )
-            raise FileError(f"{path} {text}") from error
+            if isinstance(error, FileNotFoundError):
+                raise FileError(f"{path} does not exist") from error
+            raise FileError(f"{path} cannot be read: {error.strerror or reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -143,9 +140,8 @@ def reading(path: os.PathLike[str]) -> Iterator[None]:
             yield
     # zlib.error, BadZipFile, HeaderDataError, …; pyarrow's of memory that a damaged file claims
     except Exception as error:
-        if isinstance(error, DataError | MemoryError) and not type(error).__module__.startswith(
-            "pyarrow"
-        ):
+        is_arrows = type(error).__module__.startswith("pyarrow")
+        if isinstance(error, DataError | MemoryError) and not is_arrows:
             raise
         raise DataError(f"{path} cannot be read: {reason(error)[:300]}") from error
 
@@ -158,16 +154,7 @@ def reason(error: BaseException) -> str:
 def opened(path: os.PathLike[str]) -> BinaryIO:
     """`regular`, for a caller that closes the file. Raises FileError."""
     if "://" in os.fspath(path):
-        try:
-            file: BinaryIO = path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
-            return file
-        except Exception as error:  # noqa: BLE001  a store's client raises many kinds
-            reason = (
-                "does not exist"
-                if isinstance(error, FileNotFoundError)
-                else f"cannot be read: {str(error)[:300]}"
-            )
-            raise FileError(f"{path} {reason}") from error
+        return _open_in_store(path)
     try:
         _check_regular(path, os.stat(path))  # first, since merely opening some devices has effects
         # it may have become a pipe
@@ -182,17 +169,27 @@ def opened(path: os.PathLike[str]) -> BinaryIO:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         if isinstance(error, FileError):
             raise
+        if is_missing(error):
+            raise FileError(f"{path} does not exist") from error
         reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise FileError(
-            f"{path} {'does not exist' if is_missing(error) else f'cannot be read: {reason}'}"
-        ) from error
+        raise FileError(f"{path} cannot be read: {reason}") from error
+
+
+def _open_in_store(path: Any) -> BinaryIO:
+    try:
+        file: BinaryIO = path.open("rb")
+        return file
+    except FileNotFoundError as error:
+        raise FileError(f"{path} does not exist") from error
+    except Exception as error:  # noqa: BLE001  a store's client raises many kinds
+        raise FileError(f"{path} cannot be read: {str(error)[:300]}") from error
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether an error, or its cause, is a file that does not exist."""
-    return getattr(error, "errno", None) == errno.ENOENT or (
-        error.__cause__ is not None and is_missing(error.__cause__)
-    )
+    if getattr(error, "errno", None) == errno.ENOENT:
+        return True
+    return error.__cause__ is not None and is_missing(error.__cause__)
 
 
 def read(path: os.PathLike[str], *, most: int) -> bytes:
@@ -220,26 +217,23 @@ def read_text(path: os.PathLike[str], *, most: int) -> str:
 
 def lines(text: str) -> list[str]:
     """Return a text's lines without ends, "\\n" or "\\r\\n" alone: not form feeds or U+2028."""
-    found = [line.removesuffix("\r") for line in text.split("\n")]
-    return found if found[-1] else found[:-1]
+    all_lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return all_lines if all_lines[-1] else all_lines[:-1]
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     """Return the paths that a pattern matches. Signs in names of existing folders are no signs."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
-    return sorted(
-        map(
-            pathlib.Path,
-            glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True),
-        )
-    )
+    escaped = f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}"
+    paths = glob.glob(escaped, recursive=True)
+    return sorted(pathlib.Path(path) for path in paths)
 
 
 def read_json(path: os.PathLike[str], *, most: int = MAX_JSON) -> dict[str, Any]:
     """Read a regular file as a JSON object. Raises FileError, also for too deep nesting."""
-    found: dict[str, Any] = parse(read_text(path, most=most), os.fspath(path))
-    return found
+    content: dict[str, Any] = parse(read_text(path, most=most), os.fspath(path))
+    return content
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:
@@ -257,8 +251,9 @@ def parse(text: str, source: str, *, kind: type = dict) -> Any:
         raise FileError(f"{source} is nested more than {MAX_DEPTH} deep")
     if not isinstance(tree, kind):
         names: dict[type, str] = {dict: "an object", list: "a list"}
-        found = names.get(type(tree), f"{str(tree)[:40]!r}")
-        raise FileError(f"{source} holds {found}; expected {names.get(kind, kind.__name__)}")
+        content = names.get(type(tree), f"{str(tree)[:40]!r}")
+        expected = names.get(kind, kind.__name__)
+        raise FileError(f"{source} holds {content}; expected {expected}")
     return tree
 
 
@@ -266,25 +261,24 @@ def _is_shallow(tree: Any) -> bool:
     """Whether a tree is at most `MAX_DEPTH` deep, so that functions on it may recurse."""
     level = [tree]
     for _ in range(MAX_DEPTH):
-        if not (
-            level := [
-                child
-                for x in level
-                if isinstance(x, dict | list)
-                for child in (x.values() if isinstance(x, dict) else x)
-            ]
-        ):
+        children: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                children += node.values()
+            elif isinstance(node, list):
+                children += node
+        if not children:
             return True
+        level = children
     return False
 
 
-def _check_regular(path: os.PathLike[str], found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise FileError(
-            f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular"
-            " file"
-        )
+def _check_regular(path: os.PathLike[str], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+    raise FileError(f"{path} is {kind}; expected a regular file")
 
 
 def _check_place(path: os.PathLike[str], descriptor: int) -> None:
@@ -293,16 +287,16 @@ def _check_place(path: os.PathLike[str], descriptor: int) -> None:
     if within is None:
         return
     try:  # the kernel has its path, also after the file was replaced or removed
-        place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        # A disk that takes upper and lower case for one may spell the folder in another way.
-        is_inside = place.is_relative_to(within) or any(
-            _is_same(parent, within) for parent in place.parents
-        )
+        real = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        is_inside = real.is_relative_to(within)
+        if not is_inside:
+            # A disk that takes upper and lower case for one may spell the folder in another way.
+            is_inside = any(_is_same(parent, within) for parent in real.parents)
     except OSError:  # a system without /proc: the file there now is the opened one, and no link
         real = pathlib.Path(os.path.realpath(path))
-        is_inside = real.is_relative_to(within) and os.path.samestat(
-            os.lstat(real), os.fstat(descriptor)
-        )
+        is_inside = real.is_relative_to(within)
+        if is_inside:
+            is_inside = os.path.samestat(os.lstat(real), os.fstat(descriptor))
     if not is_inside:
         raise FileError(f"{path} leads out of {within} since a moment ago, and is not read")
 
@@ -320,7 +314,8 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
 
     with regular(path) as file:
         shape, column_major, dtype = _header(file, path)
-        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+        offset = file.tell()
+        size = os.fstat(file.fileno()).st_size
         _check_size(path, shape, dtype, size - offset)
         order: Any = "F" if column_major else "C"
         if 0 in shape:
@@ -333,34 +328,44 @@ def arrays(path: os.PathLike[str], *, most: int = MAX_ARRAYS) -> "dict[str, np.n
     """Return the arrays of a regular .npz file, of ``most`` bytes at most. Raises FileError."""
     import numpy as np
 
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     try:
         with regular(path) as file, zipfile.ZipFile(file) as archive:
             check_archive(archive, path, most=most)
             for info in archive.infolist():
-                # its claimed size, and no more than that is unpacked
-                with archive.open(info) as packed:
-                    content = io.BytesIO(packed.read(info.file_size))
-                shape, column_major, dtype = _header(content, path)
-                _check_size(path, shape, dtype, info.file_size - content.tell())
-                flat = np.frombuffer(content.getbuffer(), dtype, math.prod(shape), content.tell())
-                found[info.filename.removesuffix(".npy")] = flat.reshape(
-                    shape, order="F" if column_major else "C"
-                )
+                name = info.filename.removesuffix(".npy")
+                by_name[name] = _unpack(archive, info, path)
     except FileError:
         raise
-    except Exception as error:  # noqa: BLE001  zipfile and zlib raise many kinds for bytes that are no archive
+    # zipfile and zlib raise many kinds for bytes that are no archive
+    except Exception as error:  # noqa: BLE001
         raise FileError(
             f"{path} cannot be read as an archive of arrays: {error or type(error).__name__}"
         ) from error
-    return found
+    return by_name
+
+
+def _unpack(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: os.PathLike[str]
+) -> "np.ndarray":
+    import numpy as np
+
+    # its claimed size, and no more than that is unpacked
+    with archive.open(info) as packed:
+        content = io.BytesIO(packed.read(info.file_size))
+    shape, column_major, dtype = _header(content, path)
+    offset = content.tell()
+    _check_size(path, shape, dtype, info.file_size - offset)
+    flat = np.frombuffer(content.getbuffer(), dtype, math.prod(shape), offset)
+    return flat.reshape(shape, order="F" if column_major else "C")
 
 
 def check_archive(
     archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = ""
 ) -> None:
     """Raise FileError, with ``remedy``, if an archive takes more than ``most`` bytes, or could."""
-    if (total := sum(info.file_size for info in archive.infolist())) > most:
+    total = sum(info.file_size for info in archive.infolist())
+    if total > most:
         raise FileError(f"{path} unpacks to {total:,} bytes; at most {most:,} are read{remedy}")
     for info in archive.infolist():
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -376,18 +381,14 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
 
     try:
         version = np.lib.format.read_magic(file)
-        reader = {
+        readers = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, column_major, dtype = reader(file)
+        }
+        shape, column_major, dtype = readers[version](file)
         size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
-        if (
-            dtype.hasobject
-            or not 0 < size < 2**63
-            or len(shape) > MAX_AXES
-            or any(type(n) is not int or n < 0 for n in shape)
-        ):
+        can_be_mapped = not dtype.hasobject and 0 < size < 2**63 and len(shape) <= MAX_AXES
+        if not can_be_mapped or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"it holds {dtype} {shape}")
     except Exception as error:  # noqa: BLE001  numpy raises many kinds for files that are no arrays
         raise FileError(f"{path} cannot be read as an array: {first_line(error)}") from error
@@ -397,7 +398,8 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
 def _check_size(
     path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype", size: int
 ) -> None:
-    if math.prod(shape) * dtype.itemsize > size:
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes > size:
         raise FileError(
             f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}"
         )
@@ -408,12 +410,12 @@ def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
 
     A name that no file can have is left to the reader, whose error says what it is for.
     """
-    found = []
+    existing = []
     for path in paths:
         # too long, a null, no such user's home
         with contextlib.suppress(OSError, ValueError, RuntimeError):
-            place = expanded(path)
-            status = place.stat()
+            file = expanded(path)
+            status = file.stat()
             if stat.S_ISREG(status.st_mode):
-                found.append((str(place), status.st_size, status.st_mtime_ns))
-    return tuple(found)
+                existing.append((str(file), status.st_size, status.st_mtime_ns))
+    return tuple(existing)

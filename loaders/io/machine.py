@@ -21,7 +21,8 @@ def cores() -> int:
     Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than
     the machine has.
     """
-    return max(1, math.ceil(min(schedulable(), _quota(cgroups()))))
+    n_usable = min(schedulable(), _quota(cgroups()))
+    return max(1, math.ceil(n_usable))
 
 
 def schedulable() -> int:
@@ -35,7 +36,9 @@ def cores_missing(asked: float, given: float, threads: int) -> int:
     ``asked``, ``given``: rows/s, the second above 0. ``threads``: the loader's, which now give
     ``given`` on this machine's cores.
     """
-    return max(0, math.ceil(min(threads, cores()) * (asked / given - 1)))
+    n_busy = min(threads, cores())
+    n_missing = n_busy * (asked / given - 1)
+    return max(0, math.ceil(n_missing))
 
 
 def cache_folder(*parts: str) -> pathlib.Path:
@@ -45,9 +48,10 @@ def cache_folder(*parts: str) -> pathlib.Path:
     and a file below it. Nothing is created. Raises FileNotFoundError if that is in a missing home,
     as for a container's user without a name.
     """
-    folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain"
-    )
+    folder = os.environ.get("JAXTRAIN_CACHE")
+    if not folder:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = os.path.join(caches, "jaxtrain")
     try:
         return pathlib.Path(folder, *parts).expanduser()
     except RuntimeError as error:
@@ -56,16 +60,17 @@ def cache_folder(*parts: str) -> pathlib.Path:
 
 def trim(folder: pathlib.Path, limit: int) -> None:
     """Remove a cache folder's longest unused files (by their times), down to ``limit`` bytes."""
-    used = []
+    cached = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            used.append((path.stat().st_mtime, path.stat().st_size, path))
-    together = sum(size for _, size, _ in used)
-    for _, size, path in sorted(used):
-        if together <= limit:
+            status = path.stat()
+            cached.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in cached)
+    for _, size, path in sorted(cached):
+        if total <= limit:
             return
         path.unlink(missing_ok=True)
-        together -= size
+        total -= size
 
 
 def keep_freed_memory() -> bool:
@@ -78,9 +83,8 @@ def keep_freed_memory() -> bool:
     another C library, or over the environment's settings of malloc.
     """
     global _keeps
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    ):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     if os.environ.get("JAX_PLATFORMS") != "cpu" and accelerators():
         return False
@@ -89,12 +93,10 @@ def keep_freed_memory() -> bool:
         return False
     # One arena, since only the first one may grow without bound, no block that is mapped alone,
     # nothing given back at its end.
-    _keeps = all(
-        [
-            mallopt(*option)
-            for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))
-        ]
-    )
+    has_one_arena = mallopt(M_ARENA_MAX, 1)
+    maps_none_alone = mallopt(M_MMAP_MAX, 0)
+    never_trims = mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    _keeps = bool(has_one_arena and maps_none_alone and never_trims)
     return _keeps
 
 
@@ -127,15 +129,19 @@ def meminfo() -> dict[str, int]:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return {}
-    found = (line.split() for line in lines if line.endswith("kB"))
-    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in found}
+    sizes = {}
+    for line in lines:
+        if line.endswith("kB"):
+            name, kibibytes, _ = line.split()
+            sizes[name.rstrip(":")] = int(kibibytes) * 1024
+    return sizes
 
 
 def most_memory() -> int:
     """Return the memory [bytes] that this process may have: all, or that of ulimit -v."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return there if limit == resource.RLIM_INFINITY else min(there, limit)
+    return physical if limit == resource.RLIM_INFINITY else min(physical, limit)
 
 
 def cgroups(
@@ -146,9 +152,12 @@ def cgroups(
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:
         return []
-    names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    folders = [pathlib.Path(mount, name) for name in names]
-    return [x for each in folders for x in (each, *each.parents) if x.is_relative_to(mount)]
+    folders = []
+    for line in lines:
+        if line.startswith("0::/"):
+            folder = pathlib.Path(mount, line.removeprefix("0::/"))
+            folders += [path for path in (folder, *folder.parents) if path.is_relative_to(mount)]
+    return folders
 
 
 def _quota(folders: Iterable[pathlib.Path]) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from loaders.io import atomic_write, files
 
+END_BYTES = 8  # of a record's end: int64
 MAX_ENDS = 1 << 30  # [bytes] of the ends of an interrupted command's records
 
 
@@ -26,15 +27,17 @@ class Records:
       n: records of an earlier attempt.
     """
 
-    def __init__(self, partial: IO[bytes], ends: IO[bytes], kept: Sequence[int]):
-        self.n = len(kept)
-        self._partial, self._ends, self._kept = partial, ends, kept
-        self._end = kept[-1] if kept else 0
+    def __init__(self, partial: IO[bytes], ends: IO[bytes], earlier_ends: Sequence[int]):
+        self.n = len(earlier_ends)
+        self._partial = partial
+        self._ends = ends
+        self._earlier_ends = earlier_ends
+        self._end = earlier_ends[-1] if earlier_ends else 0
 
     def kept(self) -> Iterator[bytes]:
         """Yield the records of an earlier attempt, in order."""
         start = 0
-        for end in self._kept:
+        for end in self._earlier_ends:
             yield os.pread(self._partial.fileno(), end - start, start)
             start = end
 
@@ -50,43 +53,55 @@ class Records:
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
     """Yield a file named ``path`` when the block ends well, else its records. Raises OSError."""
     path = pathlib.Path(path)
-    digest = hashlib.sha256(
-        "\0".join(map(str, made_of)).encode(errors="surrogatepass")
-    ).hexdigest()[:16]
-    partial, ends = (
-        path.with_name(f".{path.name}.{digest}.{kind}") for kind in ("partial", "done")
-    )
+    origin = "\0".join(map(str, made_of)).encode(errors="surrogatepass")
+    digest = hashlib.sha256(origin).hexdigest()[:16]
+    partial = path.with_name(f".{path.name}.{digest}.partial")
+    ends = path.with_name(f".{path.name}.{digest}.done")
     with atomic_write.naming(path):
-        kept = _kept(partial, ends)
-        for each in () if kept else (partial, ends):
-            each.unlink(missing_ok=True)  # never through a link that someone left there
-        mode = "r+b" if kept else "x+b"
-        with open(partial, mode, buffering=0) as records, open(ends, mode, buffering=0) as counted:
-            for opened, size in ((records, kept[-1] if kept else 0), (counted, 8 * len(kept))):
-                opened.truncate(size)
-                opened.seek(size)
-            yield Records(records, counted, kept)
+        earlier_ends = _read_ends(partial, ends)
+        if earlier_ends:
+            mode, size = "r+b", earlier_ends[-1]
+        else:
+            mode, size = "x+b", 0
+            partial.unlink(missing_ok=True)  # never through a link that someone left there
+            ends.unlink(missing_ok=True)
+        with (
+            open(partial, mode, buffering=0) as opened_partial,
+            open(ends, mode, buffering=0) as opened_ends,
+        ):
+            _cut(opened_partial, size)
+            _cut(opened_ends, END_BYTES * len(earlier_ends))
+            yield Records(opened_partial, opened_ends, earlier_ends)
         partial.replace(path)
         # Also of commands that this one replaces.
-        for other in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.*"):
-            if other.suffix in (".partial", ".done"):
-                other.unlink(missing_ok=True)
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.*"):
+            if leftover.suffix in (".partial", ".done"):
+                leftover.unlink(missing_ok=True)
 
 
-def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
+def _read_ends(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
+    """Return the ends of the records that an earlier attempt has written, in order."""
     try:
-        counted = files.read(files.inside(ends.parent, ends.name), most=MAX_ENDS)
+        content = files.read(files.inside(ends.parent, ends.name), most=MAX_ENDS)
         with files.regular(files.inside(partial.parent, partial.name)) as opened:
             size = os.fstat(opened.fileno()).st_size
     except files.FileError:
         return []
-    found = np.frombuffer(counted[: len(counted) // 8 * 8], "<i8")
-    good = (np.diff(found, prepend=0) > 0) & (found <= size)
-    kept: list[int] = found[: len(found) if good.all() else int(good.argmin())].tolist()
-    return kept
+    n_whole = len(content) // END_BYTES
+    stated_ends = np.frombuffer(content[: n_whole * END_BYTES], "<i8")
+    is_valid = (np.diff(stated_ends, prepend=0) > 0) & (stated_ends <= size)
+    n_valid = n_whole if is_valid.all() else int(is_valid.argmin())
+    valid_ends: list[int] = stated_ends[:n_valid].tolist()
+    return valid_ends
+
+
+def _cut(opened: IO[bytes], size: int) -> None:
+    opened.truncate(size)
+    opened.seek(size)
 
 
 def _write(opened: IO[bytes], data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[opened.write(rest) or 0 :]
+    unwritten = memoryview(data)
+    while unwritten:
+        n_written = opened.write(unwritten) or 0
+        unwritten = unwritten[n_written:]
