@@ -11,14 +11,16 @@ def folder_of(workdir: str, folder: str) -> str:
 
 def held(folder: str, most: int, each: int) -> int:
     """Return the bytes of the newest ``most`` checkpoints of a folder, each ``each`` at most."""
+    steps = []
     try:
         with os.scandir(os.path.expanduser(folder)) as entries:
-            steps = sorted(
-                (int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir()
-            )
+            for entry in entries:
+                if entry.name.isdecimal() and entry.is_dir():
+                    steps.append((int(entry.name), entry.path))
     except OSError:
         return 0
-    return sum(min(_size(path), each) for _, path in steps[max(len(steps) - most, 0) :])
+    newest = sorted(steps, reverse=True)[:most]
+    return sum(min(_size(path), each) for _, path in newest)
 
 
 def _size(folder: str) -> int:

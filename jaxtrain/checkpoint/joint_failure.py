@@ -36,28 +36,37 @@ class SaveBarrier:
 
     def start(self) -> None:
         with self._lock:
-            self._saves, self._saver = self._saves + 1, threading.get_ident()
+            self._saves += 1
+            self._saver = threading.get_ident()
             self._left = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait for all processes. Raises OtherFailedError if one failed in this phase."""
-        phase = next((phase for name, phase in PHASES.items() if name in key), None)
-        if phase:
-            self._come(phase, timeout_ms)
-            if reasons := [reason for _, reason in self._client.key_value_dir_get(self._folder())]:
-                raise OtherFailedError("; ".join(reasons))
-            return
+        for name, phase in PHASES.items():
+            if name in key:
+                self._come(phase, timeout_ms)
+                self._raise_failure_of_others()
+                return
         # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be
         # handling an error, too.
         error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
         if error and self._left:
             if not isinstance(error, OtherFailedError):
-                me = jax.process_index()
-                reason = f"process {me}: {first_line(error)}"
-                self._client.key_value_set(f"{self._folder()}{me}", reason, allow_overwrite=True)
+                self._report(error)
             for phase in tuple(self._left):
                 self._come(phase, timeout_ms)
         self._wait(key=key, timeout_ms=timeout_ms)
+
+    def _report(self, error: BaseException) -> None:
+        """Tell the other processes why this one failed."""
+        me = jax.process_index()
+        reason = f"process {me}: {first_line(error)}"
+        self._client.key_value_set(f"{self._folder()}{me}", reason, allow_overwrite=True)
+
+    def _raise_failure_of_others(self) -> None:
+        reports = self._client.key_value_dir_get(self._folder())
+        if reports:
+            raise OtherFailedError("; ".join(reason for _, reason in reports))
 
     def _folder(self) -> str:
         return f"jaxtrain/run/checkpoint_manager/{self._saves}/"

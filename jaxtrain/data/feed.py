@@ -1,5 +1,6 @@
 """From a loader's rows to sharded device arrays, a few batches ahead of the step."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -17,20 +18,15 @@ _END = object()
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     """Return the rows that this process reads, by the sharding (law 2), not by a process index."""
-    leading = {
-        name: {
-            _rows(index, x.shape[0])
-            for index in x.sharding.addressable_devices_indices_map(x.shape).values()
-        }
-        for name, x in batch.items()
-    }
-    ranges = next(iter(leading.values()))
-    if any(other != ranges for other in leading.values()):
+    ranges_of = {name: _row_ranges(x.sharding, x.shape) for name, x in batch.items()}
+    x = next(iter(batch.values()))
+    ranges = _row_ranges(x.sharding, x.shape)
+    if any(field_ranges != ranges for field_ranges in ranges_of.values()):
         raise ValueError(
             "all fields of a batch must be split over rows in the same way, and they are split as"
-            f" {leading}"
+            f" {ranges_of}"
         )
-    return Rows(next(iter(batch.values())).shape[0], tuple(sorted(ranges)))
+    return Rows(x.shape[0], tuple(sorted(ranges)))
 
 
 def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
@@ -43,12 +39,16 @@ def measure(loader: Loader, seconds: float) -> float:
     """Read batches for so many seconds, one at least, and return the rows/s."""
     loader.seek(0)
     next(loader)  # so that threads and caches are warm
-    began, rows, passed = time.perf_counter(), 0, 0.0
+    rows = 0
+    seconds_passed = 0.0
+    began = time.perf_counter()
     for _, batch in loader:
-        rows += sum(len(part) for part in next(iter(batch.values())))
-        if (passed := time.perf_counter() - began) >= seconds:
+        field = next(iter(batch.values()))
+        rows += sum(len(part) for part in field)
+        seconds_passed = time.perf_counter() - began
+        if seconds_passed >= seconds:
             break
-    return rows / passed if passed else 0.0
+    return rows / seconds_passed if seconds_passed else 0.0
 
 
 def put(
@@ -58,16 +58,16 @@ def put(
 
     Each device's rows are one contiguous array: nothing is copied on the host.
     """
-    place = {r: i for i, r in enumerate(rows.ranges)}
+    place_of_range = {rows_of_part: i for i, rows_of_part in enumerate(rows.ranges)}
     arrays = {}
     for name, x in batch.items():
-        shape = (x.shape[0], *host[name][0].shape[1:])
-        parts = [
-            jax.device_put(
-                host[name][place[_rows(index, x.shape[0])]][(slice(None), *index[1:])], device
-            )
-            for device, index in x.sharding.addressable_devices_indices_map(shape).items()
-        ]
+        host_parts = host[name]
+        shape = (x.shape[0], *host_parts[0].shape[1:])
+        parts = []
+        for device, index in x.sharding.addressable_devices_indices_map(shape).items():
+            host_part = host_parts[place_of_range[_rows(index, x.shape[0])]]
+            part = host_part[(slice(None), *index[1:])]
+            parts.append(jax.device_put(part, device))
         arrays[name] = jax.make_array_from_single_device_arrays(shape, x.sharding, parts)
     return arrays
 
@@ -77,16 +77,22 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         # From the host: a program that makes them would wait behind those being compiled.
-        whole = np.broadcast_to(np.zeros((), x.dtype), x.shape)
-        return jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
+        host = np.broadcast_to(np.zeros((), x.dtype), x.shape)
+        return jax.make_array_from_callback(x.shape, x.sharding, host.__getitem__)
 
     return {name: zeros(x) for name, x in batch.items()}
 
 
 def local_values(x: jax.Array) -> list[Any]:
     """Return this process's values of an array, each once, in order. Waits for the device."""
-    parts = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
-    return [value for start in sorted(parts) for value in parts[start].tolist()]
+    parts = {}
+    for shard in x.addressable_shards:
+        start = shard.index[0].start or 0
+        parts[start] = np.asarray(shard.data)
+    values = []
+    for start in sorted(parts):
+        values += parts[start].tolist()
+    return values
 
 
 class Feed:
@@ -132,21 +138,22 @@ class Feed:
                 if unless():
                     break
         self.waited += time.perf_counter() - start
-        if item is _END or isinstance(item, BaseException):
+        if isinstance(item, BaseException):
             self._queue.put(item)  # the last item stays for later calls
-            raise item if isinstance(item, BaseException) else StopIteration
+            raise item
+        if item is _END:
+            self._queue.put(item)
+            raise StopIteration
         return item
 
     def close(self) -> None:
         """Stop the thread and the loader. Batches already handed out stay valid."""
         self._stop.set()
         self._loader.close()
-        patience = time.monotonic() + 5  # a loader that hangs must not keep the process from ending
-        while self._thread.is_alive() and time.monotonic() < patience:
-            try:
+        deadline = time.monotonic() + 5  # a loader that hangs must not keep the process from ending
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
                 self._queue.get(timeout=0.05)  # lets the thread see the stop
-            except queue.Empty:
-                pass
         with self._queue.mutex:
             self._queue.queue.clear()
         self._queue.put(_END)  # releases a consumer that still waits
@@ -162,6 +169,12 @@ class Feed:
             self._queue.put(_END)
         except BaseException as error:  # noqa: BLE001  the consumer raises it
             self._queue.put(error)
+
+
+def _row_ranges(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> set[tuple[int, int]]:
+    """Return the ranges of rows that this process's devices hold."""
+    indices: Any = sharding.addressable_devices_indices_map(shape).values()
+    return {_rows(index, shape[0]) for index in indices}
 
 
 def _rows(index: tuple[slice, ...], n: int) -> tuple[int, int]:

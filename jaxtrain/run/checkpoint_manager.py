@@ -21,15 +21,16 @@ log = logging.getLogger("jaxtrain")
 class CheckpointManager:
     """A context: saves are asynchronous, and leaving it waits for the last one.
 
-    Every process calls the same methods. ``history``: facts that are saved with the state, which
-    the run sets after it began.
+    Every process calls the same methods.
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext):
-        self._process, self._clock = process, process.clock
-        self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
+        self._config = assembly.config
+        self._abstract = assembly.abstract
+        self._data = data
+        self._process = process
+        self._clock = process.clock
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
-        self.history = History()
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -37,15 +38,20 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._clock.switch(goodput.SAVES)
         try:
-            with self._in_own_workdir() if kind is None else contextlib.nullcontext():
-                self._checkpointer.close()
-        except CheckpointError as late:
             if kind is None:
-                raise
-            # and the error that ends the run is the one that its command reports
-            log.error("%s", late)
+                with self._in_own_workdir():
+                    self._checkpointer.close()
+            else:
+                self._close_after_error()
         finally:
             self._clock.switch(goodput.ENDING)
+
+    def _close_after_error(self) -> None:
+        """Log a save that fails: the command reports the error that ends the run."""
+        try:
+            self._checkpointer.close()
+        except CheckpointError as error:
+            log.error("%s", error)
 
     def finished(self) -> bool:
         """Whether the run has ended with weights only, from which nothing can be resumed."""
@@ -53,11 +59,11 @@ class CheckpointManager:
 
     def likely(self) -> int:
         """Return the step that the run will probably resume from, 0 without any. Reads none."""
-        found = 0
+        step = 0
         if cluster.is_main():
             with contextlib.suppress(OSError):  # `newest` reports it later
-                found = self._checkpointer.listed(self._config.resume.path)
-        return cluster.agree(min(found, self._config.train.steps))
+                step = self._checkpointer.listed(self._config.resume.path)
+        return cluster.agree(min(step, self._config.train.steps))
 
     def newest(self, path: str = "") -> Restored | None:
         """Return the newest readable checkpoint of this workdir, or of workdir ``path``, or None.
@@ -66,14 +72,15 @@ class CheckpointManager:
         """
         return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
-    def save(self, step: int, state: TrainState) -> Saved:
+    def save(self, step: int, state: TrainState, history: History) -> Saved:
         """Start to save a state, unless its step is saved. First wait for the previous save.
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
         self._process.confirm(saving=True)
         with self._clock.during(goodput.SAVES), self._in_own_workdir():
-            return self._checkpointer.save(step, state, self._data.state(step), self.history)
+            data = self._data.state(step - history.offset)
+            return self._checkpointer.save(step, state, data, history)
 
     def poll(self) -> None:
         """Notice a save that failed meanwhile, as `save` does. Free of cost at every step."""
@@ -103,40 +110,44 @@ class CheckpointManager:
 
     def owes(self, due: Due, step: int) -> bool:
         """Whether a checkpoint is due after the evaluation: final weights, or a stall's state."""
-        return not due.resumable if due.save else due.evaluate and self.stalled(step)
+        if due.save:
+            return not due.resumable
+        return due.evaluate and self.stalled(step)
 
-    def rewind(self, state: TrainState, step: int, skipped: SkippedSteps) -> TrainState:
+    def rewind(
+        self, state: TrainState, step: int, skipped: SkippedSteps, history: History
+    ) -> tuple[TrainState, History]:
         """Return the last regular save before the skipped steps, at ``state``'s position.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no save.
         """
         guard = self._config.guard
-        older = None
-        if self.history.rewinds < guard.rewinds:
+        regular_save = None
+        if history.rewinds < guard.rewinds:
             with self._clock.during(goodput.RESTORE):
-                older = self._checkpointer.rewind(self._abstract, skipped.last_good)
-        if not older:
+                regular_save = self._checkpointer.rewind(self._abstract, skipped.last_good)
+        if not regular_save:
             raise FloatingPointError(
                 f"{guard.patience} steps in a row after {skipped.last_good} were skipped: their"
                 " gradients were not finite, or spikes. Lower config.optim.lr, look at those"
                 f" examples, or raise config.guard.rewinds (it is {guard.rewinds}, and the run has"
-                f" rewound {self.history.rewinds} times). The last checkpoint in"
+                f" rewound {history.rewinds} times). The last checkpoint in"
                 f" {self._config.workdir} is from before"
             )
-        restored, at = older
-        self.history = self.history._replace(rewinds=self.history.rewinds + 1)
+        restored, restored_step = regular_save
+        history = history._replace(rewinds=history.rewinds + 1)
         log.warning(
             "%d steps in a row after %d were skipped: the state is again that of step %d, and"
             " batches %d to %d count as skipped (rewind %d of %d)",
             guard.patience,
             skipped.last_good,
-            at,
-            at + 1,
+            restored_step,
+            restored_step + 1,
             step,
-            self.history.rewinds,
+            history.rewinds,
             guard.rewinds,
         )
         skipped.restart(step)
         # No checkpoint holds frozen weights: they are those of the state that is given up.
         variables = restored.variables._replace(frozen=state.variables.frozen)
-        return restored.replace(step=state.step, variables=variables)
+        return restored.replace(step=state.step, variables=variables), history

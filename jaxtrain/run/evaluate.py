@@ -1,5 +1,8 @@
 """An evaluation: sums over the test split, pictures of the model at work, generations of tasks."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from jaxtrain.assembly import Assembly
@@ -12,7 +15,7 @@ from jaxtrain.run.step_compiler import StepCompiler
 from jaxtrain.run.stream import Data
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics, writers
-from jaxtrain.types import COUNTS
+from jaxtrain.types import COUNTS, Variables
 from loaders.io import machine
 
 
@@ -28,13 +31,18 @@ class Evaluator:
         checkpoints: CheckpointManager,
         process: ProcessContext,
     ):
-        self._config, self._task = assembly.config, assembly.task
-        self._data, self._programs, self._metrics_logger = data, programs, metrics_logger
-        self._checkpoints, self._process = checkpoints, process
+        self._config = assembly.config
+        self._task = assembly.task
+        self._data = data
+        self._programs = programs
+        self._metrics_logger = metrics_logger
+        self._checkpoints = checkpoints
+        self._process = process
         everywhere = assembly.layout.replicated()
         self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
         self._generative = [
-            (each, jax.jit(each.run, out_shardings=everywhere)) for each in self._task.generative
+            (evaluation, jax.jit(evaluation.run, out_shardings=everywhere))
+            for evaluation in self._task.generative
         ]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
@@ -47,13 +55,16 @@ class Evaluator:
                 machine.give_back_freed_memory()
 
     def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
-        config, data = self._config, self._data
-        whole = step == config.train.steps or not config.train.eval_batches
-        n = data.test.n_batches if whole else min(config.train.eval_batches, data.test.n_batches)
-        variables = (
-            state.variables._replace(params=state.ema) if config.train.ema else state.variables
-        )
-        sums, pictures, batches = metrics.Sums(), {}, data.test_batches(n)
+        n = self._data.test.n_batches
+        train = self._config.train
+        if train.eval_batches and step != train.steps:
+            n = min(train.eval_batches, n)
+        variables = state.variables
+        if train.ema:
+            variables = variables._replace(params=state.ema)
+        sums = metrics.Sums()
+        pictures: Mapping[str, jax.Array] = {}
+        batches = self._data.test_batches(n)
         for i in range(n):
             self._process.beat(f"batch {i + 1} of the evaluation after step {step}")
             self._process.stopping()  # Ctrl-C ends it here
@@ -64,22 +75,31 @@ class Evaluator:
                 pictures = self._progress(variables, batch)  # every process takes part
         self._metrics_logger.pictures(pictures, step=step)
         counts = {name: sums.pop(name) for name in COUNTS}
-        record, generations = self._task.finish(sums.means()), []
-        for each, attempt in self._generative:
-            self._process.beat(f"a generative evaluation after step {step}")
-            self._process.console.progress(
-                f"evaluation after step {step}: prompts are answered", passing=True
-            )
-            numbers, lines = each.score(jax.device_get(attempt(variables)))
-            record |= numbers
-            generations += lines
+        record = self._task.finish(sums.means())
+        generations = self._generate(variables, step, record)
         self._metrics_logger.evaluated(step, record, generations, counts)
         self._checkpoints.score(step, record)
         return record
 
+    def _generate(
+        self, variables: Variables, step: int, record: dict[str, float]
+    ) -> list[Mapping[str, Any]]:
+        """Run the generative evaluations. Add their metrics to ``record``, return their lines."""
+        generations: list[Mapping[str, Any]] = []
+        for evaluation, run in self._generative:
+            self._process.beat(f"a generative evaluation after step {step}")
+            self._process.console.progress(
+                f"evaluation after step {step}: prompts are answered", passing=True
+            )
+            outputs = jax.device_get(run(variables))
+            numbers, lines = evaluation.score(outputs)
+            record |= numbers
+            generations += lines
+        return generations
+
 
 def is_missed(config: Config, step: int, *, due: bool) -> bool:
     """Whether a kill came between the save of ``step`` and its evaluation. All processes ask."""
-    return bool(
-        step and due and not cluster.agree(writers.is_written(config.workdir, step, "test"))
-    )
+    if not step or not due:
+        return False
+    return not cluster.agree(writers.is_written(config.workdir, step, "test"))

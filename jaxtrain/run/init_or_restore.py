@@ -20,13 +20,14 @@ from jaxtrain.config import OF_SCHEDULE, Config, Optim, WarmStart, section
 from jaxtrain.nn import lora
 from jaxtrain.optim import learning_rates
 from jaxtrain.parallel import cluster
-from jaxtrain.run.checkpoint_manager import CheckpointManager
 from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree
 from loaders.io import files
 
 log = logging.getLogger("jaxtrain")
+Overlay = Callable[[PyTree, PyTree], PyTree]
+BASE_FIELDS = ("warm_start", "warm_start.source", "warm_start.step")  # of config.resume.allow
 
 
 class Start(NamedTuple):
@@ -35,70 +36,80 @@ class Start(NamedTuple):
     history: History
 
 
-def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start:
+def init_or_restore(assembly: Assembly, newest: Callable[[str], Restored | None]) -> Start:
     """Return the state, step and history that the run trains from, on every process.
+
+    ``newest``: finds and reads the newest checkpoint of a workdir, "" being the run's own.
 
     Raises CheckpointError: there are checkpoints, and none can be read, or they are of another
     model or other data (never followed by a silent start at step 0); WarmStartError: the source of
     config.warm_start does not fit the parameters.
     """
-    config, abstract = assembly.config, assembly.abstract
+    config = assembly.config
     # 1. The newest checkpoint of this workdir that can be read.
-    restored = checkpoints.newest()
+    restored = newest("")
     # 2. The newest one of config.resume.path that can be read.
     if not restored and config.resume.path:
-        restored = checkpoints.newest(config.resume.path)
+        restored = newest(config.resume.path)
     if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
         _report_schedule(config, restored)
         return _with_frozen(assembly, restored)
     # 3. The initial parameters, and over them those of config.warm_start.source.
     # 4. The initial parameters.
-    rules, history = _exact(config.warm_start), History()
-    frozen, keep = abstract.state.variables.frozen, config.warm_start.keep
-    base = _record(rules, config.warm_start.source) if frozen or keep else None
-    history = history._replace(base=base if frozen else None)
-    overlay, given = _warm_start(assembly, _kept(config, rules, base))
-    key = jax.random.key(config.seed)
-    init = state_lib.make_init(assembly.task, assembly.tx, abstract, start=overlay).lower(
-        key, given
-    )
-    program = program_cache.earlier(init, {}) or program_cache.keep(init, {}, init.compile)
-    return Start(program(key, given), 0, history)
+    rules = _exact(config.warm_start)
+    frozen = assembly.abstract.state.variables.frozen
+    base = None
+    if frozen or config.warm_start.keep:
+        base = _record(rules, config.warm_start.source)
+    overlay, loaded = _warm_start(assembly, _keep(config, rules, base))
+    state = _init(assembly, overlay, loaded)
+    return Start(state, 0, History(base=base if frozen else None))
+
+
+def _init(assembly: Assembly, overlay: Overlay, loaded: dict[str, jax.Array]) -> TrainState:
+    """Compute the state of step 0, by a program that an earlier start may have compiled."""
+    key = jax.random.key(assembly.config.seed)
+    init = state_lib.make_init(assembly.task, assembly.tx, assembly.abstract, start=overlay)
+    lowered = init.lower(key, loaded)
+    program = program_cache.earlier(lowered, {})
+    if not program:
+        program = program_cache.keep(lowered, {}, lowered.compile)
+    state: TrainState = program(key, loaded)
+    return state
 
 
 def _report_schedule(config: Config, restored: Restored) -> None:
     """Log a line if the coming learning rates differ from those of the checkpoint's run."""
     try:
-        saved = _saved_config(restored)
-        before, steps = section(Optim, saved["optim"]), int(saved["train"]["steps"])
+        saved_config = _saved_config(restored)
+        old = section(Optim, saved_config["optim"])
+        old_steps = int(saved_config["train"]["steps"])
     except (KeyError, TypeError, ValueError):
         return  # of another version, whose schedule is not known
-    now, n = config.optim, config.train.steps
-    pairs = [("train.steps", steps, n)]
-    pairs += [(f"optim.{name}", getattr(before, name), getattr(now, name)) for name in OF_SCHEDULE]
-    changed = ", ".join(f"{name} from {a} to {b}" for name, a, b in pairs if a != b)
-    if not changed or restored.step >= n:
+    new, new_steps = config.optim, config.train.steps
+    fields = [("train.steps", old_steps, new_steps)]
+    for name in OF_SCHEDULE:
+        fields.append((f"optim.{name}", getattr(old, name), getattr(new, name)))
+    changed = [f"{name} from {a} to {b}" for name, a, b in fields if a != b]
+    if not changed or restored.step >= new_steps:
         return
+    coming_steps = np.linspace(restored.step, new_steps, 101)
     try:
-        old, new = (
-            learning_rates(o, s, np.linspace(restored.step, n, 101))
-            for o, s in ((before, steps), (now, n))
-        )
+        old_rates = learning_rates(old, old_steps, coming_steps)
+        new_rates = learning_rates(new, new_steps, coming_steps)
     except ValueError:
         return  # the checkpoint's run had a schedule of its own, which is not here
-    if (
-        old is None
-        or new is None
-        or np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr))
-    ):
+    if old_rates is None or new_rates is None:
+        return
+    if np.allclose(old_rates, new_rates, rtol=1e-4, atol=1e-5 * max(new.lr, old.lr)):
         return
     log.warning(
         "the schedule of the learning rate changes (%s): at step %d it is %.3g, and was to be %.3g",
-        changed,
+        ", ".join(changed),
         restored.step,
-        new[0],
-        old[0],
+        new_rates[0],
+        old_rates[0],
     )
 
 
@@ -111,84 +122,100 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
 
     Raises CheckpointError: they are gone, or they and config.warm_start.source differ.
     """
-    state, history = restored.state, restored.history
+    state = restored.state
     frozen = _by_path(assembly.abstract.state.variables.frozen)
     if not frozen:
-        return Start(state, restored.step, history)
+        return Start(state, restored.step, restored.history)
     rules, base = _base_of(assembly.config, restored)
-    overlay, given = _warm_start(
-        assembly, _kept(assembly.config, rules, base), verified=base == history.base
+    overlay, loaded = _warm_start(
+        assembly,
+        _keep(assembly.config, rules, base),
+        verified=base == restored.history.base,
     )
-    given = {path: x for path, x in given.items() if path in frozen}
-    key = jax.random.key(assembly.config.seed)
-    made = state_lib.init_frozen(assembly.task, assembly.abstract, key, start=overlay, given=given)
-    variables = state.variables._replace(frozen=made)
-    return Start(state.replace(variables=variables), restored.step, history._replace(base=base))
+    frozen_parameters = state_lib.init_frozen(
+        assembly.task,
+        assembly.abstract,
+        jax.random.key(assembly.config.seed),
+        start=overlay,
+        given={path: x for path, x in loaded.items() if path in frozen},
+    )
+    variables = state.variables._replace(frozen=frozen_parameters)
+    history = restored.history._replace(base=base)
+    return Start(state.replace(variables=variables), restored.step, history)
 
 
 def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, str]]:
     """Return the rules for a restored run's frozen weights, at their place, and their record."""
     rules = config.warm_start
     base = base_weights.recorded(restored.history._asdict())
-    named = (
-        base.named
-        if base
-        else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
-    )
-    change = f"config.warm_start.source: {named!r} saved, {rules.source!r} now"
-    if named and not rules.source:
+    saved_source = base.named if base else _saved_source(restored)
+    change = f"config.warm_start.source: {saved_source!r} saved, {rules.source!r} now"
+    if saved_source and not rules.source:
         raise CheckpointError(
             f"the frozen weights of {restored.source} are those of"
-            f" {base.source if base else named}, and without a source they would be random"
-            f" ({change}); set --config.warm_start.source={named}"
+            f" {base.source if base else saved_source}, and without a source they would be random"
+            f" ({change}); set --config.warm_start.source={saved_source}"
         )
-    same = base.is_named(rules.source) if base else rules.source == named
-    if (
-        base
-        and same
-        and rules.step is not None
-        and pathlib.PurePath(base.source).name != str(rules.step)
-    ):
-        same, change = (
-            False,
-            f"config.warm_start.step: the run froze {base.source}, {rules.step} now",
-        )
-    allowed = any(
-        name in config.resume.allow
-        for name in ("warm_start", "warm_start.source", "warm_start.step")
-    )
-    if base and base.source and not allowed:
-        theirs = base_weights.workdirs(restored.source, _saved_config(restored).get("workdir"))
-        where = (
-            base_weights.places(base, [config.workdir, *theirs]) if same else [_exact(rules).source]
-        )
-        try:
-            i = where.index(base_weights.find(base, rules, where)) if cluster.is_main() else 0
-            problem = ""
-        except stored.StoredError as error:
-            i, problem = -1, str(error)
-        if (i := cluster.agree(i)) >= 0:
-            return base_weights.at(rules, where[i]), base._asdict()
-        problem = problem or "process 0 says why"
-        raise CheckpointError(
-            f"{restored.source}: {'' if same else f'{change}; '}{problem}. Put them back, or train"
-            " on with the weights that config.warm_start.source names now by"
-            " --config.resume.allow=warm_start.source"
-        )
-    if not same and not allowed:
+    is_same = base.is_named(rules.source) if base else rules.source == saved_source
+    if base and is_same and not _is_step(base, rules):
+        is_same = False
+        change = f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
+    may_change = any(field in config.resume.allow for field in BASE_FIELDS)
+    if base and base.source and not may_change:
+        problem = "" if is_same else f"{change}; "
+        place = _place_of_base(config, restored, base, is_same=is_same, problem=problem)
+        return base_weights.at(rules, place), base._asdict()
+    if not is_same and not may_change:
         raise CheckpointError(
             f"the frozen weights of {restored.source} are others ({change}); set it back, choose"
             " another config.workdir, or train on with these by"
             " --config.resume.allow=warm_start.source"
         )
-    rules = _exact(rules)
-    if not base and rules.source:
+    exact = _exact(rules)
+    if not base and exact.source:
         log.warning(
             "%s does not record which step it froze: the run continues with %s",
             restored.source,
-            rules.source,
+            exact.source,
         )
-    return rules, _record(rules, config.warm_start.source)
+    return exact, _record(exact, config.warm_start.source)
+
+
+def _saved_source(restored: Restored) -> str:
+    """Return config.warm_start.source of the checkpoint's run, or ""."""
+    rules = _saved_config(restored).get("warm_start") or {}
+    return str(rules.get("source") or "")
+
+
+def _is_step(base: base_weights.Base, rules: WarmStart) -> bool:
+    """Whether ``rules`` allow the step that the run froze."""
+    return rules.step is None or pathlib.PurePath(base.source).name == str(rules.step)
+
+
+def _place_of_base(
+    config: Config, restored: Restored, base: base_weights.Base, *, is_same: bool, problem: str
+) -> str:
+    """Return the place where process 0 finds the recorded weights. Raises CheckpointError."""
+    rules = config.warm_start
+    if is_same:
+        workdirs = base_weights.workdirs(restored.source, _saved_config(restored).get("workdir"))
+        places = base_weights.places(base, [config.workdir, *workdirs])
+    else:
+        places = [_exact(rules).source]
+    place, reason = 0, "process 0 says why"
+    if cluster.is_main():
+        try:
+            place = places.index(base_weights.find(base, rules, places))
+        except stored.StoredError as error:
+            place, reason = -1, str(error)
+    place = cluster.agree(place)
+    if place < 0:
+        raise CheckpointError(
+            f"{restored.source}: {problem}{reason}. Put them back, or train"
+            " on with the weights that config.warm_start.source names now by"
+            " --config.resume.allow=warm_start.source"
+        )
+    return places[place]
 
 
 def _exact(rules: WarmStart) -> WarmStart:
@@ -196,28 +223,25 @@ def _exact(rules: WarmStart) -> WarmStart:
     try:
         pinned = base_weights.pin(rules)
         name = pathlib.PurePath(pinned.source).name
-        step = cluster.agree(int(name) if pinned is not rules and name.isdecimal() else -1)
-        return (
-            pinned
-            if step < 0 or name == str(step)
-            else base_weights.pin(dataclasses.replace(rules, step=step))
-        )
+        is_step = pinned is not rules and name.isdecimal()
+        step = cluster.agree(int(name) if is_step else -1)
+        if step < 0 or name == str(step):
+            return pinned
+        return base_weights.pin(dataclasses.replace(rules, step=step))
     except stored.StoredError as error:
         raise warm_start.WarmStartError(rules.source, [str(error)]) from error
 
 
 def _record(rules: WarmStart, named: str) -> dict[str, str]:
     """Return the record of frozen weights for the checkpoints, which process 0 writes."""
-    digest = base_weights.digest(rules) if rules.source and cluster.is_main() else ""
-    source = (
-        os.path.abspath(files.expanded(rules.source))
-        if rules.source and "://" not in rules.source
-        else rules.source
-    )
+    source = rules.source
+    digest = base_weights.digest(rules) if source and cluster.is_main() else ""
+    if source and "://" not in source:
+        source = os.path.abspath(files.expanded(source))
     return base_weights.Base(source, named, digest)._asdict()
 
 
-def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> WarmStart:
+def _keep(config: Config, rules: WarmStart, base: dict[str, str] | None) -> WarmStart:
     """``rules`` for the copy in the workdir, made first if config.warm_start.keep asks for it."""
     if not (config.warm_start.keep and rules.source and base):
         return rules
@@ -231,39 +255,45 @@ def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> Warm
 
 def _warm_start(
     assembly: Assembly, config: WarmStart, *, verified: bool = False
-) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
+) -> tuple[Overlay, dict[str, jax.Array]]:
     """Return `state.init_state`'s arguments to begin from a source, which has no adapters."""
     if not config.source:
-        return (lambda params, given: params), {}
-    problems = warm_start.damage(config) if cluster.is_main() and not verified else []
-    if cluster.agree(len(problems)):
-        raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
-    if not config.other_front_end and (
-        unfit := list(assembly.config.model.validate_warm_start(warm_start.config_of(config)))
-    ):
-        raise warm_start.WarmStartError(config.source, unfit)
-    is_run = not (config.ema or stored.is_safetensors(config.source))
-    if is_run and (warm_start.config_of(config).get("train") or {}).get("ema"):
-        text = (
-            "evaluations of that run are of the average of its parameters, which"
-            " config.warm_start.ema=true takes"
-        )
-        log.warning("warm start from %s: %s", config.source, text)
-    variables = assembly.abstract.state.variables
-    table = {**_by_path(variables.params), **_by_path(variables.frozen)}
-    table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
+        return (lambda params, loaded: params), {}
+    damage = warm_start.damage(config) if cluster.is_main() and not verified else []
+    if cluster.agree(len(damage)):
+        raise warm_start.WarmStartError(config.source, damage or ["process 0 found it damaged"])
+    if not config.other_front_end:
+        source_config = warm_start.config_of(config)
+        misfits = list(assembly.config.model.validate_warm_start(source_config))
+        if misfits:
+            raise warm_start.WarmStartError(config.source, misfits)
+    _warn_of_average(config)
     source = warm_start.open_source(config)
     if any(map(lora.is_adapter, source)):
-        text = (
+        problem = (
             "it holds adapters without the weights that they change; `jaxtrain export` merges them,"
             " to start from the result"
         )
-        raise warm_start.WarmStartError(config.source, [text])
-    matches = warm_start.match(
-        {path: (x.shape, x.dtype) for path, x in table.items()}, source, config
-    )
+        raise warm_start.WarmStartError(config.source, [problem])
+    variables = assembly.abstract.state.variables
+    targets = {**_by_path(variables.params), **_by_path(variables.frozen)}
+    targets = {path: x for path, x in targets.items() if not lora.is_adapter(path)}
+    shapes = {path: (x.shape, x.dtype) for path, x in targets.items()}
+    matches = warm_start.match(shapes, source, config)
     log.info("warm start from %s: %s", config.source, matches.report())
-    return functools.partial(warm_start.overlay, matches), warm_start.load(matches, table)
+    return functools.partial(warm_start.overlay, matches), warm_start.load(matches, targets)
+
+
+def _warn_of_average(config: WarmStart) -> None:
+    """Log a warning if the source has an average, which its run evaluated, and it is not used."""
+    if config.ema or stored.is_safetensors(config.source):
+        return
+    if (warm_start.config_of(config).get("train") or {}).get("ema"):
+        log.warning(
+            "warm start from %s: evaluations of that run are of the average of its parameters,"
+            " which config.warm_start.ema=true takes",
+            config.source,
+        )
 
 
 def _by_path(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:

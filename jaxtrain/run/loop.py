@@ -19,7 +19,7 @@ from jaxtrain.run.metrics_logger import MetricsLogger
 from jaxtrain.run.process_context import Preempted, ProcessContext
 from jaxtrain.run.schedule import Schedule
 from jaxtrain.run.step_compiler import StepCompiler
-from jaxtrain.run.stream import Data
+from jaxtrain.run.stream import Data, Stream
 from jaxtrain.run.verify import Verifier
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics
@@ -66,14 +66,14 @@ def run(
       rewind is left.
     """
     with contextlib.ExitStack() as closing:
-        process = closing.enter_context(ProcessContext(config, command))
+        process = closing.enter_context(ProcessContext.join(config, command))
         assembly = assembly_lib.assemble(config)
         assembly.compiler_options()  # the compiler refuses unknown ones before data is read
         log.info("%s", assembly_lib.describe(assembly))
         with process.phase(goodput.PLAN):
             plan.refuse_if_too_large(assembly)  # before anything is allocated
         with process.phase(goodput.INDEX):
-            data = closing.enter_context(Data(assembly, process.clock))
+            data = closing.enter_context(Data(assembly))
             process.clock.reads(data.digest())
         with process.phase(goodput.RESTORE):
             checkpoints = closing.enter_context(CheckpointManager(assembly, data, process))
@@ -90,10 +90,12 @@ def run(
                 StepCompiler(assembly, data, process.clock, likely=checkpoints.likely())
             )
         with process.phase(goodput.RESTORE, "its checkpoint"):
-            state, step, checkpoints.history = init_or_restore(assembly, checkpoints)
+            state, step, history = init_or_restore(assembly, checkpoints.newest)
             process.clock.resumed(step)
         due = Schedule(
-            config, tests=data.test.n_batches > 0 and not replay, also=replay.save if replay else 0
+            config,
+            has_tests=data.test.n_batches > 0 and not replay,
+            extra_save=replay.save if replay else 0,
         )
         if step >= due.steps:
             log.info(
@@ -103,12 +105,14 @@ def run(
                 return Result(state, step, {})  # and nothing is compiled
         with process.phase(goodput.COMPILATION, "its compilation"):
             if replay:
-                replay.check(data, checkpoints.history.offset)
-            data.start(step, checkpoints.history.offset)
-            metrics_logger = closing.enter_context(
-                MetricsLogger(assembly, data, process, first=step, peak=peak)
+                replay.check(data, history.offset)
+            stream = closing.enter_context(
+                Stream(data, process.clock, step=step, offset=history.offset)
             )
-            programs.ready(step)
+            metrics_logger = closing.enter_context(
+                MetricsLogger(assembly, data, stream, process, first=step, peak=peak)
+            )
+            programs.ready(step, history.offset)
             machine.give_back_freed_memory()  # what compiling and restoring took
             verify = Verifier(assembly, data, programs, metrics_logger)
             evaluate = Evaluator(assembly, data, programs, metrics_logger, checkpoints, process)
@@ -123,8 +127,9 @@ def run(
         while step < end and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
             #    the previous batch: that step is a no-op that only carries the stop flag.
-            batch = data.next(unless=process.stopping)
-            step, stop = batch.step, programs.stop[process.stopping()]
+            batch = stream.next(unless=process.stopping)
+            step = batch.step
+            stop = programs.stop[process.stopping()]
             if verify.is_due(step):
                 state, out = verify(programs.at(batch), state, batch, stop)
             else:
@@ -142,28 +147,31 @@ def run(
                 break
             # 4. Rewind before a save: a bad state never reaches the disk.
             if metrics_logger.skipped.broken:
-                state = checkpoints.rewind(state, step, metrics_logger.skipped)
+                skipped = metrics_logger.skipped
+                state, history = checkpoints.rewind(state, step, skipped, history)
                 metrics_logger.rewound(batch, state)
             # 5. Save, then evaluate: a kill between the two costs one evaluation.
             if now.save and now.resumable:
-                metrics_logger.saved(step, checkpoints.save(step, state))
+                metrics_logger.saved(step, checkpoints.save(step, state, history))
             if now.evaluate:
                 last = evaluate(state, step)
             # 6. Save the final, weights-only checkpoint after the evaluation. It cannot be resumed.
             if checkpoints.owes(now, step):
-                metrics_logger.saved(step, checkpoints.save(step, state))
+                metrics_logger.saved(step, checkpoints.save(step, state, history))
             if waits:
                 metrics_logger.start_clock(step)
         else:
             if step < end:
-                best, patience = config.checkpoint.best, config.train.patience
                 log.info(
-                    "ended at step %d: no progress of %s for %d evaluations", step, best, patience
+                    "ended at step %d: no progress of %s for %d evaluations",
+                    step,
+                    config.checkpoint.best,
+                    config.train.patience,
                 )
             metrics_logger.flush()  # the last step of a replay: nothing waited for it
             return Result(state, step, last)
 
         # 7. The step that was refused has changed nothing: the state is that of the step before.
         step = int(state.step)
-        checkpoints.save(step, state)
+        checkpoints.save(step, state, history)
         raise Preempted(f"ended by {process.reason} after step {step}, saved in {config.workdir}")

@@ -6,8 +6,8 @@ import math
 import os
 import time
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.run.process_context import ProcessContext
-from jaxtrain.run.stream import Data, Item
+from jaxtrain.run.stream import Data, Item, Stream
 from jaxtrain.step import digest
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
@@ -32,6 +32,14 @@ from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
 log = logging.getLogger("jaxtrain")
+
+
+class Pending(NamedTuple):
+    """A step whose metrics are not read yet."""
+
+    out: Mapping[str, Mean]
+    item: Item
+    digests: jax.Array | None  # of the batch and of the state after the step
 
 
 class MetricsLogger:
@@ -45,43 +53,37 @@ class MetricsLogger:
         self,
         assembly: Assembly,
         data: Data,
+        stream: Stream,
         process: ProcessContext,
         *,
         first: int,
         peak: tuple[float, str],
     ):
         """``peak``: `metrics.peak_flops`."""
-        config, task = assembly.config, assembly.task
-        self._config, self._task, self._data, self._process, self._first = (
-            config,
-            task,
-            data,
-            process,
-            first,
-        )
+        config = assembly.config
+        self._config = config
+        self._task = assembly.task
+        self._data = data
+        self._stream = stream
+        self._process = process
+        self._first = first
         self._everywhere = assembly.layout.replicated()
         self.skipped = SkippedSteps(config.guard, step=first)
-        self._pending: tuple[Mapping[str, Mean], Item, jax.Array | None] | None = None
-        self._digest = (
-            jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
-            if config.metrics.digest
-            else None
-        )
+        self._pending: Pending | None = None
+        self._digest: Callable[..., jax.Array] | None = None
+        if config.metrics.digest:
+            self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
         process.confirm()
-        if cluster.is_main():
-            config_lib.save(config, config.workdir)
-            rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
-            writers.write_schedule(config.workdir, config.train.steps, rates)
-        self._writers = writers.make_writers(config, first) if cluster.is_main() else []
+        self._writers: list[writers.Writer] = []
         self._digests: list[writers.Writer] = []
-        if config.metrics.digest and cluster.is_main():
-            self._digests = [
-                writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)
-            ]
-        abstract = assembly.abstract
-        self._digested = specs.paths({digest.BATCH: abstract.batch}) + specs.paths(
-            saved_parts(abstract.state)
-        )
+        if cluster.is_main():
+            _write_config(config)
+            self._writers = writers.make_writers(config, first)
+            if config.metrics.digest:
+                digests = writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)
+                self._digests = [digests]
+        arrays_of_batch = specs.paths({digest.BATCH: assembly.abstract.batch})
+        self._digested = arrays_of_batch + specs.paths(saved_parts(assembly.abstract.state))
         self._unnamed = True  # whether no line of them names the arrays yet
         self._lines = writers.Lines(config.workdir)
         self._traces = traces.Traces(
@@ -93,16 +95,14 @@ class MetricsLogger:
         self._meter = metrics.Meter(
             steps=config.train.steps,
             batch=config.train.batch,
-            flops=task.flops,
-            full_flops=task.full_flops,
+            flops=assembly.task.flops,
+            full_flops=assembly.task.full_flops,
             peak=flops,
             local_rows=sum(stop - start for start, stop in data.rows.ranges),
         )
-        population = data.train.population
-        named = "index" in assembly.abstract.batch
-        self._shuffle_stats = (
-            ShuffleStats(population) if population and named and cluster.is_main() else None
-        )
+        self._shuffle_stats: ShuffleStats | None = None
+        if data.train.population and "index" in assembly.abstract.batch and cluster.is_main():
+            self._shuffle_stats = ShuffleStats(data.train.population)
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -114,8 +114,11 @@ class MetricsLogger:
         trace: types.TracebackType | None,
     ) -> None:
         self._traces.close(self._read_last)
-        closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *self._digests]
-        for writer in closing if self._process.has_lost else [*closing, self._lines]:
+        open_files: list[writers.Writer | writers.Lines] = [*reversed(self._writers)]
+        open_files += self._digests
+        if not self._process.has_lost:
+            open_files.append(self._lines)
+        for writer in open_files:
             try:
                 writer.close()
             except WorkdirError:  # the error that ends the run says more
@@ -128,7 +131,7 @@ class MetricsLogger:
         self._process.clock.steps(step)
         if self._traces.is_due(step):
             self._traces.turn(step)
-        self._meter.start(step, self._data.waited)
+        self._meter.start(step, self._stream.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
         """Read the step before this one, and keep this one.
@@ -139,14 +142,10 @@ class MetricsLogger:
         """
         if self.flush():
             return True
-        digested = self._digest and self._is_recorded(item.step)
-        self._pending = (
-            out,
-            item,
-            self._digest(dict(item.arrays), saved_parts(state))
-            if self._digest and digested
-            else None,
-        )
+        digests = None
+        if self._is_recorded(item.step):
+            digests = self._digests_of(item, state)
+        self._pending = Pending(out, item, digests)
         # a trace has whole steps: here the host waits for this one
         if self._traces.is_due(item.step):
             stopped = self.flush()
@@ -158,36 +157,41 @@ class MetricsLogger:
         """Read the step that is kept, waiting for it. True when it agreed to stop."""
         if not self._pending:
             return False
-        (out, item, digested), self._pending = self._pending, None
-        step = item.step
+        pending, self._pending = self._pending, None
+        step = pending.item.step
         began = time.perf_counter()
-        record = metrics.mean([out])
+        record = metrics.mean([pending.out])
         self._process.clock.read(step, time.perf_counter() - began)
         self._process.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
-        if digested is not None:
-            record |= self._read_digest(step, jax.device_get(digested))
-        self._read(step, record, item)
+        if pending.digests is not None:
+            record |= self._read_digest(step, jax.device_get(pending.digests))
+        self._read(step, record, pending.item)
         return False
+
+    def _digests_of(self, item: Item, state: TrainState) -> jax.Array | None:
+        """Start to compute the digests of a batch and a state, if the config asks for them."""
+        if self._digest is None:
+            return None
+        return self._digest(dict(item.arrays), saved_parts(state))
 
     def _read_digest(self, step: int, parts: np.ndarray) -> dict[str, int]:
         """Write the digests of the arrays. Return the state's, for the record."""
-        line = {
-            "arrays": parts.astype(">u4").tobytes().hex(),
-            **({"names": self._digested} if self._unnamed else {}),
-        }
-        self._unnamed = False
+        line: dict[str, Any] = {"arrays": parts.astype(">u4").tobytes().hex()}
+        if self._unnamed:
+            line["names"] = self._digested
+            self._unnamed = False
         self._write(step, "train", line, self._digests)
-        of_state = parts[[not name.startswith(f"{digest.BATCH}/") for name in self._digested]]
-        return dict(zip(DIGEST, map(int, of_state.sum(0, dtype=digest.WORD)), strict=True))
+        is_of_state = [not name.startswith(f"{digest.BATCH}/") for name in self._digested]
+        high, low = parts[is_of_state].sum(0, dtype=digest.WORD)
+        return dict(zip(DIGEST, (int(high), int(low)), strict=True))
 
     def rewound(self, item: Item, state: TrainState) -> None:
         """Write the digests of the arrays again: those that a checkpoint after this step has."""
         if self._digest and self._is_recorded(item.step):
-            self._read_digest(
-                item.step, jax.device_get(self._digest(dict(item.arrays), saved_parts(state)))
-            )
+            digests = jax.device_get(self._digests_of(item, state))
+            self._read_digest(item.step, digests)
 
     def _is_recorded(self, step: int) -> bool:
         return step % self._config.metrics.every == 0 or step == self._config.train.steps
@@ -203,31 +207,26 @@ class MetricsLogger:
         skipped = bool(record["skipped"])
         self.skipped.add(step, skipped=skipped)
         if skipped:
-            examples = (
-                feed.local_values(item.arrays["index"])
-                if "index" in item.arrays
-                else "not named by the loader"
-            )
-            loss, norm = record["loss"], record["grad_norm"]
-            log.warning(
-                "step %d skipped: loss %g, gradient norm %g; examples %s",
-                step,
-                loss,
-                norm,
-                examples,
-            )
-        steps = self._config.train.steps
+            _warn_of_skipped(step, record, item)
         if self._is_recorded(step) or skipped:
-            loader = self._data.train.diagnostics()
-            rates = self._meter.rates(step, self._data.waited, loader)
-            self._write(step, "train", record | rates | {"goodput": self._process.clock.goodput()})
-            if self._shuffle_stats:
-                self._write(step, "data", self._shuffle_stats.record())
-            terms = {name: record[name] for name in self._task.terms}
-            line = console.progress_line(
-                step, steps, record["loss"], rates, terms=terms, slowest=loader.get("slowest")
-            )
-            self._process.console.progress(line)
+            self._write_step(step, record)
+
+    def _write_step(self, step: int, record: dict[str, Any]) -> None:
+        loader = self._data.train.diagnostics()
+        rates = self._meter.rates(step, self._stream.waited, loader)
+        goodput = self._process.clock.goodput()
+        self._write(step, "train", record | rates | {"goodput": goodput})
+        if self._shuffle_stats:
+            self._write(step, "data", self._shuffle_stats.record())
+        line = console.progress_line(
+            step,
+            self._config.train.steps,
+            record["loss"],
+            rates,
+            terms={name: record[name] for name in self._task.terms},
+            slowest=loader.get("slowest"),
+        )
+        self._process.console.progress(line)
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
         """Show how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
@@ -249,23 +248,22 @@ class MetricsLogger:
                 self._lines.write(writers.GENERATIONS, step, generations)
                 for writer in self._writers:
                     writer.generations(step, generations)
-            if (of_classes := counts["classes"]) is not None and cluster.is_main():
-                self._lines.write(
-                    class_scores.FILE, step, [class_scores.line(of_classes, counts["confusions"])]
-                )
+            class_counts = counts["classes"]
+            if class_counts is not None and cluster.is_main():
+                scores = class_scores.line(class_counts, counts["confusions"])
+                self._lines.write(class_scores.FILE, step, [scores])
         self._write(step, "test", record)
-        log.info(
-            "step %d test  %s",
-            step,
-            "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)),
-        )
+        numbers = [f"{name} {value:.4f}" for name, value in record.items() if not math.isnan(value)]
+        log.info("step %d test  %s", step, "  ".join(numbers))
 
     def saved(self, step: int, saved: Saved) -> None:
         """Write how long the loop waited for a save."""
-        steps = saved.seconds / self._meter.seconds_per_step
-        self._write(
-            step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures}
-        )
+        record = {
+            "seconds": saved.seconds,
+            "steps": saved.seconds / self._meter.seconds_per_step,
+            "failures": saved.failures,
+        }
+        self._write(step, "save", record)
         self._process.beat(f"step {step + 1}")
 
     def verified(self, step: int, *, wrong: bool) -> None:
@@ -274,32 +272,37 @@ class MetricsLogger:
     def _inputs(self, item: Item) -> None:
         """Draw the inputs of the run's first batch, while the next step is computed."""
         self._process.starting("its pictures")  # which are compiled
-        # every process takes part
-        self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))
+        draw = jax.jit(self._task.pictures, out_shardings=self._everywhere)
+        self.pictures(draw(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
         """Write arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the start."""
         # a wait, in which a workdir may go
-        host = jax.device_get(dict(pictures)) if cluster.is_main() else {}
+        host_pictures = jax.device_get(dict(pictures)) if cluster.is_main() else {}
         self._process.confirm()
-        if cluster.is_main():
-            prefix = f"step{step:06}_" if step else ""
-            named = {f"{prefix}{name}": images for name, images in host.items()}
-            folder = os.path.join(self._config.workdir, "pictures")
-            with self._process.writing():
-                try:
-                    writers.write_pictures(folder, named)
-                except OSError as error:
-                    if error.errno not in writers.FULL:
-                        raise
-                    log.error(
-                        "%s cannot be written (%s); pictures of step %d are left out",
-                        folder,
-                        error.strerror,
-                        step,
-                    )
-                for writer in self._writers:
-                    writer.pictures(step, host)
+        if not cluster.is_main():
+            return
+        with self._process.writing():
+            self._write_files(step, host_pictures)
+            for writer in self._writers:
+                writer.pictures(step, host_pictures)
+
+    def _write_files(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Write pictures as files. A full disk leaves them out."""
+        prefix = f"step{step:06}_" if step else ""
+        files = {f"{prefix}{name}": images for name, images in pictures.items()}
+        folder = os.path.join(self._config.workdir, "pictures")
+        try:
+            writers.write_pictures(folder, files)
+        except OSError as error:
+            if error.errno not in writers.FULL:
+                raise
+            log.error(
+                "%s cannot be written (%s); pictures of step %d are left out",
+                folder,
+                error.strerror,
+                step,
+            )
 
     def _write(
         self,
@@ -308,9 +311,30 @@ class MetricsLogger:
         record: Mapping[str, Any],
         into: Sequence[writers.Writer] | None = None,
     ) -> None:
-        into = self._writers if into is None else into
+        if into is None:
+            into = self._writers
         with self._process.writing():
             if into and not self._process.has_lost:
                 self._process.lease.confirm()
                 for writer in into:
                     writer.write(step, split, record)
+
+
+def _write_config(config: config_lib.Config) -> None:
+    """Write the config and the learning rates of all steps into the workdir."""
+    config_lib.save(config, config.workdir)
+    rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
+    writers.write_schedule(config.workdir, config.train.steps, rates)
+
+
+def _warn_of_skipped(step: int, record: Mapping[str, Any], item: Item) -> None:
+    examples: object = "not named by the loader"
+    if "index" in item.arrays:
+        examples = feed.local_values(item.arrays["index"])
+    log.warning(
+        "step %d skipped: loss %g, gradient norm %g; examples %s",
+        step,
+        record["loss"],
+        record["grad_norm"],
+        examples,
+    )

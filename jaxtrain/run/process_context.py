@@ -20,107 +20,116 @@ class Preempted(Exception):
 
 
 class ProcessContext:
-    """A context.
+    """A process that has joined its run, made by `join`.
 
-    Entered, the processes have met: process 0 has the console, each has its log, and a watchdog
-    waits for `beat`. The lease of the workdir is process 0's, for all processes: call `confirm`, or
-    ``lease.confirm`` and `lose`, before anything is written.
-
-    Entering raises WorkdirError: another run has the workdir; ClusterError: the environment
-    describes no cluster that could work; RendezvousError: a process is late or differs from the
-    others; Preempted: a signal came while others were waited for.
+    Process 0 has the console, each has its log, and a watchdog waits for `beat`. The lease of the
+    workdir is process 0's, for all processes: call `confirm`, or ``lease.confirm`` and `lose`,
+    before anything is written.
     """
 
-    def __init__(self, config: Config, command: Mapping[str, Any] = types.MappingProxyType({})):
-        """``command``: how the run was launched, stored for the report."""
-        self._config, self._command = config, command
-        self.clock = goodput.Clock()
-        self._processes = 1
-        self._lost: WorkdirError | None = None
-        self._closing = contextlib.ExitStack()
-
-    def __enter__(self) -> "ProcessContext":
-        config = self._config
-        self.clock.switch(goodput.OTHERS)
-        with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(
-                contextlib.closing(cluster.StopSignals(config.preemption.signals))
-            )
-            stack.callback(
-                cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close
-            )
-            membership = cluster.find()
-            self._processes = membership.processes
-            in_use = self._own(stack, membership)
-            logs = os.path.join(config.workdir, "logs")
-            self.console = console_lib.start_console(process=membership.process, folder=logs)
-            stack.callback(self.console.finish)
-            try:
-                cluster.initialize(membership, config, leave=self._signals.check, refusal=in_use)
-            except cluster.Stopped as error:
-                raise Preempted(f"ended by {self._signals.reason}: {error}") from error
-            self._signals.install()  # jax.distributed takes SIGTERM for itself
-            bounds, place = (
-                config.distributed,
-                {"process": membership.process, "processes": membership.processes},
-            )
-            self._watchdog = cluster.Watchdog(
-                logs, **place, timeout=bounds.step_timeout, start_timeout=bounds.start_timeout
-            )
-            self.beat, self.starting = self._watchdog.beat, self._watchdog.starting
-            stack.callback(self._watchdog.close)
-            facts: dict[str, Any] = {}
-            if membership.process == 0:
-                facts = {
-                    "versions": cluster.versions(),
-                    "commit": cluster.commit(),
-                    "devices": cluster.devices(),
-                }
-                facts |= {**cluster.of_cpus(), **self._command}
-            self.clock.open(config.workdir, **place, facts=facts)
-            self.clock.switch(goodput.MODEL)
-            self._closing = stack.pop_all()
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None and self._processes > 1:
-                self.confirm()  # a workdir deleted after the last record is an error, too
-            elif isinstance(error, OSError):
-                with contextlib.suppress(OSError):
-                    self.lease.confirm()  # as in `writing`, wherever it was
-        except WorkdirError as lost:
-            self.clock.close(_in_words(lost))
-            self._closing.__exit__(type(lost), lost, lost.__traceback__)
-            raise
-        self.clock.close(_in_words(error))
-        self._closing.__exit__(kind, error, trace)
+        config: Config,
+        *,
+        processes: int,
+        signals: cluster.StopSignals,
+        lease: Lease,
+        console: console_lib.Console,
+        watchdog: cluster.Watchdog,
+        clock: goodput.Clock,
+    ):
+        self._config = config
+        self._processes = processes
+        self._signals = signals
+        self._lost: WorkdirError | None = None
+        self.lease = lease
+        self.console = console
+        self.beat = watchdog.beat
+        self.starting = watchdog.starting
+        self.clock = clock
 
-    def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
-        """Take the lease of the workdir, in process 0. Return the refusal, for all processes."""
-        config = self._config
-        folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
-        self.lease = Lease(folders if membership.process == 0 else [], leave=self._leave)
-        try:
-            stack.enter_context(self.lease)
-            if config.checkpoint.folder and membership.process == 0:
-                run_identity.claim(config.workdir, config.checkpoint.folder)
-        except WorkdirError as error:
-            if membership.processes == 1:
-                raise
-            return str(error)
-        return ""
+    @classmethod
+    @contextlib.contextmanager
+    def join(
+        cls, config: Config, command: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> Iterator["ProcessContext"]:
+        """Yield this process, once all have met. ``command``: how the run was launched.
 
-    def _leave(self) -> None:
-        if self._signals.check():
-            raise Preempted(
-                f"ended by {self._signals.reason} while it waited for {self._config.workdir}"
+        Raises WorkdirError: another run has the workdir; ClusterError: the environment describes no
+        cluster that could work; RendezvousError: a process is late or differs from the others;
+        Preempted: a signal came while others were waited for.
+        """
+        clock = goodput.Clock()
+        clock.switch(goodput.OTHERS)
+        with contextlib.ExitStack() as stack:
+            signals = cluster.StopSignals(config.preemption.signals)
+            stack.enter_context(contextlib.closing(signals))
+            notices = cluster.Notices(cluster.metadata_server(os.environ), signals.ask)
+            stack.callback(notices.close)
+            membership = cluster.find()
+            lease = _make_lease(config, membership, signals)
+            refusal = _take(lease, stack, config, membership)
+            logs = os.path.join(config.workdir, "logs")
+            console = console_lib.start_console(process=membership.process, folder=logs)
+            stack.callback(console.finish)
+            try:
+                cluster.initialize(membership, config, leave=signals.check, refusal=refusal)
+            except cluster.Stopped as error:
+                raise Preempted(f"ended by {signals.reason}: {error}") from error
+            signals.install()  # jax.distributed takes SIGTERM for itself
+            watchdog = cluster.Watchdog(
+                logs,
+                process=membership.process,
+                processes=membership.processes,
+                timeout=config.distributed.step_timeout,
+                start_timeout=config.distributed.start_timeout,
             )
+            stack.callback(watchdog.close)
+            clock.open(
+                config.workdir,
+                process=membership.process,
+                processes=membership.processes,
+                facts=_facts(command) if membership.process == 0 else {},
+            )
+            clock.switch(goodput.MODEL)
+            process = cls(
+                config,
+                processes=membership.processes,
+                signals=signals,
+                lease=lease,
+                console=console,
+                watchdog=watchdog,
+                clock=clock,
+            )
+            with process._noting_the_end():
+                yield process
+
+    @contextlib.contextmanager
+    def _noting_the_end(self) -> Iterator[None]:
+        """Note why the run ends. Raise WorkdirError if it is because the workdir is lost."""
+        try:
+            yield
+            if self._processes > 1:
+                self.confirm()  # a workdir deleted after the last record is an error, too
+        except OSError as error:
+            lost = self._loss()  # as in `writing`, wherever it was
+            self.clock.close(_in_words(lost or error))
+            if lost:
+                raise lost from error
+            raise
+        except BaseException as error:
+            self.clock.close(_in_words(error))
+            raise
+        self.clock.close("ended")
+
+    def _loss(self) -> WorkdirError | None:
+        """Return the error of a workdir that is no longer the run's, or None."""
+        try:
+            with contextlib.suppress(OSError):
+                self.lease.confirm()
+        except WorkdirError as lost:
+            return lost
+        return None
 
     def stopping(self) -> bool:
         return self._signals.check()
@@ -180,8 +189,45 @@ class ProcessContext:
             yield
 
 
-def _in_words(error: BaseException | None) -> str:
-    """One line that says why a run ended."""
-    if error is None:
-        return "ended"
+def _make_lease(config: Config, membership: cluster.Cluster, signals: cluster.StopSignals) -> Lease:
+    """Return the lease of the folders that the run writes to. Process 0 holds it."""
+
+    def leave() -> None:
+        if signals.check():
+            raise Preempted(f"ended by {signals.reason} while it waited for {config.workdir}")
+
+    folders = []
+    if membership.process == 0:
+        folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
+    return Lease(folders, leave=leave)
+
+
+def _take(
+    lease: Lease, stack: contextlib.ExitStack, config: Config, membership: cluster.Cluster
+) -> str:
+    """Take the lease until ``stack`` is closed. Return the refusal, for all processes."""
+    try:
+        stack.enter_context(lease)
+        if config.checkpoint.folder and membership.process == 0:
+            run_identity.claim(config.workdir, config.checkpoint.folder)
+    except WorkdirError as error:
+        if membership.processes == 1:
+            raise
+        return str(error)
+    return ""
+
+
+def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a start, for the report."""
+    return {
+        "versions": cluster.versions(),
+        "commit": cluster.commit(),
+        "devices": cluster.devices(),
+        **cluster.of_cpus(),
+        **command,
+    }
+
+
+def _in_words(error: BaseException) -> str:
+    """Return one line that says why a run ended."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)

@@ -13,15 +13,19 @@ class Due(NamedTuple):
 
 
 class Schedule:
-    def __init__(self, config: Config, *, tests: bool, also: int = 0):
+    def __init__(self, config: Config, *, has_tests: bool, extra_save: int = 0):
         """Note whether there is a test split to evaluate on, and a step to save besides."""
-        self._config, self._tests, self._also = config, tests, also
+        self._config = config
+        self._has_tests = has_tests
+        self._extra_save = extra_save
         self.steps = config.train.steps
 
     def at(self, step: int) -> Due:
-        last, every = step == self.steps, self._config.train.eval_every
+        is_last = step == self.steps
+        every = self._config.train.eval_every
+        is_regular = bool(every) and step % every == 0
         return Due(
-            save=is_save_due(self._config, step) or step == self._also,
-            evaluate=self._tests and (last or bool(every and step % every == 0)),
-            resumable=not last or self._config.checkpoint.final == "resumable",
+            save=is_save_due(self._config, step) or step == self._extra_save,
+            evaluate=self._has_tests and (is_last or is_regular),
+            resumable=not is_last or self._config.checkpoint.final == "resumable",
         )

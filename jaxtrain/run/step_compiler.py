@@ -1,8 +1,8 @@
 """The compiled programs of a run: its step by stage and bucket, and its evaluation by bucket."""
 
+import collections
 import concurrent.futures
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +22,7 @@ from jaxtrain.types import COUNTS
 
 log = logging.getLogger("jaxtrain")
 THREAD = "compile"  # prefix of the names of threads that compile
+FutureProgram = concurrent.futures.Future[Callable[..., Any]]
 
 
 class CompileAhead:
@@ -36,20 +37,23 @@ class CompileAhead:
         self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]
     ):
         """``compiled(key)`` compiles one."""
-        self._key_of, self._compiled = key_of, compiled
+        self._key_of = key_of
+        self._compiled = compiled
         self.starts: dict[Hashable, int] = {}
         self.late: list[int] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
-        self._programs: dict[Hashable, concurrent.futures.Future[Callable[..., Any]]] = {}
+        self._programs: dict[Hashable, FutureProgram] = {}
+        self._others: list[FutureProgram] = []
+        self._unchecked: collections.deque[FutureProgram] = collections.deque()
 
     def expect(self, step: int, program: Callable[..., Any] | None = None) -> None:
         """Start to compile the step that is likely to be first, unless it is ``program``."""
         if program is None:
             self._submit(self._key_of(step))
         else:
-            done: concurrent.futures.Future[Callable[..., Any]] = concurrent.futures.Future()
-            done.set_result(program)
-            self._programs[self._key_of(step)] = done
+            compiled: FutureProgram = concurrent.futures.Future()
+            compiled.set_result(program)
+            self._programs[self._key_of(step)] = compiled
 
     def expects(self, step: int) -> bool:
         return self._key_of(step) in self._programs
@@ -58,16 +62,15 @@ class CompileAhead:
         self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()
     ) -> None:
         """Compile for steps ``start`` to ``stop``, and ``others`` right after the first step's."""
-        self._first = start
         for step in range(start, stop):
             self.starts.setdefault(self._key_of(step), step)
-        keys = iter(self.starts)
-        for key in itertools.islice(keys, 1):
+        keys = list(self.starts)
+        for key in keys[:1]:
             self._submit(key)
-        self._others = [self._pool.submit(other) for other in others]
-        for key in keys:
+        self._others.extend(self._pool.submit(other) for other in others)
+        for key in keys[1:]:
             self._submit(key)
-        self._unchecked = list(self._others)
+        self._unchecked.extend(self._others)
 
     def _submit(self, key: Hashable) -> None:
         if key not in self._programs:
@@ -80,11 +83,14 @@ class CompileAhead:
         evaluation that does not fit is reported before hours of training.
         """
         if self._unchecked and self._unchecked[0].done():
-            self._unchecked.pop(0).result()
+            self._unchecked.popleft().result()
         program = self._programs[self._key_of(step)]
-        if not program.done() and step != self._first:
+        if not program.done() and not self._is_first(step):
             self.late.append(step)
         return program.result()
+
+    def _is_first(self, step: int) -> bool:
+        return step == min(self.starts.values(), default=None)
 
     def is_ready(self, step: int) -> bool:
         return self._programs[self._key_of(step)].done()
@@ -109,72 +115,72 @@ class StepCompiler:
 
     def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
         """``likely``: the number of batches that the restored state will probably have read."""
-        self._assembly, self._data, self._clock = assembly, data, clock
+        self._assembly = assembly
+        self._data = data
+        self._clock = clock
+        self._offset = 0  # of the run's data; before `ready` nobody knows of another
         self._options = assembly.compiler_options()
-
-        @functools.cache
-        def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
-            stage, bucket = key
-            program: jax.stages.Lowered = (
-                assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
-            )
-            return program
-
-        self._lowered = lowered
-        self._steps = CompileAhead(self._key_of, lambda key: self.compile(lowered(key)))
+        self._lowered: dict[tuple[Hashable, int], jax.stages.Lowered] = {}
+        self._steps = CompileAhead(self._key_of, lambda key: self.compile(self._lower(key)))
         self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
         if likely < assembly.config.train.steps:
-            first = lowered(self._key_of(likely))  # by this thread, which has the time
-            self._steps.expect(likely, program_cache.earlier(first, self._options))
+            self._expect(likely)
 
     def compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
-        own = self._assembly.config.compiler
-        return program_cache.keep(
-            lowered, self._options, lambda: xla_options.compile(lowered, self._options, own)
-        )
+        def compile_now() -> Callable[..., Any]:
+            return xla_options.compile(lowered, self._options, self._assembly.config.compiler)
+
+        return program_cache.keep(lowered, self._options, compile_now)
 
     def _key_of(self, index: int) -> tuple[Hashable, int]:
-        return self._assembly.task.stage(index), self._data.bucket_of(index)
+        """Return the stage and the bucket of step number ``index``, the first being 0."""
+        bucket = self._data.train.bucket_at(index - self._offset)
+        return self._assembly.task.stage(index), bucket
 
-    def ready(self, first: int) -> None:
+    def _lower(self, key: tuple[Hashable, int]) -> jax.stages.Lowered:
+        if key not in self._lowered:
+            stage, bucket = key
+            assembly = self._assembly.with_batch(self._data.buckets[bucket])
+            self._lowered[key] = assembly.trace(stage).lower()
+        return self._lowered[key]
+
+    def _expect(self, index: int) -> None:
+        """Lower a first step in this thread, which has the time, and start to compile it."""
+        lowered = self._lower(self._key_of(index))
+        self._steps.expect(index, program_cache.earlier(lowered, self._options))
+
+    def ready(self, first: int, offset: int) -> None:
         """Return once the program of step number ``first``, from 0 on, is compiled, if one is left.
+
+        ``offset``: batches of other data that the run has read before.
 
         Raises RendezvousError: processes that lowered different programs, or have other data, by
         number; ConfigError: config.checkpoint.best names a metric that no evaluation has.
         """
-        assembly, data = self._assembly, self._data
-        task, variables, steps = (
-            assembly.task,
-            assembly.abstract.state.variables,
-            assembly.config.train.steps,
-        )
+        assembly = self._assembly
+        n_steps = assembly.config.train.steps
+        self._offset = offset
         # 1. Lower, and compare: different programs would wait for each other for ever.
-        evaluations = [
-            step_lib.make_eval_step(task, assembly.layout).lower(variables, batch)
-            for batch in data.test_buckets
-        ]
+        evaluate = step_lib.make_eval_step(assembly.task, assembly.layout)
+        variables = assembly.abstract.state.variables
+        evaluations = [evaluate.lower(variables, batch) for batch in self._data.test_buckets]
         texts = {
-            "data": json.dumps(data.fingerprints()),
-            "evaluation": "".join(x.as_text() for x in evaluations),
+            "data": json.dumps(self._data.fingerprints()),
+            "evaluation": "".join(lowered.as_text() for lowered in evaluations),
         }
-        if first < steps:
-            texts["step"] = self._lowered(self._key_of(first)).as_text()
+        if first < n_steps:
+            texts["step"] = self._lower(self._key_of(first)).as_text()
         cluster.compare(texts)
-        if first < steps and not self._steps.expects(first):
-            self._steps.expect(
-                first, program_cache.earlier(self._lowered(self._key_of(first)), self._options)
-            )
+        if first < n_steps and not self._steps.expects(first):
+            self._expect(first)
         # 2. The metrics of an evaluation are known now, not hours of training later.
-        _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
+        _check_best(assembly, evaluations[0].out_info if self._data.test.n_batches else None)
         log.info("compiling; slow programs are cached for the next start")
         # 3. Compile in a thread: the first step, awaited here, then the rest while the run goes on.
-        found = [program_cache.earlier(x, self._options) for x in evaluations]
-        others = [
-            functools.partial(lambda x, f: f or self.compile(x), *each)
-            for each in zip(evaluations, found, strict=True)
-        ]
-        self._steps.start(first, steps, others=others)
-        if len(starts := self._steps.starts) > 1:
+        others = [self._from_cache_or_compile(lowered) for lowered in evaluations]
+        self._steps.start(first, n_steps, others=others)
+        starts = self._steps.starts
+        if len(starts) > 1:
             log.info(
                 "%d programs, by (stage, bucket), are compiled ahead; their first steps: %s",
                 len(starts),
@@ -183,6 +189,15 @@ class StepCompiler:
         if starts:
             self._steps.at(first)
         log.info("compiled")
+
+    def _from_cache_or_compile(
+        self, lowered: jax.stages.Lowered
+    ) -> Callable[[], Callable[..., Any]]:
+        """Return a function that gives the program, which this thread looks for in the cache."""
+        cached = program_cache.earlier(lowered, self._options)
+        if cached:
+            return lambda: cached
+        return functools.partial(self.compile, lowered)
 
     def __enter__(self) -> "StepCompiler":
         return self
@@ -204,25 +219,25 @@ class StepCompiler:
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
     """Raise ConfigError if no evaluation has config.checkpoint.best. None: no test split."""
-    config, task = assembly.config, assembly.task
-    best = config.checkpoint.best.lstrip("-")
-    if not best:
+    task = assembly.task
+    wanted_metric = assembly.config.checkpoint.best
+    name = wanted_metric.lstrip("-")
+    if not name:
         return
     if evaluated is None:
-        text = (
-            f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and"
+        problem = (
+            f"is {wanted_metric!r}, and there is no test split; leave it unset, and"
             " train.patience too"
         )
-        raise ConfigError([("checkpoint.best", text)])
+        raise ConfigError([("checkpoint.best", problem)])
+    ones = {
+        metric: np.ones(mean.total.shape)[()]
+        for metric, mean in evaluated.items()
+        if metric not in COUNTS
+    }
     with np.errstate(all="ignore"):
-        known = task.finish(
-            {
-                name: np.ones(mean.total.shape)[()]
-                for name, mean in evaluated.items()
-                if name not in COUNTS
-            }
-        )
-    if best not in known and not task.generative:  # its metrics are known once it has run
-        raise ConfigError(
-            [("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")]
-        )
+        metrics = task.finish(ones)
+    # metrics of a generative evaluation are known once it has run
+    if name not in metrics and not task.generative:
+        problem = f"names {name!r}; expected one of: {', '.join(sorted(metrics))}"
+        raise ConfigError([("checkpoint.best", problem)])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.assembly import Assembly
@@ -35,72 +36,82 @@ class Item:
 
 
 class Data:
-    """A context, whose loaders ``train`` and ``test`` begin to read at `start`.
+    """A context with the loaders ``train`` and ``test``, and their abstract batches.
 
-    ``buckets`` and ``test_buckets`` are their abstract batches, ``rows`` those that this process
-    reads, and ``offset`` batches of other data: the loader's position is the step less this.
+    ``buckets`` and ``test_buckets`` are the abstract batches, ``batch`` is one of any bucket, and
+    ``rows`` are those that this process reads.
     """
 
-    def __init__(self, assembly: Assembly, clock: goodput.Clock):
-        self._clock = clock
-        config, abstract = assembly.config, assembly.abstract
-        module = base.module(config.loader)
-        self._batch, self._steps = abstract.batch, config.train.steps
-        self.rows, self.offset = feed.rows_for(abstract.batch), 0
-        self.train = module.make_loader(
-            config.data, split="train", rows=self.rows, seed=config.seed
-        )
-        self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
-        if missing := [
-            name for name in ("buckets", "fingerprint", "order") if not hasattr(self.train, name)
-        ]:
-            text = (
-                f"config.loader is {config.loader!r}, whose make_loader gives a"
-                f" {type(self.train).__name__}"
-            )
-            raise base.DataError(
-                f"{text} without {missing[0]!r}; expected a loaders.base.Loader, as in"
-                " docs/your-model.md"
-            )
+    def __init__(self, assembly: Assembly):
+        config = assembly.config
+        make_loader = base.module(config.loader).make_loader
+        self.batch = assembly.abstract.batch
+        self.rows = feed.rows_for(self.batch)
+        self.train = make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
+        self.test = make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
+        _refuse_other_types(config.loader, self.train)
         if not self.test.n_batches:
             log.warning(
                 "the data have no test split: nothing is evaluated (docs/data.md shows how to make"
                 " one)"
             )
-        self.buckets, self.test_buckets = (
-            [
-                state.make_batch(assembly.task, assembly.layout, fields, config.train.batch)
-                for fields in loader.buckets
-            ]
-            for loader in (self.train, self.test)
-        )
-        self._stream: feed.Feed | None = None  # from `start` on
+        self.buckets = _abstract_batches(assembly, self.train)
+        self.test_buckets = _abstract_batches(assembly, self.test)
 
     def __enter__(self) -> "Data":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._stream:
-            self._stream.close()
-        else:
-            self.train.close()
+        self.train.close()
         self.test.close()
 
     def read(self, position: int) -> Mapping[str, Sequence[np.ndarray]]:
-        """Read this process's rows of one training batch, before `start`."""
+        """Read this process's rows of one training batch. No `Stream` may be reading."""
         self.train.seek(position)
         return next(self.train)[1]
 
-    def start(self, step: int, offset: int) -> None:
-        """Begins to read the batches behind ``step``. Called by all processes at once."""
-        self.offset, self._step = offset, step
-        self.train.seek(step - offset)
-        self._stream = feed.Feed(self.train, self._batch, self.rows)
-        self._latest = [feed.blank(batch) for batch in self.buckets]
+    def test_batches(self, n: int) -> Iterator[tuple[int, Batch]]:
+        """Bucket and batch of the first ``n`` of the test split."""
+        self.test.seek(0)
+        for i in range(n):
+            bucket = self.test.bucket_at(i)
+            yield bucket, feed.put(next(self.test)[1], self.batch, self.rows)
 
-    def bucket_of(self, index: int) -> int:
-        """Return the bucket of the batch for step number ``index``, the first being 0."""
-        return self.train.bucket_at(index - self.offset)
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the data's part of a checkpoint at ``position``, as JSON."""
+        return self.train.state(position)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return the dataset info and order as JSON, which resumed runs and all processes share."""
+        return self.train.state(0)
+
+    def digest(self) -> str:
+        """Return a short digest of `fingerprints`, for the record of a start."""
+        fingerprints = json.dumps(self.fingerprints(), sort_keys=True)
+        return hashlib.sha256(fingerprints.encode()).hexdigest()[:16]
+
+
+class Stream:
+    """A context that reads the training batches behind ``step``, ahead of the loop.
+
+    All processes make it at once. ``offset``: batches of other data that the run has read before:
+    the loader's position is the step less this.
+    """
+
+    def __init__(self, data: Data, clock: goodput.Clock, *, step: int, offset: int):
+        self._train = data.train
+        self._clock = clock
+        self._step = step
+        self._offset = offset
+        data.train.seek(step - offset)
+        self._feed = feed.Feed(data.train, data.batch, data.rows)
+        self._latest = [feed.blank(batch) for batch in data.buckets]
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._feed.close()
 
     def next(self, *, unless: Callable[[], Any]) -> Item:
         """Return the batch of the next step.
@@ -109,39 +120,38 @@ class Data:
         so that this process can take part in the step in which all agree to stop.
         """
         index = self._step
-        bucket = self.bucket_of(index)
-        assert self._stream is not None
-        before = self._clock.switch(goodput.WAIT)
-        item = self._stream.next(unless=unless)
-        self._clock.switch(before)
-        if item:
-            position, self._latest[bucket] = item
-            self._step = position + self.offset
+        bucket = self._train.bucket_at(index - self._offset)
+        phase = self._clock.switch(goodput.WAIT)
+        new_batch = self._feed.next(unless=unless)
+        self._clock.switch(phase)
+        if new_batch:
+            position, self._latest[bucket] = new_batch
+            self._step = position + self._offset
             index = self._step - 1
         return Item(self._step, index, bucket, self._latest[bucket])
-
-    def test_batches(self, n: int) -> Iterator[tuple[int, Batch]]:
-        """Bucket and batch of the first ``n`` of the test split."""
-        self.test.seek(0)
-        for i in range(n):
-            yield self.test.bucket_at(i), feed.put(next(self.test)[1], self._batch, self.rows)
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the data's part of a checkpoint of ``step``, as JSON."""
-        return self.train.state(step - self.offset)
-
-    def fingerprints(self) -> dict[str, Any]:
-        """Return the dataset info and order as JSON, which resumed runs and all processes share."""
-        return self.train.state(0)
-
-    def digest(self) -> str:
-        """Return a short digest of `fingerprints`, for the record of a start."""
-        return hashlib.sha256(json.dumps(self.fingerprints(), sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
 
     @property
     def waited(self) -> float:
         """Seconds that the loop has waited for batches."""
-        assert self._stream is not None
-        return self._stream.waited
+        return self._feed.waited
+
+
+def _refuse_other_types(module: str, loader: object) -> None:
+    """Raise DataError if the loader of ``module`` lacks an attribute of `loaders.base.Loader`."""
+    required = ("buckets", "fingerprint", "order")
+    missing = [name for name in required if not hasattr(loader, name)]
+    if missing:
+        raise base.DataError(
+            f"config.loader is {module!r}, whose make_loader gives a {type(loader).__name__}"
+            f" without {missing[0]!r}; expected a loaders.base.Loader, as in docs/your-model.md"
+        )
+
+
+def _abstract_batches(
+    assembly: Assembly, loader: base.Loader
+) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Return the abstract batch of each bucket of a loader."""
+    rows = assembly.config.train.batch
+    return [
+        state.make_batch(assembly.task, assembly.layout, fields, rows) for fields in loader.buckets
+    ]

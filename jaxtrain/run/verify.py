@@ -15,7 +15,7 @@ named. An error in a gradient reaches all devices by the sum over them, and then
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,11 +51,16 @@ class Outcome(NamedTuple):
     mesh: Any  # its own, of real devices
 
     def devices(self, right: "Outcome") -> list[str]:
-        wrong = (self.parts != right.parts).any((1, 2))
+        is_wrong = self.differs(right).any(1)
         return [
             f"{d.device_kind} {d.id} of process {d.process_index}"
-            for d in self.mesh.devices.reshape(-1)[wrong]
+            for d in self.mesh.devices.reshape(-1)[is_wrong]
         ]
+
+    def differs(self, other: "Outcome") -> np.ndarray:
+        """Return bool [devices of the mesh, arrays]."""
+        differs: np.ndarray = (self.parts != other.parts).any(2)
+        return differs
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outcome) and np.array_equal(self.parts, other.parts)
@@ -70,22 +75,22 @@ class Verifier:
     def __init__(
         self, assembly: Assembly, data: Data, programs: StepCompiler, metrics_logger: MetricsLogger
     ):
-        self._assembly, self._data, self._programs, self._log = (
-            assembly,
-            data,
-            programs,
-            metrics_logger,
-        )
+        self._assembly = assembly
+        self._data = data
+        self._compiler = programs
+        self._log = metrics_logger
         self._guard = assembly.config.guard
         self._paths = specs.paths(saved_parts(assembly.abstract.state))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        self.steps = self.wrong = 0
-        mesh, self._there = assembly.layout.mesh, assembly
+        self.steps = 0
+        self.wrong = 0
+        self._turned = assembly  # for the second computation
+        self._turned_programs: dict[tuple[Hashable, int], Step] = {}
+        mesh = assembly.layout.mesh
         if self._guard.verify_every and mesh.size > 1:
-            turned = np.roll(mesh.devices.reshape(-1), -1).reshape(mesh.devices.shape)
-            self._there = assembly_lib.assemble(
-                assembly.config, Mesh(turned, mesh.axis_names, axis_types=mesh.axis_types)
-            )
+            turned_devices = np.roll(mesh.devices.reshape(-1), -1).reshape(mesh.devices.shape)
+            turned_mesh = Mesh(turned_devices, mesh.axis_names, axis_types=mesh.axis_types)
+            self._turned = assembly_lib.assemble(assembly.config, turned_mesh)
 
     def is_due(self, step: int) -> bool:
         return bool(self._guard.verify_every) and step % self._guard.verify_every == 0
@@ -98,23 +103,22 @@ class Verifier:
         Raises WrongStepError: the results differ, and the policy is to stop, or a third computation
         agrees with none.
         """
-        here = self._assembly
         second = self._second(step, state, item, stop)
         new, out = step(self._copy(state), item.arrays, stop)
-        first = self._outcome(here, new)
+        first = self._outcome(self._assembly, new)
         self.steps += 1
         if first == second:
             self._log.verified(item.step, wrong=False)
             return new, out
         del new, out  # the state is needed twice more, and not three times
         new, out = step(self._copy(state), item.arrays, stop)
-        third = self._outcome(here, new)
+        third = self._outcome(self._assembly, new)
         repeats = (
             third == first
-            and self._there is not here
+            and self._turned is not self._assembly
             and self._second(step, state, item, stop) == second
         )
-        if repeats and self.steps == 1 and (first.parts != second.parts).any((1, 2)).all():
+        if repeats and self.steps == 1 and first.differs(second).any(1).all():
             log.warning(
                 "step %d: each placement of its rows on devices gives bits of its own, again and"
                 " again. Either the collectives of these devices add in another order there, or a"
@@ -122,7 +126,7 @@ class Verifier:
                 " the same placement from now on",
                 item.step,
             )
-            self._there = here
+            self._turned = self._assembly
             self._log.verified(item.step, wrong=False)
             return new, out
         self.wrong += 1
@@ -133,18 +137,14 @@ class Verifier:
     def _report(
         self, step: int, first: Outcome, second: Outcome, third: Outcome, *, repeats: bool
     ) -> None:
-        arrays = [
-            p
-            for p, one, two in zip(
-                self._paths, first.parts.swapaxes(0, 1), second.parts.swapaxes(0, 1), strict=True
-            )
-            if (one != two).any()
-        ]
+        differ = first.differs(second)
+        arrays = [path for i, path in enumerate(self._paths) if differ[:, i].any()]
         text = (
             f"step {step} was computed twice from the same state, and {len(arrays)} of"
-            f" {len(self._paths)} arrays differ"
+            f" {len(self._paths)} arrays differ: {', '.join(arrays[:3])}"
         )
-        text = f"{text}: {', '.join(arrays[:3])}{' …' if len(arrays) > 3 else ''}"
+        if len(arrays) > 3:
+            text = f"{text} …"
         if third not in (first, second):
             raise WrongStepError(
                 f"{text}. A third computation agrees with neither: no result can be trusted. Check"
@@ -152,19 +152,21 @@ class Verifier:
                 " checkpoint"
             )
         if repeats:
-            always = sorted({*first.devices(second)} & {*second.devices(first)}) or first.devices(
-                second
-            )
+            # the device that errs is the same in both placements
+            always = sorted({*first.devices(second)} & {*second.devices(first)})
+            names = ", ".join(always or first.devices(second))
             raise WrongStepError(
                 f"{text}, in each placement of its rows on devices again and again:"
-                f" {', '.join(always)} always computes wrong. The same command resumes from the"
+                f" {names} always computes wrong. The same command resumes from the"
                 " last checkpoint, and must do so without that device"
             )
-        wrong, which = (second, "second") if third == first else (first, "first")
+        if third == first:
+            wrong, ordinal = second, "second"
+        else:
+            wrong, ordinal = first, "first"
         devices = wrong.devices(third)
-        text = (
-            f"{text}. A third computation says that the {which} was wrong, on {', '.join(devices)}"
-        )
+        names = ", ".join(devices)
+        text = f"{text}. A third computation says that the {ordinal} was wrong, on {names}"
         if len(devices) == wrong.mesh.size > 1:
             text = f"{text} (one of them, whose error the sum over devices brought to all)"
         if self._guard.on_mismatch == "stop":
@@ -176,25 +178,31 @@ class Verifier:
         log.error("%s. The run continues with the right result", text)
 
     def _second(self, step: Step, state: TrainState, item: Item, stop: Array) -> Outcome:
-        there = self._there
-        if there is self._assembly:
-            return self._outcome(there, step(self._copy(state), item.arrays, stop)[0])
-        moved = _moved(
-            (state, dict(item.arrays), stop), self._assembly.layout.mesh, there.layout.mesh
-        )
-        return self._outcome(
-            there, self._program(self._assembly.task.stage(item.index), item.bucket)(*moved)[0]
-        )
+        turned = self._turned
+        if turned is self._assembly:
+            new, _ = step(self._copy(state), item.arrays, stop)
+            return self._outcome(turned, new)
+        arguments = (state, dict(item.arrays), stop)
+        moved = _move(arguments, self._assembly.layout.mesh, turned.layout.mesh)
+        program = self._program(self._assembly.task.stage(item.index), item.bucket)
+        new, _ = program(*moved)
+        return self._outcome(turned, new)
 
-    @functools.cache  # noqa: B019  one for each run
-    def _program(self, stage: Any, bucket: int) -> Step:
-        there, fields = self._there, self._data.train.buckets[bucket]
-        batch = state_lib.make_batch(there.task, there.layout, fields, there.config.train.batch)
-        return self._programs.compile(there.with_batch(batch).trace(stage).lower())
+    def _program(self, stage: Hashable, bucket: int) -> Step:
+        """Return the step's program on the turned mesh, compiled at the first call."""
+        key = (stage, bucket)
+        if key not in self._turned_programs:
+            turned, fields = self._turned, self._data.train.buckets[bucket]
+            rows = turned.config.train.batch
+            batch = state_lib.make_batch(turned.task, turned.layout, fields, rows)
+            lowered = turned.with_batch(batch).trace(stage).lower()
+            self._turned_programs[key] = self._compiler.compile(lowered)
+        return self._turned_programs[key]
 
     def _outcome(self, assembly: Assembly, state: TrainState) -> Outcome:
         mesh, parts = assembly.layout.mesh, saved_parts(state)
-        return Outcome(np.asarray(jax.device_get(_digests(mesh, *_partitions(parts))(parts))), mesh)
+        digests = _digests(mesh, *_partitions(parts))(parts)
+        return Outcome(np.asarray(jax.device_get(digests)), mesh)
 
 
 def _partitions(tree: PyTree) -> tuple[Any, tuple[PartitionSpec, ...]]:
@@ -208,11 +216,18 @@ def _digests(
     mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]
 ) -> Callable[[PyTree], Array]:
     """Return the function state -> digests of the parts that each device holds, on every device."""
-    own = jax.shard_map(
-        lambda parts: digest.of_each(parts)[None], mesh=mesh, in_specs=(jax.tree.unflatten(structure, partitions),),
-        out_specs=PartitionSpec(mesh.axis_names), check_vma=False,
-    )  # fmt: skip
-    return jax.jit(own, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def digests_of_device(parts: PyTree) -> Array:
+        return digest.of_each(parts)[None]
+
+    digests = jax.shard_map(
+        digests_of_device,
+        mesh=mesh,
+        in_specs=(jax.tree.unflatten(structure, partitions),),
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
+    )
+    return jax.jit(digests, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @functools.cache
@@ -220,25 +235,23 @@ def _shift(
     mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]
 ) -> Callable[[PyTree], PyTree]:
     """Return the function that sends each part of each array to the next device of the mesh."""
-    steps = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+    pairs = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
     specs = jax.tree.unflatten(structure, partitions)
 
     def shift(parts: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh.axis_names, steps), parts)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh.axis_names, pairs), parts)
 
     return jax.jit(
         jax.shard_map(shift, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
     )
 
 
-def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
-    """Move arrays of ``mesh`` to ``there``, whose device at each place is the next of ``mesh``."""
-    sent = _shift(mesh, *_partitions(tree))(tree)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_single_device_arrays(
-            x.shape,
-            NamedSharding(there, x.sharding.spec),
-            [part.data for part in x.addressable_shards],
-        ),
-        sent,
-    )
+def _move(tree: PyTree, mesh: Any, turned: Any) -> PyTree:
+    """Move arrays of ``mesh`` to ``turned``, whose device at each place is the next of ``mesh``."""
+
+    def relabel(x: Any) -> jax.Array:
+        sharding = NamedSharding(turned, x.sharding.spec)
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(relabel, _shift(mesh, *_partitions(tree))(tree))

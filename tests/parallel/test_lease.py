@@ -394,7 +394,7 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
     picture = workdir / "pictures" / "augmented_3.png"
     with (
         pytest.raises(WorkdirError, match="was deleted or moved while the run"),
-        ProcessContext(config_lib.Config(workdir=str(workdir))) as h,
+        ProcessContext.join(config_lib.Config(workdir=str(workdir))) as h,
     ):
         with where(h):
             workdir.rename(tmp_path / "moved")
@@ -403,7 +403,7 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
     assert "goodput" not in caplog.text  # of no time, as its file is gone
     with (
         pytest.raises(FileNotFoundError),
-        ProcessContext(config_lib.Config(workdir=str(workdir))) as h,
+        ProcessContext.join(config_lib.Config(workdir=str(workdir))) as h,
     ):
         with where(h):
             picture.touch()
@@ -411,11 +411,17 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
 
 def test_a_workdir_that_process_0_lost_ends_every_process(monkeypatch):
     def process(found):
-        host = ProcessContext(config_lib.Config(workdir="runs/toy"))
-        host._processes, host._signals = 2, cluster_lib.StopSignals(())
-        host._signals.close()
-        host.lease = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)
-        return host
+        signals = cluster_lib.StopSignals(())
+        signals.close()
+        return ProcessContext(
+            config_lib.Config(workdir="runs/toy"),
+            processes=2,
+            signals=signals,
+            lease=types.SimpleNamespace(confirm=lambda saving=False: found() if found else None),
+            console=None,
+            watchdog=types.SimpleNamespace(beat=None, starting=None),
+            clock=None,
+        )
 
     def gone():
         raise WorkdirError("runs/toy was deleted")

@@ -53,7 +53,7 @@ from jaxtrain.checkpoint.checkpointer import saved_parts
 from jaxtrain.parallel import cluster
 from jaxtrain.run import loop
 from jaxtrain.run.step_compiler import StepCompiler
-from jaxtrain.run.stream import Data, Item
+from jaxtrain.run.stream import Item, Stream
 from jaxtrain.run.verify import Outcome, Verifier
 from jaxtrain.step import accumulate, digest
 from jaxtrain.step import train_step as step_lib
@@ -425,7 +425,7 @@ def counts(
 
 def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
     run, flipper = out / f"{name}-flips", Flipper(seed=2, everywhere=True, kinds=KINDS)
-    at, following = StepCompiler.at, Data.next
+    at, following = StepCompiler.at, Stream.next
     with flippable_gradients():
         with (
             patch(
@@ -433,7 +433,7 @@ def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
                 "at",
                 lambda self, item: flipper.program(at(self, item), item.step, restore=True),
             ),
-            patch(Data, "next", lambda self, **more: flipper.next(following(self, **more))),
+            patch(Stream, "next", lambda self, **more: flipper.next(following(self, **more))),
         ):
             train(name, run, 2 * trials, checkpoint__every=str(2 * trials), guard__patience="1000")
         made = replay(run, 1, 2 * trials - 1)[2]
