@@ -97,45 +97,48 @@ def schema() -> pa.Schema:
 
 
 def _make(corpus: Path, n_train: int, n_test: int, folder: Path) -> None:
-    splits = {"train": range(n_train), "test": range(n_train, n_train + n_test)}
     recs = [demo_birds.recording(number) for number in range(n_train + n_test)]
-    mb = sum(rec.seconds * rec.codec.kb_per_s for rec in recs) / 1000
+    minutes = sum(rec.seconds for rec in recs) / 60
+    megabytes = sum(rec.seconds * rec.codec.kb_per_s for rec in recs) / 1000
     logger.info(
         "making the demo corpus, once: %d recordings of %d species, %.0f min of sound, about %.0f"
         " MB, in %s",
-        *(len(recs), len(SPECIES), sum(rec.seconds for rec in recs) / 60, mb, corpus),
+        len(recs),
+        len(SPECIES),
+        minutes,
+        megabytes,
+        corpus,
     )
     # Threads are enough: numpy and the encoders do their work without the GIL.
     pool = concurrent.futures.ThreadPoolExecutor(machine.cores())
     try:
-        files = pool.map(lambda rec: demo_birds.encode(rec, demo_birds.waveform(rec)), recs)
-        for split, numbers in splits.items():
-            _write_split(folder / split, [recs[i] for i in numbers], files)
-        _write_json(folder / "dataset_dict.json", {"splits": list(splits)})
+        files = pool.map(_encoded, recs)
+        _write_split(folder / "train", recs[:n_train], files)
+        _write_split(folder / "test", recs[n_train:], files)
+        _write_json(folder / "dataset_dict.json", {"splits": ["train", "test"]})
     finally:
         pool.shutdown(cancel_futures=True)
 
 
+def _encoded(rec: Recording) -> bytes:
+    return demo_birds.encode(rec, demo_birds.waveform(rec))
+
+
 def _write_split(folder: Path, recs: list[Recording], files: Iterator[bytes]) -> None:
     folder.mkdir()
-    # at least two, so that every reader handles several
-    n_shards = min(max(-(-len(recs) // ROWS_PER_SHARD), 2), len(recs))
+    n_needed = -(-len(recs) // ROWS_PER_SHARD)
+    n_shards = min(
+        max(n_needed, 2), len(recs)
+    )  # at least two, so that every reader handles several
     names = [f"data-{k:05d}-of-{n_shards:05d}.arrow" for k in range(n_shards)]
     digest = hashlib.sha256()
     for k, name in enumerate(names):
-        rows = recs[k * len(recs) // n_shards : (k + 1) * len(recs) // n_shards]
+        start = k * len(recs) // n_shards
+        stop = (k + 1) * len(recs) // n_shards
         with _synced(folder / name) as file, pa.ipc.new_stream(file, schema()) as sink:
-            for start in range(0, len(rows), ROWS_PER_BATCH):
-                batch = rows[start : start + ROWS_PER_BATCH]
-                encoded = [next(files) for _ in batch]
-                for rec, content in zip(batch, encoded, strict=True):
-                    digest.update(rec.path.encode() + content)
-                audio = [
-                    {"bytes": content, "path": rec.path}
-                    for rec, content in zip(batch, encoded, strict=True)
-                ]
-                columns = {"audio": audio, "ebird_code": [rec.label for rec in batch]}
-                sink.write_batch(pa.RecordBatch.from_pydict(columns, schema()))
+            for first in range(start, stop, ROWS_PER_BATCH):
+                batch = recs[first : min(first + ROWS_PER_BATCH, stop)]
+                sink.write_batch(_record_batch(batch, files, digest))
     info = {
         "citation": "",
         "description": "",
@@ -156,6 +159,17 @@ def _write_split(folder: Path, recs: list[Recording], files: Iterator[bytes]) ->
     _write_json(folder / "state.json", state)
 
 
+def _record_batch(recs: list[Recording], files: Iterator[bytes], digest: Any) -> pa.RecordBatch:
+    """Return the rows of some recordings, whose files come next. ``digest`` takes them in."""
+    audio = []
+    for rec in recs:
+        content = next(files)
+        digest.update(rec.path.encode() + content)
+        audio.append({"bytes": content, "path": rec.path})
+    columns = {"audio": audio, "ebird_code": [rec.label for rec in recs]}
+    return pa.RecordBatch.from_pydict(columns, schema())
+
+
 def _write_json(path: Path, value: Any) -> None:
     with _synced(path) as file:
         file.write(json.dumps(value, indent=2).encode())
@@ -172,9 +186,8 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 @functools.cache
 def _recipe_hash() -> str:
-    return hashlib.sha256(
-        Path(demo_birds.__file__).read_bytes() + Path(__file__).read_bytes()
-    ).hexdigest()[:12]
+    sources = Path(demo_birds.__file__).read_bytes() + Path(__file__).read_bytes()
+    return hashlib.sha256(sources).hexdigest()[:12]
 
 
 if __name__ == "__main__":
