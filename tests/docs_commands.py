@@ -186,7 +186,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"JAXTRAIN_COORDINATOR=",
         Why("a pattern for two hosts; tests/test_train.py runs two such processes"),
     ),
-    (r"^srun ", Why("it needs a SLURM; tests/doctor starts the same processes by their variables")),
+    (r"^srun ", Why("it needs a SLURM; tests/doctor starts such a process by its variables")),
     (
         r"^jaxtrain doctor --config",
         Run(f"{BIRD} {SMALL_DATA}", says=r"data: rate .*[1-9][\d,]* rows/s"),

@@ -78,7 +78,7 @@ TRAINER = dict(
         _own(
             "doctor",
             "clusters",
-            "check host, devices, disk, network, software and data before a run",
+            "check host, devices, disk, software and data before a run",
         ),
         _own("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
     )

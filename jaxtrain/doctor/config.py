@@ -1,44 +1,36 @@
 """A run's config, in a subprocess, as it imports the user's code: errors, folders, sizes."""
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import disk_usage
-from jaxtrain.config import ConfigError
-from jaxtrain.doctor.check import Check, Found, fail, ok, raised
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.doctor.check import Findings, fail, ok, raised
 from loaders.io import files
 
 GROUP = "config"
 FIELD = "correct it as it says: jaxtrain explain lists every field"
 FILE = "correct this file, or what it imports"
+MISSING_FILE = f"{FILE}; if it is missing, copy it to this host"
 
 
-def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
+def examine(*, source: str, overrides: Any, count: int, kind: str) -> Findings:
     """Check a config for ``count`` devices of ``kind`` in the whole job (0 and "" = not known)."""
     from jaxtrain import config as config_lib
 
     try:
         config, problems = config_lib.read(source, overrides, make_data=False)
     except ConfigError as error:
-        return _errors(
-            "file", error.problems, f"{FILE}; if it is missing, copy it to this host"
-        ), {}
+        return _errors("file", error.problems, MISSING_FILE)
     except (SystemExit, Exception) as error:  # any error of a user's file
-        return [fail(GROUP, "file", f"{source}: {raised(error)}", FILE)], {}
+        return Findings([fail(GROUP, "file", f"{source}: {raised(error)}", FILE)], {})
     if problems:
-        return _errors("fields", problems, FIELD), {}
-    checks, folder = (
-        [ok(GROUP, "fields", f"{source}: every field is valid")],
-        config.checkpoint.folder,
-    )
+        return _errors("fields", problems, FIELD)
+    checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
     facts: dict[str, Any] = {
-        "config": json.loads(config_lib.to_json(config)),
         "workdir": os.path.abspath(config.workdir),
-        "folder": folder
-        if "://" in folder or not folder
-        else os.path.abspath(files.expanded(folder)),
+        "folder": _absolute(config.checkpoint.folder),
     }
     if count and config.data.exists():  # else the fields that the data decide are unknown
         try:
@@ -48,26 +40,37 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
         except Exception as error:  # noqa: BLE001  any error of a user's workload
             remedy = f"correct {config.workload}, or its imports"
             checks.append(fail(GROUP, "plan", f"{config.workload}: {raised(error)}", remedy))
-    return checks, facts
+    return Findings(checks, facts)
 
 
-def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> list[Check]:
-    return [fail(GROUP, name, str(ConfigError([problem])), remedy) for problem in problems]
+def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> Findings:
+    checks = [fail(GROUP, name, str(ConfigError([problem])), remedy) for problem in problems]
+    return Findings(checks, {})
 
 
-def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
+def _absolute(folder: str) -> str:
+    if "://" in folder or not folder:
+        return folder
+    return os.path.abspath(files.expanded(folder))
+
+
+def _sizes(config: Config, *, count: int, kind: str) -> dict[str, Any]:
     """Compute a run's checkpoints and rows per second on ``count`` devices. Raises ValueError."""
     from jaxtrain import plan
+    from jaxtrain.assembly import assemble
     from jaxtrain.parallel import chips, layout
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     mesh = layout.abstract_mesh(*sizes, count=count, what=f"{count} devices")
-    assembly = plan.assemble(config, mesh, devices=layout.devices_of(kind))
-    chip = chips.find(kind)
-    ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
+    assembly = assemble(config, mesh, devices=layout.devices_of(kind))
     folder = disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
+    n_checkpoints, n_bytes = plan.checkpoints(config, assembly.abstract.state)
+    rows_per_second = 0.0
+    chip = chips.find(kind)
+    if chip and assembly.task.flops:
+        seconds = assembly.task.flops / (count * chip.flops) / plan.MFU
+        rows_per_second = config.train.batch / seconds
     return {
-        # The folder, the number of checkpoints, the bytes of each.
-        "checkpoints": [folder, *plan.checkpoints(config, assembly.abstract.state)],
-        "rows_per_second": config.train.batch / ideal if ideal else 0.0,
+        "checkpoints": [folder, n_checkpoints, n_bytes],  # bytes of each
+        "rows_per_second": rows_per_second,
     }

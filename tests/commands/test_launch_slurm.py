@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxtrain import config as config_lib
-from tests.support import installed, small_runs
+from tests.support import small_runs
 from tests.support.processes import ROOT, cluster, hashes, records, step_of, xla_flags
 from tests.support.xla import KEEPS_PROGRAMS
 
@@ -509,45 +509,4 @@ def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
         in (
             folder / "runs" / "tiny" / "slurm" / f"{job.partition('_')[0]}_submission.sh"
         ).read_text()
-    )
-
-
-@ON_SLURM
-@pytest.mark.slow
-@installed.needs("bird")
-def test_the_doctor_under_srun_gives_one_report(folder, corpus):
-    if reason := slurm_of_one():
-        pytest.skip(reason)
-    small_runs.tiny(folder)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "SLURM"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "NO_GCE_CHECK": "true",
-        "PYTHONPATH": f"{ROOT}:{folder}",
-    }
-    environment |= {"JAXTRAIN_CACHE": str(folder / "cache")}
-    command = [
-        sys.executable,
-        "-m",
-        "jaxtrain.cli",
-        "doctor",
-        "--json",
-        f"--config=tiny.py:{corpus}",
-    ]
-    done = subprocess.run(
-        ["srun", "--ntasks=2", "--time=4", *command, "--config.loader=loaders.audio.spectrogram"],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    told = json.loads(done.stdout)
-    present = next(check for check in told["checks"] if check["name"] == "present")
-    assert (
-        told["ok"]
-        and told["processes"] == 2
-        and "all 2 processes met" in present["text"]
-        and "(SLURM)" in present["text"]
     )

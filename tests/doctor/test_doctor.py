@@ -1,11 +1,8 @@
-"""`jaxtrain doctor` as it is typed: alone, in two processes with faults, and on two hosts that are
-network namespaces."""
+"""`jaxtrain doctor` as it is typed: alone, and as one process of a job."""
 
-import glob
 import json
 import os
 import pathlib
-import re
 import resource
 import shutil
 import socket
@@ -17,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxtrain
 from jaxtrain.doctor import config, data, devices, host, in_subprocess, output, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import demo, remote, spectrogram
@@ -29,7 +27,7 @@ from tests.support.processes import ROOT, at, free_port
 NAMED = {"workload": "tests.support.toy", "loader": "loaders.film.multimodal"}
 
 
-def start(folder, *arguments, inside=(), limits=None, **environment):
+def start(folder, *arguments, limits=None, **environment):
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))
     }
@@ -39,7 +37,7 @@ def start(folder, *arguments, inside=(), limits=None, **environment):
         "NO_GCE_CHECK": "true",
     }
     env |= {"JAXTRAIN_CACHE": str(folder / "cache")} | environment
-    command = [*inside, sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", *arguments]
+    command = [sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True, preexec_fn=limits
     )
@@ -55,59 +53,26 @@ def checks(told, verdict):
     return {(x["group"], x["name"]): x for x in told["checks"] if x["verdict"] == verdict}
 
 
-def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
-    """Process 0 lacks the config. It still comes to the rendezvous, and the missing config is a
-    finding, too.
-
-    Process 1 has another optax, another line in a file of jaxtrain, another XLA_FLAGS, and too few
-    open files.
-    """
-    (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
-    edited = folder / "edited"
-    for package in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("*.pyc.*"))
-    with open(edited / "jaxtrain" / "train.py", "a") as file:
-        file.write("\n")
-    wheel = folder / "wheels" / "optax-0.0.1.dist-info"
-    wheel.mkdir(parents=True)
-    (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0.1\n")
-    port = free_port()
-    both = [
-        start(folder, "--config=nothere.py", **at(port, 0)),
-        start(
-            folder,
-            "--config=here.py",
-            limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
-            **at(port, 1),
-            PYTHONPATH=f"{folder / 'wheels'}:{edited}",
-            XLA_FLAGS="--xla_force_host_platform_device_count=2",
-        ),
-    ]
-    told, nothing = (found(process, code=1) for process in both)
-    assert nothing is None and told["processes"] == 2 and not told["ok"]
-    wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
-    assert (
-        "process 1" in (packages := wrong["software", "same packages"])["text"]
-        and 'optax is "99.0.1"' in packages["text"]
+def test_a_process_of_a_job_reports_on_itself_alone(folder):
+    """Nobody listens at the coordinator, and the process has too few open files."""
+    environment = at(free_port(), 1)
+    process = start(
+        folder,
+        limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        **environment,
     )
-    files = wrong["software", "same files of jaxtrain"]
-    assert files["text"].startswith("process 1 (") and "the same wheel" in files["remedy"]
-    assert ("software", "same extension of jaxtrain") not in odd, "it is the same file"
-    assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
-    assert (
-        wrong["host", "open files"]["processes"] == [1]
-        and "ulimit -n" in wrong["host", "open files"]["remedy"]
+    told = found(process, code=1)
+    assert (told["process"], told["processes"], told["ok"]) == (1, 2, False)
+    assert told["host"] == socket.gethostname()
+    wrong, well = checks(told, FAIL), checks(told, OK)
+    assert set(wrong) == {("host", "open files")}
+    assert "ulimit -n" in wrong["host", "open files"]["remedy"]
+    launcher = well["processes", "launcher"]["text"]
+    assert launcher == (
+        f"2 processes, with process 0 at {environment['JAXTRAIN_COORDINATOR']} (JAXTRAIN variables)"
     )
-    assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
-    missing = wrong["config", "file"]
-    assert (
-        missing["processes"] == [0]
-        and "nothere.py does not exist" in missing["text"]
-        and "copy it" in missing["remedy"]
-    )
-    assert "process 0" in wrong["software", "same config"]["text"]
-    assert well["processes", "present"] and well["devices", "product"]["processes"] == [0, 1]
-    assert well["network", "clocks"]["processes"] == [0, 1]
+    assert "on 2 devices" in well["devices", "product"]["text"]
 
 
 def tiny(folder, corpus, process=0, processes=1, wanted=0.0):
@@ -120,10 +85,10 @@ def tiny(folder, corpus, process=0, processes=1, wanted=0.0):
 
 def test_alone_with_a_config(folder, corpus, monkeypatch):
     """This runs in this process. Groups that need a process of their own are tested with the
-    pair."""
+    command."""
     monkeypatch.setattr(data, "COUNTING", 0.2)
-    (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
-    assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
+    (index, train, test, rate), _ = data.examine(**tiny(folder, corpus, wanted=1e9))
+    assert index.verdict == train.verdict == test.verdict == OK
     assert "of 2 shards" in train.text and (train.name, test.name) == (
         "train examples",
         "test examples",
@@ -204,7 +169,7 @@ def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
         "use one",
     )
     assert check.text == f"they differ: {'; '.join(reasons)}"
-    told = output.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
+    told = output.Report([check], 0, 1, "a", 0.0)
     assert reasons[-1] in json.loads(output.as_json(told))["checks"][0]["text"]
     line, _ = output.lines(told)
     assert len(line) < 700 and line.endswith("… (--json has the rest) → use one")
@@ -263,8 +228,8 @@ def test_data_in_a_store_are_not_copied(folder, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "fetch", None)  # fetching would fail
     given = tiny(folder, "http://127.0.0.1:9/birds")
-    (index,), facts = data.examine(**given)
-    assert index.verdict == WARN and "not here yet" in index.text and not facts
+    (index,), _ = data.examine(**given)
+    assert index.verdict == WARN and "not here yet" in index.text
     looked, facts = config.examine(
         source=given["source"], overrides=given["overrides"], count=1, kind="cpu"
     )
@@ -275,7 +240,7 @@ def test_data_in_a_store_are_not_copied(folder, monkeypatch):
 def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
     """The error is in one of three products, at one place."""
     monkeypatch.setattr(devices, "SECONDS", 0.0)
-    (check,) = devices._products(jax.devices()[:1])
+    (check,) = devices._check_products(jax.devices()[:1])
     assert check.verdict == OK and "2 products of 256 × 256 on 1 devices are exact" in check.text
     calls = []
 
@@ -289,7 +254,7 @@ def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
         return product
 
     monkeypatch.setattr(jax, "jit", broken)
-    (check,) = devices._products(jax.devices()[:1])
+    (check,) = devices._check_products(jax.devices()[:1])
     assert (
         check.verdict == FAIL
         and "computed a product of small integers wrongly" in check.text
@@ -311,7 +276,7 @@ def nvidia_smi(folder, monkeypatch, *lines):
 
 def test_values_of_nvidia_smi_are_checked_against_limits(tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, "0, 470.82.01, 40000, 81559, 0", "1, 470.82.01, 1, 81559, 3")
-    judged = {check.name: check for check in devices._driver([])}
+    judged = {check.name: check for check in devices._check_driver([])}
     assert (
         judged["driver"].text == "470.82.01, of 2 GPUs memory in use and memory errors"
         and judged["driver"].verdict == OK
@@ -321,21 +286,21 @@ def test_values_of_nvidia_smi_are_checked_against_limits(tmp_path, monkeypatch):
         and "GPU 0: 41.9 GB of 85.5 GB are in use" in judged["memory"].text
     )
     assert judged["ECC"].verdict == FAIL and "GPU 1 has had 3 memory errors" in judged["ECC"].text
-    assert {check.name for check in devices._driver([0])} == {
+    assert {check.name for check in devices._check_driver([0])} == {
         "memory",
         "driver",
     }, "GPU 1 is another process's"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert {check.name for check in devices._driver([])} == {"ECC", "driver"}
+    assert {check.name for check in devices._check_driver([])} == {"ECC", "driver"}
 
 
 def test_values_missing_from_nvidia_smi_are_not_taken_as_healthy(tmp_path, monkeypatch):
     """A card has no ECC, and then the driver is missing."""
     nvidia_smi(tmp_path, monkeypatch, "0, 580.1, 1, 24000, [N/A]")
-    (driver,) = devices._driver([])
+    (driver,) = devices._check_driver([])
     assert driver.verdict == OK and driver.text.endswith("; not readable: memory errors")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    (driver,) = devices._driver([])
+    (driver,) = devices._check_driver([])
     assert driver.verdict == FAIL and "nvidia-smi: NVIDIA-SMI has failed" in driver.text
 
 
@@ -417,7 +382,7 @@ def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(
     monkeypatch.setattr(
         devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)]
     )
-    check = devices._found([Gpu()] * found, [], environment)
+    check = devices._check_count([Gpu()] * found, [], environment)
     assert check.verdict == verdict and says in check.text
 
 
@@ -449,54 +414,17 @@ def test_accelerators_that_jax_leaves_alone_are_seen(
     )
     found = devices.accelerators(str(tmp_path))
     monkeypatch.setattr(devices, "accelerators", lambda: found)
-    check = devices._found(
+    check = devices._check_count(
         [types.SimpleNamespace(platform="cpu", device_kind="cpu")], [], environment
     )
     assert check.verdict == verdict and says in check.text
 
 
-def reports(*facts):
-    return [{"process": p, "host": f"node{p}", "facts": each} for p, each in enumerate(facts)]
-
-
-def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
-    same = {"commit": "a"}
-    wrong, well = software.compare(reports(same | {"workdir": "/a/x"}, same | {"workdir": "/b/x"}))
-    assert (
-        wrong.verdict == FAIL
-        and wrong.name == "same workdir"
-        and "/b/x" in wrong.text
-        and well.verdict == OK
-    )
-    wrong, well = software.compare(
-        reports(same | {"config": {"seed": 1}}, same, same | {"config": {"seed": 1}})
-    )
-    assert (
-        wrong.verdict == FAIL
-        and wrong.text == "process 1 (node1) has none; known of 2 of 3 processes"
-        and "--config" in wrong.remedy
-    )
-    assert "config" not in well.text
-    late, _ = software.compare(reports(same | {"data": {"test": "f"}}, same))
-    assert late.verdict == WARN, "it makes its own at its first start"
-
-
-def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
-    """Both commits are "abc-dirty", or one of them is. The commit does not tell whether the files
-    differ, and here they are the same."""
+def test_the_installed_packages_and_the_commit_are_named(monkeypatch):
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc-dirty")
-    one = software.facts()
-    monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
-    (well,) = software.compare(reports(one, software.facts()))
-    assert (
-        well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
-    )
-    wrong, _ = software.compare(reports(one, one | {"files of jaxtrain": "0"}))
-    assert wrong.verdict == FAIL and wrong.text.startswith(
-        "process 1 (node1): files of jaxtrain is"
-    )
-    odd, _ = software.compare(reports(one, one | {"extension of jaxtrain": "0"}))
-    assert odd.verdict == WARN, "a run trains where each host built it"
+    check = software.examine()
+    assert check.verdict == OK
+    assert f"jaxtrain {jaxtrain.__version__} (abc-dirty), jax {jax.__version__}" in check.text
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
@@ -526,178 +454,31 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
     assert check.verdict == FAIL and "no answer within 1 s" in check.text
 
 
-def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
-    same = [(p, ok("host", "cores", f"{p} of 8 cores")) for p in range(6)]
-    wrong = [(p, fail("disk", "workdir", "it is full", "free some")) for p in (1, 2, 4)]
-    told = output.Report(
-        [*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False
-    )
+def test_findings_are_lines_in_the_order_of_their_groups():
+    found = [fail("disk", "workdir", "it is full", "free some"), ok("host", "cores", "8 cores")]
+    told = output.Report(found, 3, 6, "node1", 3.2)
     assert list(output.lines(told)) == [
-        "6 of 6 processes: 0-3 on node0, 4-5 on node1",
-        "ok    host: cores    [0-5] 0 of 8 cores",
-        "fail  disk: workdir  [1-2,4] it is full → free some",
+        "process 3 of 6, on node1",
+        "ok    host: cores    8 cores",
+        "fail  disk: workdir  it is full → free some",
         "1 ok, 0 warn, 1 fail, in 3 s",
     ]
-    assert json.loads(output.as_json(told))["checks"][1]["processes"] == [1, 2, 4]
+    groups = [check["group"] for check in json.loads(output.as_json(told))["checks"]]
+    assert groups == ["host", "disk"]
 
 
 @pytest.mark.slow
 @installed.needs("bird")
-def test_a_healthy_pair(folder, corpus):
-    port = free_port()
+def test_a_healthy_run(folder, corpus):
+    """It is the second of two processes, which both read their own rows."""
+    (folder / "tiny.py").write_text(small_runs.SOUNDS)
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
-    both = [start(folder, *config, **at(port, p)) for p in range(2)]
-    told, _ = (found(process, code=0) for process in both)
+    told = found(start(folder, *config, **at(free_port(), 1)), code=0)
     assert told["ok"] and not checks(told, FAIL)
-    well = checks(told, OK)
     assert {
-        ("disk", "shared"),
+        ("disk", "workdir"),
         ("disk", "free space"),
         ("data", "train examples"),
         ("data", "test examples"),
         ("data", "rate"),
-        ("software", "the same"),
-    } <= set(well)
-    assert (
-        "config" in well["software", "the same"]["text"]
-        and "data" in well["software", "the same"]["text"]
-    )
-
-
-def between(names, folder, *arguments, **more):
-    environment = {"JAXTRAIN_COORDINATOR": "10.77.0.1:27508", "JAXTRAIN_SECRET": "5e" * 16}
-    return [
-        start(
-            folder,
-            *arguments,
-            inside=["ip", "netns", "exec", name],
-            **at(27508, p) | environment,
-            **more,
-        )
-        for p, name in enumerate(names)
-    ]
-
-
-@pytest.mark.slow
-def test_two_hosts_and_a_cut_cable(folder, hosts):
-    names, pull = hosts
-    told, _ = (found(process, code=0) for process in between(names, folder))
-    well = checks(told, OK)
-    assert well["network", "ports"]["processes"] == [0, 1] and well["network", "clocks"]
-    pull()
-    zero, one = (found(process, code=1) for process in between(names, folder, "--wait=5"))
-    assert "process 1 of 2 did not connect" in checks(zero, FAIL)["processes", "present"]["text"]
-    problem = checks(one, FAIL)["processes", "rendezvous"]
-    assert "10.77.0.1:27508" in problem["text"] and (
-        "route" in problem["remedy"] or "firewall" in problem["remedy"]
-    )
-
-
-@pytest.mark.slow
-def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
-    """Connections to host 0 at a port that the system picks get no answer, as behind most
-    firewalls."""
-    names, _ = hosts
-    for rule in (
-        # this rule is first by default, and takes everything for this host
-        ("add", "pref", "10", "lookup", "local"),
-        ("del", "pref", "0"),
-        ("add", "pref", "5", "iif", "cable", "ipproto", "tcp", "dport", "30000-65534", "blackhole"),
-    ):
-        done = subprocess.run(["ip", "-n", names[0], "rule", *rule], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this kernel has no rules for ports: {done.stderr.strip()}")
-    told, _ = (found(process, code=1) for process in between(names, folder))
-    wrong = checks(told, FAIL)
-    assert set(wrong) == {("network", "ports")}, "they met, and everything else is well"
-    text, remedy = (wrong["network", "ports"][name] for name in ("text", "remedy"))
-    assert (
-        "process 0" in text
-        and "cannot be reached" in text
-        and "timed out" in text
-        and "open all" in remedy
-    )
-
-
-@pytest.mark.slow
-def test_a_clock_that_is_ahead_in_one_process(folder):
-    library = next(iter(sorted(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1"))), "")
-    if not library:
-        pytest.skip("no libfaketime here: apt-get install faketime")
-    port = free_port()
-    both = [
-        start(folder, **at(port, 0)),
-        start(folder, **at(port, 1), LD_PRELOAD=library, FAKETIME="+90s"),
-    ]
-    told, _ = (found(process, code=1) for process in both)
-    wrong = checks(told, FAIL)
-    assert set(wrong) == {("network", "clocks")}
-    assert re.search(
-        r"clock is (89|90)\.\d s ahead of process 0's", wrong["network", "clocks"]["text"]
-    )
-    assert wrong["network", "clocks"]["processes"] == [1]
-
-
-@pytest.mark.slow
-def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        told = found(start(folder, "--wait=2", **at(port, 0)), code=1)
-    problem = checks(told, FAIL)["processes", "rendezvous"]
-    assert (
-        f"cannot listen on port {port}" in problem["text"]
-        and "choose another port" in problem["text"]
-    )
-    assert f"ss -ltnp sport = :{port}" in problem["remedy"]
-
-
-@pytest.mark.slow
-@installed.needs("bird")
-def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):
-    """The config's workdir is relative, so another folder gives another workdir. A run refuses
-    that."""
-    port, elsewhere = free_port(), folder / "elsewhere"
-    elsewhere.mkdir()
-    config = (
-        f"--config={folder}/tiny.py:{corpus}",
-        "--config.loader=loaders.audio.spectrogram",
-        "--config.train.batch=6",
-    )
-    three = [
-        start(folder, *config, **at(port, 0, 3)),
-        start(folder, *config, inside=["env", "-C", str(elsewhere)], **at(port, 1, 3)),
-        start(folder, **at(port, 2, 3)),
-    ]
-    told, *_ = (found(process, code=1) for process in three)
-    wrong = [x for x in told["checks"] if x["verdict"] == FAIL]
-    assert {x["name"] for x in wrong} == {"same config", "same workdir"}, wrong
-    assert any(x["text"].startswith("process 2 (") and "has none" in x["text"] for x in wrong)
-    assert any("process 1" in x["text"] and f"{elsewhere}/runs/tiny" in x["text"] for x in wrong)
-
-
-@pytest.mark.slow
-@installed.needs("bird")
-def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
-    """Process 1 has another file system at the folder of the runs, like nodes without a shared
-    one."""
-    port = free_port()
-    (folder / "runs").mkdir()
-    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
-    elsewhere = [
-        "unshare",
-        "-m",
-        "sh",
-        "-c",
-        f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"',
-    ]
-    both = [
-        start(folder, *config, **at(port, 0)),
-        start(folder, *config, inside=elsewhere, **at(port, 1)),
-    ]
-    told, _ = (found(process, code=1) for process in both)
-    blind = {
-        x["processes"][0]: x["text"]
-        for x in told["checks"]
-        if x["name"] == "shared" and x["verdict"] == FAIL
-    }
-    assert "a new file of process 1" in blind[0] and "a new file of process 0" in blind[1]
+    } <= set(checks(told, OK))

@@ -1,5 +1,4 @@
-"""A folder with real faults: a full tmpfs, a read-only mount, and a folder that another host does
-not see."""
+"""A folder with real faults: a full tmpfs and a read-only mount."""
 
 import json
 import os
@@ -138,32 +137,3 @@ def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
 def test_a_disk_with_little_left_is_a_warning(tmp_path):
     (found,) = mounted(tmp_path, f"mount -t tmpfs -o size=9m none {tmp_path}")
     assert found[2] == WARN and "expected at least 100 MB" in found[3]
-
-
-def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SEEN", 0.5)
-    elsewhere = (
-        "import json, sys; from jaxtrain.doctor import disk; disk.SEEN = 0.2; "
-        "print(json.dumps(disk.see(sys.argv[1], 'token', [0, 1])))"
-    )
-    with disk.shown(str(tmp_path / "runs"), "token", 0) as folder, disk.shown(folder, "token", 1):
-        assert folder == str(tmp_path / "runs")
-        check = disk.see(folder, "token", [0, 1])
-        assert check.verdict == OK and check.name == "shared"
-        check = disk.see(folder, "token", [1, 2])
-        assert (
-            check.verdict == FAIL
-            and f"a new file of process 2 in {folder} does not show here" in check.text
-        )
-        found = mounted(tmp_path, f"mount -t tmpfs none {tmp_path}", elsewhere)
-        assert (
-            found[2] == FAIL
-            and "a new file of process 0, 1" in found[3]
-            and "object store" in found[4]
-        )
-    assert not list(tmp_path.iterdir())
-    with disk.shown("", "token", 0) as nothing:
-        assert nothing == ""
-    (tmp_path / "file").write_text("")
-    with disk.shown(str(tmp_path / "file" / "run"), "token", 0) as nothing:
-        assert nothing == "", "which the check of the folder has named"

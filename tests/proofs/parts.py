@@ -54,7 +54,7 @@ PARTS = {
     ),
     "faults": Part(
         "signals, stuck processes, hosts off the network, full disks, object stores, leases, the"
-        " doctor's hosts",
+        " doctor",
         "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py"
         " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
         " commands/test_launch_slurm.py proofs/test_soak.py",
