@@ -23,7 +23,6 @@ and warm-start from, and not to resume.
 import contextlib
 import json
 import logging
-import math
 import re
 import time
 import uuid
@@ -76,12 +75,18 @@ class Saved(NamedTuple):
 
 def is_save_due(config: config_lib.Config, step: int) -> bool:
     """Whether a save follows ``step`` batches: regular, or before a possibly best evaluation."""
-    every = config.train.eval_every if config.checkpoint.best else 0
-    return (
-        step % config.checkpoint.every == 0
-        or step == config.train.steps
-        or bool(every and step % every == 0)
-    )
+    if step % config.checkpoint.every == 0 or step == config.train.steps:
+        return True
+    every = config.train.eval_every
+    return bool(config.checkpoint.best) and bool(every) and step % every == 0
+
+
+class _Read(NamedTuple):
+    """A step that was read."""
+
+    state: "TrainState"
+    data: Mapping[str, Any]  # the item of that name
+    changes: list[config_lib.Change]  # of the config since
 
 
 class Checkpointer:
@@ -97,7 +102,7 @@ class Checkpointer:
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
         }
-        self._path = _folder(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
+        self._path = _absolute(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
         # next to other runs' folders, a file in the folder above would be theirs, too
@@ -105,9 +110,9 @@ class Checkpointer:
         self._scores = Scores(
             scores_folder / "best.json", config.checkpoint, config.train.min_delta
         )
-        keep = [policies.LatestN(config.checkpoint.keep), self._scores]
+        preserved = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
-            keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
+            preserved.append(policies.EveryNSteps(config.checkpoint.keep_every))
         self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
@@ -118,7 +123,7 @@ class Checkpointer:
             post_finalization_callback=self._seal,
         )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep),
+            preservation_policy=policies.AnyPreservationPolicy(preserved),
             create=True,
             async_options=saves,
         )
@@ -134,53 +139,47 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._settle()
-        weights_only = (
-            step == self._config.train.steps and self._config.checkpoint.final == "weights"
-        )
         if step not in self._manager.all_steps():
             content = saved_parts(state)
-            if weights_only:
+            meta = self._meta
+            if step == self._config.train.steps and self._config.checkpoint.final == "weights":
                 content = {name: content[name] for name in ("step", "params", "model_state", "ema")}
-            self._saving = path = self._path / str(step)
-            if self._barrier:
-                self._barrier.start()
-            try:
-                self._manager.save(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardSave(content, save_args=stored.in_chunks(content)),
-                        data=ocp.args.JsonSave({**data, **history._asdict()}),
-                        meta=ocp.args.JsonSave(
-                            self._meta | ({"weights_only": True} if weights_only else {})
-                        ),
-                    ),
-                    force=True,
-                )
-            except Exception as error:  # noqa: BLE001  a disk raises many kinds
-                self._failed(error, path)
+                meta = {**meta, "weights_only": True}
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(content, save_args=stored.in_chunks(content)),
+                data=ocp.args.JsonSave({**data, **history._asdict()}),
+                meta=ocp.args.JsonSave(meta),
+            )
+            self._start(step, items)
         return Saved(time.perf_counter() - began, self._failures)
+
+    def _start(self, step: int, items: ocp.args.Composite) -> None:
+        path = self._path / str(step)
+        self._saving = path
+        if self._barrier:
+            self._barrier.start()
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:  # noqa: BLE001  a disk raises many kinds
+            self._fail(error, path)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
         self._scores.add(step, record)
 
     def stalled(self, step: int) -> bool:
         """Whether config.train.patience evaluations in a row up to ``step`` made no progress."""
-        train, since = self._config.train, self._scores.progress
-        return (
-            bool(train.patience)
-            and since is not None
-            and (step - since) // train.eval_every >= train.patience
-        )
+        train = self._config.train
+        last_progress = self._scores.progress
+        if not train.patience or last_progress is None:
+            return False
+        return (step - last_progress) // train.eval_every >= train.patience
 
     def listed(self, other: str = "") -> int:
         """Return the newest step in this workdir, else in ``other``, by folders' names, or 0."""
-        folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
-        steps = [
-            [int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()]
-            for f in folders
-            if f.is_dir()
-        ]
-        return max(next(filter(None, steps), [0]))
+        newest = _newest_listed(self._path)
+        if newest is None and other:
+            newest = _newest_listed(_absolute(other) / "checkpoints")
+        return newest or 0
 
     def restore(
         self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = ""
@@ -193,12 +192,11 @@ class Checkpointer:
         the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
         if not workdir:
-            if not (
-                restored := self._newest(self._manager.all_steps(), self._path, abstract, data)
-            ):
+            restored = self._newest(self._manager.all_steps(), self._path, abstract, data)
+            if not restored:
                 self._scores.forget("no checkpoint of the run that wrote it is left")
             return restored
-        path = _folder(workdir) / "checkpoints"
+        path = _absolute(workdir) / "checkpoints"
         with _manager(path, ocp.CheckpointManagerOptions(read_only=True)) as manager:
             restored = self._newest(manager.all_steps(), path, abstract, data)
         if not restored:
@@ -211,14 +209,13 @@ class Checkpointer:
         Only regular saves are considered: it is the same one after any number of interruptions.
         """
         self._settle()
-        steps = [
-            s
-            for s in sorted(self._manager.all_steps(), reverse=True)
-            if s <= before and is_save_due(self._config, s)
-        ]
+        steps = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            if step <= before and is_save_due(self._config, step):
+                steps.append(step)
         for step in cluster.agree_on(steps):
-            if not cluster.agree(bool(self._damage(self._path / str(step)))):
-                path = self._path / str(step)
+            path = self._path / str(step)
+            if not cluster.agree(bool(self._damage(path))):
                 return _read_state(path, stored.open_step(path), abstract), step
         return None
 
@@ -254,22 +251,24 @@ class Checkpointer:
         checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
 
     def _settle(self) -> None:
-        if step := self._saving:
-            try:
-                self._manager.wait_until_finished()
-                self._saving = None
-            except Exception as error:  # noqa: BLE001  a disk raises many kinds
-                self._failed(error, step)
+        if not self._saving:
+            return
+        step = self._saving
+        try:
+            self._manager.wait_until_finished()
+            self._saving = None
+        except Exception as error:  # noqa: BLE001  a disk raises many kinds
+            self._fail(error, step)
 
-    def _failed(self, error: Exception, step: epath.Path) -> None:
+    def _fail(self, error: Exception, step: epath.Path) -> None:
         self._drain()
         self._saving = None
         self._given_up.append(step.name)
         self._remove_parts()
         self._failures += 1
         self._manager.reload()
-        whole = max(self._manager.all_steps(), default=None)
-        newest = f"the newest complete one is {whole}" if whole is not None else "there is none yet"
+        complete = self._manager.all_steps()
+        newest = f"the newest complete one is {max(complete)}" if complete else "there is none yet"
         message = f"checkpoint {step} could not be written: {first_line(error)}; {newest}"
         if self._config.checkpoint.on_error == "stop":
             raise CheckpointError(
@@ -311,7 +310,9 @@ class Checkpointer:
             return ""
         try:
             stored.check_files(path)
-            return "" if not self._config.checkpoint.verify else "; ".join(checksums.verify(path))
+            if not self._config.checkpoint.verify:
+                return ""
+            return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
             log.warning(
                 "checkpoint %s has no checksums, which no run leaves out: it is read unverified",
@@ -326,38 +327,24 @@ class Checkpointer:
     ) -> Restored | None:
         steps = sorted(steps, reverse=True)
         for step in cluster.agree_on(steps):
-            damage = self._damage(path / str(step))
+            step_dir = path / str(step)
+            damage = self._damage(step_dir)
             if cluster.agree(bool(damage)):
-                log.warning("checkpoint %s is damaged and is skipped: %s", path / str(step), damage)
+                log.warning("checkpoint %s is damaged and is skipped: %s", step_dir, damage)
                 continue
-            why = ""
-            try:
-                arrays = stored.open_step(path / str(step))
-                changes = self._check_config(path / str(step), step, arrays, abstract)
-                saved = stored.read_object(path / str(step), "data/metadata")
-                state = _read_state(path / str(step), arrays, abstract)
-            except CheckpointError:
-                raise
-            except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
-                why = first_line(error)
+            step_read, problem = self._read(step_dir, abstract)
             # If one process cannot read its part, none takes this step.
-            if blind := [i for i, failed in enumerate(cluster.gather(int(bool(why)))) if failed]:
-                where = why or f"process {blind[0]} says why in its log"
-                log.warning(
-                    "checkpoint %s cannot be read and is skipped: %s", path / str(step), where
-                )
+            failures = cluster.gather(int(step_read is None))
+            if any(failures):
+                reason = problem or f"process {failures.index(1)} says why in its log"
+                log.warning("checkpoint %s cannot be read and is skipped: %s", step_dir, reason)
                 continue
-            offset = self._check_data(path / str(step), step, saved, data, changes)
-            if evaluated := [str(change) for change in changes if EVALUATED.search(change.path)]:
-                self._scores.forget(f"its evaluations were others ({'; '.join(evaluated)})")
-            if others := [
-                str(change)
-                for change in changes
-                if not change.path.startswith(("workdir", "resume.", "data."))
-            ]:
-                log.info("the config differs from the checkpoint's: %s", "; ".join(others))
+            assert step_read is not None
+            offset = self._check_data(step_dir, step, step_read, data)
+            self._report_changes(step_read.changes)
+            saved = step_read.data
             history = History(offset, saved.get("rewinds", 0), saved.get("base"))
-            return Restored(state, step, history, path / str(step))
+            return Restored(step_read.state, step, history, step_dir)
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {path} can be read; move that folder away to"
@@ -365,8 +352,33 @@ class Checkpointer:
             )
         return None
 
+    def _read(self, step_dir: epath.Path, abstract: "Abstract") -> "tuple[_Read | None, str]":
+        """Read a step, or say why that fails. Raises CheckpointError: it is of another model."""
+        try:
+            arrays = stored.open_step(step_dir)
+            changes = self._check_config(step_dir, arrays, abstract)
+            data = stored.read_object(step_dir, "data/metadata")
+            state = _read_state(step_dir, arrays, abstract)
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
+            return None, first_line(error)
+        return _Read(state, data, changes), ""
+
+    def _report_changes(self, changes: Sequence[config_lib.Change]) -> None:
+        """Forget the scores of other evaluations, and log the fields that changed besides."""
+        of_evaluations = [str(change) for change in changes if EVALUATED.search(change.path)]
+        if of_evaluations:
+            self._scores.forget(f"its evaluations were others ({'; '.join(of_evaluations)})")
+        logged = []
+        for change in changes:
+            if not change.path.startswith(("workdir", "resume.", "data.")):
+                logged.append(str(change))
+        if logged:
+            log.info("the config differs from the checkpoint's: %s", "; ".join(logged))
+
     def _check_config(
-        self, path: epath.Path, step: int, arrays: Mapping[str, stored.Stored], abstract: "Abstract"
+        self, path: epath.Path, arrays: Mapping[str, stored.Stored], abstract: "Abstract"
     ) -> list[config_lib.Change]:
         """Return all fields that differ between the config and arrays of a step and this run's."""
         meta = stored.read_object(path, "meta/metadata")
@@ -382,21 +394,22 @@ class Checkpointer:
             )
         changes = config_lib.compare(meta["config"], self._config, meta.get("files") or {})
         fixed = [change for change in changes if change.kind != FREE]
-        others = _other_arrays(arrays, abstract)
-        if others or meta["parameters"] != self._meta["parameters"]:
-            fields = "; ".join(map(str, fixed)) or others or "their axes or dtypes changed"
+        other_arrays = _other_arrays(arrays, abstract)
+        if other_arrays or meta["parameters"] != self._meta["parameters"]:
+            fields = "; ".join(map(str, fixed))
+            difference = fields or other_arrays or "their axes or dtypes changed"
             raise CheckpointError(
-                f"checkpoint {path} holds other arrays than this run has: {fields}. Set it back, or"
-                " choose another workdir"
+                f"checkpoint {path} holds other arrays than this run has: {difference}. Set it"
+                " back, or choose another workdir"
             )
-        if refused := [
-            change for change in fixed if not change.is_allowed(self._config.resume.allow)
-        ]:
-            fields = ",".join(dict.fromkeys(change.path.partition("[")[0] for change in refused))
+        allow = self._config.resume.allow
+        refused = [change for change in fixed if not change.is_allowed(allow)]
+        if refused:
+            sections = ",".join(dict.fromkeys(change.path.partition("[")[0] for change in refused))
             raise CheckpointError(
                 f"checkpoint {path} was trained with another config:"
                 f" {'; '.join(map(str, refused))}. Set it back, choose another config.workdir, or"
-                f" train on with the change by --config.resume.allow={fields}"
+                f" train on with the change by --config.resume.allow={sections}"
             )
         return changes
 
@@ -404,22 +417,20 @@ class Checkpointer:
         self,
         path: epath.Path,
         step: int,
-        saved: Mapping[str, Any],
+        step_read: "_Read",
         now: Mapping[str, Any],
-        changes: Sequence[config_lib.Change],
     ) -> int:
         """Compare the fingerprints. Return the offset that positions are counted from."""
-        own = {"position", *History._fields}
-        changed = _differences(
-            {k: v for k, v in saved.items() if k not in own},
-            {k: v for k, v in now.items() if k not in own},
-        )
+        saved = step_read.data
+        changed = _differences(_fingerprints(saved), _fingerprints(now))
         if not changed:
             offset: int = saved["offset"]
             return offset
-        if fields := [
-            str(change) for change in changes if change.path.startswith(("data.", "train.batch"))
-        ]:
+        fields = []
+        for change in step_read.changes:
+            if change.path.startswith(("data.", "train.batch")):
+                fields.append(str(change))
+        if fields:
             changed = f"{'; '.join(fields)}; {changed}"
         if self._config.resume.data == "restart":
             log.warning(
@@ -434,8 +445,22 @@ class Checkpointer:
         )
 
 
-def _folder(path: str) -> epath.Path:
+def _absolute(path: str) -> epath.Path:
     return epath.Path(path) if "://" in path else epath.Path(files.expanded(path).absolute())
+
+
+def _newest_listed(folder: epath.Path) -> int | None:
+    """Return the newest step that a folder lists, or None."""
+    if not folder.is_dir():
+        return None
+    steps = [int(x.name) for x in folder.iterdir() if x.name.isdecimal() and x.is_dir()]
+    return max(steps, default=None)
+
+
+def _fingerprints(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an item ``data`` that stays the same during a run."""
+    varying = {"position", *History._fields}
+    return {name: value for name, value in data.items() if name not in varying}
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
@@ -462,10 +487,12 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         (folder / token).write_text("")
     cluster.barrier("the shared file is written")
     deadline = time.monotonic() + seconds
-    while not (sees := (folder / token).exists()) and time.monotonic() < deadline:
+    is_seen = (folder / token).exists()
+    while not is_seen and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
-    blind = [i for i, seen in enumerate(cluster.gather(int(sees))) if not seen]
+        is_seen = (folder / token).exists()
+    blind = [process for process, sees in enumerate(cluster.gather(int(is_seen))) if not sees]
     if jax.process_index() == 0:
         (folder / token).unlink()
     if blind:
@@ -504,14 +531,14 @@ def _read_state(
 
 def _part_bytes(saved: stored.Stored, target: jax.ShapeDtypeStruct) -> int:
     """Return the most bytes of an array that Orbax reads for one device: whole chunks."""
-    part: tuple[int, ...] = (
-        target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
-    )
-    sizes = (
-        min(-(-n // c), -(-p // c) + 1) * c
-        for n, c, p in zip(saved.shape, saved.chunk, part, strict=True)
-    )
-    return saved.dtype.itemsize * math.prod(sizes)
+    part: tuple[int, ...] = saved.shape
+    if target.sharding:
+        part = target.sharding.shard_shape(saved.shape)
+    n_elements = 1
+    for size, chunk, size_of_part in zip(saved.shape, saved.chunk, part, strict=True):
+        chunks_of_part = -(-size_of_part // chunk) + 1
+        n_elements *= chunk * min(-(-size // chunk), chunks_of_part)
+    return saved.dtype.itemsize * n_elements
 
 
 def saved_parts(state: "TrainState") -> dict[str, Any]:
@@ -529,20 +556,23 @@ def saved_parts(state: "TrainState") -> dict[str, Any]:
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
     """Return a step's first arrays that are missing, extra, or of another shape, or ""."""
     tree = saved_parts(abstract.state)
-    now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
-    before = {path: tuple(one.shape) for path, one in saved.items()}
-    differ = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    shown = (
-        f"{path} {before.get(path, 'missing')} saved, {now.get(path, 'missing')} now"
-        for path in differ[:3]
-    )
-    return "; ".join(shown) + ("; …" if len(differ) > 3 else "")
+    expected = {}
+    for path, x in zip(specs.paths(tree), jax.tree.leaves(tree), strict=True):
+        expected[path] = tuple(x.shape)
+    shapes = {path: tuple(array.shape) for path, array in saved.items()}
+    differences = []
+    for path in sorted({*expected, *shapes}):
+        saved_shape, shape = shapes.get(path, "missing"), expected.get(path, "missing")
+        if saved_shape != shape:
+            differences.append(f"{path} {saved_shape} saved, {shape} now")
+    return "; ".join(differences[:3]) + ("; …" if len(differences) > 3 else "")
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    # As text, since tuples are lists once saved.
-    saved, now = (
-        {k: json.dumps(v, sort_keys=True) for k, v in tree.items()} for tree in (old, new)
-    )
-    changed = [k for k in sorted({*old, *new}) if saved.get(k, "null") != now.get(k, "null")]
-    return ", ".join(f"{k}: {old.get(k)} saved, {new.get(k)} now" for k in changed)
+    differences = []
+    for name in sorted({*old, *new}):
+        old_value, new_value = old.get(name), new.get(name)
+        # As text, since tuples are lists once saved.
+        if json.dumps(old_value, sort_keys=True) != json.dumps(new_value, sort_keys=True):
+            differences.append(f"{name}: {old_value} saved, {new_value} now")
+    return ", ".join(differences)

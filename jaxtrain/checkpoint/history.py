@@ -46,16 +46,17 @@ class Scores:
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
+        self._path = path
         self._min_delta = min_delta
-        self._path, self._name, self._sign = (
-            path,
-            config.best.lstrip("-"),
-            -1 if config.best.startswith("-") else 1,
-        )
         self._metric = config.best
+        self._name = config.best.lstrip("-")
+        self._sign = -1 if config.best.startswith("-") else 1
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
-        if (before := self._best.get("metric", config.best)) != config.best:
-            self.forget(f"it is of {before!r}, and config.checkpoint.best is {config.best!r}")
+        metric_of_file = self._best.get("metric", config.best)
+        if metric_of_file != config.best:
+            self.forget(
+                f"it is of {metric_of_file!r}, and config.checkpoint.best is {config.best!r}"
+            )
 
     def forget(self, reason: str) -> None:
         """Begin again: the scores of before are those of other evaluations."""
@@ -76,27 +77,29 @@ class Scores:
                 f" {', '.join(sorted(record))}"
             )
         value = float(record[self._name])
-        new = {"step": step, "value": value}
         if not math.isfinite(value):
             log.warning(
                 "%s of step %d is %s: it is not the best, and no progress", self._name, step, value
             )
-
-        def beats(old: Mapping[str, Any], by: float = 0.0) -> bool:
-            return math.isfinite(value) and (
-                old["value"] is None or self._sign * (value - old["value"]) > by
-            )
-
-        best = {name: self._best.get(name) for name in new}
+        entry: dict[str, Any] = {"step": step, "value": value}
+        best = {name: self._best.get(name) for name in entry}
+        if self._is_better(value, than=best["value"]):
+            best = entry
         progress = self._best.get("progress", {"step": step, "value": None})
-        progress = new if beats(progress, self._min_delta) else progress
-        changed = {**(new if beats(best) else best), "metric": self._metric, "progress": progress}
-        if changed != self._best:
-            self._best = changed
+        if self._is_better(value, than=progress["value"], by=self._min_delta):
+            progress = entry
+        scores = {**best, "metric": self._metric, "progress": progress}
+        if scores != self._best:
+            self._best = scores
             if jax.process_index() == 0:
                 temporary = self._path.parent / f"{self._path.name}.new"
                 temporary.write_text(json.dumps(self._best))
                 temporary.replace(self._path)
+
+    def _is_better(self, value: float, *, than: float | None, by: float = 0.0) -> bool:
+        if not math.isfinite(value):
+            return False
+        return than is None or self._sign * (value - than) > by
 
     @property
     def progress(self) -> int | None:
@@ -110,26 +113,29 @@ class Scores:
 
 def _read(path: epath.Path) -> dict[str, Any]:
     try:
-        found = files.read_json(path)
-        if not isinstance(found.get("metric", ""), str):
+        scores = files.read_json(path)
+        if not isinstance(scores.get("metric", ""), str):
             raise files.FileError(f"{path} has no metric's name")
-        entries = [found, *([found["progress"]] if "progress" in found else [])]
-        for i, entry in enumerate(entries):
-            if not isinstance(entry, dict) or not _is_entry(entry, may_have_no_step=i == 0):
-                raise files.FileError(f"{path} has no step with its value")
-            # as older versions wrote it
-            if isinstance(entry["value"], float) and not math.isfinite(entry["value"]):
-                entry["value"] = None
+        is_best = _is_entry(scores, may_have_no_step=True)
+        is_progress = "progress" not in scores or _is_entry(scores["progress"])
+        if not (is_best and is_progress):
+            raise files.FileError(f"{path} has no step with its value")
     except files.FileError as error:
         raise CheckpointError(
             f"{error}; remove it, and the next evaluation counts as the best one so far"
         ) from error
-    return found
+    return scores
 
 
-def _is_entry(entry: Mapping[str, Any], *, may_have_no_step: bool) -> bool:
+def _is_entry(entry: Any, *, may_have_no_step: bool = False) -> bool:
+    """Whether an entry of the file has a step, and a finite value or none."""
+    if not isinstance(entry, dict):
+        return False
     step, value = entry.get("step"), entry.get("value", "")
-    is_step = type(step) is int or step is None and value is None and may_have_no_step
-    return is_step and (
-        value is None or type(value) is float or type(value) is int and abs(value) < 1e300
-    )
+    if step is None:
+        return may_have_no_step and value is None
+    if type(step) is not int:
+        return False
+    if type(value) is int:
+        return abs(value) < 1e300
+    return value is None or type(value) is float and math.isfinite(value)

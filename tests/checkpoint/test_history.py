@@ -53,13 +53,12 @@ def test_a_value_that_is_not_finite_is_never_the_best_and_no_progress(tmp_path, 
     )
 
 
-def test_a_nan_of_an_older_version_gives_way_to_the_next_number(tmp_path):
+def test_a_value_in_the_file_that_is_not_finite_is_refused(tmp_path):
     (tmp_path / "best.json").write_text(
         '{"step": 5, "value": NaN, "metric": "loss", "progress": {"step": 5, "value": NaN}}'
     )
-    ours = scores(tmp_path)
-    ours.add(10, {"loss": 3.0})
-    assert kept(ours, [5, 10]) == [False, True] and ours.progress == 10
+    with pytest.raises(CheckpointError, match="has no step with its value; remove it"):
+        scores(tmp_path)
 
 
 def test_another_metric_starts_a_new_best(tmp_path, caplog):
