@@ -9,6 +9,7 @@ import re
 import pytest
 
 from jaxtrain import workload
+from tests.support import workload_loaders
 
 ROOT = pathlib.Path(__file__).parent.parent
 # A member is a module or a package of jaxtrain/. Each is on one floor, and imports only from lower
@@ -203,6 +204,35 @@ def test_workloads_do_not_know_each_other():
             for m in imports(path)
             if m.startswith("jaxtrain.workloads") and not f"{m}.".startswith(own)
         }
+
+
+def loader_packages(workload_folder: pathlib.Path) -> set[str]:
+    """The packages of loaders/ that a workload's modules import, directly or through others."""
+    files = list(workload_folder.rglob("*.py"))
+    visited = set()
+    while files:
+        file = files.pop()
+        visited.add(file)
+        for module in imports(file):
+            # The last part may be a name in the module.
+            for dotted in (module, module.rpartition(".")[0]):
+                imported = ROOT / f"{dotted.replace('.', '/')}.py"
+                if imported in LOADERS and imported not in visited:
+                    files.append(imported)
+    parts = {file.relative_to(ROOT).parts for file in visited}
+    return {path[1] for path in parts if path[0] == "loaders" and len(path) > 2} - {"io"}
+
+
+@pytest.mark.parametrize("name", workload_loaders.LOADERS)
+def test_a_workload_imports_only_its_own_packages_of_loaders(name):
+    assert loader_packages(ROOT / "jaxtrain" / "workloads" / name) == workload_loaders.LOADERS[name]
+
+
+def test_every_workload_and_every_package_of_loaders_is_in_the_table():
+    table = workload_loaders.LOADERS
+    assert {f"{workload.PACKAGE}.{name}" for name in table} == set(workload.shipped())
+    packages = {path.parent.name for path in (ROOT / "loaders").glob("*/__init__.py")}
+    assert packages - {"io"} == set.union(*table.values())
 
 
 def test_nothing_imports_the_tools():

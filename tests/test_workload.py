@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxtrain import cli, commands, workload
+from tests.support.workload_loaders import LOADERS
 
 ROOT = pathlib.Path(__file__).parent.parent
 NAMES = [name.rpartition(".")[2] for name in workload.shipped()]
@@ -142,32 +143,35 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     )
 
 
-# Deletes one workload after the other. Each time a fork, which has only the libraries, imports
-# every module that is left and lists the commands. Configs name the workload that they train, so
-# those of the deleted workload cannot be imported.
+# Deletes one folder after the other. An argument names the folder and, after commas, the packages
+# that need it. Each time a fork, which has only the libraries, imports every other module and lists
+# the commands. Configs name the workload that they train, so those of the deleted workload cannot
+# be imported.
 IMPORT = """
 import importlib, os, pathlib, pkgutil, sys
 import flax, jax, optax, orbax.checkpoint, pyarrow.parquet
 import sklearn.linear_model, sklearn.model_selection
 
-def import_the_rest():
+def import_the_rest(dependent):
     for top in ("jaxtrain", "loaders"):
         package = importlib.import_module(top)
         for each in pkgutil.walk_packages(package.__path__, f"{top}."):
             left_out = each.name in ("jaxtrain.main", "loaders._rust")
+            left_out |= any(f"{each.name}.".startswith(f"{name}.") for name in dependent)
             if not left_out and not each.name.startswith("jaxtrain.configs"):
                 importlib.import_module(each.name)
     from jaxtrain import cli
     return cli.main([])
 
 assert not any(name.split(".")[0] in ("jaxtrain", "loaders") for name in sys.modules)
-for name in sys.argv[1:]:
-    folder = pathlib.Path("jaxtrain/workloads", name).rename(name)
-    print("without", name, flush=True)
+for argument in sys.argv[1:]:
+    place, *dependent = argument.split(",")
+    folder = pathlib.Path(place).rename("deleted")
+    print("without", place, flush=True)
     if not (child := os.fork()):
-        sys.exit(import_the_rest())
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, name
-    folder.rename(f"jaxtrain/workloads/{name}")
+        sys.exit(import_the_rest(dependent))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, place
+    folder.rename(place)
 """
 
 
@@ -258,11 +262,37 @@ def trainers_tests(folder, *chosen):
 def test_the_rest_works_without_a_workload(copied):
     """The folder of a workload is deleted. All other modules are imported, and `jaxtrain` lists the
     remaining commands."""
-    _, *outputs = re.split(r"^without .*\n", python(copied, "-c", IMPORT, *NAMES), flags=re.M)
-    for name, output in zip(NAMES, outputs, strict=True):
+    folders = [f"jaxtrain/workloads/{name}" for name in NAMES]
+    for name, listed in zip(NAMES, commands_listed_without(copied, folders), strict=True):
         gone = workload.of(f"{workload.PACKAGE}.{name}").commands
-        listed = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
         assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed, name
+
+
+def commands_listed_without(folder, arguments):
+    """Run `IMPORT` with its arguments. Return the names that `jaxtrain` lists, for each of them."""
+    output = python(folder, "-c", IMPORT, *arguments)
+    _, *listings = re.split(r"^without .*\n", output, flags=re.M)
+    return [
+        {line.split()[0] for line in listing.splitlines() if line.startswith("  ")}
+        for listing in listings
+    ]
+
+
+@pytest.mark.slow
+def test_the_rest_works_without_a_package_of_loaders(copied):
+    """A package of loaders/ is deleted. The workloads that do not need it are imported, with their
+    loaders, and `jaxtrain` lists all commands."""
+    arguments = []
+    packages = sorted(set.union(*LOADERS.values()))
+    for package in packages:
+        users = [name for name in NAMES if package in LOADERS[name]]
+        others = [LOADERS[name] for name in NAMES if name not in users]
+        not_needed = set(packages) - set.union(*others)
+        dependent = [f"{workload.PACKAGE}.{name}" for name in users]
+        dependent += [f"loaders.{name}" for name in sorted(not_needed)]
+        arguments.append(",".join((f"loaders/{package}", *dependent)))
+    for package, listed in zip(packages, commands_listed_without(copied, arguments), strict=True):
+        assert set(commands.table()) <= listed, package
 
 
 def test_the_trainers_own_tests_pass_without_any_workload(copied):

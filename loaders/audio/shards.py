@@ -264,10 +264,10 @@ def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
         return remote.fetch(path, wait=wait)
     if path != "demo":
         return path
-    from loaders import outline  # imports encoders, which nothing else here needs
-    from loaders.audio import demo  # imports encoders, which nothing else here needs
+    # They import encoders, which nothing else here needs.
+    from loaders.audio import demo, demo_outline
 
-    return str(demo.ensure() if make or demo.folder().is_dir() else outline.birds())
+    return str(demo.ensure() if make or demo.folder().is_dir() else demo_outline.birds())
 
 
 def open_index(

@@ -21,9 +21,12 @@ that is always the same and mixed.
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import math
+import pathlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -386,15 +389,27 @@ def _convolved_text(config: Config, film: Film) -> np.ndarray:
     return total
 
 
+@functools.cache
+def _outline() -> tempfile.TemporaryDirectory[str]:
+    """Make the shapes of the built-in film, all zeros, in a folder that ends with the process.
+
+    A run is checked with it before the film is made. It takes milliseconds.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="jaxtrain-film-")
+    demo_film.make_outline(pathlib.Path(folder.name))
+    return folder
+
+
 def open_film(config: Config, *, make: bool = False) -> Film:
     """Return the film of a config, made if ``make``, or its outline of zeros. Raises DataError."""
     path = config.path
     if path == "blank":
         path = str(demo_film.ensure_blank(**BLANK))
     elif path == "demo":
-        from loaders import outline  # imports encoders, which nothing else here needs
-
-        path = str(demo_film.ensure() if make or demo_film.folder().is_dir() else outline.film())
+        if make or demo_film.folder().is_dir():
+            path = str(demo_film.ensure())
+        else:
+            path = _outline().name
     film = film_files.open_folder(path, config.subjects, links=config.follow_links)
     if "audio" in config.hrf and film.info["audio"] == "codes":
         raise DataError(

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 import soundfile
 
-from loaders import base, outline
-from loaders.audio import demo, demo_birds, spectrogram
+from loaders import base
+from loaders.audio import demo, demo_birds, demo_outline, spectrogram
 from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
     """The outline lets a run be checked before a minute is spent on making the corpus."""
     monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
     monkeypatch.setattr(demo, "N_TEST", N_TEST)
-    with outline._birds.__wrapped__() as folder:
+    with demo_outline._birds.__wrapped__() as folder:
         info = [
             spectrogram.dataset_info(spectrogram.Config(train=str(path)))
             for path in (corpus, folder)

@@ -26,7 +26,6 @@ from loaders.audio.front_end import RATES, FrontEnd
 from loaders.audio.recordings import columns, lines, sources, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Finder
-from loaders.chat import codec
 from loaders.io import atomic_write, files
 
 COLUMNS = ("file", "start", "end", "label", "answer", "asked", "score")
@@ -36,6 +35,7 @@ LONGEST = 60.0  # [s] of a window that is played and drawn
 RATE = 48_000  # [Hz] that a browser is given at most
 PICTURE = 32_000  # [Hz] of a picture's sound, at least: lower rates would leave its low bands empty
 NEIGHBOURS = 6
+MAX_RECORDING = 4 << 30  # [bytes] of a recording that is decoded whole
 MAX_NAME = 200  # [characters] of a class
 
 
@@ -268,7 +268,7 @@ def wave(item: Item) -> tuple[np.ndarray, int, float]:
                 file.seek(first)
                 x = file.read(length, dtype="float32", always_2d=True).mean(1)
         else:
-            content = files.read(pathlib.Path(item.path), most=codec.MAX_RECORDING)
+            content = files.read(pathlib.Path(item.path), most=MAX_RECORDING)
             _, rate, n = spectrogram.decode(content, 0, 0)
             first, length = _part(item, rate, n)
             x = spectrogram.decode(content, first, length)[0]

@@ -1,7 +1,7 @@
-"""Outlines of the built-in data: shapes, labels and names without content.
+"""The outline of the built-in recordings: their rows and labels, without sound.
 
-A run is checked with them before the data are made. They lie in a temporary folder that ends with
-the process, and take milliseconds.
+A run is checked with it before the corpus is made. It lies in a temporary folder that ends with
+the process, and takes milliseconds.
 """
 
 import functools
@@ -11,17 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from loaders.audio import demo, demo_birds
-from loaders.film import demo_film
 
 
 def birds() -> Path:
     """Shards with the rows of `loaders.audio.demo`, whose recordings are empty."""
     return Path(_birds().name)
-
-
-def film() -> Path:
-    """Return a folder with the shapes of `loaders.film.demo_film`, all zeros."""
-    return Path(_film().name)
 
 
 @functools.cache
@@ -43,10 +37,3 @@ def _write_outline(folder: Path, recordings: list[demo_birds.Recording]) -> None
     folder.mkdir()
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as sink:
         sink.write_batch(pa.RecordBatch.from_pydict(columns, schema))
-
-
-@functools.cache
-def _film() -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="jaxtrain-film-")
-    demo_film.make_outline(Path(folder.name))
-    return folder
