@@ -157,10 +157,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in"),
     ),
     (
-        r"tools\.compile_table",
-        Why("it needs compilers that are fetched; tests/compiled compiles the same steps"),
-    ),
-    (
         r"tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tests\.proofs\.replay_proof",
         Why("it measures, for minutes"),
     ),
@@ -173,10 +169,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (
         r"tools\.chip\.operations$",
         Why("it reads the trace of a run; tests/workloads/bird/test_run.py reads one by it"),
-    ),
-    (
-        r"tools\.pack_gpu_check|tools\.gpu_check --readme",
-        Why("tests/tools runs it; it needs wheels, or a chip's numbers"),
     ),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",

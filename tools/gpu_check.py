@@ -1,31 +1,24 @@
-"""One command for a machine with an accelerator: is it right, and near its limits?
+"""One command for a machine with an accelerator: is it right, and how fast is it?
 
 It asks that of each workload.
 
     python tools/gpu_check.py  # or python -m tools.gpu_check; within 8 minutes
-    python tools/gpu_check.py --quick  # within 2: the essence; "state" where --only names it
-    python tools/gpu_check.py --only speed,profile --models language
-    python tools/gpu_check.py --readme gpu_check.json
-        # docs/results/h100.md's table from a run's numbers
+    python tools/gpu_check.py --quick  # within 2: the essence
+    python tools/gpu_check.py --only speed --models language
 
-    ceilings      products of matrices, copies in memory and from the host: the chip's own limits
     correctness   the five workloads against the CPU of the same machine, kernels against formulas,
                   and more (tools/chip)
     speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
-    feeding       from Arrow shards through the loader to the step: does the device wait for data?
-    state         the cost of a save, of a restore, the time from the command to the first step
-    profile       which operations a step spends its time in, and the next thing to look at
 
-"feeding" and "state" are of the bird model. It needs no network. Every part, and every model of
-"speed" and "profile", runs in a process of its own within a bounded time, so that one that fails
-ends no other and keeps no memory of the device. It prints a table and writes all numbers to --out.
-It exits with 1 if a check failed or a part could not run, and with 3 if the time was over before
-all parts ran. On a CPU it runs its small form, which shows that it works, not how fast.
+It needs no network. "correctness", and every model of "speed", runs in a process of its own within
+a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
+table and writes all numbers to --out. It exits with 1 if a check failed or a part could not run,
+and with 3 if the time was over before all parts ran. On a CPU it runs its small form, which shows
+that it works, not how fast.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
-"causal" does not. MFU is of the chip's datasheet (dense bfloat16, jaxtrain/parallel/chips.py), and
-of the best product that "ceilings" measured.
+"causal" does not. MFU is of the chip's datasheet (dense bfloat16, jaxtrain/parallel/chips.py).
 """
 
 import argparse
@@ -46,17 +39,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # run as a file: its folder is on the path, and the repository is not
     sys.path[0] = str(ROOT)
 
-PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
+PARTS = ("correctness", "speed")
 # [s] of a whole run, and of a part's process or a model's, at most; twice that on CPUs.
 LIMIT, QUICK_LIMIT = 460, 115
-BOUNDS = {
-    "machine": 90,
-    "ceilings": 60,
-    "correctness": 180,
-    "model": 100,
-    "feeding": 180,
-    "state": 120,
-}
+BOUNDS = {"machine": 90, "correctness": 180, "model": 100}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
@@ -66,17 +52,14 @@ CONVENTIONS = {
         " embeddings"
     ),
     "full_flops": "the same with the places of attention that a causal mask leaves out",
-    "mfu": (
-        "of the datasheet's dense bfloat16 peak (jaxtrain/parallel/chips.py), and of the best"
-        " measured product"
-    ),
+    "mfu": "of the datasheet's dense bfloat16 peak (jaxtrain/parallel/chips.py)",
 }
 
 
 class Unit(NamedTuple):
     """The task of one process."""
 
-    kind: str  # machine, ceilings, correctness, model, feeding or state
+    kind: str  # machine, correctness or model
     case: str = ""  # of a model
 
     def __str__(self) -> str:
@@ -87,10 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
         return child(args)
-    if args.readme:
-        from tools.chip import results_table
-
-        return results_table.write_readme(args.readme, ROOT / "docs" / "results" / "h100.md")
     found = check(args)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     from tools.chip import results_table
@@ -118,16 +97,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=pathlib.Path("gpu_check.json"),
         help="all numbers, as JSON",
     )
-    parser.add_argument(
-        "--readme",
-        type=pathlib.Path,
-        help="write the section of docs/results/h100.md from such a file, and measure nothing",
-    )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # sizes for a CPU
     args = parser.parse_args(argv)
-    if not args.child and not args.readme and not args.out.absolute().parent.is_dir():
+    if not args.child and not args.out.absolute().parent.is_dir():
         parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
     return args
 
@@ -171,14 +145,9 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
                 )
             elif unit.kind == "model":
                 found.setdefault("models", {})[unit.case] = result
-                if "profile_error" in result:
-                    failures.append(
-                        {"unit": f"profile {unit.case}", "why": result["profile_error"]}
-                    )
             else:
                 found[unit.kind] = result
     bad = [one for one in found.get("correctness", []) if not one["well"]]
-    bad += [found["state"]] if not found.get("state", {}).get("same_bits", True) else []
     return {
         "when": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
         "form": "quick" if args.quick else "full",
@@ -198,24 +167,17 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
     if "machine" not in found:
         return
     small = found["machine"]["platform"] == "cpu"
-    for kind in ("ceilings", "correctness"):
-        if kind in args.only:
-            yield Unit(kind)
-    if {"speed", "profile"} & set(args.only):
+    if "correctness" in args.only:
+        yield Unit("correctness")
+    if "speed" in args.only:
         from tools.chip.cases import CASES
 
-        wanted = (
-            SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
-        )
-        yield from (
-            Unit("model", case.name)
-            for case in CASES
-            if case.name in wanted and case.model in args.models
-        )
-    for kind in ("feeding", "state"):
-        unasked = kind == "state" and args.quick and args.only == PARTS
-        if kind in args.only and "bird" in args.models and not unasked:
-            yield Unit(kind)
+        chosen = QUICK_CASES if args.quick else [case.name for case in CASES]
+        if small:
+            chosen = SMALL_CASES
+        for case in CASES:
+            if case.name in chosen and case.model in args.models:
+                yield Unit("model", case.name)
 
 
 def run(
@@ -276,17 +238,14 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     if wanted := platforms():
         env["JAX_PLATFORMS"] = wanted
     env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # Of a model's own, and empty whatever ran on this machine before: cold is cold. What is fed is
-    # a model that was measured.
-    env["JAX_COMPILATION_CACHE_DIR"] = str(
-        folder / f"programs {unit.case or 'vit-s' * (unit.kind == 'feeding')}".strip()
-    )
+    # Of a model's own, and empty whatever ran on this machine before: cold is cold.
+    env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case}".strip())
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     flags = [os.environ.get("XLA_FLAGS", "")]
     if wanted == "cpu":
         # no speed is reported, so optimising is not worth the wait
         flags.append("--xla_backend_optimization_level=0")
-    elif unit.kind in ("correctness", "state"):
+    elif unit.kind == "correctness":
         flags.append("--xla_gpu_deterministic_ops=true")
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
     return env
@@ -321,27 +280,19 @@ def child(args: argparse.Namespace) -> int:
     kind, _, case = args.child.partition(" ")
     import jax
 
-    from tools.chip import cases, ceilings, checkpoints, correctness, feeding, speed
+    from tools.chip import cases, correctness, speed
 
     data = cases.Data(args.folder, small=args.small)
+    device = jax.devices()[0]
     result: Any
-    if kind == "state":  # it starts runs, which want the device for themselves
-        result = checkpoints.measure(data, args.folder / "programs-of-runs", quick=args.quick)
+    if kind == "machine":
+        result = machine(device)
+    elif kind == "correctness":
+        checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
+        result = correctness.record(checks)
     else:
-        device = jax.devices()[0]
-        if kind == "machine":
-            result = machine(device)
-        elif kind == "ceilings":
-            result = ceilings.measure(device, small=args.small, quick=args.quick)
-        elif kind == "correctness":
-            checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
-            result = correctness.record(checks)
-        elif kind == "feeding":
-            result = feeding.measure(data, device, quick=args.quick)
-        else:
-            parts = set(args.only) & {"speed", "profile"}
-            chosen = next(one for one in cases.CASES if one.name == case)
-            result = speed.measure(chosen, data, device, quick=args.quick, parts=parts)
+        chosen = next(one for one in cases.CASES if one.name == case)
+        result = speed.measure(chosen, data, device, quick=args.quick)
     args.out.write_text(json.dumps(result))
     return 0
 

@@ -15,10 +15,10 @@ from jaxtrain.parallel import layout
 from jaxtrain.step import train_step as step
 from jaxtrain.assembly import assemble
 from jaxtrain.plan import hlo
-from tools import compile_table
+from tests.compiled import compiled_configs
 
 target, folder = plan.parse_target("tpu:v4:2x2x2"), pathlib.Path(sys.argv[1])
-config = compile_table.WORKLOADS["trm"].config("small", "mixed", target.count, folder)
+config = compiled_configs.WORKLOADS["trm"].config("small", "mixed", target.count, folder)
 mesh = layout.make_mesh(2, 2, 2, devices=plan.tpu_devices(target))
 assembly = assemble(config, mesh)
 evaluate = step.make_eval_step(assembly.task, assembly.layout)

@@ -1,8 +1,5 @@
 """The cases of tools/gpu_check.py are compiled for one H100 without the card, at the first size
-that fits by the plan.
-
-The versions are those of its pack (Python 3.12, jax 0.11): run these tests with such a Python.
-"""
+that fits by the plan."""
 
 import pytest
 

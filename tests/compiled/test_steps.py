@@ -1,8 +1,7 @@
 """Every workload's step is compiled for chips that are not present. It compiles on every mesh, and
 the contents of the program are checked.
 
-One process compiles all programs for one kind of chips, one step after the other. `python -m
-tools.compile_table` prints them as a table.
+One process compiles all programs for one kind of chips, one step after the other.
 """
 
 import re
@@ -11,11 +10,11 @@ import pytest
 
 from jaxtrain import plan
 from jaxtrain.plan import hlo, worker
-from tools import compile_table
+from tests.compiled import compiled_configs
 
 # attention; XLA's own keeps all weights
 KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}
-WORKLOADS = list(compile_table.WORKLOADS)
+WORKLOADS = list(compiled_configs.WORKLOADS)
 HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet uses float32
 WIDE = 0.02  # largest share of products in float32, except the embedding of patches
 # The products of a small language model on each of eight devices, counted by hand. It has 1,024
@@ -46,7 +45,7 @@ REST = [
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("data")
-    compile_table.write_data(found)
+    compiled_configs.write_data(found)
     return found
 
 
@@ -68,7 +67,7 @@ def answers(folder, request):
                 [case, *(each for each in CASES if each in chosen and each[0][:3] == case[0][:3])]
             )
             jobs = [
-                compile_table.jobs(each[0], *([part] for part in each[1:]), folder)
+                compiled_configs.jobs(each[0], *([part] for part in each[1:]), folder)
                 for each in cases
             ]
             known.update(
@@ -122,7 +121,7 @@ def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(
     request.getfixturevalue(f"{target[:3]}_compiler")
     answer = answers(target, name, size, mesh)
     check(answer, target, name, size, mesh)
-    config = compile_table.WORKLOADS[name].config(
+    config = compiled_configs.WORKLOADS[name].config(
         size, mesh, plan.parse_target(target).count, folder
     )
     assembly = plan.abstractly(config, devices := plan.parse_target(target))
@@ -181,7 +180,7 @@ def test_other_cards_and_several_nodes(target, answers, gpu_compiler):
 
 def test_a_plan_has_the_compilers_figures(answers, folder, gpu_compiler, monkeypatch):
     target = "gpu:h100x8"
-    config = compile_table.WORKLOADS["bird"].config("published", "fsdp", 8, folder)
+    config = compiled_configs.WORKLOADS["bird"].config("published", "fsdp", 8, folder)
     asked = []
     answer = answers(target, "bird", "published", "fsdp")
     monkeypatch.setattr(worker, "ask", lambda jobs: asked.extend(jobs) or [answer])

@@ -233,7 +233,10 @@ def test_buckets_are_those_with_the_least_padding():
     sizes = np.concatenate([sizes, sizes], axis=1)
     groups = buckets.partition(sizes, 2)
     assert [sorted(g.tolist()) for g in groups] == [list(range(9)), list(range(9, 18))]
-    cost = lambda groups: sum(buckets.round_up(sizes[g, :2].max(0)).sum() * len(g) for g in groups)  # noqa: E731
+
+    def cost(groups):
+        return sum(buckets.round_up(sizes[g, :2].max(0)).sum() * len(g) for g in groups)
+
     costs = [cost(buckets.partition(sizes, n)) for n in range(1, 6)]
     assert costs == sorted(costs, reverse=True) and costs[1] < 0.7 * costs[0]
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")

@@ -1,11 +1,8 @@
-"""A run's numbers as one table, on the console and in docs/results/h100.md."""
+"""The numbers of a check of a card as one table on the console."""
 
-import json
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-BEGIN, END = "<!-- gpu_check begins -->", "<!-- gpu_check ends -->"
 # What one H100 is to reach.
 GOALS = {
     "lm-1b-2k": ("full MFU", 0.55),
@@ -25,46 +22,13 @@ class Row(NamedTuple):
 
 
 def rows(found: Found) -> Iterator[Row]:
-    yield from ceilings(found)
     yield from correctness(found)
     for name, one in found.get("models", {}).items():
-        if "seconds_per_step" in one:
-            yield speed(name, one, found)
-    for form, one in found.get("feeding", {}).items():
-        yield feeding(form, one)
-    if "state" in found:
-        yield from state(found["state"])
-    for name, one in found.get("models", {}).items():
-        if "profile" in one:
-            yield profile(name, one["profile"])
+        yield speed(name, one, found)
     for failure in found["failures"]:
         yield Row("failed", failure["unit"], "did not run", failure["why"].strip().splitlines()[-1])
     for unit in found["left_out"]:
         yield Row("left out", unit, "did not run", "the time of the whole run was over")
-
-
-def ceilings(found: Found) -> Iterator[Row]:
-    if "ceilings" not in found:
-        return
-    one, sheet = found["ceilings"], found["machine"]
-    product, copy = one["product"]["flops_per_second"], one["copy"]["bytes_per_second"]
-    sizes = ", ".join(f"{size}: {_tera(rate)}" for size, rate in one["product"]["by_size"].items())
-    compared = f"{_percent(product, sheet['datasheet_flops_per_second'])}; by size {sizes}"
-    yield Row(
-        "ceilings", f"{one['product']['dtype']} product", f"{_tera(product)} TFLOP/s", compared
-    )
-    yield Row(
-        "ceilings",
-        "copy in memory",
-        f"{copy / 1e9:.0f} GB/s",
-        _percent(copy, sheet["datasheet_bytes_per_second"]),
-    )
-    yield Row(
-        "ceilings",
-        "copy from the host",
-        f"{one['from_host']['bytes_per_second'] / 1e9:.1f} GB/s",
-        "pageable memory",
-    )
 
 
 def correctness(found: Found) -> Iterator[Row]:
@@ -110,19 +74,15 @@ def speed(name: str, one: Found, found: Found) -> Row:
 
 
 def mfu(one: Found, found: Found) -> Iterator[str]:
-    """Causal and full, of the datasheet and of the measured product, once if they are the same."""
-    peaks = {"MFU": found["machine"]["datasheet_flops_per_second"]}
-    peaks["of the product"] = (
-        found["ceilings"]["product"]["flops_per_second"] if "ceilings" in found else None
-    )
-    rates = {"": one["flops_per_second"]}
-    if one["full_flops_per_second"] != one["flops_per_second"]:
-        rates = {"causal ": rates[""], "full ": one["full_flops_per_second"]}
-    for name, peak in peaks.items():
-        if peak:
-            yield " ".join(
-                [name, " ".join(f"{kind}{rate / peak:.1%}" for kind, rate in rates.items())]
-            )
+    """Of the datasheet: causal and full, once if they are the same."""
+    peak = found["machine"]["datasheet_flops_per_second"]
+    if not peak:
+        return
+    share, full_share = one["flops_per_second"] / peak, one["full_flops_per_second"] / peak
+    if share == full_share:
+        yield f"MFU {share:.1%}"
+    else:
+        yield f"MFU causal {share:.1%} full {full_share:.1%}"
 
 
 def goal(name: str, one: Found, found: Found) -> Iterator[str]:
@@ -135,55 +95,6 @@ def goal(name: str, one: Found, found: Found) -> Iterator[str]:
         flops = one["full_flops_per_second" if kind.startswith("full") else "flops_per_second"]
         rate, text = flops / found["machine"]["datasheet_flops_per_second"], f"{wanted:.0%} {kind}"
     yield f"goal {text}: {'reached' if rate >= wanted else 'missed'}"
-
-
-def feeding(form: str, one: Found) -> Row:
-    overlap = (
-        "no copies"
-        if one["overlap"] is None
-        else f"{one['overlap']:.0%} of the copies overlap computation"
-    )
-    stages = {
-        stage: s for stage, s in one["stage_seconds"].items() if stage not in ("idle", "wait")
-    }
-    slowest = max(stages, key=lambda stage: stages[stage])
-    compared = (
-        f"loader {one['loader_rows_per_second']:,.0f} on {one['cores']} cores (most in {slowest}), "
-        f"demand {one['demand_rows_per_second']:,.0f}; waiting {one['wait_share']:.0%}; {overlap}"
-    )
-    return Row(
-        "feeding",
-        f"{form}: {one['bytes_per_row'] / 1e3:.0f} kB a row",
-        f"{one['rows_per_second']:,.0f} rows/s",
-        compared,
-    )
-
-
-def state(one: Found) -> Iterator[Row]:
-    stalls = ", ".join(f"{steps:.1f}" for steps in one["save_stall_steps"])
-    longest = f"longest stall {max(one['save_stall_seconds']):.2f} s"
-    yield Row(
-        "state", f"{one['case']}: save, {one['bytes'] / 1e6:,.0f} MB", f"{stalls} steps", longest
-    )
-    for name, run in one["first_step_seconds"].items():
-        each = ", ".join(
-            f"{phase} {seconds:.1f}" for phase, seconds in run.items() if phase != "together"
-        )
-        yield Row("state", f"command to first step, {name}", f"{run['together']:.1f} s", each)
-    yield Row("state", "restore", f"{one['restore_seconds']:.1f} s", "of the resumed run")
-    same = "equal, each step's" if one["same_bits"] else "FAILED: they differ"
-    yield Row(
-        "state",
-        "loss of the resumed run and of one without a break",
-        same,
-        "XLA adds in a fixed order",
-    )
-
-
-def profile(name: str, one: Found) -> Row:
-    most = ", ".join(f"{row[0][:40]} {row[3]:.0%}" for row in one["top"][:3])
-    figure = f"{one['matrix']:.0%} in matrix units, gaps {one['idle']:.0%}"
-    return Row("profile", name, figure, f"most: {most}; next: {one['next']}")
 
 
 def text(found: Found) -> str:
@@ -223,65 +134,6 @@ def title(found: Found) -> str:
     )
     took = f"{found['form']} form, {found['seconds']:.0f} s"
     return f"gpu_check on {m['device']} ({m['cores']} cores), {versions}, {found['when']}: {took}"
-
-
-def markdown(found: Found) -> str:
-    """Return the section of docs/results/h100.md: a chip's figures, and a line of missing ones."""
-    m = found.get("machine", {})
-    if m.get("platform") in (None, "cpu"):
-        return (
-            "No figure of this section has been measured on a chip yet. The last run found only a"
-            " CPU."
-        )
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-    table = list(rows(found))
-    seen = {(row.part, row.what.partition(":")[0]) for row in table}
-    missing: dict[str, list[str]] = {}
-    for part, what in expected():
-        if not any(p == part and (what is None or w == what) for p, w in seen):
-            missing.setdefault(part, []).extend([what] if what else [])
-    head = (
-        f"Measured on one {m['device']} with {m['cores']} cores, {found['when']} ({found['form']}"
-        f" form; {versions})."
-    )
-    lines = [head, "", "| part | what | figure | compared with |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
-    if missing:
-        named = [
-            f"{part} of {', '.join(cases)}" if cases else part for part, cases in missing.items()
-        ]
-        lines += ["", f"Not measured on a chip yet: {'; '.join(named)}."]
-    return "\n".join(lines)
-
-
-def expected() -> Iterator[tuple[str, str | None]]:
-    """(part, case) of a full run on a chip."""
-    from tools.chip import cases, feeding
-
-    yield from (("ceilings", None), ("correctness", None))
-    yield from (("speed", case.name) for case in cases.CASES)
-    yield from (("feeding", form) for form in feeding.FORMS)
-    yield ("state", None)
-    yield from (("profile", case.name) for case in cases.CASES)
-
-
-def write_readme(source: pathlib.Path, readme: pathlib.Path) -> int:
-    """Replace the text between the marks. 2 with a message if that fails."""
-    try:
-        found = json.loads(source.read_text())
-        before, _, rest = readme.read_text().partition(BEGIN)
-        old, mark, after = rest.partition(END)
-        if not mark:
-            raise ValueError(f"{readme} has no {BEGIN} … {END} to write between")
-        readme.write_text(f"{before}{BEGIN}\n{markdown(found)}\n{END}{after}")
-    except (OSError, ValueError, KeyError) as error:
-        print(f"error: {source} cannot become a section of {readme}: {error}")
-        return 2
-    return 0
-
-
-def _tera(rate: float) -> str:
-    return f"{rate / 1e12:.3g}"
 
 
 def _gb(n: float) -> str:
