@@ -86,6 +86,11 @@ CHOICES = {
     "dtype": tuple(DTYPES),
     "order": ("global", "block"),
 }
+# Of order="block". A block is a run of neighbouring rows of a shard, permuted as a whole. The rows
+# of a window of blocks are permuted among themselves, and are read ahead.
+BLOCK_ROWS = 8  # at most
+BLOCK_WINDOW = 256
+READY_BATCHES = 2  # decoded ahead of the one that is read
 # domain of the hash: the background's order is independent of the recordings'
 BACKGROUND = 0x6E6F697365
 
@@ -140,16 +145,11 @@ class Config(FrontEnd, checks.DataSection):
     dtype: str = "float32"
     # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
     order: str = "global"
-    # [rows] of a block of order="block", at most, which are neighbours in a shard
-    block_rows: int = 8
-    # [blocks] whose rows are permuted among themselves, and that are read ahead
-    block_window: int = 256
     # [share] of the recordings that may be unreadable before the run stops
     bad_budget: float = 0.01
     # [bool] links in folders of shards and of recordings may lead out of them
     follow_links: bool = False
     threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
-    depth: int = 2  # [batches] that are kept ready
     # [bool] accept an extension that was built without optimisation
     allow_debug_build: bool = False
 
@@ -238,7 +238,7 @@ class Config(FrontEnd, checks.DataSection):
                     ),
                 )
         yield from checks.threads(self, least=0)
-        yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
+        yield from checks.at_least(self, 1, "views")
         if bad := [row for row in self.exclude if row < 0]:
             yield "exclude", f"holds {bad[0]}; rows are counted from 0"
         if _rust.build_profile() != "release" and not self.allow_debug_build:
@@ -410,9 +410,9 @@ def pipeline_settings(
         short=cast(Literal["random", "centre", "start", "origin"], config.short),
         repeat=config.short_fill == "repeat",
         silence=config.around == "silence",
-        block=(config.block_rows, config.block_window) if has_blocks else None,
+        block=(BLOCK_ROWS, BLOCK_WINDOW) if has_blocks else None,
         threads=config.threads or machine.cores(),
-        depth=config.depth,
+        depth=READY_BATCHES,
         bad_budget=config.bad_budget,
     )
 
@@ -529,7 +529,7 @@ def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
         "rows": rows,
     }
     if config.order == "block":
-        found["block"] = [config.block_rows, config.block_window]
+        found["block"] = [BLOCK_ROWS, BLOCK_WINDOW]
     # Older fields of a row are not named, so that older runs resume.
     before = {
         "short": "origin",

@@ -199,11 +199,8 @@ def test_state_names_all_that_decides_the_order(folder):
         return found
 
     first = state()
-    block = state(order="block")
-    assert block != first and state(order="block", block_rows=4) != block != state(
-        order="block", block_window=2
-    )
-    assert state(threads=1, depth=5, bad_budget=0.5) == first
+    assert state(order="block") != first
+    assert state(threads=1, bad_budget=0.5) == first
     assert state(batch=4) != first and state(seed=1) != first and state(exclude=(1,)) != first
     assert state(exclude=(1,)) != state(exclude=(2,))
     assert set(first) == {"seed", "fingerprint", "order"}
@@ -298,7 +295,6 @@ def test_numbers_that_are_invalid_are_reported_together():
         test_share=1.0,
         bad_budget=-0.1,
         threads=-1,
-        depth=0,
         exclude=(4, -1),
         clip_seconds=6.0,
         views=0,
@@ -308,7 +304,6 @@ def test_numbers_that_are_invalid_are_reported_together():
         "test_share",
         "bad_budget",
         "threads",
-        "depth",
         "exclude",
         "clip_seconds",
         "views",
