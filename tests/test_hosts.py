@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import orbax_steps
 from jaxtrain.parallel.cluster import notices
 from loaders import _rust
 from loaders.audio import spectrogram
@@ -361,7 +361,7 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     # [s] on one core
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves}", within=20 * 60, **malloc)
     (step,) = (p for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
-    state = stored.open_step(step)
+    state = orbax_steps.open_step(step)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state.values()) / 2**20  # MB
     assert size > 80
     batches = [

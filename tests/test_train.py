@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import orbax_steps
 from jaxtrain.assembly import assemble
 from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
@@ -230,7 +230,7 @@ def test_another_model_or_other_data_are_refused_with_a_remedy(folder):
 
 
 def parameters(workdir: pathlib.Path, step: int, group: str = "params") -> dict[str, np.ndarray]:
-    arrays = stored.open_step(workdir / "checkpoints" / str(step))
+    arrays = orbax_steps.open_step(workdir / "checkpoints" / str(step))
     return {
         path.removeprefix(f"{group}/"): s.read(())
         for path, s in arrays.items()

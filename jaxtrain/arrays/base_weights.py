@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from jaxtrain.arrays import stored, warm_start
+from jaxtrain.arrays import orbax_steps, safetensors_reader, stored, warm_start
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.config import WarmStart
 from loaders.io import atomic_write, files
@@ -60,9 +60,9 @@ def recorded(data: Mapping[str, Any]) -> Base | None:
 
 def pin(rules: WarmStart) -> WarmStart:
     """Replace the run that ``rules`` name by the step that they mean now. Raises StoredError."""
-    if not rules.source or stored.is_safetensors(rules.source):
+    if not rules.source or safetensors_reader.is_safetensors(rules.source):
         return rules
-    return at(rules, os.fspath(stored.find_step(rules.source, rules.step)))
+    return at(rules, os.fspath(orbax_steps.find_step(rules.source, rules.step)))
 
 
 def at(rules: WarmStart, place: str) -> WarmStart:

@@ -28,7 +28,15 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as spec_lib
-from jaxtrain.arrays import card, checksums, run_workload, saved_steps, stored, warm_start
+from jaxtrain.arrays import (
+    card,
+    checksums,
+    run_workload,
+    safetensors_reader,
+    saved_steps,
+    stored,
+    warm_start,
+)
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.source import SUMS, Source
 from jaxtrain.arrays.stored import Stored, StoredError
@@ -40,7 +48,7 @@ from loaders.io import atomic_write, checks, files
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
 PATTERNS = 60.0
-CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
+CODES = {dtype: code for code, dtype in safetensors_reader.DTYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -101,7 +109,7 @@ def export(
     flat = [entry for of_path in entries.values() for entry in of_path]
     shards = _split(flat, shard_size)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = names if len(names) > 1 else [stored.WHOLE]
+    names = names if len(names) > 1 else [safetensors_reader.WHOLE]
     where = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
 
     # 2. Everything goes into a folder of another name, which is renamed when it is whole.
@@ -279,7 +287,7 @@ def _own_files(
     }
     model = card.Model(_name(config), step, chosen.group, flat, config, meta, hub, chosen.left_out)
     texts = {
-        stored.INDEX: _json(
+        safetensors_reader.INDEX: _json(
             {"metadata": {"total_size": sum(entry.n_bytes for entry in flat)}, "weight_map": where}
         ),
         "config.json": _json(config),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxtrain.arrays import checksums, run_workload, stored
+from jaxtrain.arrays import checksums, orbax_steps, run_workload, stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.config import consistency
@@ -286,7 +286,7 @@ def save_weights(
         manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree)),
+                state=ocp.args.StandardSave(tree, save_args=orbax_steps.in_chunks(tree)),
                 data=ocp.args.JsonSave(dict(data)),
                 meta=ocp.args.JsonSave({**meta, "format": stored.FORMAT, "weights_only": True}),
             ),

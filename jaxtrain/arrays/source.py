@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import workload
-from jaxtrain.arrays import checksums, stored
+from jaxtrain.arrays import checksums, orbax_steps, safetensors_reader, stored
 from jaxtrain.arrays.stored import Stored, StoredError
 from loaders.io import files
 
@@ -42,8 +42,11 @@ class Source(NamedTuple):
     def arrays(self) -> dict[str, Stored]:
         """Every array by its path: ``params/encoder/w_patch``, ``step``. Raises StoredError."""
         if not self.is_export:
-            return stored.open_step(self.path)
-        origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
+            return orbax_steps.open_step(self.path)
+        origin, stored_arrays = (
+            self._json(stored.EXPORT),
+            safetensors_reader.open_safetensors(self.path),
+        )
         if foreign := workload.foreign_to(stored_arrays):
             stored_arrays = foreign.arrays(stored_arrays, self.path, bool(origin))
         number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
@@ -88,14 +91,16 @@ class Source(NamedTuple):
             meta = origin.get("meta", {})
             if not (config := origin.get("config")):
                 foreign = (
-                    None if origin else workload.foreign_to(stored.open_safetensors(self.path))
+                    None
+                    if origin
+                    else workload.foreign_to(safetensors_reader.open_safetensors(self.path))
                 )
                 config = foreign.config(self.path) if foreign else self._json("config.json")
             meta = {**meta, "config": config} if isinstance(meta, dict) else meta
             if origin:
                 stored.check_format(origin, self.path)
         else:
-            meta = stored.read_json(self.path, "meta") or {}
+            meta = orbax_steps.read_json(self.path, "meta") or {}
             stored.check_format(meta, self.path)
         for name in ("config", "versions"):
             if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
@@ -118,7 +123,7 @@ class Source(NamedTuple):
 
     def data(self) -> dict[str, Any]:
         """Return the run's position in its data, empty for an export. Raises StoredError."""
-        return {} if self.is_export else stored.read_json(self.path, "data") or {}
+        return {} if self.is_export else orbax_steps.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
         """Return the run's config. Raises StoredError unless it is a run of ``expected``."""
@@ -192,7 +197,7 @@ def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> S
     them, it has no such step, or ``export`` refuses it.
     """
     path = stored.place_of(run)
-    if stored.is_safetensors(path) and path.exists():
+    if safetensors_reader.is_safetensors(path) and path.exists():
         if export:
             raise StoredError(
                 f"{path} is an export, and {export}; expected a run's workdir or a step directory"
@@ -203,4 +208,4 @@ def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> S
                 f"--step is {step}, and {path} is an export, which holds one step; omit --step"
             )
         return Source(path, is_export=True)
-    return Source(stored.find_step(run, step), is_export=False)
+    return Source(orbax_steps.find_step(run, step), is_export=False)

@@ -35,7 +35,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import specs, workload
-from jaxtrain.arrays import checksums, stored
+from jaxtrain.arrays import checksums, orbax_steps, safetensors_reader, stored
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
@@ -101,8 +101,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     """Open the parameters of the source by their paths there. Raises WarmStartError."""
     config_of(config)  # refuses another format
     try:
-        if stored.is_safetensors(config.source):
-            arrays = stored.open_safetensors(config.source)
+        if safetensors_reader.is_safetensors(config.source):
+            arrays = safetensors_reader.open_safetensors(config.source)
             if foreign := workload.foreign_to(arrays):
                 own: dict[str, Stored] = foreign.arrays(arrays, config.source, False)
                 return own
@@ -113,11 +113,11 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
                 for path, array in arrays.items()
                 if not (ours and path.startswith(stored.MODEL_STATE))
             }
-        step_dir = stored.find_step(config.source, config.step)
+        step_dir = orbax_steps.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
         arrays = {
             p.removeprefix(group): s
-            for p, s in stored.open_step(step_dir).items()
+            for p, s in orbax_steps.open_step(step_dir).items()
             if p.startswith(group)
         }
     except stored.StoredError as error:
@@ -135,8 +135,11 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
 def config_of(config: WarmStart) -> dict[str, Any]:
     """Return the config of the source's run, or {} of others' weights. Raises WarmStartError."""
     try:
-        if not stored.is_safetensors(config.source):
-            meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
+        if not safetensors_reader.is_safetensors(config.source):
+            meta = (
+                orbax_steps.read_json(orbax_steps.find_step(config.source, config.step), "meta")
+                or {}
+            )
             stored.check_format(meta, config.source)
         else:
             folder = epath.Path(config.source).expanduser()
@@ -154,10 +157,10 @@ def config_of(config: WarmStart) -> dict[str, Any]:
 
 def damage(config: WarmStart) -> list[str]:
     """Read the whole source once, in one process, and list damage by its checksums."""
-    if stored.is_safetensors(config.source):
+    if safetensors_reader.is_safetensors(config.source):
         return []
     try:
-        return checksums.verify(stored.find_step(config.source, config.step))
+        return checksums.verify(orbax_steps.find_step(config.source, config.step))
     except checksums.NoManifest as error:
         log.warning("%s: the warm start reads it unverified", error)
         return []

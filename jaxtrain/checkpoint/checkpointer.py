@@ -36,7 +36,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import checksums, quiet_orbax, stored
+from jaxtrain.arrays import checksums, orbax_steps, quiet_orbax, stored
 from jaxtrain.checkpoint import disk_usage, joint_failure
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.parallel import cluster
@@ -146,7 +146,7 @@ class Checkpointer:
                 content = {name: content[name] for name in ("step", "params", "model_state", "ema")}
                 meta = {**meta, "weights_only": True}
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave(content, save_args=stored.in_chunks(content)),
+                state=ocp.args.StandardSave(content, save_args=orbax_steps.in_chunks(content)),
                 data=ocp.args.JsonSave({**data, **history._asdict()}),
                 meta=ocp.args.JsonSave(meta),
             )
@@ -216,7 +216,7 @@ class Checkpointer:
         for step in cluster.agree_on(steps):
             path = self._path / str(step)
             if not cluster.agree(bool(self._damage(path))):
-                return _read_state(path, stored.open_step(path), abstract), step
+                return _read_state(path, orbax_steps.open_step(path), abstract), step
         return None
 
     def is_finished(self) -> bool:
@@ -224,7 +224,7 @@ class Checkpointer:
         meta: Mapping[str, Any] = {}
         # damage is reported when the step itself is read
         with contextlib.suppress(OSError, stored.StoredError):
-            meta = stored.read_json(self._path / str(self._config.train.steps), "meta") or {}
+            meta = orbax_steps.read_json(self._path / str(self._config.train.steps), "meta") or {}
         return bool(cluster.agree(bool(meta.get("weights_only"))))
 
     def poll(self) -> None:
@@ -309,7 +309,7 @@ class Checkpointer:
         if jax.process_index() != 0:
             return ""
         try:
-            stored.check_files(path)
+            orbax_steps.check_files(path)
             if not self._config.checkpoint.verify:
                 return ""
             return "; ".join(checksums.verify(path))
@@ -355,7 +355,7 @@ class Checkpointer:
     def _read(self, step_dir: epath.Path, abstract: "Abstract") -> "tuple[_Read | None, str]":
         """Read a step, or say why that fails. Raises CheckpointError: it is of another model."""
         try:
-            arrays = stored.open_step(step_dir)
+            arrays = orbax_steps.open_step(step_dir)
             changes = self._check_config(step_dir, arrays, abstract)
             data = stored.read_object(step_dir, "data/metadata")
             state = _read_state(step_dir, arrays, abstract)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxtrain import specs
-from jaxtrain.arrays import base_weights, stored, warm_start
+from jaxtrain.arrays import base_weights, orbax_steps, safetensors_reader, stored, warm_start
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import CheckpointError, History, Restored
 from jaxtrain.compile import program_cache
@@ -114,7 +114,7 @@ def _report_schedule(config: Config, restored: Restored) -> None:
 
 
 def _saved_config(restored: Restored) -> Any:
-    return (stored.read_json(restored.source, "meta") or {}).get("config") or {}
+    return (orbax_steps.read_json(restored.source, "meta") or {}).get("config") or {}
 
 
 def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
@@ -286,7 +286,7 @@ def _warm_start(
 
 def _warn_of_average(config: WarmStart) -> None:
     """Log a warning if the source has an average, which its run evaluated, and it is not used."""
-    if config.ema or stored.is_safetensors(config.source):
+    if config.ema or safetensors_reader.is_safetensors(config.source):
         return
     if (warm_start.config_of(config).get("train") or {}).get("ema"):
         log.warning(

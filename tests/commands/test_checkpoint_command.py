@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxtrain.arrays import checksums, safetensors, stored
+from jaxtrain.arrays import checksums, orbax_steps, safetensors, stored
 from jaxtrain.commands import checkpoint as tool
 from jaxtrain.commands import export, lora_to_peft
 from tests.support import runs
@@ -89,7 +89,7 @@ def test_inspect_on_one_device_without_model_code(saved):
 
 def test_every_array_reads_back_bit_for_bit_whole_and_in_pieces(saved):
     expected = runs.numbers(runs.state(0, 10))
-    arrays = stored.open_step(saved / "checkpoints" / "10")
+    arrays = orbax_steps.open_step(saved / "checkpoints" / "10")
     assert arrays.keys() == expected.keys()
     for path, one in arrays.items():
         assert one.dtype == expected[path].dtype
@@ -201,15 +201,15 @@ def test_export_keeps_the_weights_and_says_so(run, tmp_path, capsys):
     code, out = call(capsys, "export", run, "--out", tmp_path / "weights")
     assert code == 0 and "weights only" in out
     step = tmp_path / "weights" / "checkpoints" / "20"
-    before, after = stored.open_step(run / "checkpoints" / "20"), stored.open_step(step)
+    before, after = orbax_steps.open_step(run / "checkpoints" / "20"), orbax_steps.open_step(step)
     assert after.keys() == {p for p in before if not p.startswith("opt_state")}
     for path, one in after.items():
         assert (
             one.dtype == before[path].dtype
             and one.read(()).tobytes() == before[path].read(()).tobytes()
         )
-    meta = stored.read_json(step, "meta")
-    assert meta.pop("weights_only") is True and meta == stored.read_json(
+    meta = orbax_steps.read_json(step, "meta")
+    assert meta.pop("weights_only") is True and meta == orbax_steps.read_json(
         run / "checkpoints" / "20", "meta"
     )
     assert checksums.verify(step) == []
@@ -305,8 +305,8 @@ def test_other_peoples_orbax_directories_are_read_too(tmp_path):
     )
     with ocp.CheckpointManager(tmp_path / "new") as manager:
         manager.save(5, args=ocp.args.StandardSave(x))
-    for folder in (tmp_path / "old", stored.find_step(tmp_path / "new")):
-        arrays = stored.open_step(folder)
+    for folder in (tmp_path / "old", orbax_steps.find_step(tmp_path / "new")):
+        arrays = orbax_steps.open_step(folder)
         assert {p: s.read(()).tolist() for p, s in arrays.items()} == {
             "w": x["w"].tolist(),
             "list/0": 1,

@@ -20,7 +20,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import orbax_steps, safetensors_reader, stored
 from jaxtrain.commands import export as tool
 from tests.support import runs
 
@@ -167,25 +167,27 @@ def test_files_are_no_larger_than_asked_and_split_between_layers(named, tmp_path
     for i in range(3):
         assert same(found[f"layer.{i}.w_qkv"], expected["encoder/blocks/w_qkv"][i])
     layers = {
-        json.loads((tmp_path / "out" / stored.INDEX).read_text())["weight_map"][f"layer.{i}.w_qkv"]
+        json.loads((tmp_path / "out" / safetensors_reader.INDEX).read_text())["weight_map"][
+            f"layer.{i}.w_qkv"
+        ]
         for i in range(3)
     }
     assert len(layers) > 1, "one stack went into several files"
 
     # On the way back, the stack is a stack again.
     assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 0
-    back = stored.open_step(tmp_path / "back" / "checkpoints" / "10")
+    back = orbax_steps.open_step(tmp_path / "back" / "checkpoints" / "10")
     assert same(back["params/encoder/blocks/w_qkv"].read(()), expected["encoder/blocks/w_qkv"])
 
 
 def test_a_round_trip_is_bit_exact(saved, tmp_path):
     assert call(saved, "--shard-size", "60kB", "--out", tmp_path / "out") == 0
     assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 0
-    before = stored.open_step(saved / "checkpoints" / "10")
-    after = stored.open_step(stored.find_step(tmp_path / "back"))
+    before = orbax_steps.open_step(saved / "checkpoints" / "10")
+    after = orbax_steps.open_step(orbax_steps.find_step(tmp_path / "back"))
     assert after.keys() == {p for p in before if p.startswith("params/")} | {"step"}
     assert all(same(after[p].read(()), before[p].read(())) for p in after)
-    meta = stored.read_json(tmp_path / "back" / "checkpoints" / "10", "meta")
+    meta = orbax_steps.read_json(tmp_path / "back" / "checkpoints" / "10", "meta")
     assert (
         meta["weights_only"]
         and meta["config"]["model"] == {"depth": 3}
@@ -384,13 +386,13 @@ def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
     arrays["d.e"] = np.zeros((0, 4), np.float32)
     safetensors.numpy.save_file(arrays, tmp_path / "other.safetensors")
     for place in (tmp_path, tmp_path / "other.safetensors"):
-        assert stored.is_safetensors(place)
-        found = stored.open_safetensors(place)
+        assert safetensors_reader.is_safetensors(place)
+        found = safetensors_reader.open_safetensors(place)
         assert {p.replace("/", ".") for p in found} == arrays.keys()
         assert all(same(one.read(()), arrays[p.replace("/", ".")]) for p, one in found.items())
-    assert stored.open_safetensors(tmp_path)["a/w"].read((slice(1, 2), slice(0, 2))).tolist() == [
-        [3, 4]
-    ]
+    assert safetensors_reader.open_safetensors(tmp_path)["a/w"].read(
+        (slice(1, 2), slice(0, 2))
+    ).tolist() == [[3, 4]]
 
 
 def written(folder, **files):
@@ -411,13 +413,15 @@ def written(folder, **files):
 def test_a_stray_file_next_to_the_model_is_not_read(tmp_path, caplog):
     """transformers does the same: a file that sorts last is not a model."""
     folder = written(tmp_path / "x", model={"a": 1, "b": 2}, model_old={"a": 3, "c": 4})
-    found = stored.open_safetensors(folder)
+    found = safetensors_reader.open_safetensors(folder)
     assert {name: one.read(()).tolist() for name, one in found.items()} == {
         "a": [1, 1],
         "b": [2, 2],
     }
     assert "model.safetensors is read; not read: model_old.safetensors" in caplog.text
-    assert stored.open_safetensors(written(tmp_path / "parts", x={"a": 1}, y={"b": 2})).keys() == {
+    assert safetensors_reader.open_safetensors(
+        written(tmp_path / "parts", x={"a": 1}, y={"b": 2})
+    ).keys() == {
         "a",
         "b",
     }
@@ -459,7 +463,7 @@ INDEX = "model.safetensors.index.json"
 )
 def test_a_folder_that_contradicts_itself_is_refused_by_name(tmp_path, content, said):
     with pytest.raises(stored.StoredError, match=said):
-        stored.open_safetensors(written(tmp_path / "x", **content))
+        safetensors_reader.open_safetensors(written(tmp_path / "x", **content))
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "offsets"])
@@ -475,18 +479,18 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
         }[damage]
     )
     with pytest.raises(stored.StoredError, match="model.safetensors"):
-        stored.open_safetensors(tmp_path)
+        safetensors_reader.open_safetensors(tmp_path)
 
 
 def test_an_array_larger_than_a_chunk_is_saved_and_exported_in_chunks(tmp_path, monkeypatch):
     """This holds for any part of it on a device. Here one device has all of it."""
-    monkeypatch.setattr(stored, "CHUNK", 1 << 16)
+    monkeypatch.setattr(orbax_steps, "CHUNK", 1 << 16)
     w = np.random.default_rng(0).standard_normal((1024, 128), np.float32)
     tree = {"step": jnp.int32(1), "params": {"w": jnp.asarray(w)}}
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
-        save = ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree))
+        save = ocp.args.StandardSave(tree, save_args=orbax_steps.in_chunks(tree))
         manager.save(1, args=ocp.args.Composite(state=save))
-    one = stored.open_step(stored.find_step(tmp_path / "run"))["params/w"]
+    one = orbax_steps.open_step(orbax_steps.find_step(tmp_path / "run"))["params/w"]
     assert one.chunk == (128, 128)
     pieces = list(one.pieces(limit=1 << 16))
     assert len(pieces) == 8 and all(same(one.read(i), w[i]) for i in pieces)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.arrays import checksums, source, stored, warm_start
+from jaxtrain.arrays import checksums, orbax_steps, safetensors_reader, source, stored, warm_start
 from jaxtrain.config.schema import WarmStart
 from jaxtrain.nn import hugging_face
 from jaxtrain.parallel.lease import WorkdirError
@@ -264,11 +264,11 @@ def read_index(folder: pathlib.Path) -> None:
 
 
 def read_step(folder: pathlib.Path) -> None:
-    step = stored.find_step(folder)
+    step = orbax_steps.find_step(folder)
     checksums.verify(step)
     found = source.find(folder)
     found.meta(), found.config(), found.data(), records.read(folder / "metrics.jsonl")
-    arrays = stored.open_step(step)
+    arrays = orbax_steps.open_step(step)
     found.step(arrays)
     _all_of(arrays)
 
@@ -276,7 +276,7 @@ def read_step(folder: pathlib.Path) -> None:
 def read_export(folder: pathlib.Path) -> None:
     refused = None
     for read in (
-        lambda: _all_of(stored.open_safetensors(folder)),
+        lambda: _all_of(safetensors_reader.open_safetensors(folder)),
         lambda: source.find(folder).config(),
         lambda: hugging_face.own_export(folder, "jaxtrain.workloads.bird", ()),
         lambda: warm_start.open_source(WarmStart(source=str(folder))),

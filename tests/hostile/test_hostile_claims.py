@@ -19,7 +19,7 @@ import pytest
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import orbax_steps, safetensors_reader, stored
 from jaxtrain.telemetry import console
 from jaxtrain.telemetry.report import trace
 from jaxtrain.workloads.giblet import predict
@@ -242,7 +242,9 @@ def test_arrays_of_safetensors_have_a_place_and_a_path_each(tmp_path, capsys, he
 
 def test_a_number_with_thousands_of_digits_is_part_of_a_name(tmp_path):
     name = f"x[{'9' * 5000}]"
-    assert list(stored.open_safetensors(safetensors(tmp_path, {name: of(0, 8)}, 8))) == [name]
+    assert list(
+        safetensors_reader.open_safetensors(safetensors(tmp_path, {name: of(0, 8)}, 8))
+    ) == [name]
 
 
 def test_a_sparse_file_is_not_read_into_more_memory_than_there_is(tmp_path, capsys, monkeypatch):
@@ -285,11 +287,11 @@ def test_a_sparse_file_is_not_given_to_tensorstore_whole(tmp_path, name, size, o
     with path.open("ab") as file:
         file.truncate(size)
     if ok:
-        return stored.check_files(epath.Path(tmp_path))
+        return orbax_steps.check_files(epath.Path(tmp_path))
     with pytest.raises(
         stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and its contents take at most "
     ):
-        stored.check_files(epath.Path(tmp_path))
+        orbax_steps.check_files(epath.Path(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import safetensors, stored, warm_start
+from jaxtrain.arrays import safetensors, safetensors_reader, stored, warm_start
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 HEADERS = {
@@ -72,7 +72,7 @@ def test_a_header_that_lies_is_refused_by_every_reader(tmp_path, what):
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**62, 2**64 - 1])
 def test_a_length_that_lies_is_refused(tmp_path, length):
     with pytest.raises(stored.StoredError, match="does not fit in a file"):
-        stored.open_safetensors(write(tmp_path / "in", b"{}", length=length))
+        safetensors_reader.open_safetensors(write(tmp_path / "in", b"{}", length=length))
 
 
 @pytest.mark.parametrize("step", [-1, 2**31, 1.5, "10", True, [1], {"a": 1}])
@@ -102,7 +102,7 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path, name):
     folder = write(tmp_path / "in", header)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(stored.StoredError, match="leads out|names|weight_map"):
-        stored.open_safetensors(folder)
+        safetensors_reader.open_safetensors(folder)
 
 
 def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
@@ -114,5 +114,5 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
     np.testing.assert_array_equal(
-        stored.open_safetensors(snapshot)["a"].read(()), np.zeros((2, 2), np.float32)
+        safetensors_reader.open_safetensors(snapshot)["a"].read(()), np.zeros((2, 2), np.float32)
     )

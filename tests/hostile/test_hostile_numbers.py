@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays import orbax_steps, run_workload
 from jaxtrain.arrays.stored import StoredError
 from loaders import _rust, base
 from loaders.audio import spectrogram
@@ -139,4 +139,4 @@ def test_an_array_of_zeros_is_no_larger_than_the_memory(tmp_path, lie, reason):
     path = state / "w" / ".zarray"
     path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))
     with pytest.raises(StoredError, match=reason):
-        stored.open_step(tmp_path)["w"].read(())
+        orbax_steps.open_step(tmp_path)["w"].read(())

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.arrays import safetensors, stored
+from jaxtrain.arrays import safetensors, safetensors_reader, stored
 from jaxtrain.commands import launch
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
@@ -377,7 +377,7 @@ def test_a_base_that_the_user_names_is_merged(tmp_path, adapted):
         )
         == 0
     )
-    merged = stored.open_safetensors(tmp_path / "out")["blocks/w_q"].read(())
+    merged = safetensors_reader.open_safetensors(tmp_path / "out")["blocks/w_q"].read(())
     # 0.1 of the base, and alpha 4 over rank 2 times the product of ones over both ranks.
     np.testing.assert_allclose(merged, np.full_like(merged, 0.1 + 2 * 2), rtol=1e-6)
 

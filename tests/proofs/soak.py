@@ -505,9 +505,9 @@ class Soak:
         return [(line["step"], line["loss"]) for line in lines if line["split"] == "train"]
 
     def _arrays(self, number: int) -> set[tuple[str, str]]:
-        from jaxtrain.arrays import stored
+        from jaxtrain.arrays import orbax_steps
 
-        state = stored.open_step(stored.find_step(self.folder / DISK / f"lap{number}"))
+        state = orbax_steps.open_step(orbax_steps.find_step(self.folder / DISK / f"lap{number}"))
         return {
             (name, hashlib.sha256(array.read(()).tobytes()).hexdigest())
             for name, array in state.items()

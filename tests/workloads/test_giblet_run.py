@@ -9,7 +9,7 @@ import safetensors.numpy
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import stored, warm_start
+from jaxtrain.arrays import orbax_steps, warm_start
 from jaxtrain.commands import export
 from jaxtrain.workloads.giblet import model as giblet
 from tests.support import processes, small_runs
@@ -43,13 +43,13 @@ def test_a_run_draws_its_predictions_and_its_export_has_the_running_statistics(f
     exported = folder / "exported"
     assert export.main([str(workdir), "--out", str(exported)]) == 0
     arrays = safetensors.numpy.load_file(exported / "model.safetensors")
-    state = stored.open_step(stored.find_step(workdir, None))
+    state = orbax_steps.open_step(orbax_steps.find_step(workdir, None))
     model_state = [path for path in state if path.startswith("model_state/")]
     assert model_state and all(
         (arrays[path.replace("/", ".")] == state[path].read(())).all() for path in model_state
     )
     assert export.main(["--reverse", str(exported), "--out", str(folder / "back")]) == 0
-    back = stored.open_step(stored.find_step(folder / "back", None))
+    back = orbax_steps.open_step(orbax_steps.find_step(folder / "back", None))
     assert all(
         (back[path].read(()) == state[path].read(())).all()
         for path in state

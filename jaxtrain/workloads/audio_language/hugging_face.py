@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import safetensors_reader
 from jaxtrain.nn import hugging_face
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
 from jaxtrain.nn.layers import Rope
@@ -145,7 +145,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     with hugging_face.reading(path):
         h = files.read_json(path)
         if _is_of_transformers(h):
-            return _read_transformers(h, path, stored.open_safetensors(folder))
+            return _read_transformers(h, path, safetensors_reader.open_safetensors(folder))
         if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
             remedy = (
                 "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its"
@@ -154,7 +154,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
             raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
         text = h.get("text_config") or h["text"]
         head_dim = {"head_dim": h["head_dim"]} if "head_dim" in h else {}
-        there = stored.open_safetensors(folder)
+        there = safetensors_reader.open_safetensors(folder)
         model = dict(
             hugging_face.decoder_fields({**text, **head_dim}, path),
             vocab=text["vocab_size"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import safetensors_reader, stored
 from jaxtrain.nn import hugging_face
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
 from jaxtrain.nn.layers import Rope
@@ -422,7 +422,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 def _unused(folder: str | pathlib.Path, tied: bool) -> tuple[str, ...]:
     """config.warm_start.unused: what transformers does not read either. Raises HuggingFaceError."""
     try:
-        there = stored.open_safetensors(folder)
+        there = safetensors_reader.open_safetensors(folder)
     except stored.StoredError as error:
         raise HuggingFaceError(str(error)) from error
     head, embed = (there.get(_NAMES.top[name].replace(".", "/")) for name in ("w_head", "embed"))

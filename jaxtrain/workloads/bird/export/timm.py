@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import safetensors_reader, stored
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.types import Export, Foreign, Format, Hub
 from jaxtrain.workloads.bird import export, vit
@@ -32,7 +32,7 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
 
     Raises StoredError, with everything that does not fit.
     """
-    arrays = stored.open_safetensors(folder)
+    arrays = safetensors_reader.open_safetensors(folder)
     if not timm_names.unprefixed(arrays):
         patch = timm_names.PATCH.replace("/", ".")
         raise StoredError(
@@ -129,9 +129,9 @@ def _model(
 def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
     """Yield (field, text) if a run with ``rules`` of warm start would compute something else."""
     try:
-        if "://" in rules.source or not stored.is_safetensors(rules.source):
+        if "://" in rules.source or not safetensors_reader.is_safetensors(rules.source):
             return
-        arrays = stored.open_safetensors(rules.source)
+        arrays = safetensors_reader.open_safetensors(rules.source)
         if not timm_names.unprefixed(arrays):
             return
         model, _, _ = _model(arrays, rules.source)
