@@ -247,8 +247,7 @@ def _noise_floor(hz_k: np.ndarray, m: int, rng: np.random.Generator) -> np.ndarr
     is_in_birds_band = (hz_k > 1500) & (hz_k < 8000)
     rms_in_band = 2 * np.sqrt(np.square(tilt_k[is_in_birds_band]).sum()) / m
     gain = np.float32(_gain(rng, -26, -6) / rms_in_band)
-    noise_m: np.ndarray = np.fft.irfft(tilt_k * gain * _white(hz_k, rng), m)
-    return noise_m
+    return np.fft.irfft(tilt_k * gain * _white(hz_k, rng), m)
 
 
 def _wind(hz_k: np.ndarray, t_m: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -258,7 +257,8 @@ def _wind(hz_k: np.ndarray, t_m: np.ndarray, rng: np.random.Generator) -> np.nda
     knots = np.arange(0, t_m[-1] + 0.7, 0.7)
     gusts_m = np.interp(t_m, knots, rng.uniform(0, 1, len(knots)))
     gain = np.float32(_gain(rng, -15, 0) / rumble_m.std())
-    return rumble_m * gain * gusts_m.astype(np.float32)
+    wind_m: np.ndarray = rumble_m * gain * gusts_m.astype(np.float32)
+    return wind_m
 
 
 def _rain(hz_k: np.ndarray, m: int, rate: int, rng: np.random.Generator) -> np.ndarray:

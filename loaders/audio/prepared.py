@@ -39,6 +39,7 @@ from loaders.io.checks import first_line
 
 VERSION = 1  # of prepared.json
 NAME = "prepared.json"
+SHARDS = "data-*-of-?????.arrow"
 GROUP = 32  # rows of a shard that are in memory together
 MAX_BATCH = 1 << 30  # [bytes] of a batch of rows: 32-bit offsets count twice as many
 # [bytes] of a prepared recording up to the name of its block of metadata
@@ -69,6 +70,8 @@ class Counts:
 
 
 class _Item(NamedTuple):
+    """A recording of an index, of one channel."""
+
     path: str  # in the index
     channel: int
     name: str  # of the prepared file
@@ -76,32 +79,62 @@ class _Item(NamedTuple):
     row: int
 
 
+Items = dict[tuple[str, int], _Item]  # by the path and the channel that rows name
+
+
+class _Source(NamedTuple):
+    """The shards of a split, and the index over them."""
+
+    shards: list[pathlib.Path]
+    row_index: "_rust.Index"
+
+
+class _Work(NamedTuple):
+    """The part of this process in preparing recordings."""
+
+    sources: dict[str, _Source]  # by split
+    settings: Settings
+    part: tuple[int, int]
+    pool: "_Pool"
+    counts: Counts
+    note: Callable[[str], None]
+
+    def is_ours(self, number: int) -> bool:
+        k, n = self.part
+        return number % n == k
+
+
 def problem(path: str, config: Any) -> str:
     """Return why a prepared folder ``path`` cannot be read with a loader's config, else ""."""
     place = files.expanded(path)
-    folder = next((folder for folder in (place, place.parent) if (folder / NAME).is_file()), None)
-    if folder is None:
+    if (place / NAME).is_file():
+        folder = place
+    elif (place.parent / NAME).is_file():
+        folder = place.parent
+    else:
         return ""
-    about = _read(folder)
-    again = "run the same jaxtrain prepare again"
-    if not about["complete"]:
-        return f"is {path!r}, of which jaxtrain prepare has not made all; {again} to continue"
-    there = collections.Counter(
-        (shard.parent, int(shard.stem[-5:])) for shard in folder.rglob("data-*-of-?????.arrow")
-    )
-    for (parent, n), found in there.items():
-        if found < n:
+    metadata = _read(folder)
+    if not metadata["complete"]:
+        return (
+            f"is {path!r}, of which jaxtrain prepare has not made all; run the same jaxtrain"
+            " prepare again to continue"
+        )
+    shards_of = [(shard.parent, int(shard.stem[-5:])) for shard in folder.rglob(SHARDS)]
+    for (parent, n), n_present in collections.Counter(shards_of).items():
+        if n_present < n:
             return (
-                f"is {path!r}, and {parent} lacks {n - found} of its {n} shards; {again} to make"
-                " them"
+                f"is {path!r}, and {parent} lacks {n - n_present} of its {n} shards; run the same"
+                " jaxtrain prepare again to make them"
             )
     for name in SETTINGS:
-        if (prepared := about["settings"][name]) != (asked := getattr(config, name)):
+        prepared = metadata["settings"][name]
+        configured = getattr(config, name)
+        if prepared != configured:
             flag = "--" + name.replace("_", "-")
             return (
                 f"is {path!r}, which was prepared with {name}={prepared}, and data.{name} is"
-                f" {asked}; set that back, or prepare the recordings again: jaxtrain prepare …"
-                f" {flag}={asked}"
+                f" {configured}; set that back, or prepare the recordings again: jaxtrain prepare …"
+                f" {flag}={configured}"
             )
     return ""
 
@@ -125,88 +158,96 @@ def prepare(
     Raises DataError: a source that is none, or an ``out`` that holds other things. Raises OSError,
     with the name of a file that could not be written.
     """
-    found = files.expanded(shards.resolve(source))
-    if any((at / NAME).is_file() for at in (found, found.parent)):
+    place = files.expanded(shards.resolve(source))
+    if (place / NAME).is_file() or (place.parent / NAME).is_file():
         raise DataError(f"{source} is prepared already; name the data that it was made from")
-    is_index = (found / "index.json").is_file()
-    splits = (
-        sorted(store.read(found)["splits"])
-        if is_index
-        else (shards.splits_of(found) if found.is_dir() else [])
-    )
-    opened: dict[str, tuple[list[pathlib.Path], _rust.Index]] = {}
-    for split in splits or [""]:
-        places = shards.find_shards(str(found), split or "train", links=links)
-        opened[split] = (
-            places,
-            shards.open_index(places, label="", audio_root=audio_root, links=links),
-        )
-    fingerprints = {split: index.fingerprint for split, (_, index) in opened.items()}
-    about = {
+    is_index = (place / "index.json").is_file()
+    sources = {}
+    for split in _splits(place, is_index):
+        paths = shards.find_shards(str(place), split or "train", links=links)
+        index = shards.open_index(paths, label="", audio_root=audio_root, links=links)
+        sources[split] = _Source(paths, index)
+    metadata = {
         "version": VERSION,
         "settings": settings._asdict(),
-        "fingerprints": fingerprints,
+        "fingerprints": {split: source.row_index.fingerprint for split, source in sources.items()},
         "complete": False,
     }
-    is_complete = _begin(out, about)
+    is_complete = _begin(out, metadata)
     counts = Counts()
     with _Pool(threads or machine.cores(), settings) as pool:
-        make: Callable[..., Any] = _index if is_index else _shards
-        rows = make(out, opened, settings, part, pool, counts, note)
+        work = _Work(sources, settings, part, pool, counts, note)
+        if is_index:
+            tables = _read_tables(sources)
+            items = _items(sources, tables, settings)
+            _prepare_index(out, items, work)
+        else:
+            _prepare_shards(out, work)
         if not counts.missing and not is_complete:
             # then the other process completes the folder
             with contextlib.suppress(atomic_write.BusyError):
-                if rows:
-                    _rows(found, out, *rows)
-                _write_json(out / NAME, {**about, "complete": True})
+                if is_index:
+                    _write_index(place, out, tables, items)
+                _write_json(out / NAME, {**metadata, "complete": True})
     return counts
 
 
-def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
+def _splits(place: pathlib.Path, is_index: bool) -> list[str]:
+    """Return the splits of a source, or the empty name if it is not split."""
+    splits: list[str] = []
+    if is_index:
+        splits = sorted(store.read(place)["splits"])
+    elif place.is_dir():
+        splits = shards.splits_of(place)
+    return splits or [""]
+
+
+def _begin(out: pathlib.Path, metadata: dict[str, Any]) -> bool:
     """Make the folder, or check its data and settings. Return whether all is prepared."""
     atomic_write.refuse_unwritable(out, folder=True)
     if (out / NAME).is_file():
-        before = _read(out)
+        earlier = _read(out)
         for name, why in (("settings", "with other settings"), ("fingerprints", "from other data")):
-            if before[name] != about[name]:
+            if earlier[name] != metadata[name]:
                 raise DataError(
-                    f"--out {out} was prepared {why}: {before[name]}, and now {about[name]}; name a"
-                    " new folder, or delete it"
+                    f"--out {out} was prepared {why}: {earlier[name]}, and now {metadata[name]};"
+                    " name a new folder, or delete it"
                 )
-        return bool(before["complete"])
+        return bool(earlier["complete"])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(
             f"--out {out} holds other things; name a new folder, or one of jaxtrain prepare"
         )
     with atomic_write.naming(out):
         out.mkdir(parents=True, exist_ok=True)
-        _write_json(out / NAME, about)
+        _write_json(out / NAME, metadata)
     return False
 
 
 def _read(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        about = files.read_json(files.inside(folder, NAME))
-        if about.get("version") != VERSION:
-            raise TypeError(
-                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION}"
-            )
-        if not isinstance(about["complete"], bool) or not isinstance(about["fingerprints"], dict):
+        metadata = files.read_json(files.inside(folder, NAME))
+        version = metadata.get("version")
+        if version != VERSION:
+            raise TypeError(f"it is of version {version!r:.80}, and this jaxtrain reads {VERSION}")
+        is_stated = isinstance(metadata["complete"], bool)
+        if not is_stated or not isinstance(metadata["fingerprints"], dict):
             raise TypeError("it states no fingerprints, or not whether it is complete")
-        Settings(**about["settings"])
-        return about
+        Settings(**metadata["settings"])
+        return metadata
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"has a broken {folder / NAME}: {error}; prepare the recordings again, in a new folder"
         ) from error
 
 
-def _write_json(path: pathlib.Path, about: dict[str, Any]) -> None:
-    with _whole(path) as file:
-        file.write((json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    with _complete(path) as file:
+        file.write(f"{text}\n".encode())
 
 
-def _whole(path: pathlib.Path) -> contextlib.AbstractContextManager[IO[bytes]]:
+def _complete(path: pathlib.Path) -> contextlib.AbstractContextManager[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     return atomic_write.file(path)
 
@@ -215,7 +256,9 @@ class _Pool:
     """Threads that prepare recordings, and stop within a chunk of one if the block ends early."""
 
     def __init__(self, threads: int, settings: Settings):
-        self._threads, self._settings, self._stop = threads, settings, threading.Event()
+        self._threads = threads
+        self._settings = settings
+        self._stop = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
 
     def __enter__(self) -> "_Pool":
@@ -251,56 +294,48 @@ class _Pool:
         )
 
 
-def _shards(
-    out: pathlib.Path,
-    opened: Any,
-    settings: Settings,
-    part: tuple[int, int],
-    pool: _Pool,
-    counts: Counts,
-    note: Any,
-) -> None:
-    places = [
-        (split, k, place) for split, (of_it, _) in opened.items() for k, place in enumerate(of_it)
-    ]
-    for number, (split, k, place) in enumerate(places):
-        of_it, index = opened[split]
-        path = out / split / f"data-{k:05d}-of-{len(of_it):05d}.arrow"
-        if path.is_file():
-            counts.found += 1
-        elif number % part[1] != part[0]:
+def _prepare_shards(out: pathlib.Path, work: _Work) -> None:
+    number = 0
+    for split, source in work.sources.items():
+        n_shards = len(source.shards)
+        for k in range(n_shards):
+            path = out / split / f"data-{k:05d}-of-{n_shards:05d}.arrow"
+            _prepare_shard(path, source, k, number, work)
+            number += 1
+
+
+def _prepare_shard(path: pathlib.Path, source: _Source, k: int, number: int, work: _Work) -> None:
+    """Make shard ``k`` of a split, unless it is there, or left to another process."""
+    counts = work.counts
+    if path.is_file():
+        counts.found += 1
+    elif not work.is_ours(number):
+        counts.missing += 1
+    else:
+        try:
+            with _complete(path) as file:
+                _write_shard(source, k, work, file)
+            counts.made += 1
+            work.note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
+        except atomic_write.BusyError:
             counts.missing += 1
-        else:
-            try:
-                with _whole(path) as file:
-                    _shard(
-                        place, index, int(index.first_rows[k]), settings.channel, pool, counts, file
-                    )
-                counts.made += 1
-                note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
-            except atomic_write.BusyError:
-                counts.missing += 1
-        if path.is_file():
-            counts.bytes += path.stat().st_size
+    if path.is_file():
+        counts.bytes += path.stat().st_size
 
 
-def _shard(
-    place: pathlib.Path,
-    index: "_rust.Index",
-    first: int,
-    channel: int,
-    pool: _Pool,
-    counts: Counts,
-    file: IO[bytes],
-) -> None:
+def _write_shard(source: _Source, k: int, work: _Work, file: IO[bytes]) -> None:
+    place = source.shards[k]
+    row = int(source.row_index.first_rows[k])
     writer = None
     with _reading(place), contextlib.ExitStack() as closing:
         for batch in _batches(place, closing):
-            writer = writer or closing.enter_context(pa.ipc.new_stream(file, batch.schema))
-            for group in (batch.slice(at, GROUP) for at in range(0, len(batch), GROUP)):
-                for some in _prepared_batches(group, index, first, channel, pool, counts):
-                    writer.write_batch(some)
-                first += len(group)
+            if writer is None:
+                writer = closing.enter_context(pa.ipc.new_stream(file, batch.schema))
+            for start in range(0, len(batch), GROUP):
+                group = batch.slice(start, GROUP)
+                for prepared in _prepared_batches(group, source.row_index, row, work):
+                    writer.write_batch(prepared)
+                row += len(group)
 
 
 @contextlib.contextmanager
@@ -329,169 +364,192 @@ def _batches(place: pathlib.Path, closing: contextlib.ExitStack) -> Iterator[pa.
 
 
 def _prepared_batches(
-    group: pa.RecordBatch,
-    index: "_rust.Index",
-    first: int,
-    channel: int,
-    pool: _Pool,
-    counts: Counts,
+    group: pa.RecordBatch, index: "_rust.Index", first: int, work: _Work
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows with prepared recordings, in one batch, or one each if they are too large."""
     number = group.schema.get_field_index("audio")
     audio = group.column(number)
-    fields = {field.name: k for k, field in enumerate(audio.type)}
+    contents = _prepare_rows(audio, index, first, work)
+    n_bytes = sum(len(content or b"") for content in contents)
+    size = 1 if n_bytes > MAX_BATCH else len(group)
+    for start in range(0, len(group), size):
+        rows = audio.slice(start, size)
+        prepared = _with_contents(rows, contents[start : start + size])
+        field = group.schema.field(number)
+        yield group.slice(start, size).set_column(number, field, prepared)
 
-    def one(k: int) -> tuple[bytes | None, int, str]:
+
+def _prepare_rows(
+    audio: pa.StructArray, index: "_rust.Index", first: int, work: _Work
+) -> list[bytes | None]:
+    """Return the recordings of some rows, those that are broken as they are."""
+
+    def prepare_row(k: int) -> tuple[bytes | None, int, str]:
         try:
-            return (*pool.prepare(index, first + k, channel), "")
+            content, clipped = work.pool.prepare(index, first + k, work.settings.channel)
+            return content, clipped, ""
         except ValueError as error:
-            return audio[k].as_py()["bytes"] if audio[k].is_valid else None, 0, str(error)
+            original = audio[k].as_py()["bytes"] if audio[k].is_valid else None
+            return original, 0, str(error)
 
-    values: list[bytes | None] = []
-    for k, (value, clipped, reason) in enumerate(pool.map(one, range(len(group)))):
-        values.append(value)
-        counts.clipped += clipped > 0
+    contents: list[bytes | None] = []
+    results = work.pool.map(prepare_row, range(len(audio)))
+    for row, (content, clipped, reason) in enumerate(results, first):
+        contents.append(content)
+        work.counts.clipped += clipped > 0
         if reason:
-            counts.kept.append(
-                f"row {first + k} ({index.path(first + k) or 'without a name'}): {reason}"
-            )
-    size = 1 if sum(len(value or b"") for value in values) > MAX_BATCH else len(group)
-    for at in range(0, len(group), size):
-        some, rows = group.slice(at, size), audio.slice(at, size)
-        columns = [rows.field(k) for k in range(len(audio.type))]
-        columns[fields["bytes"]] = pa.array(
-            values[at : at + size], audio.type[fields["bytes"]].type
-        )
-        prepared = pa.StructArray.from_arrays(columns, fields=list(audio.type), mask=rows.is_null())
-        yield some.set_column(number, group.schema.field(number), prepared)
+            name = index.path(row) or "without a name"
+            work.counts.kept.append(f"row {row} ({name}): {reason}")
+    return contents
 
 
-def _index(
-    out: pathlib.Path,
-    opened: Any,
-    settings: Settings,
-    part: tuple[int, int],
-    pool: _Pool,
-    counts: Counts,
-    note: Any,
-) -> tuple[dict[pathlib.Path, pa.Table], dict[tuple[str, int], _Item]]:
-    """Make the recordings. Return the index's tables and its recordings by path and channel."""
+def _with_contents(rows: pa.StructArray, contents: list[bytes | None]) -> pa.StructArray:
+    """Return the recordings of rows with other bytes."""
+    columns = []
+    for k, field in enumerate(rows.type):
+        is_content = field.name == "bytes"
+        columns.append(pa.array(contents, field.type) if is_content else rows.field(k))
+    return pa.StructArray.from_arrays(columns, fields=list(rows.type), mask=rows.is_null())
+
+
+def _read_tables(sources: dict[str, _Source]) -> dict[pathlib.Path, pa.Table]:
     tables = {}
-    for place in (place for places, _ in opened.values() for place in places):
-        with _reading(place):
-            tables[place] = pq.read_table(place)
-    items = _items(opened, tables, settings)
+    for source in sources.values():
+        for place in source.shards:
+            with _reading(place):
+                tables[place] = pq.read_table(place)
+    return tables
+
+
+def _prepare_index(out: pathlib.Path, items: Items, work: _Work) -> None:
+    """Make the recordings of an index."""
     folder = out / "audio"
 
-    def is_there(item: _Item) -> bool:
+    def is_made(item: _Item) -> bool:
         return any((folder / name).is_file() for name in (item.name, item.path))
 
-    absent = [(number, item) for number, item in enumerate(items.values()) if not is_there(item)]
-    todo = [item for number, item in absent if number % part[1] == part[0]]
-    counts.found, counts.missing = len(items) - len(absent), len(absent) - len(todo)
+    missing = [(number, item) for number, item in enumerate(items.values()) if not is_made(item)]
+    todo = [item for number, item in missing if work.is_ours(number)]
+    counts = work.counts
+    counts.found = len(items) - len(missing)
+    counts.missing = len(missing) - len(todo)
 
-    def one(item: _Item) -> tuple[int, str] | None:
-        if is_there(item):
-            return None
-        try:
-            with _whole(files.inside(folder, item.name)) as file:
-                return pool.prepare(item.shards, item.row, item.channel, out=file.name)[1], ""
-        except ValueError as error:
-            try:
-                encoded = item.shards.encoded(item.row)
-            except ValueError as missing:
-                raise DataError(str(missing)) from error
-            with _whole(files.inside(folder, item.path)) as file:
-                file.write(encoded)
-            return 0, str(error)
-        except atomic_write.BusyError:
-            return None
+    def prepare_item(item: _Item) -> tuple[int, str] | None:
+        return None if is_made(item) else _prepare_file(folder, item, work.pool)
 
-    for item, made in zip(todo, pool.map(one, todo), strict=True):
-        if made is None:  # by another process
-            counts.found += is_there(item)
-            counts.missing += not is_there(item)
+    for item, result in zip(todo, work.pool.map(prepare_item, todo), strict=True):
+        if result is None:  # by another process
+            counts.found += is_made(item)
+            counts.missing += not is_made(item)
             continue
-        clipped, reason = made
+        clipped, reason = result
         counts.made += 1
         counts.clipped += clipped > 0
         if reason:
             counts.kept.append(f"{item.path}: {reason}")
         if counts.made % 100 == 0:
-            note(f"{counts.made} of {len(todo)} recordings")
+            work.note(f"{counts.made} of {len(todo)} recordings")
     counts.bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return tables, items
+
+
+def _prepare_file(folder: pathlib.Path, item: _Item, pool: "_Pool") -> tuple[int, str] | None:
+    """Make the file of a recording, or copy it as it is.
+
+    Return its clipped samples and why it was copied, or None if another process makes it.
+    """
+    try:
+        with _complete(files.inside(folder, item.name)) as file:
+            _, clipped = pool.prepare(item.shards, item.row, item.channel, out=file.name)
+        return clipped, ""
+    except ValueError as error:
+        try:
+            encoded = item.shards.encoded(item.row)
+        except ValueError as missing:
+            raise DataError(str(missing)) from error
+        with _complete(files.inside(folder, item.path)) as file:
+            file.write(encoded)
+        return 0, str(error)
+    except atomic_write.BusyError:
+        return None
 
 
 def _items(
-    opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings
-) -> dict[tuple[str, int], _Item]:
-    items: dict[tuple[str, int], _Item] = {}
-    pairs = [
-        (pair, index, int(first) + k)
-        for places, index in opened.values()
-        for first, place in zip(index.first_rows, places, strict=True)
-        for k, pair in enumerate(_names(tables[place]))
-    ]
-    originals, taken = {path for (path, _), _, _ in pairs}, set[str]()
-    for (path, channel), index, row in pairs:
+    sources: dict[str, _Source], tables: dict[pathlib.Path, pa.Table], settings: Settings
+) -> Items:
+    rows = []
+    for source in sources.values():
+        for first, place in zip(source.row_index.first_rows, source.shards, strict=True):
+            pairs = _recordings(tables[place])
+            rows += [(pair, source.row_index, row) for row, pair in enumerate(pairs, int(first))]
+    originals = {path for (path, _), _, _ in rows}
+    prepared_names = set[str]()  # in one case, as some file systems have them
+    items: Items = {}
+    for (path, channel), index, row in rows:
         if (path, channel) in items:
             continue
-        stem, suffix = os.path.splitext(path)[0], f".{channel}.flac" if channel >= 0 else ".flac"
-        name, number = stem + suffix, 1
-        while name.casefold() in taken or name in originals - {path}:
-            number += 1
-            name = f"{stem}-{number}{suffix}"
-        taken.add(name.casefold())
-        items[path, channel] = _Item(
-            path, channel if channel >= 0 else settings.channel, name, index, row
-        )
+        name = _free_name(path, channel, prepared_names, originals - {path})
+        prepared_names.add(name.casefold())
+        item_channel = channel if channel >= 0 else settings.channel
+        items[path, channel] = _Item(path, item_channel, name, index, row)
     return items
 
 
-def _names(table: pa.Table) -> list[tuple[str, int]]:
+def _free_name(path: str, channel: int, prepared_names: set[str], originals: set[str]) -> str:
+    """Return a name for a prepared recording that no other file has."""
+    stem = os.path.splitext(path)[0]
+    suffix = f".{channel}.flac" if channel >= 0 else ".flac"
+    name = stem + suffix
+    number = 1
+    while name.casefold() in prepared_names or name in originals:
+        number += 1
+        name = f"{stem}-{number}{suffix}"
+    return name
+
+
+def _recordings(table: pa.Table) -> list[tuple[str, int]]:
     """Return the recording and the channel of each row, -1 if it names none."""
     paths = table["audio"].combine_chunks().field("path").to_pylist()
-    channels = (
-        table["channel"].to_pylist() if "channel" in table.column_names else [None] * len(paths)
-    )
-    return [
-        (path, -1 if channel is None else channel)
-        for path, channel in zip(paths, channels, strict=True)
-    ]
+    if "channel" not in table.column_names:
+        return [(path, -1) for path in paths]
+    channels = table["channel"].to_pylist()
+    return [(path, -1 if k is None else k) for path, k in zip(paths, channels, strict=True)]
 
 
-def _rows(
-    source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa.Table], items: Any
+def _write_index(
+    source: pathlib.Path,
+    out: pathlib.Path,
+    tables: dict[pathlib.Path, pa.Table],
+    items: Items,
 ) -> None:
     """Write the index of the prepared recordings: the same rows, which name other files."""
-    prepared = {
-        pair: item.name for pair, item in items.items() if _is_prepared(out / "audio" / item.name)
-    }
+    prepared = {}
+    for pair, item in items.items():
+        if _is_prepared(out / "audio" / item.name):
+            prepared[pair] = item.name
     for place, table in tables.items():
-        pairs = _names(table)
+        pairs = _recordings(table)
         paths = pa.array([prepared.get(pair, pair[0]) for pair in pairs], pa.string())
-        nothing = pa.nulls(len(pairs), pa.binary())
-        columns = {
-            "audio": pa.StructArray.from_arrays(
-                [nothing, paths], fields=list(table.schema.field("audio").type)
-            )
-        }
+        no_bytes = pa.nulls(len(pairs), pa.binary())
+        fields = list(table.schema.field("audio").type)
+        audio = pa.StructArray.from_arrays([no_bytes, paths], fields=fields)
+        table = _with_column(table, "audio", audio)
         if "channel" in table.column_names:
             channels = [-1 if pair in prepared else pair[1] for pair in pairs]
-            columns["channel"] = pa.array(channels, table.schema.field("channel").type)
-        for name, column in columns.items():
-            number = table.schema.get_field_index(name)
-            table = table.set_column(number, table.schema.field(number), column)
-        with _whole(out / "data" / place.name) as file:
-            pq.write_table(
-                table, file, use_dictionary=["audio.path", *store.TEXTS], compression="zstd"
-            )
-    about = store.read(source)
-    _write_json(out / "index.json", {**about, "root": "audio"})
-    if (listed := source / "errors.csv").is_file():
-        with _whole(out / listed.name) as file:
-            file.write(listed.read_bytes())
+            kind = table.schema.field("channel").type
+            table = _with_column(table, "channel", pa.array(channels, kind))
+        dictionaries = ["audio.path", *store.TEXTS]
+        with _complete(out / "data" / place.name) as file:
+            pq.write_table(table, file, use_dictionary=dictionaries, compression="zstd")
+    _write_json(out / "index.json", {**store.read(source), "root": "audio"})
+    errors = source / "errors.csv"
+    if errors.is_file():
+        with _complete(out / errors.name) as file:
+            file.write(errors.read_bytes())
+
+
+def _with_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    number = table.schema.get_field_index(name)
+    return table.set_column(number, table.schema.field(number), column)
 
 
 def _is_prepared(path: pathlib.Path) -> bool:

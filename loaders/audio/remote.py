@@ -7,6 +7,11 @@ since. A part that comes short is requested again. An MD5 or SHA-256 of the stor
 the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for
 each address. Beyond $JAXTRAIN_SHARDS_GB, 200 by default, the address that was not used for longest
 is removed first, and none that a process uses. Credentials are those of fsspec's file systems.
+
+The caches of fsspec 2026.9 do not serve here. None is bounded. filecache knows whole files alone,
+keeps nothing of an interrupted one, and has no lock against another process that copies the same.
+blockcache notes a block before its bytes arrive, notes nothing on disk until the file is closed,
+and writes through a mapping, so that a full disk kills the process.
 """
 
 import base64
@@ -53,6 +58,7 @@ LINK = re.compile(r"""\bhref=["']([^"'<>\s]{1,2000})["']""", re.I)
 LONGEST_NAME = 240  # [bytes] that a file system takes, with the endings of `neighbours`
 TRIES = 6  # of a part, with longer and longer waits between them
 WAIT = 0.5  # [s] before the second try
+TAGS = ("ETag", "etag", "blob_id", "mtime", "LastModified")  # of a file, as stores name them
 AT_ONCE = 8  # files
 
 _held: dict[str, Any] = {}  # folders that this process uses: their open lock
@@ -93,7 +99,8 @@ def fetch(address: str, *, wait: bool = True) -> str:
     with _beginning:
         if str(folder) not in _held:
             _begin(address, folder)
-    if copy := _copies.get(str(folder)):
+    copy = _copies.get(str(folder))
+    if copy:
         copy.wait(texts=not wait)
     return str(folder)
 
@@ -114,32 +121,34 @@ def _begin(address: str, folder: pathlib.Path) -> None:
     with _locked(folder / ".begin"):
         _hold(folder)
         try:
-            try:
-                system, files = _list(address)
-            except DataError as error:
-                if not (folder / ".complete").is_file():
-                    raise
-                log.warning("%s; the copy of before is used", error)  # without a network, too
-                return
-            budget = remote_cache.DiskBudget(folder, sum(file.size for file in files), address)
-            (folder / ".address").write_text(address)
-            wanted = {file.name for file in files}
-            for path in folder.rglob("*"):  # of a file that the store has no longer
-                if (
-                    path.is_file()
-                    and not path.name.startswith(".")
-                    and str(path.relative_to(folder)) not in wanted
-                ):
-                    path.unlink()
-            missing = [file for file in files if _prepare(file, folder)]
-            missing.sort(key=lambda file: not file.name.endswith(".json"))
-            if not missing:
-                (folder / ".complete").touch()
-                return
-            (folder / ".complete").unlink(missing_ok=True)
+            copy = _begin_held(address, folder)
         except BaseException:
             _held.pop(str(folder)).close()
             raise
+    if copy:
+        _copies[str(folder)] = copy
+
+
+def _begin_held(address: str, folder: pathlib.Path) -> "_Copy | None":
+    """Begin to copy what is missing in a folder that this process holds, if anything is."""
+    complete = folder / ".complete"
+    try:
+        system, files = _list(address)
+    except DataError as error:
+        if not complete.is_file():
+            raise
+        log.warning("%s; the copy of before is used", error)  # without a network, too
+        return None
+    n_bytes = sum(file.size for file in files)
+    budget = remote_cache.DiskBudget(folder, n_bytes, address)
+    (folder / ".address").write_text(address)
+    _remove_other_files(folder, {file.name for file in files})
+    missing = [file for file in files if _prepare(file, folder)]
+    missing.sort(key=lambda file: not file.name.endswith(".json"))
+    if not missing:
+        complete.touch()
+        return None
+    complete.unlink(missing_ok=True)
     log.info(
         "%s: %d of %d files are copied to %s, while the run begins",
         address,
@@ -147,7 +156,15 @@ def _begin(address: str, folder: pathlib.Path) -> None:
         len(files),
         folder,
     )
-    _copies[str(folder)] = _Copy(system, missing, folder, budget)
+    return _Copy(system, missing, folder, budget)
+
+
+def _remove_other_files(folder: pathlib.Path, names: set[str]) -> None:
+    """Remove copies of files that the store has no longer."""
+    for path in folder.rglob("*"):
+        is_hidden = path.name.startswith(".")
+        if path.is_file() and not is_hidden and str(path.relative_to(folder)) not in names:
+            path.unlink()
 
 
 def _hold(folder: pathlib.Path) -> None:
@@ -166,27 +183,16 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def _folder(address: str) -> pathlib.Path:
-    return machine.cache_folder(
-        "shards", hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:24]
-    )
+    digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()
+    return machine.cache_folder("shards", digest[:24])
 
 
 def _list(address: str) -> tuple[Any, list[File]]:
-    scheme = address.partition("://")[0]
+    """Return the file system of an address, and its shards. Raises DataError."""
     try:
-        import fsspec
-
-        on_web = scheme in ("http", "https")
-        system, root = fsspec.core.url_to_fs(address, **({"get_client": _client} if on_web else {}))
-        if address.endswith(SUFFIXES):
-            paths = [root]
-        elif any(sign in root for sign in "*?["):
-            paths = system.glob(root)
-        else:
-            paths = _linked(system, root) if on_web else system.find(root)
-        about = {path: system.info(path) for path in sorted(paths) if path.endswith(SUFFIXES)}
+        system, info_by_path = _list_by_fsspec(address)
     except ImportError as error:
-        extra = EXTRAS[scheme]
+        extra = EXTRAS[address.partition("://")[0]]
         raise DataError(
             f"{address} needs {extra}: pip install 'jaxtrain[remote]' {extra} ({error})"
         ) from error
@@ -196,36 +202,55 @@ def _list(address: str) -> tuple[Any, list[File]]:
         raise DataError(
             f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}"
         ) from error
-    if not about:
+    if not info_by_path:
         raise DataError(f"{address} holds no Arrow or Parquet shards")
-    above = os.path.commonpath([os.path.dirname(path) for path in about])
-    files = []
-    for path, info in about.items():
-        name = os.path.relpath(path, above)
-        odd = (
-            not name.isprintable()
-            or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
-        )
-        if (
-            odd
-            or name.startswith(("..", "/"))
-            or not isinstance(size := info.get("size"), int)
-            or size < 0
-        ):
-            raise DataError(
-                f"{address}: the store gives no size of {path[:300]!r}, or a name that no file"
-                " should have"
-            )
-        tags = ("ETag", "etag", "blob_id", "mtime", "LastModified")
-        tag = next((str(info[each]) for each in tags if info.get(each)), "")
-        files.append(File(path, name, size, f"{size} {tag}", _digest(info)))
-    names = {file.name for file in files}
-    if both := next(
-        (name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))),
-        "",
-    ):
-        raise DataError(f"{address} has {both[:300]}, which lies in another file; name one of them")
+    top = os.path.commonpath([os.path.dirname(path) for path in info_by_path])
+    files = [_file(address, path, info, top) for path, info in info_by_path.items()]
+    _refuse_files_in_files(address, files)
     return system, files
+
+
+def _list_by_fsspec(address: str) -> tuple[Any, dict[str, dict[str, Any]]]:
+    import fsspec
+
+    on_web = address.startswith(("http://", "https://"))
+    options = {"get_client": _client} if on_web else {}
+    system, root = fsspec.core.url_to_fs(address, **options)
+    if address.endswith(SUFFIXES):
+        paths = [root]
+    elif any(sign in root for sign in "*?["):
+        paths = system.glob(root)
+    elif on_web:
+        paths = _linked(system, root)
+    else:
+        paths = system.find(root)
+    return system, {path: system.info(path) for path in sorted(paths) if path.endswith(SUFFIXES)}
+
+
+def _file(address: str, path: str, info: dict[str, Any], top: str) -> File:
+    """Return a file as its store describes it. Raises DataError for what no file should have."""
+    name = os.path.relpath(path, top)
+    size = info.get("size")
+    longest_name = max(len(os.fsencode(part)) for part in name.split("/"))
+    is_name = name.isprintable() and longest_name <= LONGEST_NAME
+    if not is_name or name.startswith(("..", "/")) or not isinstance(size, int) or size < 0:
+        raise DataError(
+            f"{address}: the store gives no size of {path[:300]!r}, or a name that no file"
+            " should have"
+        )
+    stated_tags = [str(info[key]) for key in TAGS if info.get(key)]
+    tag = stated_tags[0] if stated_tags else ""
+    return File(path, name, size, f"{size} {tag}", _digest(info))
+
+
+def _refuse_files_in_files(address: str, files: Sequence[File]) -> None:
+    names = {file.name for file in files}
+    for name in names:
+        parents = map(str, pathlib.PurePath(name).parents)
+        if not names.isdisjoint(parents):
+            raise DataError(
+                f"{address} has {name[:300]}, which lies in another file; name one of them"
+            )
 
 
 async def _client(**options: Any) -> Any:
@@ -235,7 +260,8 @@ async def _client(**options: Any) -> Any:
     class Answer(aiohttp.ClientResponse):
         async def read(self) -> bytes:
             if self._body is None:
-                parts, left = [], MAX_ANSWER
+                parts = []
+                left = MAX_ANSWER
                 async for part in self.content.iter_any():
                     left -= len(part)
                     if left < 0:
@@ -251,65 +277,79 @@ async def _client(**options: Any) -> Any:
 def _linked(system: Any, root: str) -> list[str]:
     """Return the addresses that pages below one link to. Raises DataError: too many pages."""
     top = root.rstrip("/") + "/"
-    pages, found = [top], {top: None}
+    pages = [top]
+    addresses = {top: None}  # in their order
     for page in pages:  # which grow
         if len(pages) > MAX_PAGES:
             raise DataError(
                 f"{root} has more than {MAX_PAGES} pages of links; name one of its folders"
             )
-        text = system.cat_file(root if page == top else page).decode(errors="replace")
-        for link in LINK.findall(text):
-            url = urllib.parse.urljoin(page, html.unescape(link)).partition("#")[0]
-            if url.startswith(top) and url not in found:
-                found[url] = None
-                if url.endswith("/"):
-                    pages.append(url)
-    return list(found)
+        answer = system.cat_file(root if page == top else page)
+        for link in LINK.findall(answer.decode(errors="replace")):
+            url, _, _ = urllib.parse.urljoin(page, html.unescape(link)).partition("#")
+            if not url.startswith(top) or url in addresses:
+                continue
+            addresses[url] = None
+            if url.endswith("/"):
+                pages.append(url)
+    return list(addresses)
 
 
 def _digest(info: dict[str, Any]) -> tuple[str, str]:
     """Return a store's checksum: Google's MD5, Amazon's of one part, the Hub's SHA-256."""
-    if text := info.get("md5Hash"):
-        return "md5", base64.b64decode(text).hex()
+    if info.get("md5Hash"):
+        return "md5", base64.b64decode(info["md5Hash"]).hex()
     lfs = info.get("lfs") or {}
-    if sha := (lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)):
-        return "sha256", sha
+    sha256 = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
+    if sha256:
+        return "sha256", sha256
     tag = str(info.get("ETag", "")).strip('"')
-    if (
-        len(tag) == 32
-        and "StorageClass" in info
-        and all(sign in "0123456789abcdef" for sign in tag)
-    ):
+    if "StorageClass" in info and re.fullmatch("[0-9a-f]{32}", tag):
         return "md5", tag
     return "", ""
 
 
 def _prepare(file: File, folder: pathlib.Path) -> bool:
     """Make room for a copy, unless it is there whole. Return whether something of it is missing."""
-    place, note, parts = folder / file.name, *neighbours(folder / file.name)
+    place = folder / file.name
+    note, parts = neighbours(place)
     place.parent.mkdir(parents=True, exist_ok=True)
-    before: dict[str, Any] = {}
-    with contextlib.suppress(files_lib.FileError):  # none, or one that a kill cut short
-        before = files_lib.read_json(note)
-    is_same = before == {"tag": file.tag} and place.is_file() and place.stat().st_size == file.size
-    if is_same and not parts.exists():
-        return False
-    n = -(-file.size // PART)
-    if (
-        is_same
-        and (found := parts.read_bytes())[:HEAD] == PART.to_bytes(HEAD, "little")
-        and len(found) == HEAD + n
-    ):
-        return True
+    n_parts = -(-file.size // PART)
+    head = PART.to_bytes(HEAD, "little")
+    if _is_copy_of(file, place):
+        if not parts.exists():
+            return False
+        states = parts.read_bytes()
+        if states[:HEAD] == head and len(states) == HEAD + n_parts:
+            return True
     # another file, which someone may have mapped, stays as it is under no name
     for path in (note, place, parts):
         path.unlink(missing_ok=True)
-    if n:
-        parts.write_bytes(PART.to_bytes(HEAD, "little") + bytes(n))
-    with open(place, "wb") as made:
-        made.truncate(file.size)
+    if n_parts:
+        parts.write_bytes(head + bytes(n_parts))
+    with open(place, "wb") as opened:
+        opened.truncate(file.size)
     note.write_text(json.dumps({"tag": file.tag}))
-    return bool(n)
+    return bool(n_parts)
+
+
+def _is_copy_of(file: File, place: pathlib.Path) -> bool:
+    """Whether a copy, perhaps in part, is of this file and not of an earlier one."""
+    note, _ = neighbours(place)
+    try:
+        content = files_lib.read_json(note)
+    except files_lib.FileError:  # none, or one that a kill cut short
+        return False
+    is_same_tag = content == {"tag": file.tag}
+    return is_same_tag and place.is_file() and place.stat().st_size == file.size
+
+
+class _Job(NamedTuple):
+    """Parts of a file that are requested together."""
+
+    file: File
+    first: int
+    stop: int
 
 
 class _Copy:
@@ -323,10 +363,14 @@ class _Copy:
         budget: remote_cache.DiskBudget,
     ):
         self.error: DataError | None = None
-        self._system, self._files, self._folder, self._budget = system, files, folder, budget
+        self._system = system
+        self._files = files
+        self._folder = folder
+        self._budget = budget
         self._parts: dict[File, np.memmap] = {}
-        self._taken: set[tuple[File, int]] = set()
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._requested: set[tuple[File, int]] = set()
+        self._lock = threading.Lock()
+        self._done = threading.Event()
         threading.Thread(target=self._run, name="copy of shards", daemon=True).start()
 
     @property
@@ -335,35 +379,26 @@ class _Copy:
 
     def wait(self, *, texts: bool = False) -> None:
         """Wait for all files, or only for the indexes of the others. Raises DataError."""
-        named = [
-            neighbours(self._folder / file.name)[1]
-            for file in self._files
-            if file.name.endswith(".json")
-        ]
+        parts_of_texts = []
+        for file in self._files:
+            if file.name.endswith(".json"):
+                _, parts = neighbours(self._folder / file.name)
+                parts_of_texts.append(parts)
         while not self._done.wait(POLL if texts else None):
-            if not any(parts.exists() for parts in named):
+            if not any(parts.exists() for parts in parts_of_texts):
                 return
         if self.error:
             _copies.pop(str(self._folder), None)  # the next attempt begins again
-            if held := _held.pop(str(self._folder), None):
-                held.close()
+            use = _held.pop(str(self._folder), None)
+            if use:
+                use.close()
             raise self.error
 
     def _run(self) -> None:
         try:
             with _locked(self._folder / ".copy"):
                 for file in self._files:
-                    place, (_, parts) = (
-                        self._folder / file.name,
-                        neighbours(self._folder / file.name),
-                    )
-                    if not parts.exists():  # another process has ended it
-                        continue
-                    self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
-                    # of an attempt that failed, or was killed
-                    self._parts[file][self._parts[file] != PRESENT] = ABSENT
-                    if (self._parts[file] == PRESENT).all():
-                        self._end(file, place)
+                    self._open_parts(file)
                 threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
                 for thread in threads:
                     thread.start()
@@ -371,67 +406,90 @@ class _Copy:
                     thread.join()
                 if not self.error:
                     (self._folder / ".complete").touch()
-        except Exception as error:  # noqa: BLE001  a full disk, too: the waiting threads must learn of it
+        # A full disk, too: the waiting threads must learn of it.
+        except Exception as error:  # noqa: BLE001
             self._fail(error)
         finally:
             self._done.set()
 
+    def _open_parts(self, file: File) -> None:
+        """Map a file's list of parts, unless another process has ended the file."""
+        place = self._folder / file.name
+        _, path = neighbours(place)
+        if not path.exists():
+            return
+        parts = np.memmap(path, np.uint8, "r+", HEAD)
+        self._parts[file] = parts
+        parts[parts != PRESENT] = ABSENT  # of an attempt that failed, or was killed
+        if (parts == PRESENT).all():
+            self._end(file, place)
+
     def _work(self) -> None:
         try:
             while not self.error and (job := self._next()):
-                file, first, last = job
-                start, end = first * PART, min(last * PART, file.size)
-                data, place = _part(self._system, file, start, end), self._folder / file.name
-                self._budget.take(len(data))
-                with open(place, "r+b") as out:
-                    out.seek(start)
-                    out.write(data)
-                    out.flush()
-                    # Before it is noted, for a crash of the machine. macOS has fsync alone.
-                    getattr(os, "fdatasync", os.fsync)(out.fileno())
-                with self._lock:
-                    self._parts[file][first:last] = PRESENT
-                    is_whole = bool((self._parts[file] == PRESENT).all())
-                if is_whole:
-                    self._end(file, place)
+                self._copy_parts(job)
         except Exception as error:  # noqa: BLE001
             self._fail(error)
 
-    def _next(self) -> tuple[File, int, int] | None:
+    def _copy_parts(self, job: "_Job") -> None:
+        file = job.file
+        place = self._folder / file.name
+        start = job.first * PART
+        end = min(job.stop * PART, file.size)
+        data = _part(self._system, file, start, end)
+        self._budget.take(len(data))
+        with open(place, "r+b") as out:
+            out.seek(start)
+            out.write(data)
+            out.flush()
+            # Before it is noted, for a crash of the machine. macOS has fsync alone.
+            getattr(os, "fdatasync", os.fsync)(out.fileno())
+        with self._lock:
+            parts = self._parts[file]
+            parts[job.first : job.stop] = PRESENT
+            is_whole = bool((parts == PRESENT).all())
+        if is_whole:
+            self._end(file, place)
+
+    def _next(self) -> "_Job | None":
+        """Return the next parts to copy, or None if all were requested."""
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():
                     for first in np.flatnonzero(parts == state).tolist():
-                        if (file, first) in self._taken:
-                            continue
-                        last, most = first + 1, min(first + TOGETHER, len(parts))
-                        while (
-                            last < most and parts[last] == state and (file, last) not in self._taken
-                        ):
-                            last += 1
-                        self._taken |= {(file, part) for part in range(first, last)}
-                        return file, first, last
+                        if (file, first) not in self._requested:
+                            return self._request(file, first, state)
         return None
+
+    def _request(self, file: File, first: int, state: int) -> "_Job":
+        """Note a part and those after it as requested, as far as they have the same state."""
+        parts = self._parts[file]
+        limit = min(first + TOGETHER, len(parts))
+        stop = first + 1
+        while stop < limit and parts[stop] == state and (file, stop) not in self._requested:
+            stop += 1
+        self._requested |= {(file, part) for part in range(first, stop)}
+        return _Job(file, first, stop)
 
     def _end(self, file: File, place: pathlib.Path) -> None:
         note, parts = neighbours(place)
-        if file.digest[0]:
+        kind, stated = file.digest
+        if kind:
             with open(place, "rb") as copied:
-                found = hashlib.file_digest(copied, file.digest[0]).hexdigest()
-            if found != file.digest[1]:
+                digest = hashlib.file_digest(copied, kind).hexdigest()
+            if digest != stated:
                 self._parts[file][:] = FAILED  # for its readers
                 for path in (note, place, parts):
                     path.unlink()
-                kind, stated = file.digest
                 raise DataError(
-                    f"{file.path} came with the {kind} {found}, and the store says {stated}; rerun"
+                    f"{file.path} came with the {kind} {digest}, and the store says {stated}; rerun"
                 )
         parts.unlink()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free some space, then rerun to resume" if full else "rerun to resume"
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, then rerun to resume" if is_full else "rerun to resume"
             if not isinstance(error, DataError):
                 error = DataError(f"{self._folder} cannot be copied: {error}; {remedy}")
             self.error = self.error or error

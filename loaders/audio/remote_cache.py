@@ -25,24 +25,20 @@ class DiskBudget:
 
     def __init__(self, folder: pathlib.Path, needed: int, address: str):
         """Raise DataError if ``needed`` bytes of an address can never fit, and remove nothing."""
-        text = os.environ.get("JAXTRAIN_SHARDS_GB", str(LIMIT))
-        try:
-            limit = float(text) * 1e9
-        except ValueError:
-            limit = math.nan
-        if not limit >= 0:
-            raise DataError(f"JAXTRAIN_SHARDS_GB is {text!r}; expected a number")
-        self._folder, self._address, self._limit = folder, address, limit
-        self._lock, self._left = threading.Lock(), 0.0
-        if needed > limit:
+        self._folder = folder
+        self._address = address
+        self._limit = _limit()
+        self._lock = threading.Lock()
+        self._left = 0.0
+        size = f"{address} holds {needed / 1e9:.1f} GB"
+        limit = f"{self._limit / 1e9:.1f} GB"
+        if needed > self._limit:
+            raise DataError(f"{size}, and the cache may hold {limit}; {REMEDY}")
+        in_use = sum(_bytes(copy, claimed=True) for copy in self._other_copies() if _in_use(copy))
+        if in_use + needed > self._limit:
             raise DataError(
-                f"{address} holds {needed / 1e9:.1f} GB, and the cache may hold {limit / 1e9:.1f}"
-                f" GB; {REMEDY}"
+                f"{size}; runs use {in_use / 1e9:.1f} GB of the cache's {limit}; {REMEDY}"
             )
-        used = sum(_bytes(other, claimed=True) for other in self._others() if _in_use(other))
-        if used + needed > limit:
-            there = f"runs use {used / 1e9:.1f} GB of the cache's {limit / 1e9:.1f}"
-            raise DataError(f"{address} holds {needed / 1e9:.1f} GB; {there}; {REMEDY}")
         self.take(0)
 
     def take(self, n: int) -> None:
@@ -53,14 +49,14 @@ class DiskBudget:
             self._left -= n
 
     def _free(self, n: int) -> float:
-        sizes = {place: _bytes(place) for place in (self._folder, *self._others())}
-        for other in sorted(sizes.keys() - {self._folder}, key=_last_use):
+        sizes = {copy: _bytes(copy) for copy in (self._folder, *self._other_copies())}
+        for copy in sorted(sizes.keys() - {self._folder}, key=_last_use):
             if sum(sizes.values()) + n <= self._limit:
                 break
-            with contextlib.suppress(OSError), open(other / ".use", "a") as use:
+            with contextlib.suppress(OSError), open(copy / ".use", "a") as use:
                 _lock(use)
-                shutil.rmtree(other)
-                del sizes[other]
+                shutil.rmtree(copy)
+                del sizes[copy]
         free = self._limit - sum(sizes.values())
         if n and free < n:
             raise DataError(
@@ -69,12 +65,21 @@ class DiskBudget:
             )
         return free
 
-    def _others(self) -> list[pathlib.Path]:
-        return [
-            other
-            for other in self._folder.parent.iterdir()
-            if other.is_dir() and other != self._folder
-        ]
+    def _other_copies(self) -> list[pathlib.Path]:
+        paths = self._folder.parent.iterdir()
+        return [path for path in paths if path.is_dir() and path != self._folder]
+
+
+def _limit() -> float:
+    """Return the bytes that all copies may take. Raises DataError."""
+    text = os.environ.get("JAXTRAIN_SHARDS_GB", str(LIMIT))
+    try:
+        limit = float(text) * 1e9
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise DataError(f"JAXTRAIN_SHARDS_GB is {text!r}; expected a number")
+    return limit
 
 
 def neighbours(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -115,11 +120,16 @@ def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # of another process, which removes it
             if path.is_file():
-                size, (_, parts) = path.stat().st_size, neighbours(path)
-                if not claimed and parts.is_file():
-                    there = parts.read_bytes()
-                    size = min(
-                        size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(PRESENT)
-                    )
-                total += size
+                size = path.stat().st_size
+                total += size if claimed else _copied_bytes(path, size)
     return total
+
+
+def _copied_bytes(path: pathlib.Path, size: int) -> int:
+    """Return the bytes that are there of a file whose full size is ``size``."""
+    _, parts = neighbours(path)
+    if not parts.is_file():
+        return size
+    states = parts.read_bytes()
+    part_size = int.from_bytes(states[:HEAD], "little")
+    return min(size, part_size * states[HEAD:].count(PRESENT))
