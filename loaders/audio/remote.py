@@ -8,10 +8,10 @@ the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/sh
 each address. Beyond $JAXTRAIN_SHARDS_GB, 200 by default, the address that was not used for longest
 is removed first, and none that a process uses. Credentials are those of fsspec's file systems.
 
-The caches of fsspec 2026.9 do not serve here. None is bounded. filecache knows whole files alone,
-keeps nothing of an interrupted one, and has no lock against another process that copies the same.
-blockcache notes a block before its bytes arrive, notes nothing on disk until the file is closed,
-and writes through a mapping, so that a full disk kills the process.
+The caches of fsspec 2026.9 do not serve here, since none has a bound. Its ``filecache`` copies
+whole files alone, keeps nothing of an interrupted one, and takes no lock against other processes.
+Its ``blockcache`` notes a block before its bytes arrive, and saves these notes when the file is
+closed. It writes through a mapping, so that a full disk kills the process.
 """
 
 import base64

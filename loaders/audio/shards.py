@@ -25,7 +25,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,11 @@ CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is tru
 # rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
 SAMPLED, SAMPLE = 256, 16 << 10
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
+# a shard whose name has the name of its split
+SHARD_NAME = re.compile(
+    r"(?:.+-)?([A-Za-z]\w*?)(-\d{5}-of-\d{5}(-[0-9a-f]{16})?)?\.(arrow|parquet)"
+)
+Stats = tuple[tuple[str, int, int], ...]  # path, size and time of each shard
 
 
 class ClassLists(NamedTuple):
@@ -52,8 +57,12 @@ class ClassLists(NamedTuple):
         hot = np.zeros((len(index), len(self.names)), np.uint8)
         for row, i in zip(hot, index, strict=True):
             if i >= 0:
-                row[self.classes[self.starts[i] : self.starts[i + 1]]] = 1
+                row[self.of(i)] = 1
         return hot
+
+    def of(self, i: int) -> np.ndarray:
+        """Return the classes of a recording."""
+        return self.classes[self.starts[i] : self.starts[i + 1]]
 
 
 def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.Path]:
@@ -65,36 +74,49 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
     if folder.is_file():
         return [folder]
     if folder.is_dir():
-        if shards := shards_of_split(folder, split, links=links):
-            return shards
-        content = sorted(p.name for p in folder.iterdir())
-        if splits := splits_of(folder):
-            raise DataError(
-                f"is {path!r}, a folder without the split {split!r};"
-                f" {checks.expected(split, splits)}"
-            )
-        if _shards(folder):
-            raise DataError(
-                f"is {path!r}, a folder that is not split, and the split {split!r} is asked for;"
-                " use train"
-            )
-        listed = ", ".join(content[:5]) or "nothing"
-        raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {listed}")
+        return _shards_in_folder(path, folder, split, links)
     if glob.has_magic(path):
-        fixed = next(p for p in folder.parents if not glob.has_magic(str(p)))
-        if matches := [p for p in files.matches(folder) if not p.is_dir()]:
-            return _checked(fixed, matches, links)
-        reason = f"{fixed} exists" if fixed.is_dir() else f"{fixed} does not exist{nearest(fixed)}"
-        raise DataError(f"is {path!r}, which matches no file; {reason}")
+        return _matching_shards(path, folder, links)
     raise DataError(f"is {path!r}, which does not exist{nearest(folder)}")
+
+
+def _shards_in_folder(
+    path: str, folder: pathlib.Path, split: str, links: bool
+) -> list[pathlib.Path]:
+    shards = shards_of_split(folder, split, links=links)
+    if shards:
+        return shards
+    content = sorted(entry.name for entry in folder.iterdir())
+    splits = splits_of(folder)
+    if splits:
+        raise DataError(
+            f"is {path!r}, a folder without the split {split!r}; {checks.expected(split, splits)}"
+        )
+    if _shards(folder):
+        raise DataError(
+            f"is {path!r}, a folder that is not split, and the split {split!r} is asked for;"
+            " use train"
+        )
+    listed = ", ".join(content[:5]) or "nothing"
+    raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {listed}")
+
+
+def _matching_shards(path: str, pattern: pathlib.Path, links: bool) -> list[pathlib.Path]:
+    folder = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+    matches = [match for match in files.matches(pattern) if not match.is_dir()]
+    if matches:
+        return _checked(folder, matches, links)
+    if folder.is_dir():
+        raise DataError(f"is {path!r}, which matches no file; {folder} exists")
+    raise DataError(f"is {path!r}, which matches no file; {folder} does not exist{nearest(folder)}")
 
 
 def splits_of(folder: pathlib.Path) -> list[str]:
     """Return the splits of a folder of shards, or none if it is not split or holds no shards."""
-    names = {
-        *_by_split(folder),
-        *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p)),
-    }
+    names = set(_by_split(folder))
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name != "data" and _shards(entry):
+            names.add(entry.name)
     if not _shards(folder):
         names |= set(_by_split(folder / "data"))
     return sorted(names)
@@ -102,16 +124,17 @@ def splits_of(folder: pathlib.Path) -> list[str]:
 
 def nearest(path: pathlib.Path) -> str:
     """Return the remedy for a missing path: a sibling of a similar name, or its existing part."""
-    parent, missing = path.absolute().parent, path.name
-    while not parent.is_dir():
-        parent, missing = parent.parent, parent.name
-    siblings = sorted(p.name for p in parent.iterdir())
-    if close := difflib.get_close_matches(missing, siblings, n=1):
-        return f"; did you mean {str(parent / close[0])!r}?"
-    return (
-        f"; {parent} exists, and holds"
-        f" {', '.join(siblings[:5]) or 'nothing'}{', …' if len(siblings) > 5 else ''}"
-    )
+    path = path.absolute()
+    while not path.parent.is_dir():
+        path = path.parent
+    parent = path.parent
+    siblings = sorted(sibling.name for sibling in parent.iterdir())
+    close_names = difflib.get_close_matches(path.name, siblings, n=1)
+    if close_names:
+        return f"; did you mean {str(parent / close_names[0])!r}?"
+    listed = ", ".join(siblings[:5]) or "nothing"
+    more = ", …" if len(siblings) > 5 else ""
+    return f"; {parent} exists, and holds {listed}{more}"
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
@@ -140,7 +163,8 @@ def _checked(
 def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
     if any(_shards(folder / name) for name in ("train", "test", split)):
         return _shards(folder / split)
-    if groups := _by_split(folder, split):
+    groups = _by_split(folder, split)
+    if groups:
         return groups.get(split, [])
     if split not in ("train", "test") and not splits_of(folder):
         # of a folder that is not split, all of it is train or test, and nothing else
@@ -150,27 +174,32 @@ def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
     """Find shards in data/, named by their splits, where a repository of the Hub keeps them."""
-    return _by_split(folder / "data", split).get(split, []) if not _shards(folder) else []
+    if _shards(folder):
+        return []
+    return _by_split(folder / "data", split).get(split, [])
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    state = folder / "state.json"
-    if state.is_file():
-        try:
-            names = [
-                file["filename"]
-                for file in files.read_json(files.inside(folder, state.name))["_data_files"]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"has a broken {state}: {error!r}; save the dataset again") from error
-        if wrong := [
-            name for name in names if not isinstance(name, str) or not name or "\0" in name
-        ]:
-            raise DataError(f"has a broken {state}: it names {wrong[0]!r}; save the dataset again")
-        return [folder / name for name in names]
+    if (folder / "state.json").is_file():
+        return [folder / name for name in _names_in_state(folder)]
     # cache-….arrow are results of datasets' map and filter, next to the data that they came from
-    shards = [p for p in folder.glob("*.arrow") if not p.name.startswith(("cache-", "tmp"))]
+    results = ("cache-", "tmp")
+    shards = [path for path in folder.glob("*.arrow") if not path.name.startswith(results)]
     return sorted(shards or folder.glob("*.parquet"))
+
+
+def _names_in_state(folder: pathlib.Path) -> list[str]:
+    """Return the shards' names of a folder that ``datasets`` saved. Raises DataError."""
+    state = folder / "state.json"
+    try:
+        content = files.read_json(files.inside(folder, state.name))
+        names = [file["filename"] for file in content["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"has a broken {state}: {error!r}; save the dataset again") from error
+    for name in names:
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise DataError(f"has a broken {state}: it names {name!r}; save the dataset again")
+    return names
 
 
 def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[pathlib.Path]]:
@@ -182,18 +211,18 @@ def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[path
     if (folder / "state.json").is_file():
         return groups
     for shard in _shards(folder):
-        match = re.fullmatch(
-            r"(?:.+-)?([A-Za-z]\w*?)(-\d{5}-of-\d{5}(-[0-9a-f]{16})?)?\.(arrow|parquet)", shard.name
-        )
-        groups.setdefault(match[1] if match else "", []).append(shard)
-    return groups if {"train", "test", split} & set(groups) else {}
+        match = SHARD_NAME.fullmatch(shard.name)
+        shard_split = match[1] if match else ""
+        groups.setdefault(shard_split, []).append(shard)
+    is_split = any(name in groups for name in ("train", "test", split))
+    return groups if is_split else {}
 
 
 def has_split(folder: pathlib.Path, split: str) -> bool:
     """Whether a folder holds shards of this split besides others."""
-    return bool(
-        _shards(folder / split) or split in _by_split(folder, split) or _in_data(folder, split)
-    )
+    if _shards(folder / split) or split in _by_split(folder, split):
+        return True
+    return bool(_in_data(folder, split))
 
 
 def index_file(shard: pathlib.Path) -> pathlib.Path | None:
@@ -216,14 +245,15 @@ def index_root(file: pathlib.Path) -> pathlib.Path:
             f"has a broken {file}: {error!r}; run jaxtrain index again, or set audio_root"
         ) from error
     folder = pathlib.Path(os.path.realpath(file.parent))
-    found = pathlib.Path(os.path.normpath(folder / root))
-    if not found.resolve().is_relative_to(folder) and _noted_root(folder) != str(found):
+    recordings = pathlib.Path(os.path.normpath(folder / root))
+    is_inside = recordings.resolve().is_relative_to(folder)
+    if not is_inside and _noted_root(folder) != str(recordings):
         raise DataError(
-            f"has {file}, whose recordings lie in {found}: outside of the index, which jaxtrain"
-            " index did not make here. If you trust it, name that folder as data.audio_root, or"
-            " run jaxtrain index again"
+            f"has {file}, whose recordings lie in {recordings}: outside of the index, which"
+            " jaxtrain index did not make here. If you trust it, name that folder as"
+            " data.audio_root, or run jaxtrain index again"
         )
-    return found
+    return recordings
 
 
 def note_root(folder: pathlib.Path, root: str) -> None:
@@ -241,14 +271,15 @@ def _noted_root(folder: pathlib.Path) -> str:
 
 
 def _note_of(folder: pathlib.Path) -> pathlib.Path:
-    return machine.cache_folder(
-        "indexes", hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:32]
-    )
+    digest = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()
+    return machine.cache_folder("indexes", digest[:32])
 
 
 def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -> str:
     """Return the column that ``label`` means: an index of ours has its own."""
-    return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
+    if not label or not index_file(shards[0]):
+        return label
+    return "labels" if multilabel else "label"
 
 
 def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
@@ -267,7 +298,8 @@ def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
     # They import encoders, which nothing else here needs.
     from loaders.audio import demo, demo_outline
 
-    return str(demo.ensure() if make or demo.folder().is_dir() else demo_outline.birds())
+    is_corpus = make or demo.folder().is_dir()
+    return str(demo.ensure() if is_corpus else demo_outline.birds())
 
 
 def open_index(
@@ -289,20 +321,20 @@ def open_index(
         if "no column" in str(error):
             from loaders.io import columnar
 
+            names = ["audio", label] if label else ["audio"]
             for path in shards:
-                columnar.require(path, "audio", *([label] if label else []))
-        hint = (
-            "; if it holds lists of classes, set data.multilabel=true"
-            if "list" in str(error).lower()
-            else ""
-        )
+                columnar.require(path, *names)
+        hint = ""
+        if "list" in str(error).lower():
+            hint = "; if it holds lists of classes, set data.multilabel=true"
         raise DataError(f"{error}{hint}{remote.reasons()}") from error
 
 
 def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
-    if not audio_root and (file := index_file(shards[0])):
-        return str(index_root(file))
-    return os.path.expanduser(audio_root) or None
+    if audio_root:
+        return os.path.expanduser(audio_root)
+    file = index_file(shards[0])
+    return str(index_root(file)) if file else None
 
 
 def fingerprint(
@@ -312,28 +344,34 @@ def fingerprint(
 
     It covers sizes and some bytes of up to SAMPLED files, evenly spaced, that can be read.
     """
-    digest, known = hashlib.sha256(), set()
+    digest = hashlib.sha256()
+    names = set()
     root = _root(shards, audio_root)
-    for row in np.unique(
-        np.linspace(0, index.n_rows - 1, min(SAMPLED, index.n_rows)).astype(int)
-    ).tolist():
-        shard = shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
-        if index.part(row) is None or (name := index.path(row)) in known:
+    n_sampled = min(SAMPLED, index.n_rows)
+    rows = np.unique(np.linspace(0, index.n_rows - 1, n_sampled).astype(int))
+    for row in rows.tolist():
+        if index.part(row) is None:
             continue
-        known.add(name)
+        name = index.path(row)
+        if name in names:
+            continue
+        names.add(name)
+        shard = shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
+        folder = pathlib.Path(root or shard.parent)
         with contextlib.suppress(files.FileError):
-            with files.regular(
-                files.inside(pathlib.Path(root or shard.parent), name, links=links)
-            ) as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(size - SAMPLE, 0) // 2)
-                content = file.read(SAMPLE)
-            digest.update(
-                f"{name} {size} {hashlib.sha256(content).hexdigest()}\n".encode(
-                    errors="surrogateescape"
-                )
-            )
-    return f"{index.fingerprint}-{digest.hexdigest()[:16]}" if known else index.fingerprint
+            digest.update(_describe_recording(files.inside(folder, name, links=links), name))
+    if not names:
+        return index.fingerprint
+    return f"{index.fingerprint}-{digest.hexdigest()[:16]}"
+
+
+def _describe_recording(path: pathlib.Path, name: str | None) -> bytes:
+    """Return a line with the size of a recording and a digest of its middle. Raises FileError."""
+    with files.regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(size - SAMPLE, 0) // 2)
+        digest = hashlib.sha256(file.read(SAMPLE)).hexdigest()
+    return f"{name} {size} {digest}\n".encode(errors="surrogateescape")
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
@@ -341,27 +379,28 @@ def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
     return _class_lists_once(_stats(shards), label)
 
 
-def _stats(shards: Sequence[pathlib.Path]) -> tuple[tuple[str, int, int], ...]:
+def _stats(shards: Sequence[pathlib.Path]) -> Stats:
+    stats = []
     try:
-        return tuple(
-            (str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in shards
-        )
+        for path in shards:
+            status = path.stat()
+            stats.append((str(path), status.st_size, status.st_mtime_ns))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from error
+    return tuple(stats)
 
 
 @functools.lru_cache(maxsize=4)
-def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> ClassLists:
+def _class_lists_once(stats: Stats, label: str) -> ClassLists:
     import pyarrow.compute as pc  # which nothing else here needs
 
     from loaders.io import columnar
 
-    lists, names = [], None
+    chunks = []
+    names = None
     for path, _, _ in stats:
         column, names = columnar.read(pathlib.Path(path), label)
-        if names is not None and not (
-            isinstance(names, list) and all(isinstance(name, str) for name in names)
-        ):
+        if names is not None and not _are_names(names):
             raise DataError(
                 f"{path}: column {label!r} has classes without names; cast it to a list of"
                 " ClassLabel again"
@@ -371,42 +410,48 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
                 f"{path}: column {label!r} holds {column.type}; data.multilabel=true needs lists of"
                 " int64 classes"
             )
-        lists += column.chunks
+        chunks += column.chunks
+    first_path = stats[0][0]
     if names is None:
         raise DataError(
-            f"{stats[0][0]}: column {label!r} names no classes; cast it to a list of ClassLabel and"
+            f"{first_path}: column {label!r} names no classes; cast it to a list of ClassLabel and"
             " save it again"
         )
-    lengths = [
-        pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
-        for chunk in lists
-    ]
-    parts = [pc.list_flatten(chunk) for chunk in lists]
-    if any(part.null_count for part in parts):
-        raise DataError(f"{stats[0][0]}: column {label!r} has a list with a null; save it without")
-    values = [part.to_numpy(zero_copy_only=False).astype(np.int64) for part in parts]
-    classes = np.concatenate([np.zeros(0, np.int64), *values])
+    lengths = [np.zeros(1, np.int64)]
+    values = [np.zeros(0, np.int64)]
+    for chunk in chunks:
+        chunk_lengths = pc.fill_null(pc.list_value_length(chunk), 0)
+        chunk_values = pc.list_flatten(chunk)
+        if chunk_values.null_count:
+            raise DataError(
+                f"{first_path}: column {label!r} has a list with a null; save it without"
+            )
+        lengths.append(chunk_lengths.to_numpy(zero_copy_only=False))
+        values.append(chunk_values.to_numpy(zero_copy_only=False).astype(np.int64))
+    starts = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    classes = np.concatenate(values)
     if len(classes) and not 0 <= classes.min() <= classes.max() < len(names):
         raise DataError(
-            f"{stats[0][0]}: column {label!r} has classes {classes.min()} to {classes.max()}, but"
+            f"{first_path}: column {label!r} has classes {classes.min()} to {classes.max()}, but"
             f" names for {len(names)} only"
         )
-    starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
-    return ClassLists(
-        tuple(names), starts, narrowed(classes, np.int32, f"the classes of {label!r}")
-    )
+    classes = narrowed(classes, np.int32, f"the classes of {label!r}")
+    return ClassLists(tuple(names), starts, classes)
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 @functools.lru_cache(maxsize=4)
-def _index_once(
-    stats: tuple[tuple[str, int, int], ...], label: str, root: str | None, links: bool
-) -> "_rust.Index":
-    # Shards of an index are read when it is opened.
-    large = (
-        index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
-    )
-    cache = machine.cache_folder("index") if large or len(stats) >= CACHED_SHARDS else None
+def _index_once(stats: Stats, label: str, root: str | None, links: bool) -> "_rust.Index":
     paths = [path for path, _, _ in stats]
+    # Shards of an index are read when it is opened.
+    n_bytes_to_read = 0
+    if index_file(pathlib.Path(paths[0])):
+        n_bytes_to_read = sum(size for _, size, _ in stats)
+    is_large = n_bytes_to_read >= CACHED_BYTES or len(stats) >= CACHED_SHARDS
+    cache = machine.cache_folder("index") if is_large else None
     copying = any(remote.is_copying(pathlib.Path(path)) for path in paths)
     return _rust.Index(
         paths, label=label or None, root=root, cache=cache, links=links, copying=copying
