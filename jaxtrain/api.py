@@ -126,10 +126,10 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     found = run_workload.of_run(saved, workload)
     if found is None:
         raise StoredError(f"{run_workload.unknown(saved).replace('--workload', 'workload=')}")
-    model = run_workload.section_of(saved, "model", found.get("config"))
+    model = run_workload.section_of(saved, "model", found.config_class())
     settings = run_workload.section_of(saved, "train", config_lib.Train)
     layout = stored_params.one_device()
-    task = found.get("make_task")(Config(model=model, train=settings), layout.shard, settings.batch)
+    task = found.make_task(Config(model=model, train=settings), layout.shard, settings.batch)
     if task.predict is None:
         raise StoredError(
             f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of"

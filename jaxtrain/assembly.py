@@ -115,7 +115,7 @@ def assemble(
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.axis_rules, devices=devices)
-    make_task = make_task or workload.of(config.workload).get("make_task")
+    make_task = make_task or workload.of(config.workload).make_task
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:

@@ -196,7 +196,7 @@ class _Parts:
 
     def _examples(self, position: int) -> list[Example]:
         """Return the examples of the batch, as the workload shows them."""
-        show = workload.of(self._config.workload).get("examples")
+        show = workload.of(self._config.workload).examples
         if show is None:
             return [Example()] * self._batch["row"].shape[0]
         arrays = (self._state.variables.model_state, dict(self._batch))

@@ -144,7 +144,7 @@ EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name 
 
 
 class Export(NamedTuple):
-    """How a workload's parameters are exported: its module's ``EXPORT``, or the defaults.
+    """How a workload's parameters are exported: what ``WORKLOAD.export`` returns, or the defaults.
 
     The command is `jaxtrain export`.
 
@@ -211,9 +211,9 @@ class Foreign(NamedTuple):
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
-    A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the
-    data's value of that name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is
-    the whole run's and ``batch`` the rows of a global step. It may offer ``EXPORT``, an `Export`.
+    A workload has ``config`` (a frozen dataclass; a field whose value is None takes the data's
+    value of that name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the
+    whole run's and ``batch`` the rows of a global step.
 
     `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device
     group's share. They return sums over those rows (law 5). ``batch["row"]`` (int32) is each row's

@@ -3,22 +3,29 @@
 Nothing here imports jax, so that `jaxtrain --help` lists the commands of every workload at once.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import functools
 import importlib
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from loaders.io.checks import UserError
 
+if TYPE_CHECKING:  # the types of higher floors, which only a type checker imports
+    from jaxtrain.config import Config, ModelSection
+    from jaxtrain.telemetry.glossary import Entry
+    from jaxtrain.types import Example, Export, Foreign, Format, PyTree, Shard, Task
+
 PACKAGE = "jaxtrain.workloads"
+Model = TypeVar("Model", bound="ModelSection")
 
 
 class WorkloadError(UserError, ValueError):
-    """A module's WORKLOAD that cannot be used."""
+    """A module's WORKLOAD that is missing or cannot be used."""
 
 
 class Command(NamedTuple):
@@ -32,66 +39,42 @@ class Command(NamedTuple):
     own_code: tuple[str, ...] = ()  # its flags that may name a module of the user's
 
 
-class WorkloadModule(Protocol):
-    """The attributes of a workload's module: ``WORKLOAD``, or else the others.
-
-    Without ``WORKLOAD``, ``Config`` and ``make_task`` are required.
-    """
-
-    WORKLOAD: "Workload | None"
-    Config: type[Any]
-    """The section ``model`` of a config, a `jaxtrain.config.ModelSection`."""
-    make_specs: Callable[[Any], Any] | None
-    """The section -> a tree of `jaxtrain.types.Spec`."""
-    EXPORT: Any
-    GLOSSARY: Iterable[Any]
-
-    def make_task(self, config: Any, shard: Any, batch: int) -> Any:
-        """Return the `jaxtrain.types.Task` of a run's config."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Workload:
-    """A workload, as its package's ``WORKLOAD``.
+class Workload(Generic[Model]):
+    """A workload, as its module's ``WORKLOAD``.
 
-    A field may be the object itself, or "module:name", imported at its first use.
-
-    A module without ``WORKLOAD`` trains too, by the attributes of `WorkloadModule`.
+    ``config`` and the fields that are functions may import JAX when they are called. A shipped
+    workload does so, and its package imports none.
     """
 
-    config: Any  # the dataclass of the section `model`, a `jaxtrain.config.ModelSection`
-    make_task: Any  # (config, shard, batch) -> jaxtrain.types.Task
-    make_specs: Any = None  # (model section) -> tree of Spec, to merge adapters without a task
+    # dataclass of the section `model`, or a function that imports and returns it
+    config: type[Model] | Callable[[], type[Model]]
+    # (run's config, layout, rows of a global step) -> the task
+    make_task: Callable[[Config[Model], Shard, int], Task]
+    # section `model` -> tree of `jaxtrain.types.Spec`, to merge adapters without a task
+    make_specs: Callable[[Model], PyTree] | None = None
     commands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
-    glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: the meaning of its metrics
-    export: Any = None  # a jaxtrain.types.Export; None = its defaults
-    # name -> jaxtrain.types.Format
-    formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # format -> the package, and extra of jaxtrain, it needs
+    glossary: tuple[Entry, ...] = ()  # meaning of its metrics
+    # names and files of its exports; None = the defaults of `jaxtrain.types.Export`
+    export: Callable[[], Export] | None = None
+    # other formats of its exports, by the names that `jaxtrain export --format` takes
+    formats: Mapping[str, Callable[[], Format]] = dataclasses.field(default_factory=dict)
+    # package, and extra of jaxtrain, that a format needs, by the format's name
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     formats_help: str = ""  # a paragraph on the formats in `jaxtrain export --help`
-    # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
-    foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # (run's config, model state and batch as NumPy arrays, position of the batch) -> a
-    # jaxtrain.types.Example of each row
-    examples: Any = None
+    # weights of other systems, by a regex of an array's path in a folder of safetensors
+    foreign: Mapping[str, Callable[[], Foreign]] = dataclasses.field(default_factory=dict)
+    # (run's config, model state and batch as NumPy arrays, position of the batch) -> an example of
+    # each row
+    examples: (
+        Callable[[Config[Model], PyTree, Mapping[str, Any], int], Iterable[Example]] | None
+    ) = None
     # (command with {run}, why) that a run which ended prints
     next_steps: tuple[tuple[str, str], ...] = ()
 
-    def get(self, name: str) -> Any:
-        """Return the object of a field. Raises ImportError, AttributeError: it names none."""
-        return resolved(getattr(self, name))
-
-
-@functools.cache
-def _imported(reference: str) -> Any:
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def resolved(value: Any) -> Any:
-    """Return the object of "module:name", other values as they are. Raises as an import does."""
-    return _imported(value) if isinstance(value, str) else value
+    def config_class(self) -> type[Model]:
+        """Return the dataclass of the section `model`. Raises as an import does."""
+        return self.config if isinstance(self.config, type) else self.config()
 
 
 def shipped() -> list[str]:
@@ -100,48 +83,49 @@ def shipped() -> list[str]:
     return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
 
 
-def foreign_to(arrays: Iterable[str]) -> Any:
+def foreign_to(arrays: Iterable[str]) -> Foreign | None:
     """Return the `jaxtrain.types.Foreign` of a shipped workload that knows these paths, or None."""
     paths = list(arrays)
     for name in shipped():
-        for pattern, reference in of(name).foreign.items():
+        for pattern, load_foreign in of(name).foreign.items():
             if any(re.search(pattern, path) for path in paths):
-                return resolved(reference)
+                return load_foreign()
     return None
 
 
-def is_kind(name: Any, expected: str) -> bool:
+def is_imported(name: str) -> bool:
+    """Whether this process has imported the workload ``name``, as --workload does."""
+    return hasattr(sys.modules.get(name), "WORKLOAD")
+
+
+def is_kind(name: str, expected: str) -> bool:
     """Whether ``name`` is ``expected``, or a module imported by --workload with its `config`."""
-    if name == expected or not sys.modules.get(str(name)):
-        return bool(name == expected)
-    return of(name).get("config") is of(expected).get("config")
+    if name == expected:
+        return True
+    return is_imported(name) and of(name).config_class() is of(expected).config_class()
 
 
-def of(name: str) -> Workload:
+def of(name: str) -> Workload[Any]:
     """Import the workload ``name``.
 
-    Raises WorkloadError: its WORKLOAD is none; ImportError and every error of its module.
+    Raises WorkloadError: its WORKLOAD is missing or is none; ImportError and every error of its
+    module.
     """
-    module = cast(WorkloadModule, importlib.import_module(name))
-    if (found := module.WORKLOAD if hasattr(module, "WORKLOAD") else None) is not None:
-        if not isinstance(found, Workload):
+    module = importlib.import_module(name)
+    if not hasattr(module, "WORKLOAD"):
+        raise WorkloadError(
+            f"the module {name} has no WORKLOAD; add the line WORKLOAD ="
+            " Workload(config=Config, make_task=make_task), with Workload from jaxtrain"
+        )
+    workload: object = module.WORKLOAD
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"{name}.WORKLOAD is a {type(workload).__name__}; expected a jaxtrain.workload.Workload"
+        )
+    for command_name, command in workload.commands.items():
+        if not isinstance(command, Command):
             raise WorkloadError(
-                f"{name}.WORKLOAD is a {type(found).__name__}; expected a"
-                " jaxtrain.workload.Workload"
+                f"the command {command_name!r} of {name}.WORKLOAD is no jaxtrain.workload.Command;"
+                " make it one"
             )
-        if wrong := [
-            word for word, command in found.commands.items() if not isinstance(command, Command)
-        ]:
-            raise WorkloadError(
-                f"the command {wrong[0]!r} of {name}.WORKLOAD is no jaxtrain.workload.Command; make"
-                " it one"
-            )
-        return found
-    return Workload(
-        # None: an error of the config that names it
-        module.Config if hasattr(module, "Config") else None,
-        module.make_task if hasattr(module, "make_task") else None,
-        module.make_specs if hasattr(module, "make_specs") else None,
-        glossary=module.GLOSSARY if hasattr(module, "GLOSSARY") else (),
-        export=module.EXPORT if hasattr(module, "EXPORT") else None,
-    )
+    return workload

@@ -821,7 +821,9 @@ def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
 
 def test_the_suggested_commands_find_a_users_workload_next_to_its_config(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "words_of_mine.py").write_text("Config = make_task = None\n")
+    (tmp_path / "own" / "words_of_mine.py").write_text(
+        "from jaxtrain import Workload\nWORKLOAD = Workload(None, None)\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "own")
     run = config_lib.Config(workdir="runs/x", workload="words_of_mine")

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain import workload
 from jaxtrain.telemetry import glossary
-from tests.support import installed
+from tests.support import installed, toy
 
 
 def test_a_meaning_stands_alone():
@@ -57,6 +57,6 @@ def test_an_entry_of_another_kind_is_named(monkeypatch):
     monkeypatch.setattr(workload, "of", lambda name: found)
     with pytest.raises(
         workload.WorkloadError,
-        match=r"the glossary of pytest has \('loss', .* expected a jaxtrain.Entry",
+        match=r"the glossary of tests.support.toy has \('loss', .* expected a jaxtrain.Entry",
     ):
-        glossary.of_workload("pytest")
+        glossary.of_workload(toy.__name__)

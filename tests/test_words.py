@@ -182,7 +182,7 @@ def test_a_name_of_a_module_says_what_is_in_it_and_is_given_once():
 
 
 def test_only_workloads_and_loaders_have_a_class_named_config():
-    """`WorkloadModule` and `LoaderModule` ask for the name. The whole config is `schema.Config`."""
+    """`LoaderModule` asks for the name. The whole config is `schema.Config`."""
     named = {
         relative(path): path.read_text()
         for path in FILES

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from jaxtrain import cli, commands, workload
+from jaxtrain.config import ModelSection
+from jaxtrain.types import Export, Foreign, Format
 from tests.support.workload_loaders import LOADERS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -22,12 +24,13 @@ def module(folder: pathlib.Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", workload.shipped())
-def test_every_reference_of_a_shipped_workload_can_be_imported(name):
+def test_every_part_of_a_shipped_workload_can_be_imported(name):
     found = workload.of(name)
-    for field in ("config", "make_task", "make_specs", "glossary", "export"):
-        assert found.get(field) is not None, field
-    for reference in (*found.formats.values(), *found.foreign.values()):
-        assert workload.resolved(reference)
+    assert found.glossary and issubclass(found.config_class(), ModelSection)
+    assert isinstance(found.export(), Export)
+    assert callable(found.make_task) and callable(found.make_specs) and callable(found.examples)
+    for load_part in (*found.formats.values(), *found.foreign.values()):
+        assert isinstance(load_part(), Format | Foreign)
     assert found.commands and all(
         command.module.startswith(f"{name}.") for command in found.commands.values()
     )
@@ -126,21 +129,15 @@ def test_the_name_of_a_workload_may_follow_the_command(tmp_path, monkeypatch, ca
     assert "a command of your own workload needs --workload MODULE" in capsys.readouterr().err
 
 
-def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
+def test_a_module_without_a_value_is_an_error_that_shows_the_line(tmp_path, monkeypatch, capsys):
     module(tmp_path, "plain", "class Config: ...\ndef make_task(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = workload.of("plain")
-    assert (
-        found.config.__name__,
-        found.make_task.__name__,
-        dict(found.commands),
-        found.glossary,
-    ) == (
-        "Config",
-        "make_task",
-        {},
-        (),
+    assert cli.main(["--workload=plain", "runs"]) == 2
+    text = (
+        "the module plain has no WORKLOAD; add the line WORKLOAD = Workload(config=Config,"
+        " make_task=make_task), with Workload from jaxtrain"
     )
+    assert capsys.readouterr().err.splitlines() == [f"error: --workload plain: {text}"]
 
 
 # Deletes one folder after the other. An argument names the folder and, after commas, the packages

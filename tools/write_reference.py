@@ -47,7 +47,7 @@ def page() -> str:
     for name in workload.shipped():
         parts += [
             f"## `model` of workload `{name}`",
-            *table(workload.of(name).get("config"), "model."),
+            *table(workload.of(name).config_class(), "model."),
         ]
     modules = pkgutil.walk_packages(loaders.__path__, "loaders.")
     for name in sorted(m.name for m in modules if m.name != "loaders._rust"):

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 import jax
 import optax
 from jax.nn.initializers import lecun_normal
-from ml_collections import ConfigDict
 
-from jaxtrain import LossOut, Mean, ModelSection, Spec, Task, Variables
+from jaxtrain import LossOut, Mean, ModelSection, Spec, Task, Variables, Workload
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,12 @@ def make_task(config, shard, batch):
     return Task(Variables(table), loss, evaluate, axes, flops=6 * batch * 64 * size * c.width)
 
 
+WORKLOAD = Workload(config=Config, make_task=make_task)
+
+
 def get_config(path="demo"):
-    config = ConfigDict(dict(workload="my_model", loader="loaders.audio.spectrogram"))
-    config.data = dict(train=path, short="origin")
-    config.optim = dict(lr=1e-2, warmup=0.1)
-    config.train = dict(steps=400, batch=32, eval_every=100)
+    config = dict(workload="my_model", loader="loaders.audio.spectrogram")
+    config["data"] = dict(train=path, short="origin")
+    config["optim"] = dict(lr=1e-2, warmup=0.1)
+    config["train"] = dict(steps=400, batch=32, eval_every=100)
     return config

@@ -71,7 +71,8 @@ def make_loader(config, *, split, rows, seed):
 # %% [markdown]
 # ## A model
 #
-# A workload is a module: a section of the config, and a function that returns a `Task`.
+# A workload is a module with a `WORKLOAD`: a section of the config, and a function that returns a
+# `Task`.
 
 # %%
 pathlib.Path("curve_model.py").write_text('''
@@ -80,7 +81,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.nn.initializers import normal, zeros
 
-from jaxtrain import LossOut, Mean, ModelSection, Spec, Task, Variables
+from jaxtrain import LossOut, Mean, ModelSection, Spec, Task, Variables, Workload
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ def make_task(config, shard, batch):
 
     axes = {"x": ("batch", None), "y": ("batch",), "weight": ("batch",)}
     return Task(Variables(table), loss, evaluate, axes, flops=12 * batch * c.width, predict=predict)
+
+
+WORKLOAD = Workload(config=Config, make_task=make_task)
 
 
 ''' + '''def get_config():

@@ -52,7 +52,7 @@ def export(
             f"{run_workload.unknown(config)}; without it the adapters have no names that peft knows"
         )
     if workload.export is None:
-        raise StoredError(f"{config['workload']} has no names that peft knows: it has no EXPORT")
+        raise StoredError(f"{config['workload']} has no names that peft knows: it has no export")
     contract, model = run_workload.export_of(config, named), run_workload.model_of(config)
     # by the names of the base model, adapters by module.lora_A.weight
     tensors: dict[str, np.ndarray] = {}
@@ -137,10 +137,8 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _names(workload: Workload, config: Mapping[str, Any], names: Any) -> set[str]:
-    table = workload.get("make_specs")(
-        run_workload.section_of(config, "model", workload.get("config"))
-    )
+def _names(workload: Workload[Any], config: Mapping[str, Any], names: Any) -> set[str]:
+    table = run_workload.specs_of(config, workload)
     model, found = run_workload.model_of(config), set()
     for path in spec_lib.paths(table):
         found |= {each} if isinstance(each := names(model, path), str) else set(each)

@@ -13,13 +13,13 @@ from jaxtrain import workload
 from jaxtrain.arrays import base_weights
 from jaxtrain.arrays.source import Source, refuse_address
 from jaxtrain.arrays.stored import StoredError
-from jaxtrain.types import Export
+from jaxtrain.types import Export, PyTree
 from jaxtrain.workload import Workload
 
 MAX_LAYERS = 10_000
 
 
-def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
+def of_run(config: Mapping[str, Any], named: str = "") -> Workload[Any] | None:
     """Return a run's workload, or None if it is not shipped and ``named`` (--workload) is not it.
 
     Raises StoredError: ``named`` is another module than the run's, or cannot be imported.
@@ -49,7 +49,17 @@ def unknown(config: Mapping[str, Any]) -> str:
 def export_of(config: Mapping[str, Any], named: str = "") -> Export:
     """Return how a run's workload is exported, by default without one. Raises StoredError."""
     found = of_run(config, named)
-    return (found and found.get("export")) or Export()
+    return found.export() if found and found.export else Export()
+
+
+def specs_of(config: Mapping[str, Any], workload: Workload[Any]) -> PyTree:
+    """Return the tree of Spec of a run's model. Raises StoredError: its workload makes none."""
+    if workload.make_specs is None:
+        raise StoredError(
+            f"the run's workload {config.get('workload')!r} has no make_specs; add it to its"
+            " WORKLOAD"
+        )
+    return workload.make_specs(section_of(config, "model", workload.config_class()))
 
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:

@@ -3,9 +3,8 @@
 Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is
 written first. Host memory is that of one chunk of one array: its stored bytes, decoded and copied.
 
-Names, shapes and further files are those of the workload module's ``EXPORT``
-(`jaxtrain.types.Export`). Model state that belongs to the model is exported in its own dtypes. A
-warm start takes parameters alone.
+Names, shapes and further files are those of the workload's `jaxtrain.types.Export`. Model state
+that belongs to the model is exported in its own dtypes. A warm start takes parameters alone.
 """
 
 import collections
@@ -42,7 +41,6 @@ from jaxtrain.arrays.source import SUMS, Source
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.nn import lora
 from jaxtrain.types import Export, Format, Hub
-from jaxtrain.workload import resolved
 from loaders.io import atomic_write, checks, files
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -233,7 +231,7 @@ def _entries_of_each(chosen: _Chosen, dtype: np.dtype | None) -> dict[str, list[
     if twice := sorted(name for name, n in count.items() if n > 1):
         workload = chosen.config.get("workload")
         raise StoredError(
-            f"the names {', '.join(twice)} are given twice, by EXPORT.names of {workload}; make"
+            f"the names {', '.join(twice)} are given twice, by the export of {workload}; make"
             " them differ there"
         )
     # Wide types first: every array begins at a multiple of its width, for readers that map it.
@@ -311,7 +309,7 @@ def _formats(
                 f"{source.path} is a run of {config.get('workload')!r}, whose formats do not"
                 f" include {name!r}; {checks.expected(name, known) if known else 'it has none'}"
             )
-        yield resolved(known[name])
+        yield known[name]()
 
 
 def _merged(
@@ -330,9 +328,7 @@ def _merged(
         raise StoredError(
             f"{run_workload.unknown(config)}; without it the adapters cannot be merged"
         )
-    table = workload.get("make_specs")(
-        run_workload.section_of(config, "model", workload.get("config"))
-    )
+    table = run_workload.specs_of(config, workload)
     specs = dict(
         zip(spec_lib.paths(table), jax.tree.leaves(table, is_leaf=spec_lib.is_spec), strict=True)
     )
@@ -511,7 +507,7 @@ def _entries(
         return
     if not shape or len(names) != shape[0]:
         raise StoredError(
-            f"{config['workload']}.EXPORT.names gives {len(names)} names for the first axis of"
+            f"the export of {config['workload']} gives {len(names)} names for the first axis of"
             f" {path} {shape}"
         )
     for i, name in enumerate(names):

@@ -126,6 +126,8 @@ def _checked(
                     ),
                 )
             )
+        except workload.WorkloadError as error:
+            problems.append((field, f"is {module_name!r}: {error}"))
         except TypeError as error:
             problems.append((field, str(error)))
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
@@ -220,10 +222,14 @@ def _without(problems: list[tuple[str, str]], built: Built) -> Built:
 
 def _model_class(module_name: str) -> type[Section]:
     """Return the ``model`` section's dataclass. Raises ImportError, SyntaxError, TypeError."""
-    found = workload.of(module_name)
-    return _checked_class(
-        module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")}
-    )
+    named = workload.of(module_name)
+    if not callable(named.config):
+        raise TypeError(
+            f"is {module_name!r}, whose WORKLOAD has the config {named.config!r}; expected a"
+            " dataclass"
+        )
+    functions = {"make_task": named.make_task}
+    return _checked_class(module_name, named.config_class(), ModelSection, functions)
 
 
 def _data_class(module_name: str) -> type[Section]:

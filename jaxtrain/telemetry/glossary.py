@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterable
 
 from jaxtrain import workload as workload_lib
@@ -134,12 +133,12 @@ SAVE = (
 
 def is_known(workload: str) -> bool:
     """Whether this package ships a workload, or this process imported it. None is imported."""
-    return workload in workload_lib.shipped() or workload in sys.modules
+    return workload in workload_lib.shipped() or workload_lib.is_imported(workload)
 
 
 def of_workload(name: str) -> tuple[Entry, ...]:
     """Return the entries of a workload, () of one that is not known. Raises WorkloadError."""
-    found = tuple(workload_lib.of(name).get("glossary")) if is_known(name) else ()
+    found = workload_lib.of(name).glossary if is_known(name) else ()
     if wrong := [entry for entry in found if not isinstance(entry, Entry)]:
         raise workload_lib.WorkloadError(
             f"the glossary of {name} has {wrong[0]!r}; expected a jaxtrain.Entry"

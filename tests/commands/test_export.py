@@ -27,6 +27,7 @@ from tests.support import runs
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """
 from jaxtrain.types import Export, Hub
+from jaxtrain.workload import Workload
 
 def names(config, path):
     if path.startswith("encoder/blocks/"):
@@ -39,7 +40,10 @@ def files(config, dtype):
 def hub(config, files):
     return Hub("transformers", "text-generation", ("loss",), "import transformers")
 
-EXPORT = Export(names=names, files=files, hub=hub, needed="^encoder/")
+def export():
+    return Export(names=names, files=files, hub=hub, needed="^encoder/")
+
+WORKLOAD = Workload(config=None, make_task=None, export=export)
 """
 
 

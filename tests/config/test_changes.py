@@ -41,7 +41,7 @@ def compare(before, now, digests=None):
 @pytest.mark.parametrize("name", workload.shipped())
 def test_every_field_of_every_section_has_a_kind(name):
     data = importlib.import_module(LOADERS[name.rpartition(".")[2]]).Config
-    kinds = dict(changes.kinds(config_of(workload.of(name).get("config"), data)))
+    kinds = dict(changes.kinds(config_of(workload.of(name).config_class(), data)))
     assert [path for path, kind in kinds.items() if kind not in (FREE, FUNCTION, STATE)] == []
     assert {
         kinds["train.steps"],

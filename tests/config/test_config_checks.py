@@ -68,12 +68,12 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (
             ["workload=json"],
             "workload",
-            "without a dataclass named Config, the function 'make_task'",
+            "the module json has no WORKLOAD; add the line WORKLOAD = Workload(config=Config,",
         ),
         (
             ["workload=toy_loader"],
             "workload",
-            "whose Config is not a ModelSection; derive it from jaxtrain.config",
+            "the module toy_loader has no WORKLOAD",
         ),
         (
             ["loader=toy_workload"],
@@ -89,23 +89,45 @@ def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, to
     assert told in found[path]
 
 
+@pytest.mark.parametrize("function", ["element_spec", "dataset_info", "make_loader"])
+def test_a_loader_without_one_of_its_functions_is_reported(here, monkeypatch, function):
+    load()
+    monkeypatch.delattr(sys.modules["toy_loader"], function)
+    found = errors()
+    assert list(found) == ["loader"]
+    assert "toy_loader" in found["loader"] and repr(function) in found["loader"]
+
+
 @pytest.mark.parametrize(
-    ("owner", "function"),
+    ("config", "make_task", "told"),
     [
-        ("workload", "make_task"),
-        ("loader", "element_spec"),
-        ("loader", "dataset_info"),
-        ("loader", "make_loader"),
+        (
+            "Config",
+            "None",
+            "is 'wrong', a module without the function 'make_task'; docs/your-model",
+        ),
+        (
+            "dict",
+            "make_task",
+            "is 'wrong', a module without a dataclass named Config; docs/your-mo",
+        ),
+        (
+            "Layer",
+            "make_task",
+            "whose Config is not a ModelSection; derive it from jaxtrain.config",
+        ),
+        ("7", "make_task", "whose WORKLOAD has the config 7; expected a dataclass"),
+        ("lambda: Layer", "make_task", "whose Config is not a ModelSection"),
     ],
 )
-def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(
-    here, monkeypatch, owner, function
-):
-    load()
-    monkeypatch.delattr(sys.modules[f"toy_{owner}"], function)
-    found = errors()
-    assert list(found) == [owner]
-    assert f"toy_{owner}" in found[owner] and repr(function) in found[owner]
+def test_a_workload_with_a_wrong_field_is_reported(here, monkeypatch, config, make_task, told):
+    (here / "wrong.py").write_text(
+        "from jaxtrain import Workload\nfrom toy_workload import Config, Layer, make_task\n"
+        f"WORKLOAD = Workload(config={config}, make_task={make_task})\n"
+    )
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    found = errors("--config.workload=wrong")
+    assert list(found) == ["workload"] and told in found["workload"]
 
 
 @pytest.mark.parametrize("workdir", ["file/runs", "file", "/proc/nothing/runs", "/sys/runs"])

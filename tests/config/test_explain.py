@@ -29,7 +29,7 @@ def sections():
         for f in dataclasses.fields(Config)
         if dataclasses.is_dataclass(f.default_factory)
     ]
-    models = [workload.of(name).get("config") for name in workload.shipped()]
+    models = [workload.of(name).config_class() for name in workload.shipped()]
     return list(
         dict.fromkeys(
             each

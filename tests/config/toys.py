@@ -9,6 +9,7 @@ from jaxtrain.config import ConfigError
 WORKLOAD = '''
 from dataclasses import dataclass, field
 from jaxtrain.config import ModelSection
+from jaxtrain.workload import Workload
 
 @dataclass(frozen=True)
 class Layer:
@@ -43,6 +44,8 @@ class Config(ModelSection):
 
 def make_task(config, shard, batch):
     raise AssertionError("no test of this folder trains")
+
+WORKLOAD = Workload(config=Config, make_task=make_task)
 '''
 LOADER = '''
 import os

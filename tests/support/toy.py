@@ -14,6 +14,7 @@ import optax
 from jaxtrain.config import ModelSection
 from jaxtrain.specs import fan_in, zeros
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
+from jaxtrain.workload import Workload
 from tests.support.toy_rows import CLASSES, WIDTH
 
 
@@ -84,3 +85,6 @@ def make_task(config, shard, batch):
 
     axes = {"x": ("batch", None), "label": ("batch",), "weight": ("batch",), "index": ("batch",)}
     return Task(Variables(specs), loss, evaluate, axes, flops=6 * batch * 8 * c.depth * c.embed**2)
+
+
+WORKLOAD = Workload(config=Config, make_task=make_task)

@@ -34,9 +34,9 @@ def shown(config, position=1):
     batch = {name: x[0] for name, x in next(loader)[1].items()}
     loader.close()
     of = workload.of(config.workload)
-    task = of.get("make_task")(config, one_device.shard, ROWS)
+    task = of.make_task(config, one_device.shard, ROWS)
     model_state = jax.device_get(initial(task.specs.model_state))
-    found = list(of.get("examples")(config, model_state, batch, position))
+    found = list(of.examples(config, model_state, batch, position))
     assert len(found) == ROWS
     return batch, found, model_state
 
@@ -81,7 +81,7 @@ def test_a_board_is_drawn_and_a_slot_that_continues_has_no_id_of_the_batch(here)
     assert all(x.id == "" for x in found), "a new slot takes the batch's row"
     picture = np.asarray(found[0].pictures["puzzle and solution"])
     assert picture.ndim == 2 and 0 <= picture.min() and picture.max() <= 1 and picture.std() > 0.1
-    task_examples = workload.of("jaxtrain.workloads.trm").get("examples")
+    task_examples = workload.of("jaxtrain.workloads.trm").examples
     model_state = {**model_state, "halted": np.arange(ROWS) != 3}
     ids = [x.id for x in task_examples(config_lib.load("trm.py"), model_state, batch, 1)]
     assert ids == ["", "", "", "row:3", "", "", "", ""]

@@ -1,13 +1,58 @@
 """An audio language model (Higgs Audio): text and codes of sound, with adapters."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
 from jaxtrain.workload import Command, Workload
+from jaxtrain.workloads.audio_language.glossary import GLOSSARY
+
+if TYPE_CHECKING:
+    from jaxtrain.config import Config as RunConfig
+    from jaxtrain.types import Example, Export, PyTree, Shard, Task
+    from jaxtrain.workloads.audio_language.model import Config
 
 _HERE = "jaxtrain.workloads.audio_language"
 
+
+# Each function imports when it is called: the commands are listed without JAX.
+def _config() -> type[Config]:
+    from jaxtrain.workloads.audio_language.model import Config
+
+    return Config
+
+
+def _make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
+    from jaxtrain.workloads.audio_language import loss
+
+    return loss.make_task(config, shard, batch)
+
+
+def _make_specs(model: Config) -> PyTree:
+    from jaxtrain.workloads.audio_language.model import make_specs
+
+    return make_specs(model)
+
+
+def _examples(
+    config: RunConfig[Config], model_state: PyTree, batch: Mapping[str, Any], position: int
+) -> Iterable[Example]:
+    from jaxtrain.workloads.audio_language import examples
+
+    return examples.examples(config, model_state, batch, position)
+
+
+def _export() -> Export:
+    from jaxtrain.workloads.audio_language.hugging_face import EXPORT
+
+    return EXPORT
+
+
 WORKLOAD = Workload(
-    config=f"{_HERE}.model:Config",
-    make_task=f"{_HERE}.loss:make_task",
-    make_specs=f"{_HERE}.model:make_specs",
+    config=_config,
+    make_task=_make_task,
+    make_specs=_make_specs,
     commands={
         "train-codec": Command(
             f"{_HERE}.commands.train_codec", "data", "learn an audio codec from recordings"
@@ -26,7 +71,7 @@ WORKLOAD = Workload(
             own_code=("--codec",),
         ),
     },
-    glossary=f"{_HERE}.glossary:GLOSSARY",
-    examples=f"{_HERE}.examples:examples",
-    export=f"{_HERE}.hugging_face:EXPORT",
+    glossary=GLOSSARY,
+    examples=_examples,
+    export=_export,
 )
