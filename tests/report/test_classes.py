@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.telemetry.report import class_scores
+from jaxtrain.telemetry.report.run import Run
 from tests.support.reports import counted
 
 
@@ -73,3 +74,14 @@ def test_invalid_lines_are_left_out(tmp_path):
     found = class_scores.read(tmp_path / "classes.jsonl")
     assert list(found) == [8] and found[8]["confused"] == [[0, 1, 1]]
     assert class_scores.read(tmp_path / "none") == {}
+
+
+def test_the_matrix_shows_the_names_of_classes_in_full(tmp_path):
+    names = ["Acrocephalus schoenobaenus (song)", "Acrocephalus schoenobaenus (call)"]
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"class_names": names}}))
+    counts = class_scores.line(*counted(np.array([0, 0, 1]), np.array([0, 1, 1]), 2))
+    (tmp_path / "classes.jsonl").write_text(json.dumps({"step": 8, **counts}) + "\n")
+    html = class_scores.section(Run(tmp_path, "run"))
+    matrix = html.partition('class="matrix"')[2].partition("</table>")[0]
+    for name in names:  # as a class and as an answer
+        assert matrix.count(f">{name}</th>") == 2

@@ -21,6 +21,7 @@ MAX_CLASSES = 512  # classes of a line: those with the most rows
 MAX_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
+MAX_NAME = 80  # characters of a class's name
 COLUMNS = [
     ("class", ""),
     ("rows", "n"),
@@ -36,56 +37,75 @@ Z = 1.959964  # of a normal distribution's 95 %
 def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
     """Return the line of counts, which `jaxtrain.types.COUNTS` describes."""
     rows, right, answers = np.rint(counts).astype(int)
-    found: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
+    record: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
     if confusions is not None:
-        wrong = np.rint(confusions).astype(int)
-        np.fill_diagonal(wrong, 0)
-        most = [
-            int(i)
-            for i in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS]
-            if wrong.flat[i]
-        ]
-        found["confused"] = [[*divmod(i, len(wrong)), int(wrong.flat[i])] for i in most]
+        record["confused"] = _most_confused(confusions)
     if len(rows) > MAX_CLASSES:
-        kept = np.sort(np.argsort(-rows, kind="stable")[:MAX_CLASSES])
-        found["of"] = kept.tolist()
-        rows, right, answers = rows[kept], right[kept], answers[kept]
-    return {**found, "rows": rows.tolist(), "right": right.tolist(), "answers": answers.tolist()}
+        largest = np.argsort(-rows, kind="stable")[:MAX_CLASSES]
+        classes = np.sort(largest)
+        record["of"] = classes.tolist()
+        rows = rows[classes]
+        right = right[classes]
+        answers = answers[classes]
+    record["rows"] = rows.tolist()
+    record["right"] = right.tolist()
+    record["answers"] = answers.tolist()
+    return record
+
+
+def _most_confused(confusions: np.ndarray) -> list[list[int]]:
+    """Return the pairs [class, answer, rows] of wrong answers, the most frequent first."""
+    wrong = np.rint(confusions).astype(int)
+    np.fill_diagonal(wrong, 0)
+    pairs = []
+    for place in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS]:
+        count = int(wrong.flat[place])
+        if count:
+            label, answer = divmod(int(place), len(wrong))
+            pairs.append([label, answer, count])
+    return pairs
 
 
 def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
     """Step -> its line, by step. Lines that are none are left out."""
-    found = {record["step"]: record for record in run_lib.objects(path) if _is_line(record)}
-    return {step: found[step] for step in sorted(found)}
+    lines = {record["step"]: record for record in run_lib.objects(path) if _is_line(record)}
+    return dict(sorted(lines.items()))
 
 
 def _is_line(record: Mapping[str, Any]) -> bool:
-    if not all(_is_count(record.get(name)) for name in ("n", "classes")):
+    if not _is_count(record.get("n")) or not _is_count(record.get("classes")):
         return False
-    lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
-    if not all(
-        isinstance(x, list) and 0 < len(x) <= MAX_CLASSES and all(map(_is_count, x)) for x in lists
-    ):
+    rows, right, answers = (record.get(name) for name in ("rows", "right", "answers"))
+    if not (_are_counts(rows) and _are_counts(right) and _are_counts(answers)):
         return False
-    rows, right, answers = lists
-    of, pairs = record.get("of", list(range(len(rows)))), record.get("confused", [])
-    return (
-        isinstance(of, list)
-        and isinstance(pairs, list)
-        and len(rows) == len(right) == len(answers) == len(of)
-        and all(map(_is_count, of))
-        and all(t <= r and t <= a for r, t, a in zip(rows, right, answers, strict=True))
-        and sum(rows) <= record["n"]
-        and len(rows) <= record["classes"]
-        and len(pairs) <= MAX_PAIRS
-        and all(
-            isinstance(p, list)
-            and len(p) == 3
-            and all(map(_is_count, p))
-            and max(p[:2]) < len(rows)
-            for p in pairs
-        )
-    )
+    n_classes = len(rows)
+    if not len(right) == len(answers) == n_classes <= record["classes"]:
+        return False
+    if sum(rows) > record["n"]:
+        return False
+    for n_rows, n_right, n_answers in zip(rows, right, answers, strict=True):
+        if n_right > min(n_rows, n_answers):
+            return False
+    classes = record.get("of", list(range(n_classes)))
+    if not _are_counts(classes) or len(classes) != n_classes:
+        return False
+    pairs = record.get("confused", [])
+    if not isinstance(pairs, list) or len(pairs) > MAX_PAIRS:
+        return False
+    return all(_is_pair(pair, n_classes) for pair in pairs)
+
+
+def _is_pair(pair: object, n_classes: int) -> bool:
+    """Whether a value of a file is [class, answer, rows]."""
+    if not isinstance(pair, list) or len(pair) != 3 or not all(map(_is_count, pair)):
+        return False
+    return max(pair[:2]) < n_classes
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether a value of a file is a list with a count for each class of a line."""
+    is_list = isinstance(values, list) and 0 < len(values) <= MAX_CLASSES
+    return is_list and all(map(_is_count, values))
 
 
 def _is_count(value: object) -> bool:
@@ -96,70 +116,81 @@ def interval(right: int, of: int) -> tuple[float, float]:
     """Return the 95 % interval of the share ``right`` of ``of`` (Wilson 1927), or nan, nan."""
     if not of:
         return math.nan, math.nan
-    p, n = right / of, of
-    middle, half = p + Z * Z / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
-    return max((middle - half) / (1 + Z * Z / n), 0.0), min((middle + half) / (1 + Z * Z / n), 1.0)
+    share = right / of
+    middle = share + Z * Z / (2 * of)
+    half = Z * math.sqrt(share * (1 - share) / of + Z * Z / (4 * of * of))
+    scale = 1 + Z * Z / of
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
 
 
 def section(run: Run) -> str:
     """Return a run's evaluations behind a slider."""
-    if not (by_step := read(run.path / FILE)):
+    by_step = read(run.path / FILE)
+    if not by_step:
         return ""
     steps = spread(list(by_step), EVALUATIONS)
-    names = _names(run)
-    sets = [
-        '<div data-name="step'
-        f' {step:,}">{_evaluation(by_step[step], names, whole=step == steps[-1])}</div>'
-        for step in steps
-    ]
-    return (
-        slider("classes-of", len(sets), "classes") + f'<div id="classes-of">{"".join(sets)}</div>'
-    )
+    names = _class_names(run)
+    sets = []
+    for step in steps:
+        tables = _evaluation(by_step[step], names, with_all_classes=step == steps[-1])
+        sets.append(f'<div data-name="step {step:,}">{tables}</div>')
+    control = slider("classes-of", len(sets), "classes")
+    return control + f'<div id="classes-of">{"".join(sets)}</div>'
 
 
-def _names(run: Run) -> list[str]:
-    given = run.setting("model.class_names")
-    return [str(name) for name in given] if isinstance(given, list) else []
+def _class_names(run: Run) -> list[str]:
+    names = run.setting("model.class_names")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
-    own = record["of"][i] if "of" in record else i
-    return names[own] if own < len(names) else f"class {own}"
+def _class_name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
+    """Return the name of the class in place ``i`` of a line."""
+    label = record["of"][i] if "of" in record else i
+    return names[label] if label < len(names) else f"class {label}"
 
 
-def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool) -> str:
-    """Return the tables of one evaluation. ``whole``: with every class."""
-    rows, right, answers = (record[name] for name in ("rows", "right", "answers"))
-    known = [i for i in range(len(rows)) if rows[i] or answers[i]]
-    recalls = [right[i] / rows[i] for i in known if rows[i]]
-    mean = f"{sum(recalls) / len(recalls):.1%}" if recalls else "–"
+def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, with_all_classes: bool) -> str:
+    """Return the tables of one evaluation. Without all classes, those of the lowest F1."""
+    rows = record["rows"]
+    right = record["right"]
+    answers = record["answers"]
+    tested = [i for i in range(len(rows)) if rows[i] or answers[i]]
+    by_f1 = sorted(tested, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
+    lines = [_line(_class_name(names, record, i), rows[i], right[i], answers[i]) for i in by_f1]
+    summary = f"<p>{_summary(record, tested)}</p>"
+    scores = _score_tables(lines, with_all_classes=with_all_classes) if lines else ""
+    return summary + _matrix(record, names) + scores
+
+
+def _summary(record: Mapping[str, Any], tested: Sequence[int]) -> str:
+    n_rows = record["n"]
     if "confused" in record:
-        low, high = interval(sum(right), record["n"])
-        share = f"{sum(right) / record['n']:.1%}" if record["n"] else "–"
+        n_right = sum(record["right"])
+        low, high = interval(n_right, n_rows)
+        share = f"{n_right / n_rows:.1%}" if n_rows else "–"
         text = (
-            f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%}"
+            f"Of {n_rows:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%}"
             f" to {high:.1%}); "
         )
     else:
-        text = f"{record['n']:,} labels; "
+        text = f"{n_rows:,} labels; "
+    recalls = [record["right"][i] / record["rows"][i] for i in tested if record["rows"][i]]
+    mean = f"{sum(recalls) / len(recalls):.1%}" if recalls else "–"
     text += f"the mean of the recalls of {len(recalls):,} classes is <b>{mean}</b>."
-    if left := record["classes"] - len(rows):
-        text += f" {left:,} classes with fewer rows are left out."
-    order = sorted(known, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
-    lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
-    more = ""
-    if whole and len(lines) > SHOWN:
-        more = (
-            f"<details><summary>{len(lines) - SHOWN:,} more"
-            f" classes</summary>{table(COLUMNS, lines[SHOWN:])}</details>"
-        )
+    left_out = record["classes"] - len(record["rows"])
+    if left_out:
+        text += f" {left_out:,} classes with fewer rows are left out."
+    return text
+
+
+def _score_tables(lines: Sequence[list[str]], *, with_all_classes: bool) -> str:
     note = "Intervals of 95 % by Wilson; the classes with the lowest F1 come first."
-    shown = (
-        f"<h3>Scores by class</h3>{table(COLUMNS, lines[:SHOWN])}<p class='soft'>{note}</p>{more}"
-        if lines
-        else ""
-    )
-    return f"<p>{text}</p>{_matrix(record, names)}{shown}"
+    html = f"<h3>Scores by class</h3>{table(COLUMNS, lines[:SHOWN])}<p class='soft'>{note}</p>"
+    hidden = lines[SHOWN:]
+    if with_all_classes and hidden:
+        summary = f"<summary>{len(hidden):,} more classes</summary>"
+        html += f"<details>{summary}{table(COLUMNS, hidden)}</details>"
+    return html
 
 
 def _f1(rows: int, right: int, answers: int) -> float:
@@ -167,64 +198,62 @@ def _f1(rows: int, right: int, answers: int) -> float:
 
 
 def _line(name: str, rows: int, right: int, answers: int) -> list[str]:
-    counts = (f"{x:,}" for x in (rows, right, answers))
-    shares = (_range(right, of) for of in (rows, answers))
-    return [esc(name[:80]), *counts, *shares, f"{_f1(rows, right, answers):.2f}"]
+    counts = [f"{rows:,}", f"{right:,}", f"{answers:,}"]
+    shares = [_range(right, rows), _range(right, answers)]
+    return [esc(name[:MAX_NAME]), *counts, *shares, f"{_f1(rows, right, answers):.2f}"]
 
 
 def _range(right: int, of: int) -> str:
     """Return a share with its interval, in numbers and drawn."""
     if not of:
         return '<span class="soft">–</span>'
+    share = right / of
     low, high = interval(right, of)
-    return (
-        '<span class="range"><i'
-        f' style="left:{100 * low:.0f}%;width:{100 * (high - low):.0f}%"></i><b'
-        f' style="left:{100 * right / of:.0f}%"></b></span>{right / of:.0%} <span'
-        f' class="soft">{low:.0%}–{high:.0%}</span>'
-    )
+    bar = f'<i style="left:{100 * low:.0f}%;width:{100 * (high - low):.0f}%"></i>'
+    mark = f'<b style="left:{100 * share:.0f}%"></b>'
+    numbers = f'{share:.0%} <span class="soft">{low:.0%}–{high:.0%}</span>'
+    return f'<span class="range">{bar}{mark}</span>{numbers}'
 
 
 def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """Rows of a class by answer: of all classes if they are few, else of the most confused ones."""
-    rows, right, pairs = record["rows"], record["right"], record.get("confused", [])
-    wrong = dict.fromkeys(range(len(rows)), 0)
-    for own, answer, count in pairs:
-        wrong[own] += count
-        wrong[answer] += count
-    chosen = sorted(sorted(wrong, key=lambda i: (-wrong[i], i))[:MATRIX])
+    pairs = record.get("confused", [])
     if not pairs:
         return ""
-    counts = {(own, answer): count for own, answer, count in pairs} | {
-        (i, i): right[i] for i in chosen
-    }
-    called = {i: _name(names, record, i) for i in chosen}
-    head = "".join(
-        f'<th scope="col" title="{esc(called[i])}">{esc(called[i][:12])}</th>' for i in chosen
-    )
-    body = []
-    for i in chosen:
-        cells = []
-        for j in chosen:
-            count = counts.get((i, j), 0)
-            share = count / rows[i] if rows[i] else 0.0
-            kind = "hit" if i == j else "miss"
-            cells.append(
-                f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>'
-                if count
-                else "<td></td>"
-            )
-        body.append(f'<tr><th scope="row">{esc(called[i][:24])}</th>{"".join(cells)}</tr>')
-    which = (
-        ""
-        if len(chosen) == record["classes"]
-        else f"the {len(chosen)} classes that are confused most; "
-    )
+    classes = _most_confused_classes(pairs, len(record["rows"]))
+    counts = {(label, answer): count for label, answer, count in pairs}
+    for i in classes:
+        counts[i, i] = record["right"][i]
+    titles = {i: esc(_class_name(names, record, i)[:MAX_NAME]) for i in classes}
+    head = "".join(f'<th scope="col">{titles[i]}</th>' for i in classes)
+    body = ""
+    for i in classes:
+        cells = "".join(_cell(counts.get((i, j), 0), record["rows"][i], i == j) for j in classes)
+        body += f'<tr><th scope="row">{titles[i]}</th>{cells}</tr>'
+    is_part = len(classes) != record["classes"]
+    selection = f"the {len(classes)} classes that are confused most; " if is_part else ""
     note = (
-        f"A row is a class, a column an answer: {which}the darker, the larger the share of the row."
+        f"A row is a class, a column an answer: {selection}the darker, the larger the share of the"
+        " row."
     )
     return (
         f'<h3>Confusions</h3><p class="meaning">{note}</p><div class="scroll"><table'
-        f' class="matrix"><tr><td></td>{head}</tr>'
-        f"{''.join(body)}</table></div>"
+        f' class="matrix"><tr><td></td>{head}</tr>{body}</table></div>'
     )
+
+
+def _most_confused_classes(pairs: Sequence[Sequence[int]], n_classes: int) -> list[int]:
+    n_wrong = dict.fromkeys(range(n_classes), 0)
+    for label, answer, count in pairs:
+        n_wrong[label] += count
+        n_wrong[answer] += count
+    most_first = sorted(n_wrong, key=lambda i: (-n_wrong[i], i))
+    return sorted(most_first[:MATRIX])
+
+
+def _cell(count: int, n_rows: int, is_right: bool) -> str:
+    if not count:
+        return "<td></td>"
+    share = count / n_rows if n_rows else 0.0
+    kind = "hit" if is_right else "miss"
+    return f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>'

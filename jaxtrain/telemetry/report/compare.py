@@ -10,40 +10,53 @@ from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report.markup import esc, number, short, table
 from jaxtrain.telemetry.report.run import Run, Score
 
+MAX_FIELDS = 40  # of the ranking
+MAX_AXES = 12  # of the parallel coordinates
+
 
 def section(
     runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]
 ) -> str:
     """Return a ranking, differing fields, and a sweep, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
-    known = [score for score in scores if score]
-    shown = [score if score and score.name == known[0].name else None for score in scores]
-    fields = list(differ)[:40]
-    name = known[0].name if known else "score"
+    name = next((score.name for score in scores if score), "score")
+    fields = list(differ)[:MAX_FIELDS]
     columns = [("run", ""), ("state", ""), ("step", "n"), (f"best {name}", "n"), ("last", "n")]
+    columns += [(field, "code") for field in fields]
     rows = []
     for i in ranked(scores):
-        score = shown[i]
-        called = f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}'
-        best_and_last = (number(score.best), number(score.last)) if score else ("–", "–")
-        settings = (esc(short(differ[field][str(i)])) for field in fields)
-        rows.append([called, runs[i].state, f"{runs[i].step:,}", *best_and_last, *settings])
-    ranking = table([*columns, *((field, "code") for field in fields)], rows)
-    more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
-    none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
-    return f"<p>Ranked by {esc(name)}.</p>{ranking}{more}{none}" + _parallel(
-        runs, differ, scores, charts
-    )
+        settings = [differ[field][str(i)] for field in fields]
+        rows.append(_ranking_row(i, runs[i], scores[i], name, settings))
+    html = f"<p>Ranked by {esc(name)}.</p>{table(columns, rows)}"
+    n_hidden = len(differ) - len(fields)
+    if n_hidden:
+        html += f"<p class='soft'>{n_hidden} more fields differ.</p>"
+    if not differ:
+        html += "<p class='soft'>Their configs are equal.</p>"
+    return html + _parallel(runs, differ, scores, charts)
+
+
+def _ranking_row(
+    i: int, run: Run, score: Score | None, score_name: str, settings: Sequence[Any]
+) -> list[str]:
+    name = f'<span class="swatch run{i % 8}"></span>{esc(run.name)}'
+    best = last = "–"
+    if score and score.name == score_name:
+        best = number(score.best)
+        last = number(score.last)
+    values = [esc(short(value)) for value in settings]
+    return [name, run.state, f"{run.step:,}", best, last, *values]
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:
     """Return the numbers of the runs, the best first, those without the same score last."""
-    known = [score for score in scores if score]
+    name = next((score.name for score in scores if score), "")
 
-    def place(score: Score | None) -> float:
-        return -score.sign * score.best if score and score.name == known[0].name else math.inf
+    def rank(i: int) -> float:
+        score = scores[i]
+        return -score.sign * score.best if score and score.name == name else math.inf
 
-    return sorted(range(len(scores)), key=lambda i: place(scores[i]))
+    return sorted(range(len(scores)), key=rank)
 
 
 def _parallel(
@@ -53,24 +66,28 @@ def _parallel(
     charts: list[dict[str, Any]],
 ) -> str:
     """Parallel coordinates of the fields that a sweep varied, and the score."""
-    name, sign = next(((s.name, s.sign) for s in scores if s), ("", 1))
-    chosen = [i for i, score in enumerate(scores) if score and score.name == name]
-    if len(chosen) < 3:
+    first = next((score for score in scores if score), None)
+    if first is None:
         return ""
-    dimensions = [
-        _axis(field, [row[str(i)] for i in chosen]) for field, row in list(differ.items())[:12]
-    ]
-    if not dimensions:
+    chosen = []
+    best = []
+    for i, score in enumerate(scores):
+        if score and score.name == first.name:
+            chosen.append(i)
+            best.append(score.best)
+    fields = list(differ.items())[:MAX_AXES]
+    if len(chosen) < 3 or not fields:
         return ""
-    dimensions.append(_axis(f"best {name}", [s.best for i in chosen if (s := scores[i])]))
+    axes = [_axis(field, [values[str(i)] for i in chosen]) for field, values in fields]
+    axes.append(_axis(f"best {first.name}", best))
     names = [runs[i].name for i in chosen]
     charts.append(
         {
             "kind": "parallel",
             "title": "sweep",
-            "dimensions": dimensions,
+            "dimensions": axes,
             "names": names,
-            "sign": sign,
+            "sign": first.sign,
         }
     )
     return (
@@ -82,27 +99,37 @@ def _parallel(
 
 
 def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return an axis of parallel coordinates: each value's place in 0..1, logarithmic if wide."""
+    """Return an axis of parallel coordinates: each value's place in 0..1, and its ticks."""
     texts = [short(value) for value in values]
-    if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
-        x = np.array([run_lib.number(v) for v in values])
-        x = np.log(x) if x.min() > 0 and x.max() > 30 * x.min() else x
-        x = x / (np.abs(x).max() or 1.0)  # the difference of two numbers may be none
-        at = (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else np.full(len(x), 0.5)
-        ends = sorted(
-            {
-                int(at.argmin()),
-                int(at.argmax()),
-                *([int(np.abs(at - 0.5).argmin())] if len(set(texts)) < 6 else []),
-            }
-        )
+    if all(map(_is_finite, values)):
+        places = _number_places(values)
+        ticks = {int(places.argmin()), int(places.argmax())}
+        if len(set(texts)) < 6:
+            ticks.add(int(np.abs(places - 0.5).argmin()))
+        ends = sorted(ticks)
     else:
         names = sorted(set(texts))
-        at = np.array([names.index(text) / max(len(names) - 1, 1) for text in texts])
+        places = np.array([names.index(text) / max(len(names) - 1, 1) for text in texts])
         ends = [texts.index(name) for name in names[:12]]
     return {
         "label": label,
-        "at": [round(float(a), 4) for a in at],
+        "at": [round(float(place), 4) for place in places],
         "texts": texts,
-        "ticks": [[round(float(at[i]), 4), texts[i][:24]] for i in ends],
+        "ticks": [[round(float(places[i]), 4), texts[i][:24]] for i in ends],
     }
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(run_lib.number(value))
+
+
+def _number_places(values: Sequence[Any]) -> np.ndarray:
+    """Return the places of numbers in 0..1, logarithmic if they are far apart."""
+    x = np.array([run_lib.number(value) for value in values])
+    if x.min() > 0 and x.max() > 30 * x.min():
+        x = np.log(x)
+    x = x / (np.abs(x).max() or 1.0)  # the difference of two numbers may be none
+    if x.max() == x.min():
+        return np.full(len(x), 0.5)
+    places: np.ndarray = (x - x.min()) / (x.max() - x.min())
+    return places
