@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,17 +18,19 @@ from loaders.io import files
 POINTS = 110_000  # of all curves together: 1.6 MB
 MAX_POINTS = 2000  # of a curve
 RATES = (
-    *(
-        "steps_per_second",
-        "examples_per_second",
-        "mfu",
-        "mfu_full_attention",
-        "data_wait_share",
-        "goodput",
-    ),
-    *("rows_asked_per_second", "rows_given_per_second", "cores_missing"),
+    "steps_per_second",
+    "examples_per_second",
+    "mfu",
+    "mfu_full_attention",
+    "data_wait_share",
+    "goodput",
+    "rows_asked_per_second",
+    "rows_given_per_second",
+    "cores_missing",
 )
 HIDDEN = ("step", "eta_seconds", "failures")
+COUNTS = ("skipped", "miscomputed")  # shown if one is not zero
+PART_OF_A_NORM = re.compile(r"(grad|update|param)_norm_(?!before$|after$)")
 GROUPS = (
     "Results",
     "Losses and metrics",
@@ -39,141 +41,179 @@ GROUPS = (
 )
 
 
+class Curve(NamedTuple):
+    run: int  # its place on the page
+    split: str  # train, test, expected, …
+    step: np.ndarray
+    values: np.ndarray
+
+
+Chart = tuple[str, str]  # a metric, and its split unless that is train or test
+
+
 def section(
     runs: Sequence[Run], records: Sequence[Records], charts: list[dict[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """(Group, figures) of each metric of ``records`` by run, with the curves in ``charts``."""
-    found: dict[tuple[str, str], list[tuple[int, str, np.ndarray, np.ndarray]]] = {}
-    for i, of_run in enumerate(records):
-        for split, columns in of_run.splits.items():
-            for name, values in columns.items():
-                if (
-                    name in HIDDEN
-                    or name.startswith("digest_")
-                    or (split == "data" and name.endswith("_expected"))
-                ):
-                    continue
-                if np.isfinite(values).any() and (
-                    name not in ("skipped", "miscomputed") or np.nansum(values)
-                ):
-                    curves = found.setdefault(
-                        (name, "" if split in ("train", "test") else split), []
-                    )
-                    curves.append((i, split, columns["step"], values))
-                    expected = columns.get(f"{name}_expected")
-                    if expected is not None and np.isfinite(expected).any():
-                        curves.append((i, "expected", columns["step"], expected))
-    for i, run in enumerate(runs):
-        if rates := _schedule(run):
-            found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))
-    most = max(min(MAX_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 4)
-    groups: dict[str, list[tuple[str, str]]] = {}
-    tested = {
-        place
-        for place, curves in found.items()
-        if any(split == "test" for _, split, _, _ in curves)
-    }
-    for place in sorted(
-        found, key=lambda place: (place[0] != "loss", place[0] != "learning_rate", place[0])
-    ):
-        name, split = place
-        group = _group(name, split, place in tested)
-        drawn: list[dict[str, Any]] = []
-        for i, of, step, values in sorted(found[place], key=lambda c: (c[0], c[1] != "train")):
-            x, y = records_lib.thinned(step, values, most)
-            drawn.append(
-                {
-                    "run": i,
-                    "split": of,
-                    "x": [int(s) for s in x],
-                    "y": [float(f"{v:.5g}") for v in y],
-                }
-            )
-        restarts = sorted({s.first for s in runs[0].starts if s.first}) if len(runs) == 1 else []
-        title = f"{name} ({split})" if split not in ("", "data", "save", "verify") else name
-        spikes = (
-            [s for of in records for s, _, _ in records_lib.spikes(of.splits.get("train", {}))]
-            if name == "loss"
-            else []
-        )
+    curves = _curves(runs, records)
+    n_curves = max(sum(map(len, curves.values())), 1)
+    n_points = max(min(MAX_POINTS, POINTS // n_curves), 4)
+    restarts: list[int] = []
+    spikes: list[int] = []
+    if len(runs) == 1:
+        restarts = sorted({start.first for start in runs[0].starts if start.first})
+        train = records[0].splits.get("train", {})
+        spikes = [step for step, _, _ in records_lib.spikes(train)]
+    figures: dict[str, list[tuple[str, str]]] = {}  # group -> (metric, figure)
+    for chart in sorted(curves, key=_order):
+        name, split = chart
+        drawn = [_thinned(curve, n_points) for curve in sorted(curves[chart], key=_train_first)]
+        title = name if split in ("", "data", "save", "verify") else f"{name} ({split})"
         charts.append(
             {
                 "title": title,
                 "curves": drawn,
                 "restarts": restarts,
-                "spikes": spikes if len(runs) == 1 else [],
+                "spikes": spikes if name == "loss" else [],
             }
         )
-        groups.setdefault(group, []).append(
-            (_figure(runs, len(charts) - 1, title, name, split, drawn), name)
-        )
-    for group in GROUPS:
-        if figures := groups.get(group):
-            plain = [
-                text
-                for text, name in figures
-                if not re.match(r"(grad|update|param)_norm_(?!before$|after$)", name)
-            ]
-            inner = [text for text, name in figures if text not in plain]
-            more = (
-                f"<details><summary>{len(inner)} norms of parts of the"
-                f" model</summary>{grid(inner)}</details>"
-            )
-            yield group, (grid(plain) if plain else "") + (more if inner else "")
+        is_tested = any(curve.split == "test" for curve in curves[chart])
+        group = figures.setdefault(_group(name, split, is_tested), [])
+        group.append((name, _figure(runs, len(charts) - 1, title, chart, drawn)))
+    for name in GROUPS:
+        if name in figures:
+            yield name, _group_html(figures[name])
+
+
+def _order(chart: Chart) -> tuple[bool, bool, str]:
+    name, _ = chart
+    return name != "loss", name != "learning_rate", name
+
+
+def _train_first(curve: Curve) -> tuple[int, bool]:
+    return curve.run, curve.split != "train"
+
+
+def _curves(runs: Sequence[Run], records: Sequence[Records]) -> dict[Chart, list[Curve]]:
+    """Return the curves of each chart: metrics of records, and the schedules of learning rates."""
+    curves: dict[Chart, list[Curve]] = {}
+    for i, run_records in enumerate(records):
+        for split, columns in run_records.splits.items():
+            chart_split = "" if split in ("train", "test") else split
+            for name, values in columns.items():
+                if not _is_shown(name, split, values):
+                    continue
+                chart = curves.setdefault((name, chart_split), [])
+                chart.append(Curve(i, split, columns["step"], values))
+                expected = columns.get(f"{name}_expected")
+                if expected is not None and np.isfinite(expected).any():
+                    chart.append(Curve(i, "expected", columns["step"], expected))
+    for i, run in enumerate(runs):
+        schedule = _schedule(run)
+        if schedule:
+            chart = curves.setdefault(("learning_rate", ""), [])
+            chart.append(Curve(i, "schedule", *schedule))
+    return curves
+
+
+def _is_shown(name: str, split: str, values: np.ndarray) -> bool:
+    if name in HIDDEN or name.startswith("digest_") or not np.isfinite(values).any():
+        return False
+    if split == "data" and name.endswith("_expected"):
+        return False  # beside the curve that it belongs to
+    return name not in COUNTS or bool(np.nansum(values))
+
+
+def _thinned(curve: Curve, n_points: int) -> dict[str, Any]:
+    """Return a curve of ``n_points`` at most, as the page's script reads it."""
+    step, values = records_lib.thinned(curve.step, curve.values, n_points)
+    return {
+        "run": curve.run,
+        "split": curve.split,
+        "x": [int(x) for x in step],
+        "y": [float(f"{y:.5g}") for y in values],
+    }
+
+
+def _group_html(figures: Sequence[tuple[str, str]]) -> str:
+    """Lay out the figures of a group, those of parts of the model folded away."""
+    plain = []
+    parts = []
+    for name, figure in figures:
+        (parts if PART_OF_A_NORM.match(name) else plain).append(figure)
+    html = grid(plain) if plain else ""
+    if parts:
+        summary = f"<summary>{len(parts)} norms of parts of the model</summary>"
+        html += f"<details>{summary}{grid(parts)}</details>"
+    return html
 
 
 def _figure(
     runs: Sequence[Run],
-    chart: int,
+    number_on_page: int,
     title: str,
-    name: str,
-    split: str,
+    chart: Chart,
     curves: Sequence[Mapping[str, Any]],
 ) -> str:
-    workload = str(runs[0].setting("workload", ""))
-    meaning = glossary.meaning(name, workload=workload, split=split or "train")
-    meaning = (
-        "of the schedule, as optim.lr and its warm-up and decay give it"
-        if name == "learning_rate"
-        else meaning
-    )
-    values = [
-        f"{runs[c['run']].name + ' ' if len(runs) > 1 else ''}{c['split']} from {number(c['y'][0])}"
-        f" to {number(c['y'][-1])} at step {c['x'][-1]}, between {number(min(c['y']))} and"
-        f" {number(max(c['y']))}"
-        for c in curves[:8]
-    ]
-    label = f"{title} by step: {'; '.join(values)}"
-    last = ", ".join(f"{c['split']} {number(c['y'][-1])}" for c in curves) if len(runs) == 1 else ""
+    name, split = chart
+    if name == "learning_rate":
+        meaning = "of the schedule, as optim.lr and its warm-up and decay give it"
+    else:
+        workload = str(runs[0].setting("workload", ""))
+        meaning = glossary.meaning(name, workload=workload, split=split or "train")
+    is_of_one_run = len(runs) == 1
+    descriptions = []
+    last_values = []
+    for curve in curves:
+        run_name = "" if is_of_one_run else f"{runs[curve['run']].name} "
+        descriptions.append(run_name + _description(curve))
+        last_values.append(f"{curve['split']} {number(curve['y'][-1])}")
+    label = f"{title} by step: {'; '.join(descriptions[:8])}"
+    last = ", ".join(last_values) if is_of_one_run else ""
     return (
         f'<figure><h3>{esc(title)} <span class="soft">{esc(last)}</span></h3><p'
         f' class="meaning">{esc(meaning)}</p><div class="chart" tabindex="0" role="img"'
-        f' data-chart="{chart}" aria-label="{esc(label)}"></div></figure>'
+        f' data-chart="{number_on_page}" aria-label="{esc(label)}"></div></figure>'
+    )
+
+
+def _description(curve: Mapping[str, Any]) -> str:
+    """Describe a curve in words, for a reader who cannot see it."""
+    y = curve["y"]
+    first, last, low, high = number(y[0]), number(y[-1]), number(min(y)), number(max(y))
+    return (
+        f"{curve['split']} from {first} to {last} at step {curve['x'][-1]}, between {low} and"
+        f" {high}"
     )
 
 
 def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
     """Return steps and learning rates of schedule.json, or None if it cannot be read."""
     try:
-        found = files.read_json(run.file("schedule.json"))
-        step, rate = ([run_lib.number(x) for x in found[name][:5000]] for name in ("step", "lr"))
+        columns = files.read_json(run.file("schedule.json"))
+        steps = [run_lib.number(x) for x in columns["step"][:5000]]
+        rates = [run_lib.number(x) for x in columns["lr"][:5000]]
     except (files.FileError, OSError, KeyError, TypeError):
         return None
-    known = [
-        (s, r)
-        for s, r in zip(step, rate, strict=False)
-        if math.isfinite(s) and math.isfinite(r) and 0 <= s < 1 << 53
-    ]
-    return (np.array([s for s, _ in known]), np.array([r for _, r in known])) if known else None
+    points = []
+    for step, rate in zip(steps, rates, strict=False):
+        if math.isfinite(step) and math.isfinite(rate) and 0 <= step < 1 << 53:
+            points.append((step, rate))
+    if not points:
+        return None
+    x, y = np.array(points).T
+    return x, y
 
 
-def _group(name: str, split: str, tested: bool) -> str:
+def _group(name: str, split: str, is_tested: bool) -> str:
     if split == "save":
         return "Saves"
     if split and split != "verify":
         return "Order of the examples"
     if name in RATES:
         return "Speed"
-    if re.match(r"(grad|update|param)_norm", name) or name in ("skipped", "miscomputed"):
+    if re.match(r"(grad|update|param)_norm", name) or name in COUNTS:
         return "Gradients and parameters"
-    return "Results" if tested or name in ("loss", "learning_rate") else "Losses and metrics"
+    if is_tested or name in ("loss", "learning_rate"):
+        return "Results"
+    return "Losses and metrics"

@@ -10,33 +10,39 @@ from typing import Any
 
 def esc(text: object) -> str:
     """Any text, for HTML."""
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "�" for c in str(text)))
+    printable = [c if c.isprintable() or c in "\n\t" else "�" for c in str(text)]
+    return html.escape("".join(printable))
 
 
 def number(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
     """Return a time as a page shows it, for example 2 h 05 min."""
     if not math.isfinite(seconds):
         return "–"
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"
+        return f"{seconds:.1f} s"
+    minutes, rest_seconds = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {rest_minutes:02} min"
+    return f"{minutes} min {rest_seconds:02} s"
 
 
 def short(value: object) -> str:
     """Return a value of a config, on a line."""
-    text = (
-        value
-        if isinstance(value, str)
-        else f"{value:.6g}"
-        if type(value) is float
-        else json.dumps(value)
-    )
+    if isinstance(value, str):
+        text = value
+    elif type(value) is float:
+        text = f"{value:.6g}"
+    else:
+        text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "…"
 
 
@@ -55,18 +61,17 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]], nam
       columns: the heading and the class of each: n for numbers, code, text, or none.
       rows: the cells of each row, as HTML.
     """
-    head = "".join(
-        f'<th class="n">{esc(text)}</th>' if kind == "n" else f"<th>{esc(text)}</th>"
-        for text, kind in columns
-    )
-    kinds = [f' class="{kind}"' if kind else "" for _, kind in columns]
-    cells = (
-        "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
-        for row in rows
-    )
-    lines = "".join(f"<tr>{each}</tr>" for each in cells)
-    named = f' data-name="{esc(name)}"' if name else ""
-    return f'<div class="scroll"{named}><table><tr>{head}</tr>{lines}</table></div>'
+    head = ""
+    classes = []
+    for text, kind in columns:
+        head += f'<th class="n">{esc(text)}</th>' if kind == "n" else f"<th>{esc(text)}</th>"
+        classes.append(f' class="{kind}"' if kind else "")
+    lines = ""
+    for row in rows:
+        cells = zip(classes, row, strict=True)
+        lines += "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in cells) + "</tr>"
+    attribute = f' data-name="{esc(name)}"' if name else ""
+    return f'<div class="scroll"{attribute}><table><tr>{head}</tr>{lines}</table></div>'
 
 
 def title(name: str, several: bool) -> str:
@@ -74,15 +79,15 @@ def title(name: str, several: bool) -> str:
     return f"<h3>{esc(name)}</h3>" if several else ""
 
 
-def slider(which: str, n: int, label: str) -> str:
-    """Return a control that selects one of ``n`` sets below it."""
+def slider(target: str, n: int, label: str) -> str:
+    """Return a control that selects one of ``n`` sets of the element ``target`` below it."""
     kind = "range" if n > 1 else "hidden"
     value = f'min="0" max="{n - 1}" value="{n - 1}"'
     tag = (
-        f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of'
+        f'<input class="wide" type="{kind}" {value} data-steps="{target}" aria-label="step of'
         f' {esc(label)}">'
     )
-    return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'
+    return f'<p>{tag} <span id="{target}-value" class="soft" aria-live="polite"></span></p>'
 
 
 def spread(items: list[Any], most: int) -> list[Any]:
@@ -91,4 +96,5 @@ def spread(items: list[Any], most: int) -> list[Any]:
         return items
     if most == 1:
         return items[-1:]
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    stride = (len(items) - 1) / (most - 1)
+    return [items[round(i * stride)] for i in range(most)]

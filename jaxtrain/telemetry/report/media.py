@@ -3,7 +3,8 @@
 import base64
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report.markup import esc, identifier, slider, spread, table, title
@@ -14,48 +15,64 @@ PICTURES = 1_000_000  # [bytes] of all pictures together
 GENERATIONS = 300_000  # [bytes] of all generations together, unless one of each step is more
 
 
+class Series(NamedTuple):
+    """The pictures of one kind in a run."""
+
+    run: Run
+    id: str  # of the element
+    kind: str
+    names: Mapping[int, Sequence[str]]  # by step: files in its folder of pictures
+
+
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
     """Return the pictures of evaluations that fit, behind a slider. ``notes`` names the others."""
-    several = len(runs) > 1
-    found = [
-        (run, k, kind, by_step)
-        for run in runs
-        for k, (kind, by_step) in enumerate(records_lib.pictures(run.path / "pictures").items())
-    ]
-    parts, left, without = [], PICTURES, []
-    for number, (run, k, kind, by_step) in enumerate(found):
-        label = f"{run.name}: {kind}" if several else kind
-        # so many steps, and pictures of each, as fit
-        for most, each in itertools.product((12, 6, 3, 2, 1), (8, 4, 2, 1)):
-            images = {
-                step: _images(run, by_step[step][:each], kind, step)
-                for step in spread(list(by_step), most)
-            }
-            size = sum(len(text) for row in images.values() for text in row)
-            if size <= left // (len(found) - number):
-                break
-        else:
-            without.append(label)
+    all_series = []
+    for run in runs:
+        for k, (kind, names) in enumerate(records_lib.pictures(run.path / "pictures").items()):
+            all_series.append(Series(run, f"{identifier(run.name)}-{k}", kind, names))
+    html = ""
+    n_bytes_left = PICTURES
+    too_large = []
+    for number, series in enumerate(all_series):
+        label = f"{series.run.name}: {series.kind}" if len(runs) > 1 else series.kind
+        images = _as_many_as_fit(series, n_bytes_left // (len(all_series) - number))
+        if images is None:
+            too_large.append(label)
             continue
-        left -= size
-        sets = []
-        for step, row in images.items():
-            name = "as the run began" if step < 0 else f"step {step:,}"
-            sets.append(f'<div class="pictures" data-name="{esc(name)}">{"".join(row)}</div>')
-        which = f"{identifier(run.name)}-{k}"
-        parts.append(
-            f"<h3>{esc(label)}</h3>"
-            + slider(which, len(sets), label)
-            + f'<div id="{which}">{"".join(sets)}</div>'
-        )
-    if without:
-        more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-        remedy = "; the page of one run alone has room for more" if several else ""
-        notes.append(
-            "pictures that are too large for the page are left out:"
-            f" {', '.join(without[:8])}{more}{remedy}"
-        )
-    return "".join(parts)
+        n_bytes_left -= _size(images)
+        html += f"<h3>{esc(label)}</h3>{_sets(series.id, label, images)}"
+    if too_large:
+        names = ", ".join(too_large[:8])
+        if len(too_large) > 8:
+            names += f" and {len(too_large) - 8} more"
+        if len(runs) > 1:
+            names += "; the page of one run alone has room for more"
+        notes.append(f"pictures that are too large for the page are left out: {names}")
+    return html
+
+
+def _as_many_as_fit(series: Series, n_bytes: int) -> dict[int, list[str]] | None:
+    """Return the tags of pictures by step: of as many steps, and as many of each, as fit."""
+    for n_steps, n_of_each in itertools.product((12, 6, 3, 2, 1), (8, 4, 2, 1)):
+        images = {}
+        for step in spread(list(series.names), n_steps):
+            names = series.names[step][:n_of_each]
+            images[step] = _images(series.run, names, series.kind, step)
+        if _size(images) <= n_bytes:
+            return images
+    return None
+
+
+def _size(images: Mapping[int, Sequence[str]]) -> int:
+    return sum(len(tag) for tags in images.values() for tag in tags)
+
+
+def _sets(target: str, label: str, images: Mapping[int, Sequence[str]]) -> str:
+    sets = ""
+    for step, tags in images.items():
+        name = "as the run began" if step < 0 else f"step {step:,}"
+        sets += f'<div class="pictures" data-name="{esc(name)}">{"".join(tags)}</div>'
+    return slider(target, len(images), label) + f'<div id="{target}">{sets}</div>'
 
 
 def generations(run: Run, number: int, *, of: int) -> str:
@@ -65,36 +82,37 @@ def generations(run: Run, number: int, *, of: int) -> str:
     )
     if not by_step:
         return ""
-    for each in (12, 6, 3, 1):  # so many of a step as there is room for
-        sets = []
-        for step, rows in by_step.items():
-            names = list(dict.fromkeys(name for row in rows[:each] for name in row))
-            cells = ([esc(row.get(name, "")) for name in names] for row in rows[:each])
-            sets.append(table([(name, "text") for name in names], cells, f"step {step:,}"))
+    for n_of_each in (12, 6, 3, 1):  # as many of a step as there is room for
+        sets = [_generation_table(step, rows[:n_of_each]) for step, rows in by_step.items()]
         if sum(map(len, sets)) <= GENERATIONS // of:
             break
-    which = f"generations-{number}"
-    return (
-        title(run.name, of > 1)
-        + slider(which, len(sets), "generations")
-        + f'<div id="{which}">{"".join(sets)}</div>'
-    )
+    target = f"generations-{number}"
+    control = slider(target, len(sets), "generations")
+    return title(run.name, of > 1) + control + f'<div id="{target}">{"".join(sets)}</div>'
+
+
+def _generation_table(step: int, rows: Sequence[Mapping[str, str]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = [(name, "text") for name in names]
+    cells = ([esc(row.get(name, "")) for name in names] for row in rows)
+    return table(columns, cells, f"step {step:,}")
 
 
 def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
-    found = []
+    tags = []
     for k, name in enumerate(names):
         try:
             content = files.read(run.file(f"pictures/{name}"), most=PICTURES)
         except (files.FileError, OSError):
             continue  # removed since the folder was listed, or a link that leads elsewhere
-        alt = f"{kind} {k + 1}" + (f" at step {step}" if step >= 0 else "")
-        if content.startswith(b"\x89PNG") and len(content) > 24:
-            width, height = struct.unpack(">II", content[16:24])  # of its header
-            # several side by side, each of which is to be seen
-            strip = ' class="strip"' if width > 5 * height else ""
-            found.append(
-                f'<img{strip} alt="{esc(alt)}"'
-                f' src="data:image/png;base64,{base64.b64encode(content).decode()}">'
-            )
-    return found
+        if not content.startswith(b"\x89PNG") or len(content) <= 24:
+            continue
+        width, height = struct.unpack(">II", content[16:24])  # of its header
+        # several side by side, each of which is to be seen
+        strip = ' class="strip"' if width > 5 * height else ""
+        alt = f"{kind} {k + 1}"
+        if step >= 0:
+            alt += f" at step {step}"
+        data = base64.b64encode(content).decode()
+        tags.append(f'<img{strip} alt="{esc(alt)}" src="data:image/png;base64,{data}">')
+    return tags
