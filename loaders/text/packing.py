@@ -18,7 +18,7 @@ START, SHUFFLE = 64, 65  # domains of the hashes: two uses of the same numbers d
 KEPT_WINDOWS = 4  # packed windows that stay in memory: a batch may span two
 
 
-class Placed(NamedTuple):
+class Pieces(NamedTuple):
     """The pieces of documents that rows are made of, row by row."""
 
     document: np.ndarray  # int64 [pieces]
@@ -41,8 +41,11 @@ class _OpenBins:
 
     def smallest_room(self, size: int) -> int:
         """Return the smallest room of at least ``size`` in a bin, or 0."""
-        larger = self._rooms >> size
-        return size + (larger & -larger).bit_length() - 1 if larger else 0
+        larger_rooms = self._rooms >> size
+        if not larger_rooms:
+            return 0
+        lowest_bit = larger_rooms & -larger_rooms
+        return size + lowest_bit.bit_length() - 1
 
     def count(self, room: int) -> int:
         return len(self._bins[room])
@@ -50,11 +53,11 @@ class _OpenBins:
     def take(self, room: int, n: int) -> list[int]:
         """``n`` bins of this room, the latest ones."""
         bins = self._bins[room]
-        taken = bins[-n:]
+        latest = bins[-n:]
         del bins[-n:]
         if not bins:
             self._rooms ^= 1 << room
-        return taken
+        return latest
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -64,45 +67,46 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    chosen: list[int] = []  # the bin of each length, in the order of by_length
-    free, opened = _OpenBins(), 0
-    for size, left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while left:
-            if room := free.smallest_room(size):
-                each = room // size
-                if n := min(free.count(room), left // each):
-                    bins = free.take(room, n)
-                else:
-                    bins, each = free.take(room, 1), left
+    bins_by_length: list[int] = []  # the bin of each length, in the order of by_length
+    open_bins = _OpenBins()
+    n_bins = 0
+    for size, n_left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while n_left:
+            room = open_bins.smallest_room(size)
+            if room:
+                n_per_bin = min(room // size, n_left)
+                n_full = n_left // n_per_bin
+                bins = open_bins.take(room, min(open_bins.count(room), n_full))
             else:
-                room, each = capacity, min(capacity // size, left)
-                bins = list(range(opened, opened + left // each))
-                opened += len(bins)
+                room = capacity
+                n_per_bin = min(room // size, n_left)
+                bins = list(range(n_bins, n_bins + n_left // n_per_bin))
+                n_bins += len(bins)
             for i in bins:
-                chosen += [i] * each
-            left -= each * len(bins)
-            free.put(room - each * size, bins)
-    placed = np.empty(len(lengths), np.int64)
-    placed[by_length] = chosen
-    return placed, opened
+                bins_by_length += [i] * n_per_bin
+            n_left -= n_per_bin * len(bins)
+            open_bins.put(room - n_per_bin * size, bins)
+    bin_of = np.empty(len(lengths), np.int64)
+    bin_of[by_length] = bins_by_length
+    return bin_of, n_bins
 
 
-def pack(lengths: np.ndarray, context: int) -> Placed:
+def pack(lengths: np.ndarray, context: int) -> Pieces:
     """Pack documents of ``lengths`` tokens into rows of ``context`` positions.
 
     A longer document is cut into whole rows and a rest. Documents of the result index ``lengths``.
     """
-    pairs = np.maximum(lengths - 1, 0)
-    n_pieces = -(-pairs // context)
+    n_pairs = np.maximum(lengths - 1, 0)
+    n_pieces = -(-n_pairs // context)
     document = np.repeat(np.arange(len(lengths)), n_pieces)
-    offset = (
-        np.arange(len(document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
-    ) * context
-    length = np.minimum(context, pairs[document] - offset)
+    first_piece = np.cumsum(n_pieces) - n_pieces
+    piece_in_document = np.arange(len(document)) - first_piece[document]
+    offset = piece_in_document * context
+    length = np.minimum(context, n_pairs[document] - offset)
     bins, n_bins = best_fit(length, context)
     by_bin = np.argsort(bins, kind="stable")
     stops = np.cumsum(np.bincount(bins, minlength=n_bins))
-    return Placed(document[by_bin], offset[by_bin], length[by_bin], stops)
+    return Pieces(document[by_bin], offset[by_bin], length[by_bin], stops)
 
 
 class Packed:
@@ -111,142 +115,156 @@ class Packed:
     def __init__(
         self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool
     ):
-        self._documents, self._context, self._window, self._seed, self._shuffle = (
-            documents,
-            context,
-            window,
-            seed,
-            shuffle,
-        )
+        self._documents = documents
+        self._context = context
+        self._window = window
+        self._seed = seed
+        self._shuffle = shuffle
         self._n_windows = -(-len(documents.length) // window)
         self._ends: list[int] = []  # row number after window w of epoch e, at e n_windows + w
-        self._kept: dict[int, Placed] = {}
+        self._packed_windows: dict[int, Pieces] = {}
         self._lock = threading.Lock()  # of the two above: batches are read by several threads
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
+        if not self._n_windows:
+            return 0
         while len(self._ends) < self._n_windows:
-            self._placed(len(self._ends))
-        return self._ends[self._n_windows - 1] if self._n_windows else 0
+            self._pack_window(len(self._ends))
+        return self._ends[self._n_windows - 1]
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
         """Write the rows ``number`` of this source into a batch's places ``at``, both int64 [k]."""
         for row, i in zip(at.tolist(), number.tolist(), strict=True):
             with self._lock:
                 while not self._ends or self._ends[-1] <= i:
-                    self._placed(len(self._ends))
+                    self._pack_window(len(self._ends))
                 w = int(np.searchsorted(self._ends, i, side="right"))
-                placed, first = self._placed(w), self._ends[w - 1] if w else 0
-            stop = int(placed.stops[i - first])
-            begin = int(placed.stops[i - first - 1]) if i > first else 0
-            used = 0
-            for k in range(begin, stop):
-                n = int(placed.length[k])
-                tokens = self._documents.read(placed.document[k], placed.offset[k], n + 1)
-                span = slice(used, used + n)
-                batch["tokens"][row, span], batch["targets"][row, span] = tokens[:-1], tokens[1:]
-                batch["positions"][row, span], batch["segments"][row, span] = (
-                    np.arange(n),
-                    k - begin + 1,
-                )
-                used += n
-            batch["mask"][row, :used] = 1
-            batch["index"][row], batch["epoch"][row] = placed.document[begin], w // self._n_windows
+                pieces = self._pack_window(w)
+                first_row = self._ends[w - 1] if w else 0
+            self._fill_row(batch, row, pieces, i - first_row)
+            batch["epoch"][row] = w // self._n_windows
 
-    def _placed(self, w: int) -> Placed:
+    def _pack_window(self, w: int) -> Pieces:
         """Return the rows of window ``w`` of all epochs. The next in line is added to `_ends`."""
-        if w not in self._kept:
-            epoch, window = divmod(w, self._n_windows)
-            n = len(self._documents.length)
-            chosen = np.arange(window * self._window, min((window + 1) * self._window, n))
-            if self._shuffle:
-                chosen = _rust.permutation(self._seed, epoch, n, chosen)
-            placed = pack(self._documents.length[chosen], self._context)
-            if self._shuffle and len(placed.stops):
-                placed = _reordered(
-                    placed,
-                    order.permutation(
-                        int(order.hash_of(SHUFFLE, self._seed, w)[0]),
-                        0,
-                        len(placed.stops),
-                        np.arange(len(placed.stops)),
-                    ),
-                )
-            self._kept[w] = placed._replace(document=chosen[placed.document])
-            # else all are needed: rows are asked for in mixed order
-            while self._shuffle and len(self._kept) > KEPT_WINDOWS:
-                del self._kept[next(iter(self._kept))]
-            if w == len(self._ends):
-                self._ends.append((self._ends[-1] if w else 0) + len(placed.stops))
-        return self._kept[w]
+        if w in self._packed_windows:
+            return self._packed_windows[w]
+        epoch, window = divmod(w, self._n_windows)
+        n_documents = len(self._documents.length)
+        start = window * self._window
+        documents = np.arange(start, min(start + self._window, n_documents))
+        if self._shuffle:
+            documents = _rust.permutation(self._seed, epoch, n_documents, documents)
+        pieces = pack(self._documents.length[documents], self._context)
+        n_rows = len(pieces.stops)
+        if self._shuffle and n_rows:
+            row_seed = int(order.hash_of(SHUFFLE, self._seed, w)[0])
+            rows = order.permutation(row_seed, 0, n_rows, np.arange(n_rows))
+            pieces = _reordered(pieces, rows)
+        pieces = pieces._replace(document=documents[pieces.document])
+        self._packed_windows[w] = pieces
+        # else all are needed: rows are asked for in mixed order
+        while self._shuffle and len(self._packed_windows) > KEPT_WINDOWS:
+            oldest = next(iter(self._packed_windows))
+            del self._packed_windows[oldest]
+        if w == len(self._ends):
+            previous_end = self._ends[-1] if w else 0
+            self._ends.append(previous_end + n_rows)
+        return pieces
+
+    def _fill_row(
+        self, batch: dict[str, np.ndarray], row: int, pieces: Pieces, number: int
+    ) -> None:
+        """Write row ``number`` of a window into row ``row`` of a batch."""
+        stop = int(pieces.stops[number])
+        start = int(pieces.stops[number - 1]) if number else 0
+        place = 0
+        for segment, k in enumerate(range(start, stop), 1):
+            n = int(pieces.length[k])
+            tokens = self._documents.read(pieces.document[k], pieces.offset[k], n + 1)
+            span = slice(place, place + n)
+            batch["tokens"][row, span] = tokens[:-1]
+            batch["targets"][row, span] = tokens[1:]
+            batch["positions"][row, span] = np.arange(n)
+            batch["segments"][row, span] = segment
+            place += n
+        batch["mask"][row, :place] = 1
+        batch["index"][row] = pieces.document[start]
 
 
-def _reordered(placed: Placed, rows: np.ndarray) -> Placed:
-    sizes = np.diff(placed.stops, prepend=0)
-    stops = np.cumsum(sizes[rows])
-    pieces = np.arange(len(placed.length)) + np.repeat(
-        (placed.stops - sizes)[rows] - (stops - sizes[rows]), sizes[rows]
-    )
-    return Placed(placed.document[pieces], placed.offset[pieces], placed.length[pieces], stops)
+def _reordered(pieces: Pieces, rows: np.ndarray) -> Pieces:
+    sizes = np.diff(pieces.stops, prepend=0)
+    starts = pieces.stops - sizes
+    new_sizes = sizes[rows]
+    new_stops = np.cumsum(new_sizes)
+    new_starts = new_stops - new_sizes
+    moves = np.repeat(starts[rows] - new_starts, new_sizes)
+    k = np.arange(len(pieces.length)) + moves
+    return Pieces(pieces.document[k], pieces.offset[k], pieces.length[k], new_stops)
 
 
 class Windows:
     """Rows of the stream of all documents, one after the other, across their boundaries."""
 
     def __init__(self, documents: Documents, context: int, *, seed: int, packing: str, train: bool):
-        self._documents, self._context, self._seed, self._random = (
-            documents,
-            context,
-            seed,
-            train and packing == "random",
-        )
-        self._ends = np.cumsum(documents.length)  # of each document in the stream
-        self._tokens = int(self._ends[-1]) if len(self._ends) else 0
+        self._documents = documents
+        self._context = context
+        self._seed = seed
+        self._random = train and packing == "random"
         self._train = train
-        if train and self._tokens <= context:
+        self._ends = np.cumsum(documents.length)  # of each document in the stream
+        self._n_tokens = int(self._ends[-1]) if len(self._ends) else 0
+        if train and self._n_tokens <= context:
             raise DataError(
-                f"the source has {self._tokens} tokens to train on, too few for a context of"
+                f"the source has {self._n_tokens} tokens to train on, too few for a context of"
                 f" {context}"
             )
 
     def n_rows(self) -> int:
         """Rows of one pass: whole windows in training. In testing the last one may be padded."""
-        return (
-            (self._tokens - 1) // self._context
-            if self._train
-            else -(-max(self._tokens - 1, 0) // self._context)
-        )
+        n_pairs = self._n_tokens - 1
+        if self._train:
+            return n_pairs // self._context
+        return -(-max(n_pairs, 0) // self._context)
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
-        n, context = self.n_rows(), self._context
-        epoch, start = np.divmod(number, max(n, 1))
+        epoch, start = self._starts(number)
+        for row, first, e in zip(at.tolist(), start.tolist(), epoch.tolist(), strict=True):
+            tokens = self._stream(first, min(self._context + 1, self._n_tokens - first))
+            n = len(tokens) - 1
+            batch["tokens"][row, :n] = tokens[:-1]
+            batch["targets"][row, :n] = tokens[1:]
+            batch["positions"][row, :n] = np.arange(n)
+            batch["segments"][row, :n] = 1
+            batch["mask"][row, :n] = 1
+            batch["index"][row] = self._document_at(first)
+            batch["epoch"][row] = e
+
+    def _starts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the epoch and the first token in the stream of each row."""
+        n_rows = self.n_rows()
+        epoch, window = np.divmod(number, max(n_rows, 1))
         if self._random:
             draws = order.hash_of(START, self._seed, number)
-            start = (draws % np.uint64(self._tokens - context)).astype(np.int64)
-        elif self._train:
-            start = order.epochs(self._seed, n, number, _rust.permutation)[1] * context
-        else:
-            start = start * context
-        for row, begin, e in zip(at.tolist(), start.tolist(), epoch.tolist(), strict=True):
-            tokens = self._stream(begin, min(context + 1, self._tokens - begin))
-            used = len(tokens) - 1
-            batch["tokens"][row, :used], batch["targets"][row, :used] = tokens[:-1], tokens[1:]
-            batch["positions"][row, :used] = np.arange(used)
-            batch["segments"][row, :used] = batch["mask"][row, :used] = 1
-            batch["index"][row], batch["epoch"][row] = (
-                np.searchsorted(self._ends, begin, side="right"),
-                e,
-            )
+            n_starts = np.uint64(self._n_tokens - self._context)
+            return epoch, (draws % n_starts).astype(np.int64)
+        if self._train:
+            _, window = order.epochs(self._seed, n_rows, number, _rust.permutation)
+        return epoch, window * self._context
 
-    def _stream(self, begin: int, count: int) -> np.ndarray:
-        """``count`` tokens of the stream from place ``begin`` on."""
-        parts, document = [], int(np.searchsorted(self._ends, begin, side="right"))
+    def _document_at(self, place: int) -> int:
+        return int(np.searchsorted(self._ends, place, side="right"))
+
+    def _stream(self, start: int, count: int) -> np.ndarray:
+        """``count`` tokens of the stream from place ``start`` on."""
+        parts = []
+        document = self._document_at(start)
         while count:
-            offset = begin - int(self._ends[document]) + int(self._documents.length[document])
-            parts.append(
-                self._documents.read(
-                    document, offset, min(count, int(self._documents.length[document]) - offset)
-                )
-            )
-            begin, count, document = begin + len(parts[-1]), count - len(parts[-1]), document + 1
+            length = int(self._documents.length[document])
+            offset = start - int(self._ends[document]) + length
+            part = self._documents.read(document, offset, min(count, length - offset))
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+            document += 1
         return np.concatenate(parts)

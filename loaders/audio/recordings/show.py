@@ -161,7 +161,7 @@ def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.
     index = shards.open_index(paths, label="", audio_root="")
     lists = shards.read_class_lists(paths, "labels")
     chosen = np.unique(np.linspace(0, index.n_rows - 1, min(PICTURES, index.n_rows)).astype(int))
-    config = spectrogram.Config(threads=1, depth=1, bad_budget=1.0)
+    config = spectrogram.Config(threads=1, bad_budget=1.0)
     n_rows = len(chosen)
     settings = spectrogram.pipeline_settings(
         config, chosen, n_rows, [(0, n_rows)], seed=0, train=False
