@@ -78,6 +78,7 @@ def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[
     rows: list[str] = []
     inner: list[str] = []
     glosses = gloss(cls)
+    leave_out += getattr(cls, "facts", ())
     for f in dataclasses.fields(cls):
         if f.name in leave_out:
             continue

@@ -87,19 +87,22 @@ def read(
         else:
             node[last] = _Text(text)
     tree["workdir"] = tree.get("workdir") or f"runs/{name}"
-    return _checked(tree, problems, make_data=make_data), problems
+    return _checked(tree, problems, make_data=make_data, facts=False), problems
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """Return a checked `Config` from nested dictionaries. Raises ConfigError with all errors."""
     problems: list[tuple[str, str]] = []
-    return _without(problems, _checked(tree, problems, make_data=True))
+    return _without(problems, _checked(tree, problems, make_data=True, facts=True))
 
 
 def _checked(
-    tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool
+    tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool, facts: bool
 ) -> Config:
-    """Build a config, add all its errors to ``problems``, and take the dataset info."""
+    """Build a config, add all its errors to ``problems``, and take the dataset info.
+
+    ``facts``: the tree may be a run's saved config, which has the model's facts of the data.
+    """
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
     for section, field, class_of in (
@@ -131,6 +134,8 @@ def _checked(
         except TypeError as error:
             problems.append((field, str(error)))
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
+    if not facts and "model" in classes and isinstance(parts["model"], Mapping):
+        parts["model"] = _without_facts(classes["model"], parts["model"], problems)
     sections: dict[str, Any] = {
         name: _build(cls, parts[name], name, problems) for name, cls in classes.items()
     }
@@ -182,6 +187,17 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
             if _is_of_kind(classes[given], name, parts[given][name]):
                 parts[other][name] = parts[given][name]
     return parts
+
+
+def _without_facts(
+    cls: type[Section], model: Mapping[str, Any], problems: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return the section ``model`` without its facts of the data, each of which is an error."""
+    facts = getattr(cls, "facts", ())
+    problems += [
+        (f"model.{name}", "is decided by the data; omit it") for name in model if name in facts
+    ]
+    return {name: value for name, value in model.items() if name not in facts}
 
 
 def _is_of_kind(cls: type, name: str, value: Any) -> bool:
@@ -280,6 +296,11 @@ def _take_dataset_info(
     except ValueError as error:
         problems.append(("data", str(error)))
         return config
+    for name in config.model.facts:
+        value, fact = getattr(config.model, name), info.get(name)
+        if value is not None and value != fact:
+            text = f"is {str(value)[:80]}, and the data have {str(fact)[:80]}; omit it"
+            problems.append((f"model.{name}", text))
     names = [
         f.name
         for f in dataclasses.fields(config.model)
@@ -533,7 +554,9 @@ def save(config: Config, folder: str | os.PathLike[str]) -> None:
 
 
 def _names(cls: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls)]
+    """Return the fields that a config file may set."""
+    facts = getattr(cls, "facts", ())
+    return [f.name for f in dataclasses.fields(cls) if f.name not in facts]
 
 
 def _has_no_default(f: dataclasses.Field[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Every field of a config with its value, unit and meaning, from the dataclasses' comments."""
+"""Every field that a config sets: its value, unit and meaning, from the dataclasses' comments."""
 
 import ast
 import dataclasses
@@ -24,6 +24,8 @@ def explain(config: Config) -> str:
             value, where = getattr(section, f.name), f"{path}{f.name}"
             if where in ("model", "data") and value is None:
                 continue  # no module is named
+            if f.name in getattr(section, "facts", ()):
+                continue
             if dataclasses.is_dataclass(value):
                 walk(value, f"{where}.")
             else:

@@ -42,9 +42,13 @@ class ModelSection(Section):
 
     ``shared``: fields that the data section may have, too. If only one side is given, the other
     takes its value.
+
+    ``facts``: fields that the dataset info alone decides. No config file and no flag sets them.
+    config.json keeps them, so that a checkpoint can be used without its data.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
+    facts: ClassVar[tuple[str, ...]] = ()
 
     def validate_data(self, info: Mapping[str, Any]) -> Problems:
         """Yield (field, problem with its remedy) for fields that contradict the dataset info."""

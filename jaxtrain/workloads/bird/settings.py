@@ -15,7 +15,6 @@ from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.io import checks
 
 POOLS = ("cls", "patches")
-FORMS = ("spectrogram", "waveform")
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,23 @@ class Settings(vit.Encoder, ModelSection):
     on_resume = checks.OnResume(checks.FUNCTION, state=("n_classes", "n_recordings"))
 
     shared = ("n_frames", "n_mels")
-    # [classes] None = as many as the data have names for. Without any there is no probe
-    n_classes: int | None = None
-    # [names] of the classes, for detect; None = as the data name them
-    class_names: tuple[str, ...] | None = None
-    # [bool] a recording has any number of classes; None = as the data have it
-    multilabel: OfData[bool] = OF_DATA
-    # [recordings] that diet distinguishes; None = as many as the data have
-    n_recordings: int | None = None
-    views: OfData[int] = OF_DATA  # [views] of a recording in a row; None = as the data have it
-    # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
-    form: OfData[str] = OF_DATA
-    # [section] which spectrograms the encoder reads; None = as the data section says
-    front_end: OfData[FrontEnd] = OF_DATA
+    facts = (
+        "n_classes",
+        "class_names",
+        "multilabel",
+        "n_recordings",
+        "views",
+        "form",
+        "front_end",
+    )
+
+    n_classes: int | None = None  # [classes] that the data name. Without any there is no probe
+    class_names: tuple[str, ...] | None = None  # [names] of the classes
+    multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes
+    n_recordings: int | None = None  # [recordings] that diet distinguishes
+    views: OfData[int] = OF_DATA  # [views] of a recording in a row
+    form: OfData[str] = OF_DATA  # [name] of a view's values: spectrogram, or waveform, int16
+    front_end: OfData[FrontEnd] = OF_DATA  # [section] of the spectrograms that the encoder reads
     # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
     pool: str = "cls"
     mask: Mask = field(default_factory=Mask)  # [section]
@@ -57,7 +60,6 @@ class Settings(vit.Encoder, ModelSection):
         yield from super().validate()
         yield from checks.under("augment", self.augment.validate())
         yield from checks.choice(self, POOLS, "pool")
-        yield from checks.choice(self, (*FORMS, None), "form")
         yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
         if all(part > 0 for part in self.patch) and not 0 < self.n_masked < self.n_patches:
             yield (
@@ -69,44 +71,6 @@ class Settings(vit.Encoder, ModelSection):
         return timm.validate_start(self, rules)
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        for name in ("n_classes", "n_recordings"):
-            value, needed = getattr(self, name), info.get(name, 0)
-            if value is not None and value < needed:
-                yield (
-                    name,
-                    f"is {value}, and the data have {needed}; config.model.{name}=None takes that",
-                )
-        if self.multilabel is not None and bool(info.get("multilabel")) != self.multilabel:
-            yield (
-                "multilabel",
-                f"is {self.multilabel}, and data.label names a column of the other kind",
-            )
-        n_views = info.get("views", 1)
-        if self.views not in (None, n_views):
-            yield "views", f"is {self.views}, and the data have {n_views}; set data.views"
-        names = info.get("class_names", ())
-        if self.class_names and names and self.class_names != tuple(names):
-            differing = next(
-                (pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]),
-                None,
-            )
-            text = (
-                f"has {differing[0]!r}, and at its place"
-                if differing
-                else f"has {len(self.class_names)} names, and"
-            )
-            yield (
-                "class_names",
-                f"{text} the data have {differing[1] if differing else len(names)!r}; unset it",
-            )
-        if self.form not in (None, info.get("form", "spectrogram")):
-            yield (
-                "form",
-                (
-                    f"is {self.form!r}, and data.form is {info.get('form', 'spectrogram')!r}; both"
-                    " must be the same"
-                ),
-            )
         if self.augment.background and not info.get("background"):
             yield (
                 "augment.background",
@@ -121,10 +85,6 @@ class Settings(vit.Encoder, ModelSection):
                         " them, or both the same"
                     ),
                 )
-        if self.front_end and (
-            unlike := self.front_end.differences(info.get("front_end", self.front_end))
-        ):
-            yield "front_end", f"is another than the data section's ({unlike}); leave it unset"
 
     def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
         is_ours = workload.is_kind(source.get("workload"), __package__)

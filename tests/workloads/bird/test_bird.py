@@ -235,20 +235,14 @@ ONLY = dict(supervised=Supervised(0.0))
 @pytest.mark.parametrize(
     ("where", "section", "info"),
     [
-        ("n_classes", dict(), {"n_classes": 6}),
         ("n_classes", dict(), {"n_unlabelled": 2}),
         ("n_classes", dict(n_classes=None), {}),
     ]
     + [
         ("lejepa.weight", dict(ONLY, lejepa=Lejepa(1.0)), {"views": 1}),
-        ("views", dict(views=2), {"views": 4}),
     ]
     + [("n_recordings", dict(ONLY, diet=Diet(1.0)), {}), ("n_frames", dict(), {"n_frames": 512})]
-    + [("n_recordings", dict(ONLY, diet=Diet(1.0), n_recordings=9), {"n_recordings": 10})]
-    + [
-        ("supervised.loss", dict(multilabel=True), {"multilabel": True}),
-        ("multilabel", dict(multilabel=False), {"multilabel": True}),
-    ]
+    + [("supervised.loss", dict(multilabel=True), {"multilabel": True})]
     + [("augment.background", dict(augment=augment.Augment(background=0.1)), {})],
 )
 def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, info):

@@ -185,11 +185,11 @@ def test_a_form_that_does_not_go_together_is_refused(tmp_path):
         ),
         (
             dict(model=dict(form="waveform")),
-            "config.model.form is 'waveform', and data.form is 'spectrogram'",
+            "config.model.form is waveform, and the data have spectrogram; omit it",
         ),
         (
-            dict(model=dict(form="mel")),
-            "config.model.form is 'mel'; expected one of: spectrogram, waveform",
+            dict(model=dict(views=2)),
+            "config.model.views is 2, and the data have 1; omit it",
         ),
     ):
         tree = {

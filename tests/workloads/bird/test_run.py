@@ -252,3 +252,25 @@ def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel
         multilabel,
         3.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("views=2", "config.model.views is decided by the data; omit it"),
+        ("n_classes=5", "config.model.n_classes is decided by the data; omit it"),
+        ("veiws=2", "config.model.veiws does not exist"),
+    ],
+)
+def test_no_flag_sets_a_fact_of_the_data(flag, said):
+    name, value = flag.split("=")
+    _, problems = config_lib.read("xcm", [(f"model.{name}", value)], make_data=False)
+    (problem,) = problems
+    assert said in f"config.{problem[0]} {problem[1]}"
+    assert "class_names" not in problem[1]
+
+
+def test_explain_lists_no_fact_of_the_data():
+    config, _ = config_lib.read("xcm", make_data=False)
+    lines = config_lib.explain(config)
+    assert "config.model.views " not in lines and "config.data.views " in lines

@@ -46,7 +46,7 @@ def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
 
 def validate_data(c: Settings, s: Diet, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if c.n_recordings is None:
-        yield "n_recordings", "is None, and the data do not give the number of recordings; set it"
+        yield "n_recordings", "is None, and the dataset info of the loader has no n_recordings"
 
 
 def table_rows(c: Settings) -> int:

@@ -43,7 +43,7 @@ def validate_data(c: Settings, s: Supervised, info: Mapping[str, Any]) -> Iterat
     if c.n_classes is None:
         yield (
             "n_classes",
-            "is None, and the data name no classes; set it, or store the labels as a ClassLabel",
+            "is None, and the data name no classes; store the labels as a ClassLabel",
         )
     if info.get("n_unlabelled", 0):
         yield (
