@@ -2,7 +2,7 @@
 
 320 clips of 5 s are for training, and 80 for testing.
 
-    python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
+    jaxtrain train --config=esc10:/path/to/esc10
         (or JAXTRAIN_ESC10=/path/to/esc10)
 
 The path is a folder that Hugging Face `datasets` wrote, with train/ (folds 1-4) and test/ (fold 5),

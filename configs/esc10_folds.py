@@ -2,7 +2,7 @@
 
 See tools.esc10_folds.
 
-    python -m jaxtrain.main --config=configs/esc10_folds.py:/path/to/esc10,mae,5
+    jaxtrain train --config=esc10_folds:/path/to/esc10,mae,5
         (objective and the fold left out)
 
 The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has

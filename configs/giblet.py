@@ -1,6 +1,6 @@
 """The Giblet autoencoder, 8.36 billion parameters: a film in, fMRI and the film again out.
 
-    python -m jaxtrain.main --config=configs/giblet.py:/path/to/folder
+    jaxtrain train --config=giblet:/path/to/folder
         (or JAXTRAIN_GIBLET=/path/to/folder)
 
 The path is a folder that `jaxtrain prepare-giblet` made of the film, its codes and embeddings, and

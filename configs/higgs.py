@@ -1,9 +1,9 @@
 """Higgs Audio v2 (5.8 billion parameters), with adapters of rank 32 (78.9 million) trained.
 
-    python -m jaxtrain.main --config=configs/higgs.py:path/to/weights \
+    jaxtrain train --config=higgs:path/to/weights \
         --config.data.manifest=manifest.json \
         --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz
-    python -m jaxtrain.main --config=configs/higgs.py:blank --config.train.batch=64 \
+    jaxtrain train --config=higgs:blank --config.train.batch=64 \
         --plan=gpu:h100x8  # the published size
 
 The argument is a folder with config.json and safetensors, from elsewhere or of `jaxtrain export`:

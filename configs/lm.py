@@ -1,15 +1,13 @@
 """A language model on packed documents, of a published size, or from weights of Hugging Face.
 
-    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b \
-        "--config.data.sources=({'path': 'tokens'},)"
-    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B \
-        "--config.data.sources=({'path': 'tokens'},)" \
-        --config.workdir=runs/qwen
+    jaxtrain train --config=lm:qwen3-0.6b,tokens
+    jaxtrain train --config=lm:path/to/Qwen2.5-0.5B,tokens --config.workdir=runs/qwen
 
-The argument is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised,
-or a folder with config.json and safetensors, from Hugging Face or from `jaxtrain export`, whose
-weights the run begins with. Sources are folders of token files, or texts (loaders/text/tokens.py).
-What it reached is exported for transformers by
+The argument is a model, a comma, and a folder of token files or a text (loaders/text/tokens.py).
+The model is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised, or
+a folder with config.json and safetensors, from Hugging Face or from `jaxtrain export`, whose
+weights the run begins with. --config.data.sources mixes several corpora. The result is exported for
+transformers by
 
     jaxtrain export runs/qwen --dtype bf16 --out Qwen2.5-0.5B-more
 
@@ -29,23 +27,26 @@ from loaders.io import checks, files
 
 
 def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
+    size_or_weights, _, corpus = argument.partition(",")
     context = 2048
-    if argument in language_files.PRESETS:
+    if size_or_weights in language_files.PRESETS:
+        model = language_files.PRESETS[size_or_weights]
         warm_start: dict[str, Any] = {}
-        model, lr = language_files.PRESETS[argument], 6e-4
-    elif not files.expanded(argument).exists():
+        lr = 6e-4
+    elif not files.expanded(size_or_weights).exists():
         raise ValueError(
-            f"{argument} is no folder and no size;"
-            f" {checks.expected(argument, language_files.PRESETS)}"
+            f"{size_or_weights} is no folder and no size;"
+            f" {checks.expected(size_or_weights, language_files.PRESETS)}"
         )
     else:
-        (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
+        model, warm_start = language_files.from_hugging_face(size_or_weights)
+        lr = 3e-5
         context = model.get("context", context)  # of an export whose positions are learned
     return config_dict.create(
         workload="jaxtrain.workloads.language",
         loader="loaders.text.tokens",
         model=dict(model, context=context, remat="full", z_loss=1e-5),
-        data=dict(context=context),
+        data=dict(context=context, sources=(dict(path=corpus),) if corpus else ()),
         train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
         # Embeddings, norms and biases do not decay: config.optim.undecayed.
         optim=dict(

@@ -1,6 +1,6 @@
 """Characters of Shakespeare with a GPT-2 of 4 layers, by the public recipe for a CPU.
 
-    python -m jaxtrain.main --config=configs/shakespeare_char.py:/path/to/input.txt
+    jaxtrain train --config=shakespeare_char:/path/to/input.txt
 
 The file is the tiny-Shakespeare text (1,115,394 characters; 65 different ones), of which the last
 tenth is held out. Over all of that the loss reached 1.917 (seed 0) and 1.910 (seed 1), in 3.5

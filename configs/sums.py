@@ -1,6 +1,6 @@
 """Sums of two numbers by a language model of characters, scored by its text, in CPU minutes.
 
-    python -m jaxtrain.main --config=configs/sums.py
+    jaxtrain train --config=sums
 
 The text is made at the first use, in the cache folder: lines like "37+85=122", of 90 % of all pairs
 up to 99. `load_environment` has the others as prompts, and scores what the model writes after "=".

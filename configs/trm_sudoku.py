@@ -1,6 +1,6 @@
 """The tiny recursive model on Sudoku-Extreme: 1000 puzzles, a thousand views of each, 65,104 steps.
 
-    python -m jaxtrain.main --config=configs/trm_sudoku.py:/path/to/sudoku
+    jaxtrain train --config=trm_sudoku:/path/to/sudoku
         (or JAXTRAIN_SUDOKU=/path/to/sudoku)
 
 The path is a folder with train.csv and test.csv (columns source, question, answer, rating), or with
@@ -18,7 +18,7 @@ one, which is differentiated, three times that; in all 32.8 TFLOP for 2 + 3 cycl
 peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it needs
 half of the 40 GB of one H100.
 
-configs/trm_sudoku.py:extreme is the recipe of contract "last" for one GPU, on the files of
+--config=trm_sudoku:extreme is the recipe of contract "last" for one GPU, on the files of
 $JAXTRAIN_SUDOKU (`extreme`).
 
 `python -m tools.bench train --model=trm` compares steps with PyTorch's on the same cores

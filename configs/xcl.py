@@ -1,6 +1,6 @@
 """Bird-audio pretraining on XCL: 528,422 recordings, 484 GB; the recipe is that of configs/xcm.py.
 
-    python -m jaxtrain.main --config=configs/xcl.py:/path/to/XCL  (or JAXTRAIN_XCL=/path/to/XCL)
+    jaxtrain train --config=xcl:/path/to/XCL  (or JAXTRAIN_XCL=/path/to/XCL)
 
 On a network file system add --config.data.order=block: shards are then read in runs, ahead of the
 workers.

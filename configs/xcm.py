@@ -1,12 +1,12 @@
 """Bird-audio pretraining: ViT-S on 5 s log-mel spectrograms, supervised, with an online probe.
 
-    python -m jaxtrain.main --config=configs/xcm.py:/path/to/XCM  (or JAXTRAIN_XCM=/path/to/XCM)
+    jaxtrain train --config=xcm:/path/to/XCM  (or JAXTRAIN_XCM=/path/to/XCM)
 
 The path is a folder that Hugging Face `datasets` wrote (save_to_disk, or the cache's Arrow shards),
 one that `jaxtrain index` wrote, or a glob. Without one,
 the same command trains a small model on the built-in demo birds instead.
 
-    python -m jaxtrain.main --config=configs/xcm.py:/path/to/XCM,path/to/Bird-MAE-Base
+    jaxtrain train --config=xcm:/path/to/XCM,path/to/Bird-MAE-Base
 
 begins with the encoder of a folder of safetensors under timm's names (timm, AudioMAE, Bird-MAE),
 and has its architecture.
@@ -28,7 +28,7 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
     path = path or os.environ.get("JAXTRAIN_XCM", "")
     if not path:
         logging.getLogger("jaxtrain").info(
-            "no data path (configs/xcm.py:/path/to/XCM, or JAXTRAIN_XCM): training the demo birds"
+            "no data path (--config=xcm:/path/to/XCM, or JAXTRAIN_XCM): training the demo birds"
         )
         config = demo()
     else:

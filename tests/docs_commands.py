@@ -316,12 +316,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16 --config.model.lejepa.size=8"),
     ),
     (r"^--config\.model", Run(f"{BIRD} {SMALL_DATA}")),
-    (r"=(configs/)?lm(\.py)?:(path/to/|exported)", Run(PRETRAINED)),
-    (r"=(configs/)?lm(\.py)?:.*'corpus'", Run(f"{PRESET} --config.workdir=runs/lm-corpus")),
-    (
-        r"=(configs/)?lm(\.py)?:",
-        Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),)),
-    ),
+    (r"=lm:(path/to/|exported)", Run(PRETRAINED)),
+    (r"=lm:.*,corpus", Run(f"{PRESET} --config.workdir=runs/lm-corpus")),
+    (r"=lm:", Run(PRESET)),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
     (
@@ -456,7 +453,7 @@ class Command(NamedTuple):
             text = text.replace(old, new)
         if text.startswith("--config"):
             text = (
-                "jaxtrain train --config=configs/xcm.py:/path/to/XCM"
+                "jaxtrain train --config=xcm:/path/to/XCM"
                 f" --config.workdir=runs/objective-{len(text)} {text}"
             )
         if (at := text.find(" -- ")) >= 0:  # the rest is another program's
@@ -474,7 +471,7 @@ class Command(NamedTuple):
 STARTS = re.compile(
     r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)"
     r"|[A-Z_]+=\S+"
-    r" .*python|--config\."
+    r" .*(python|jaxtrain)|--config\."
 )
 INLINE = re.compile(
     r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?"

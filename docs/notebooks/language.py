@@ -90,7 +90,6 @@ small = {
     "model.context": 128,
     "model.dtype": "float32",
     "data.context": 128,
-    "data.sources": ({"path": "corpus"},),
     "train.steps": 200,
     "train.batch": 16,
     "train.accumulate": 1,
@@ -99,7 +98,7 @@ small = {
     "optim.warmup": 0.1,
     "workdir": "runs/words",
 }
-done = jaxtrain.train("lm:qwen3-0.6b", small)
+done = jaxtrain.train("lm:qwen3-0.6b,corpus", small)
 print(done.step, {name: round(value, 3) for name, value in done.evaluation.items()})
 
 # %% [markdown]
@@ -114,10 +113,7 @@ print(done.step, {name: round(value, 3) for name, value in done.evaluation.items
 PARTS = ("parameters", "optimizer", "arrays that its loops keep")
 figure, axis = plt.subplots(figsize=(7, 1.8))
 for row, remat in enumerate(("none", "full")):
-    command = (
-        "jaxtrain plan --config=lm:qwen3-0.6b \"--config.data.sources=({'path': 'corpus'},)\""
-        f" --config.model.remat={remat}"
-    )
+    command = f"jaxtrain plan --config=lm:qwen3-0.6b,corpus --config.model.remat={remat}"
     text = subprocess.run(
         f"{command} gpu:h100x1", shell=True, text=True, capture_output=True
     ).stdout

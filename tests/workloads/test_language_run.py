@@ -77,7 +77,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
 
 
 def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
-    """`configs/lm.py:FOLDER`, of a folder from elsewhere and of an export.
+    """`--config=lm:FOLDER,TEXT`, of a folder from elsewhere and of an export.
 
     The second run has a learning rate of nearly zero: its export equals its start, bit for bit.
     """
@@ -88,7 +88,6 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
         "model.context": "32",
         "data.context": "32",
         "data.text": "bytes",
-        "data.sources": "({'path': 'text.txt'},)",
         "train.steps": "1",
         "train.batch": "8",
         "train.eval_every": "0",
@@ -101,7 +100,7 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     source, made = DATA / "qwen2", []
     for name, rate in (("first", "1e-2"), ("second", "1e-30")):
         overrides = fields | {"workdir": name, "optim.lr": rate}
-        loop.run(config_lib.load(f"{ROOT / 'configs' / 'lm.py'}:{source}", list(overrides.items())))
+        loop.run(config_lib.load(f"lm:{source},text.txt", list(overrides.items())))
         assert export.main([name, "--out", f"{name}-out"]) == 0
         source = folder / f"{name}-out"
         made.append(safetensors.numpy.load_file(source / "model.safetensors"))
