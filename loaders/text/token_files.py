@@ -29,12 +29,11 @@ import numpy as np
 
 from loaders import order
 from loaders.base import DataError, narrowed
-from loaders.io import atomic_write as whole
-from loaders.io import files
+from loaders.io import atomic_write, files
 from loaders.text.tokenizer import open_tokenizer
 
 FORMAT = 1
-ABOUTS = ("tokens.json", "train/tokens.json", "test/tokens.json")
+METADATA_FILES = ("tokens.json", "train/tokens.json", "test/tokens.json")
 
 
 class Documents(NamedTuple):
@@ -81,7 +80,8 @@ def open_splits(
     ``links``: whether links in a folder may lead out of it. Raises DataError: files that cannot be
     read, or do not fit together.
     """
-    places = [files.expanded(p) / name for p in (path, test) for name in ("", *ABOUTS) if p]
+    folders = [files.expanded(name) for name in (path, test) if name]
+    places = [folder / name for folder in folders for name in ("", *METADATA_FILES)]
     return _open_once(path, test, text, test_share, links, files.stamps(places))
 
 
@@ -89,58 +89,73 @@ def open_splits(
 def _open_once(
     path_name: str, test_name: str, text: str, test_share: float, links: bool, _: files.Stamps
 ) -> dict[str, Documents]:
-    path, test = (files.expanded(name) for name in (path_name, test_name))
-    inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None
-    held_out = test if test_name else inner_test
-    vocabulary = symbols(path) if path.is_file() and text == "characters" else ""
-    folder = path / "train" if (path / "train" / "tokens.json").is_file() else path
-    train = _read_text(path, vocabulary) if path.is_file() else _read_folder(folder, links)
-    if held_out is not None:
-        other = (
-            _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out, links)
-        )
-        if other.vocab != train.vocab:
+    path = files.expanded(path_name)
+    test_path: pathlib.Path | None = None
+    if test_name:
+        test_path = files.expanded(test_name)
+    elif (path / "test" / "tokens.json").is_file():
+        test_path = path / "test"
+    is_text = path.is_file()
+    vocabulary = symbols(path) if is_text and text == "characters" else ""
+    if is_text:
+        train = _read_text(path, vocabulary)
+    else:
+        folder = path / "train" if (path / "train" / "tokens.json").is_file() else path
+        train = _read_folder(folder, links)
+    if test_path is not None:
+        test = _read_text(test_path, vocabulary) if is_text else _read_folder(test_path, links)
+        if test.vocab != train.vocab:
             raise DataError(
-                f"{held_out} has a vocabulary of {other.vocab}, and {path} one of {train.vocab}"
+                f"{test_path} has a vocabulary of {test.vocab}, and {path} one of {train.vocab}"
             )
-        return {"train": train, "test": other}
-    if path.is_file():  # as nanoGPT splits: the beginning is for training
-        n = int(len(train.shards[0]) * (1 - test_share))
+        return {"train": train, "test": test}
+    if is_text:  # as nanoGPT splits: the beginning is for training
+        n_tokens = len(train.shards[0])
+        n_train = int(n_tokens * (1 - test_share))
         return {
-            "train": _piece(train, 0, n, path, text),
-            "test": _piece(train, n, len(train.shards[0]), path, text),
+            "train": _piece(train, 0, n_train, path, text),
+            "test": _piece(train, n_train, n_tokens, path, text),
         }
     is_test = order.held_out(np.arange(len(train.length)), test_share)
     sizes = _document_bytes(folder, links)
     return {
-        name: train._replace(
-            shard=train.shard[kept],
-            start=train.start[kept],
-            length=train.length[kept],
-            n_bytes=int(sizes[kept].sum()),
-            first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
-            digest=f"{train.digest} {test_share}",
-        )
-        for name, kept in (("train", ~is_test), ("test", is_test))
+        "train": _some_documents(train, ~is_test, sizes, test_share),
+        "test": _some_documents(train, is_test, sizes, test_share),
     }
 
 
-def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
-    """Tokens ``begin`` … ``end`` of a text as its only document, or no document without tokens."""
-    content = "" if text == "bytes" else _decoded(path)[begin:end]
-    n_bytes, first = (
-        (len(content.encode()), len(content[:1].encode()))
-        if content
-        else (end - begin, min(end - begin, 1))
+def _some_documents(
+    documents: Documents, is_chosen: np.ndarray, sizes: np.ndarray, test_share: float
+) -> Documents:
+    """Return the documents of a split, whose texts have ``sizes`` bytes, int64 [n]."""
+    share = is_chosen.mean() if is_chosen.size else 0.0
+    return documents._replace(
+        shard=documents.shard[is_chosen],
+        start=documents.start[is_chosen],
+        length=documents.length[is_chosen],
+        n_bytes=int(sizes[is_chosen].sum()),
+        first_bytes=documents.first_bytes * share,
+        digest=f"{documents.digest} {test_share}",
     )
-    only = np.arange(1 if end > begin else 0)
-    return whole._replace(
-        shard=only.astype(np.int32),
-        start=only + begin,
-        length=only + end - begin,
+
+
+def _piece(document: Documents, start: int, stop: int, path: pathlib.Path, text: str) -> Documents:
+    """Tokens [start, stop) of a text as its only document, or no document without tokens."""
+    content = "" if text == "bytes" else _decoded(path)[start:stop]
+    if content:
+        n_bytes = len(content.encode())
+        first_bytes = len(content[:1].encode())
+    else:
+        n_bytes = stop - start
+        first_bytes = min(n_bytes, 1)
+    number = np.arange(1 if stop > start else 0)
+    return document._replace(
+        shard=number.astype(np.int32),
+        start=number + start,
+        length=number + stop - start,
         n_bytes=n_bytes,
-        digest=f"{whole.digest} {begin} {end}",
-        first_bytes=first,
+        digest=f"{document.digest} {start} {stop}",
+        first_bytes=first_bytes,
     )
 
 
@@ -149,15 +164,7 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
     content = _decoded(path)
     encoded = content.encode()
     if vocabulary:
-        points = np.frombuffer(content.encode("utf-32-le"), np.uint32)
-        known = np.array([ord(c) for c in vocabulary], np.uint32)
-        tokens = np.searchsorted(known, points)
-        if (strange := np.flatnonzero(known[np.minimum(tokens, len(known) - 1)] != points)).size:
-            raise DataError(
-                f"{path}: character {content[strange[0]]!r} at {strange[0]} is not in the training"
-                " text"
-            )
-        tokens = narrowed(tokens, np.uint32, f"the symbols of {path}")
+        tokens = _characters(path, content, vocabulary)
     else:
         tokens = np.frombuffer(encoded, np.uint8)
     digest = hashlib.sha256(encoded + vocabulary.encode()).hexdigest()
@@ -172,17 +179,32 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
     )
 
 
-def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
-    about = _read_about(folder, links)
-    if "ends" not in about and about["vocab"] < (needed := _vocabulary(folder)):
+def _characters(path: pathlib.Path, content: str, vocabulary: str) -> np.ndarray:
+    """Return the number of each character in a sorted vocabulary. Raises DataError."""
+    points = np.frombuffer(content.encode("utf-32-le"), np.uint32)
+    vocabulary_points = np.array([ord(character) for character in vocabulary], np.uint32)
+    tokens = np.searchsorted(vocabulary_points, points)
+    nearest_points = vocabulary_points[np.minimum(tokens, len(vocabulary) - 1)]
+    unknown = np.flatnonzero(nearest_points != points)
+    if unknown.size:
+        place = unknown[0]
         raise DataError(
-            f"{folder}: tokens.json has a vocabulary of {about['vocab']}, and its tokenizer.json"
-            f" one of {needed}: ids may be stored as others; make the tokens again with `jaxtrain"
-            " tokens`"
+            f"{path}: character {content[place]!r} at {place} is not in the training text"
         )
-    shards, shard, start, length = [], [], [], []
-    dtype = np.dtype(about["dtype"]).newbyteorder("<")
-    for i, entry in enumerate(about["shards"]):
+    return narrowed(tokens, np.uint32, f"the symbols of {path}")
+
+
+def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
+    metadata = _read_metadata(folder, links)
+    if "ends" not in metadata:
+        _refuse_small_vocabulary(folder, metadata["vocab"])
+    entries = metadata["shards"]
+    dtype = np.dtype(metadata["dtype"]).newbyteorder("<")
+    shards: list[np.ndarray] = []
+    shard_numbers: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    for i, entry in enumerate(entries):
         path = files.inside(folder, f"{entry['name']}.tokens", links=links, remedy=files.LINKS)
         if not path.exists():
             expected = entry["tokens"] * dtype.itemsize
@@ -190,104 +212,111 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
                 f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens"
                 " again"
             )
-        index = _read_index(folder, entry, links)[:, 0]
+        first_tokens = _read_index(folder, entry, links)[:, 0]
         shards.append(_mapped(folder, path.name, dtype, entry["tokens"], links))
-        shard.append(np.full(len(index) - 1, i, np.int32))
-        start.append(index[:-1])
-        length.append(np.diff(index))
-    digest = hashlib.sha256(
-        "".join(entry["sha256"] for entry in about["shards"]).encode()
-    ).hexdigest()
-    n_bytes, n_tokens = (
-        sum(entry[kind] for entry in about["shards"]) for kind in ("bytes", "tokens")
-    )
-    # Folders without that number: as many as of any token.
-    firsts = [
-        entry.get("first_bytes", entry["documents"] * n_bytes / max(n_tokens, 1))
-        for entry in about["shards"]
-    ]
-    joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
-    ends = about.get("ends", [] if about.get("eos") is None else [about["eos"]])
+        shard_numbers.append(np.full(len(first_tokens) - 1, i, np.int32))
+        starts.append(first_tokens[:-1])
+        lengths.append(np.diff(first_tokens))
+    digests = "".join(entry["sha256"] for entry in entries)
+    n_bytes = sum(entry["bytes"] for entry in entries)
+    n_tokens = sum(entry["tokens"] for entry in entries)
+    first_bytes = 0
+    for entry in entries:
+        # Folders without that number: as many as of any token.
+        estimate = entry["documents"] * n_bytes / max(n_tokens, 1)
+        first_bytes += entry.get("first_bytes", estimate)
+    eos = metadata.get("eos")
+    ends = metadata.get("ends", [] if eos is None else [eos])
     return Documents(
-        tuple(shards),
-        joined[0],
-        joined[1],
-        joined[2],
-        n_bytes,
-        about["vocab"],
-        digest,
-        tuple(ends),
-        sum(firsts),
+        shards=tuple(shards),
+        shard=_joined(shard_numbers),
+        start=_joined(starts),
+        length=_joined(lengths),
+        n_bytes=n_bytes,
+        vocab=metadata["vocab"],
+        digest=hashlib.sha256(digests.encode()).hexdigest(),
+        ends=tuple(ends),
+        first_bytes=first_bytes,
     )
 
 
-def _vocabulary(folder: pathlib.Path) -> int:
-    """Return the vocabulary of a folder's tokenizer.json; 0 if it cannot be read here."""
+def _refuse_small_vocabulary(folder: pathlib.Path, vocab: int) -> None:
+    """Raise DataError if a folder's tokenizer.json, where it can be read, has more tokens."""
     try:
-        return open_tokenizer(folder / "tokenizer.json").vocab
+        tokenizer_vocab = open_tokenizer(folder / "tokenizer.json").vocab
     except DataError:
-        return 0
+        return
+    if vocab < tokenizer_vocab:
+        raise DataError(
+            f"{folder}: tokens.json has a vocabulary of {vocab}, and its tokenizer.json"
+            f" one of {tokenizer_vocab}: ids may be stored as others; make the tokens again with"
+            " `jaxtrain tokens`"
+        )
 
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
     """Return the bytes of text of each document, int64 [n]."""
-    parts = [
-        np.diff(_read_index(folder, entry, links)[:, 1])
-        for entry in _read_about(folder, links)["shards"]
-    ]
+    sizes = []
+    for entry in _read_metadata(folder, links)["shards"]:
+        first_bytes = _read_index(folder, entry, links)[:, 1]
+        sizes.append(np.diff(first_bytes))
+    return _joined(sizes)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
+def _read_metadata(folder: pathlib.Path, links: bool) -> dict[str, Any]:
     path = folder / "tokens.json"
     if not path.exists():
-        content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
+        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        content = ", ".join(names[:5]) or "nothing"
         raise DataError(
-            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with"
+            f"{folder} has no tokens.json; it holds {content}. Make token files with"
             " `jaxtrain tokens`, which also completes an interrupted folder"
         )
-    about = files.read_json(files.inside(folder, path.name, links=links, remedy=files.LINKS))
-    if about.get("format") != FORMAT:
-        raise DataError(
-            f"{path} has format {about.get('format')!r}; expected {FORMAT}: make the tokens again"
-        )
-    if not _is_complete(about):
+    metadata = files.read_json(files.inside(folder, path.name, links=links, remedy=files.LINKS))
+    version = metadata.get("format")
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version!r}; expected {FORMAT}: make the tokens again")
+    if not _is_complete(metadata):
         raise DataError(f"{path} does not describe token files; make the tokens again")
-    return about
+    return metadata
 
 
-def _is_complete(about: dict[str, Any]) -> bool:
-    def whole(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**60
+def _is_complete(metadata: dict[str, Any]) -> bool:
+    ends = metadata.get("ends", [])
+    if not isinstance(ends, list) or not all(map(_is_count, ends)):
+        return False
+    if not _is_count(metadata.get("eos") or 0) or not _is_count(metadata.get("vocab")):
+        return False
+    shards = metadata.get("shards")
+    is_readable = metadata.get("dtype") in ("uint16", "uint32")
+    return is_readable and isinstance(shards, list) and all(map(_is_entry, shards))
 
-    def complete(entry: Any) -> bool:
-        sizes, texts = ("documents", "tokens", "bytes"), ("name", "sha256")
-        return (
-            isinstance(entry, dict)
-            and all(whole(entry.get(k)) for k in sizes)
-            and whole(entry.get("first_bytes", 0))
-            and all(type(entry.get(k)) is str for k in texts)
-        )
 
-    shards = about.get("shards")
-    ends = [
-        about.get("eos") or 0,
-        *(found if isinstance(found := about.get("ends", []), list) else [None]),
-    ]
-    is_known = about.get("dtype") in ("uint16", "uint32") and all(
-        map(whole, [about.get("vocab"), *ends])
-    )
-    return is_known and isinstance(shards, list) and all(map(complete, shards))
+def _is_entry(entry: Any) -> bool:
+    """Whether a value describes a shard."""
+    if not isinstance(entry, dict):
+        return False
+    counts = [entry.get(name) for name in ("documents", "tokens", "bytes")]
+    names = [entry.get(name) for name in ("name", "sha256")]
+    has_names = all(type(name) is str for name in names)
+    return has_names and all(map(_is_count, [*counts, entry.get("first_bytes", 0)]))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**60
 
 
 def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
     """Return the begins of a shard's documents, int64 [n + 1, 2]. Raises DataError."""
     name = f"{entry['name']}.docs"
-    index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(
-        -1, 2
-    )
-    ends = (entry["tokens"], entry["bytes"])
-    if index[0].any() or tuple(index[-1].tolist()) != ends or (np.diff(index, axis=0) < 0).any():
+    n_numbers = 2 * (entry["documents"] + 1)
+    index = _mapped(folder, name, np.dtype("<i8"), n_numbers, links).reshape(-1, 2)
+    has_ends = index[-1].tolist() == [entry["tokens"], entry["bytes"]]
+    if index[0].any() or not has_ends or (np.diff(index, axis=0) < 0).any():
         raise DataError(
             f"{folder / name} does not hold the {entry['documents']} documents that tokens.json"
             " names; make the tokens again"
@@ -300,9 +329,10 @@ def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: boo
     path = files.inside(folder, name, links=links, remedy=files.LINKS)
     with files.regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != n * dtype.itemsize:
+        expected = n * dtype.itemsize
+        if size != expected:
             raise DataError(
-                f"{path} has {size} bytes, but tokens.json names {n * dtype.itemsize} bytes; make"
+                f"{path} has {size} bytes, but tokens.json names {expected} bytes; make"
                 " the tokens again"
             )
         return np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
@@ -326,25 +356,27 @@ def write_shard(
     ``sizes``: bytes of text of each document. ``firsts``: those of its first token.
     """
     index = np.zeros((len(documents) + 1, 2), "<i8")
-    index[1:, 0] = np.cumsum([len(d) for d in documents])
+    index[1:, 0] = np.cumsum([len(document) for document in documents])
     index[1:, 1] = np.cumsum(sizes)
-    tokens = np.concatenate(
-        [narrowed(d, dtype, f"the tokens of {folder / name}") for d in documents]
-        or [np.empty(0, dtype)]
-    )
-    raw = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
-    for suffix, content in (("tokens", raw), ("docs", index.tobytes())):
-        with whole.file(folder / f"{name}.{suffix}") as file:
-            file.write(content)
-    digest = hashlib.sha256(raw + index.tobytes()).hexdigest()
-    return {
+    source = f"the tokens of {folder / name}"
+    parts = [narrowed(document, dtype, source) for document in documents]
+    tokens = np.concatenate(parts or [np.empty(0, dtype)])
+    raw_tokens = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
+    raw_index = index.tobytes()
+    with atomic_write.file(folder / f"{name}.tokens") as file:
+        file.write(raw_tokens)
+    with atomic_write.file(folder / f"{name}.docs") as file:
+        file.write(raw_index)
+    entry: dict[str, Any] = {
         "name": name,
         "documents": len(documents),
         "tokens": len(tokens),
         "bytes": int(index[-1, 1]),
-        **({} if firsts is None else {"first_bytes": sum(firsts)}),
-        "sha256": digest,
     }
+    if firsts is not None:
+        entry["first_bytes"] = sum(firsts)
+    entry["sha256"] = hashlib.sha256(raw_tokens + raw_index).hexdigest()
+    return entry
 
 
 def write_about(
@@ -357,7 +389,7 @@ def write_about(
     ends: Sequence[int] = (),
 ) -> None:
     """Write tokens.json, after which the folder is complete."""
-    about = {
+    metadata = {
         "format": FORMAT,
         "dtype": str(token_dtype(vocab)),
         "vocab": vocab,
@@ -366,7 +398,7 @@ def write_about(
         "tokenizer": tokenizer,
         "shards": list(shards),
     }
-    whole.write(folder / "tokens.json", json.dumps(about, indent=1) + "\n")
+    atomic_write.write(folder / "tokens.json", json.dumps(metadata, indent=1) + "\n")
 
 
 def token_dtype(vocab: int) -> np.dtype:

@@ -17,7 +17,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loaders.base import DataError
@@ -63,19 +63,19 @@ class Tokenizer(NamedTuple):
 
     def measured(self, texts: Sequence[str]) -> list[tuple[list[int], int]]:
         """Return the ids of each text, and the bytes of its first token, from the text's begin."""
-        found = self.inner.encode_batch(list(texts), add_special_tokens=False)
-        ends = [one.offsets[0][1] if one.ids else 0 for one in found]
-        return [
-            (one.ids, len(text[:end].encode()))
-            for one, text, end in zip(found, texts, ends, strict=True)
-        ]
+        encodings = self.inner.encode_batch(list(texts), add_special_tokens=False)
+        measured = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            first_end = encoding.offsets[0][1] if encoding.ids else 0
+            n_bytes = len(text[:first_end].encode())
+            measured.append((encoding.ids, n_bytes))
+        return measured
 
     @property
     def added(self) -> list[str]:
         """The special tokens that Hugging Face's own libraries add around a text."""
-        return [
-            self.specials.get(i, str(i)) for i in self.inner.encode("", add_special_tokens=True).ids
-        ]
+        ids = self.inner.encode("", add_special_tokens=True).ids
+        return [self.specials.get(i, str(i)) for i in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without special tokens."""
@@ -83,32 +83,35 @@ class Tokenizer(NamedTuple):
         return text
 
     def id_of(self, token: str) -> int | None:
-        found: int | None = self.inner.token_to_id(token)
-        return found
+        token_id: int | None = self.inner.token_to_id(token)
+        return token_id
 
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a text by the files next to it, or (). Raises DataError."""
-        for name, field in () if _is_beside_another(self.path) else ENDS:
-            place = self.path.parent / name
-            about = files.read_json(files.inside(place.parent, name)) if place.is_file() else {}
-            inner = about.get("text_config") if name == "config.json" else None
-            stated = about.get(field, inner.get(field) if isinstance(inner, dict) else None)
+        if _is_beside_another(self.path):
+            return ()
+        folder = self.path.parent
+        for name, field in ENDS:
+            content = _read_companion(folder, name)
+            stated = content.get(field)
+            if field not in content and name == "config.json":
+                text_config = content.get("text_config")
+                stated = text_config.get(field) if isinstance(text_config, dict) else None
             if stated not in (None, []):
-                return tuple(
-                    self._end(x, f"{place}: {field}")
-                    for x in (stated if isinstance(stated, list) else [stated])
-                )
+                tokens = stated if isinstance(stated, list) else [stated]
+                return tuple(self._end(token, f"{folder / name}: {field}") for token in tokens)
         return ()
 
     def _end(self, stated: Any, where: str) -> int:
+        """Return the id of a token that a file states as an id, a text or an added token."""
         token = stated.get("content") if isinstance(stated, dict) else stated
-        found = self.id_of(token) if isinstance(token, str) else token
-        if type(found) is not int or not 0 <= found < self.vocab:
+        token_id = self.id_of(token) if isinstance(token, str) else token
+        if type(token_id) is not int or not 0 <= token_id < self.vocab:
             raise DataError(
                 f"{where} is {str(stated)[:80]!r}, which is no token of {self.path}; fix it, or"
                 " remove it there"
             )
-        return found
+        return token_id
 
 
 def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> Tokenizer:
@@ -118,9 +121,10 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
     """
     place = files.expanded(path)
     content = files.read(place, most=files.MAX_JSON)
-    return _opened(
-        place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent))
-    )
+    added_tokens: tuple[_AddedToken, ...] = ()
+    if not _is_beside_another(place):
+        added_tokens = _read_added_tokens(place.parent)
+    return _open_once(place, content, specials, added_tokens)
 
 
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
@@ -131,22 +135,26 @@ def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
     """
     if not place.exists():
         return {}
-    folder, own = (place, place / FILES[0]) if place.is_dir() else (place.parent, place)
+    tokenizer = place / FILES[0] if place.is_dir() else place
+    folder = tokenizer.parent
     names = [name for name in FILES[1:] if (folder / name).is_file()]
-    names += sorted(str(found.relative_to(folder)) for found in folder.glob(TEMPLATES))
-    if _is_beside_another(own):
+    names += sorted(str(template.relative_to(folder)) for template in folder.glob(TEMPLATES))
+    if _is_beside_another(tokenizer):
         if names:
             print(
-                f"{own} lies beside another tokenizer.json, whose are {', '.join(names)}; they are"
-                " left out",
+                f"{tokenizer} lies beside another tokenizer.json, whose are {', '.join(names)};"
+                " they are left out",
                 file=sys.stderr,
             )
         names = []
-    sources = {name: name for name in names} | ({FILES[0]: own.name} if own.is_file() else {})
-    return {
-        name: files.read(files.inside(folder, source, links=links), most=files.MAX_JSON)
-        for name, source in sources.items()
-    }
+    sources = {name: name for name in names}
+    if tokenizer.is_file():
+        sources[FILES[0]] = tokenizer.name
+    contents = {}
+    for name, source in sources.items():
+        path = files.inside(folder, source, links=links)
+        contents[name] = files.read(path, most=files.MAX_JSON)
+    return contents
 
 
 def _is_beside_another(path: pathlib.Path) -> bool:
@@ -157,7 +165,7 @@ def _is_beside_another(path: pathlib.Path) -> bool:
     return files.read(other, most=files.MAX_JSON) != files.read(path, most=files.MAX_JSON)
 
 
-class _Added(NamedTuple):
+class _AddedToken(NamedTuple):
     where: str
     id: int
     content: str
@@ -165,72 +173,82 @@ class _Added(NamedTuple):
     flags: tuple[tuple[str, bool], ...] = ()  # further ones of tokenizers.AddedToken
 
 
-def _listed(folder: pathlib.Path) -> Iterator[_Added]:
-    """Yield added tokens of tokenizer_config.json or added_tokens.json. Raises DataError."""
-    about, special_map, older = (
-        files.read_json(files.inside(folder, name)) if (folder / name).is_file() else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    )
-    listed = about.get("added_tokens_decoder")
-    where = str(folder / ("added_tokens.json" if listed is None else "tokenizer_config.json"))
-    if listed is None:
-        named = [
-            x
-            for each in {**about, **special_map}.values()
-            for x in (each if isinstance(each, list) else [each])
-        ]
-        specials = [x.get("content") if isinstance(x, dict) else x for x in named]
-        listed = {
-            i: {"content": content, "special": content in specials} for content, i in older.items()
-        }
+def _read_companion(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """Return the content of a file next to a tokenizer, empty if there is none."""
+    if not (folder / name).is_file():
+        return {}
+    return files.read_json(files.inside(folder, name))
+
+
+def _read_added_tokens(folder: pathlib.Path) -> tuple[_AddedToken, ...]:
+    """Return added tokens of tokenizer_config.json or added_tokens.json. Raises DataError."""
+    config = _read_companion(folder, "tokenizer_config.json")
+    special_map = _read_companion(folder, "special_tokens_map.json")
+    ids = _read_companion(folder, "added_tokens.json")
+    where = str(folder / "tokenizer_config.json")
+    by_id = config.get("added_tokens_decoder")
+    if by_id is None:
+        where = str(folder / "added_tokens.json")
+        specials = _stated_tokens({**config, **special_map})
+        by_id = {}
+        for content, token_id in ids.items():
+            by_id[token_id] = {"content": content, "special": content in specials}
     try:
-        found = [
-            _Added(where, int(i), x["content"], bool(x.get("special")), _flags(x))
-            for i, x in listed.items()
-        ]
+        tokens = [_added_token(where, token_id, fields) for token_id, fields in by_id.items()]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where} lists no tokens by their ids: {error!r}; save the tokenizer again"
         ) from error
-    if wrong := [one for one in found if not isinstance(one.content, str) or not one.content]:
-        raise DataError(f"{where} lists {str(wrong[0].content)[:80]!r} as a token; expected a text")
-    yield from sorted(found, key=lambda one: one.id)
+    for token in tokens:
+        if not isinstance(token.content, str) or not token.content:
+            raise DataError(
+                f"{where} lists {str(token.content)[:80]!r} as a token; expected a text"
+            )
+    return tuple(sorted(tokens, key=lambda token: token.id))
 
 
-def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    return tuple(
-        (name, bool(fields[name]))
-        for name in ("lstrip", "rstrip", "single_word", "normalized")
-        if name in fields
-    )
+def _stated_tokens(content: Mapping[str, Any]) -> list[Any]:
+    """Return all tokens that the fields of a file name, each by its text or as an added token."""
+    tokens = []
+    for value in content.values():
+        for stated in value if isinstance(value, list) else [value]:
+            tokens.append(stated.get("content") if isinstance(stated, dict) else stated)
+    return tokens
 
 
-def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
+def _added_token(where: str, token_id: Any, fields: Mapping[str, Any]) -> _AddedToken:
+    names = ("lstrip", "rstrip", "single_word", "normalized")
+    flags = tuple((name, bool(fields[name])) for name in names if name in fields)
+    is_special = bool(fields.get("special"))
+    return _AddedToken(where, int(token_id), fields["content"], is_special, flags)
+
+
+def _add(inner: Any, path: pathlib.Path, added_tokens: Sequence[_AddedToken]) -> None:
     """Add the tokens of a companion. Raises DataError if the two files differ about an id."""
     import tokenizers
 
-    there = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}
-    made = [
-        tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags)) for one in listed
-    ]
-    new = [
-        token
-        for one, token in zip(listed, made, strict=True)
-        if one.content not in there or (one.flags and repr(token) != there[one.content])
-    ]
-    for special, group in itertools.groupby(new, key=lambda token: token.special):
-        (inner.add_special_tokens if special else inner.add_tokens)([*group])
-    for one in listed:
-        if (found := inner.token_to_id(one.content)) != one.id:
+    existing = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}
+    new_tokens = []
+    for listed in added_tokens:
+        token = tokenizers.AddedToken(listed.content, special=listed.special, **dict(listed.flags))
+        has_other_flags = bool(listed.flags) and repr(token) != existing.get(listed.content)
+        if listed.content not in existing or has_other_flags:
+            new_tokens.append(token)
+    for special, group in itertools.groupby(new_tokens, key=lambda token: token.special):
+        add = inner.add_special_tokens if special else inner.add_tokens
+        add(list(group))
+    for listed in added_tokens:
+        token_id = inner.token_to_id(listed.content)
+        if token_id != listed.id:
             raise DataError(
-                f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is"
-                f" {found}; save the tokenizer again, so that both agree"
+                f"{listed.where} lists the token {listed.content[:80]!r} as {listed.id}, and by"
+                f" {path} it is {token_id}; save the tokenizer again, so that both agree"
             )
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(
-    path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_Added, ...]
+def _open_once(
+    path: pathlib.Path, content: bytes, specials: bool, added_tokens: tuple[_AddedToken, ...]
 ) -> Tokenizer:
     try:
         import tokenizers
@@ -244,7 +262,7 @@ def _opened(
         raise DataError(
             f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.reason(error)}"
         ) from error
-    _add(inner, path, listed)
+    _add(inner, path, added_tokens)
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} has no tokens; expected a tokenizer.json of Hugging Face")
@@ -253,10 +271,11 @@ def _opened(
     if getattr(inner.model, "dropout", None):
         inner.model.dropout = None
     inner.encode_special_tokens = not specials
-    named = {
-        i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special
-    }
-    return Tokenizer(path, max(vocabulary.values()) + 1, named, inner)
+    special_tokens = {}
+    for token_id, token in inner.get_added_tokens_decoder().items():
+        if token.special:
+            special_tokens[token_id] = token.content
+    return Tokenizer(path, max(vocabulary.values()) + 1, special_tokens, inner)
 
 
 def continuation(decode: Any, prompt: Iterable[int], new: Iterable[int], text: str = "") -> str:
@@ -264,7 +283,9 @@ def continuation(decode: Any, prompt: Iterable[int], new: Iterable[int], text: s
 
     Decoded by themselves, they would lose the blank before their first word.
     """
-    before = [*prompt]
-    whole = decode([*before, *new])
-    head = text if text and whole.startswith(text) else decode(before)
-    return str(whole[len(os.path.commonprefix((head, whole))) :])
+    prompt_ids = list(prompt)
+    full_text = decode([*prompt_ids, *new])
+    if not text or not full_text.startswith(text):
+        text = decode(prompt_ids)
+    shared = os.path.commonprefix((text, full_text))
+    return str(full_text[len(shared) :])

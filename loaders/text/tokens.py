@@ -36,7 +36,7 @@ Shakespeare as characters.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,9 +85,11 @@ class Config(checks.DataSection):
         if not self.sources:
             yield "sources", "is empty; name at least one, for example ({'path': 'corpus'},)"
         for i, source in enumerate(self.sources):
-            for name in ("path", "test"):
-                path = getattr(source, name)
-                if (path or name == "path") and not files.expanded(path).exists():
+            paths = {"path": source.path}
+            if source.test:
+                paths["test"] = source.test
+            for name, path in paths.items():
+                if not files.expanded(path).exists():
                     yield (
                         f"sources[{i}].{name}",
                         f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files",
@@ -106,6 +108,13 @@ class Config(checks.DataSection):
             )
 
 
+class RowList(NamedTuple):
+    """The rows of a pass over "test", in order."""
+
+    source: np.ndarray  # int64 [rows]
+    number: np.ndarray  # int64 [rows] of the row in its source
+
+
 class Tokens(Loader):
     """Rows of tokens from several sources. Fields, r rows for each range, with 0 outside documents:
 
@@ -119,52 +128,29 @@ class Tokens(Loader):
     """
 
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        train = split == "train"
         self._config = config
         self._documents = [_open(source, config)[split] for source in config.sources]
-        train = split == "train"
         self._streams: list[Packed | Windows] = []
         for k, documents in enumerate(self._documents):
-            source_seed = seed + (k << 32)  # sources draw independently
             if train and not (documents.length > 1).any():
                 raise DataError(
                     f"sources[{k}].path={config.sources[k].path} has no document of two tokens to"
                     " train on"
                 )
-            self._streams.append(
-                Packed(documents, config.context, config.window, seed=source_seed, shuffle=train)
-                if config.packing == "best_fit"
-                else Windows(
-                    documents, config.context, seed=source_seed, packing=config.packing, train=train
-                )
-            )
+            source_seed = seed + (k << 32)  # sources draw independently
+            self._streams.append(_make_stream(documents, config, source_seed, train))
         self._mixture: mixture.Mixture | None = None
+        self._test_rows = RowList(np.empty(0, np.int64), np.empty(0, np.int64))
         if train:
-            sizes = (
-                None
-                if config.exhausted == "repeat"
-                else [stream.n_rows() for stream in self._streams]
-            )
-            shares = [source.share for source in config.sources]
-            self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
-            # as full rows
-            n = sum(
-                -(-int(documents.length.sum()) // config.context) for documents in self._documents
-            )
+            self._mixture = self._make_mixture(seed)
+            n_rows = 0  # as full rows
+            for documents in self._documents:
+                n_tokens = int(documents.length.sum())
+                n_rows += -(-n_tokens // config.context)
         else:
-            # Rows of all sources in their shares, so that the first batches are of all of them.
-            numbers = [np.arange(stream.n_rows()) for stream in self._streams]
-            if config.packing == "best_fit":  # whose first rows are the longest documents
-                numbers = [order.permutation(0, 0, max(len(each), 1), each) for each in numbers]
-            due = [
-                (np.arange(len(each)) + 0.5) / source.share
-                for each, source in zip(numbers, config.sources, strict=True)
-            ]
-            turn = np.argsort(np.concatenate(due), kind="stable")
-            self._number = np.concatenate(numbers)[turn]
-            self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[
-                turn
-            ]
-            n = len(turn)
+            self._test_rows = self._mix_test_rows()
+            n_rows = len(self._test_rows.source)
         # rows of each source, by this process
         self._delivered = np.zeros(len(self._streams), np.int64)
         self._epoch = np.zeros(len(self._streams), np.int64)
@@ -173,45 +159,71 @@ class Tokens(Loader):
             train=train,
             rows=rows,
             seed=seed,
-            n_batches=-(-n // rows.batch),
+            n_batches=-(-n_rows // rows.batch),
             threads=config.threads,
             ahead=config.ahead,
         )
 
+    def _make_mixture(self, seed: int) -> mixture.Mixture:
+        config = self._config
+        shares = [source.share for source in config.sources]
+        sizes = None
+        if config.exhausted != "repeat":
+            sizes = [stream.n_rows() for stream in self._streams]
+        return mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
+
+    def _mix_test_rows(self) -> "RowList":
+        """Return the rows of all sources in their shares: the first batches are of all of them."""
+        numbers = []
+        due = []
+        for stream, source in zip(self._streams, self._config.sources, strict=True):
+            number = np.arange(stream.n_rows())
+            due.append((number + 0.5) / source.share)
+            if self._config.packing == "best_fit":  # whose first rows are the longest documents
+                number = order.permutation(0, 0, max(len(number), 1), number)
+            numbers.append(number)
+        turn = np.argsort(np.concatenate(due), kind="stable")
+        sizes = [len(number) for number in numbers]
+        source_of_row = np.repeat(np.arange(len(numbers)), sizes)
+        return RowList(source_of_row[turn], np.concatenate(numbers)[turn])
+
     def __next__(self) -> tuple[int, HostBatch]:
         position, batch = super().__next__()
-        for source, epoch, weight in zip(
-            *(batch[k] for k in ("source", "epoch", "weight")), strict=True
-        ):
-            for k in np.unique(source[weight > 0]):
-                chosen = (source == k) & (weight > 0)
-                self._delivered[k] += np.count_nonzero(chosen)
-                self._epoch[k] = max(self._epoch[k], int(epoch[chosen].max()))
+        ranges = zip(batch["source"], batch["epoch"], batch["weight"], strict=True)
+        for source, epoch, weight in ranges:
+            is_valid = weight > 0
+            for k in np.unique(source[is_valid]):
+                is_of_source = (source == k) & is_valid
+                self._delivered[k] += np.count_nonzero(is_of_source)
+                self._epoch[k] = max(self._epoch[k], int(epoch[is_of_source].max()))
         return position, batch
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(
-            "".join(documents.digest for documents in self._documents).encode()
-        ).hexdigest()[:16]
+        digests = "".join(documents.digest for documents in self._documents)
+        return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
     @property
     def order(self) -> dict[str, Any]:
         config = self._config
-        return {
+        settings: dict[str, Any] = {
             "version": [VERSION, mixture.VERSION, order.VERSION],
             "batch": self._rows.batch,
             "context": config.context,
             "packing": config.packing,
             "shares": [source.share for source in config.sources],
-            **({"window": config.window} if config.packing == "best_fit" else {}),
-            **({"exhausted": config.exhausted} if config.exhausted != "repeat" else {}),
         }
+        if config.packing == "best_fit":
+            settings["window"] = config.window
+        if config.exhausted != "repeat":
+            settings["exhausted"] = config.exhausted
+        return settings
 
     def diagnostics(self) -> dict[str, Any]:
         """Return share of rows and passes before, by source."""
+        n_delivered = max(self._delivered.sum(), 1)
         return {
-            "share": (self._delivered / max(self._delivered.sum(), 1)).tolist(),
+            "share": (self._delivered / n_delivered).tolist(),
             "wanted_share": self._mixture.shares.tolist() if self._mixture else None,
             "epoch": self._epoch.tolist(),
         }
@@ -224,29 +236,42 @@ class Tokens(Loader):
             source, number = self._mixture(place)
             valid = np.arange(len(place))
         else:
-            valid = np.flatnonzero(place < len(self._source))
-            source, number = self._source[place[valid]], self._number[place[valid]]
+            valid = np.flatnonzero(place < len(self._test_rows.source))
+            source = self._test_rows.source[place[valid]]
+            number = self._test_rows.number[place[valid]]
         for k in np.unique(source):
-            self._streams[k].fill(batch, valid[source == k], number[source == k])
-        if (
-            max(batch[name].max(initial=0) for name in ("tokens", "targets"))
-            >= self._documents[0].vocab
-        ):
+            is_of_source = source == k
+            self._streams[k].fill(batch, valid[is_of_source], number[is_of_source])
+        largest = max(batch[name].max(initial=0) for name in ("tokens", "targets"))
+        vocab = self._documents[0].vocab
+        if largest >= vocab:
             raise DataError(
-                f"a token is not below the vocabulary of {self._documents[0].vocab} that"
-                f" tokens.json names; {REMAKE}"
+                f"a token is not below the vocabulary of {vocab} that tokens.json names; {REMAKE}"
             )
-        batch["source"][valid], batch["weight"][valid] = source, 1
+        batch["source"][valid] = source
+        batch["weight"][valid] = 1
         return batch
+
+
+def _make_stream(documents: Documents, config: Config, seed: int, train: bool) -> Packed | Windows:
+    if config.packing == "best_fit":
+        return Packed(documents, config.context, config.window, seed=seed, shuffle=train)
+    return Windows(documents, config.context, seed=seed, packing=config.packing, train=train)
 
 
 def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype."""
-    row, scalar = Field((config.context,), np.dtype(np.int32)), Field((), np.dtype(np.int32))
+    row = Field((config.context,), np.dtype(np.int32))
+    scalar = Field((), np.dtype(np.int32))
     return {
-        **{name: row for name in ("tokens", "targets", "positions", "segments")},
+        "tokens": row,
+        "targets": row,
+        "positions": row,
+        "segments": row,
         "mask": Field((config.context,), np.dtype(np.float32)),
-        **{name: scalar for name in ("source", "index", "epoch")},
+        "source": scalar,
+        "index": scalar,
+        "epoch": scalar,
         "weight": Field((), np.dtype(np.float32)),
     }
 
@@ -262,35 +287,45 @@ def dataset_info(config: Config) -> DatasetInfo:
     Raises DataError: files that cannot be read, or sources with different vocabularies.
     """
     splits = [_open(source, config) for source in config.sources]
-    measured = [s["test"] for s in splits if len(s["test"].length)] or [s["train"] for s in splits]
-    first = files.expanded(config.sources[0].path)
-    folder = first / "train" if (first / "train").is_dir() else first
-    vocabs = {s["train"].vocab for s in splits}
+    train = [documents["train"] for documents in splits]
+    test = [documents["test"] for documents in splits]
+    vocabs = {documents.vocab for documents in train}
     if len(vocabs) > 1:
         raise DataError(
             f"the sources have different vocabularies: {sorted(vocabs)}; make their tokens with one"
             " tokenizer"
         )
-    if len({table for source in config.sources if (table := _table(source, config))}) > 1:
+    tables = {_table(source, config) for source in config.sources}
+    if len(tables - {""}) > 1:
         paths = " and ".join(source.path for source in config.sources)
         raise DataError(
             f"{paths} have other tokens for one id; make their tokens with one tokenizer"
         )
+    path = files.expanded(config.sources[0].path)
+    folder = path / "train" if (path / "train").is_dir() else path
+    tokenizer = folder / "tokenizer.json"
+    is_characters = path.is_file() and config.text == "characters"
+    ends = [end for documents in train for end in documents.ends]
     return {
         "vocab": vocabs.pop(),
         "context": config.context,
-        "bytes_per_token": (
-            sum(d.n_bytes - d.first_bytes for d in measured)
-            / max(sum(int((d.length - (d.length > 0)).sum()) for d in measured), 1)
-        ),
-        "n_train": tuple(len(s["train"].length) for s in splits),
-        "n_test": tuple(len(s["test"].length) for s in splits),
-        "ends": tuple(dict.fromkeys(end for s in splits for end in s["train"].ends)),
-        "tokenizer": (
-            str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else ""
-        ),
-        "symbols": symbols(first) if first.is_file() and config.text == "characters" else "",
+        "bytes_per_token": _bytes_per_token([d for d in test if len(d.length)] or train),
+        "n_train": tuple(len(documents.length) for documents in train),
+        "n_test": tuple(len(documents.length) for documents in test),
+        "ends": tuple(dict.fromkeys(ends)),
+        "tokenizer": str(tokenizer) if tokenizer.is_file() else "",
+        "symbols": symbols(path) if is_characters else "",
     }
+
+
+def _bytes_per_token(splits: list[Documents]) -> float:
+    """Return the mean number of bytes of a token that is predicted."""
+    n_bytes = sum(documents.n_bytes - documents.first_bytes for documents in splits)
+    n_tokens = 0
+    for documents in splits:
+        has_first = documents.length > 0
+        n_tokens += int((documents.length - has_first).sum())
+    return n_bytes / max(n_tokens, 1)
 
 
 def _table(source: Source, config: Config) -> str:
@@ -298,18 +333,12 @@ def _table(source: Source, config: Config) -> str:
     path = files.expanded(source.path)
     if path.is_file():
         return symbols(path) if config.text == "characters" else ""
-    found = [
-        place / "tokenizer.json"
-        for place in (path, path / "train")
-        if (place / "tokenizer.json").is_file()
-    ]
-    return (
-        hashlib.sha256(
-            repr(sorted(open_tokenizer(found[0]).inner.get_vocab().items())).encode()
-        ).hexdigest()
-        if found
-        else ""
-    )
+    for folder in (path, path / "train"):
+        tokenizer = folder / "tokenizer.json"
+        if tokenizer.is_file():
+            vocabulary = open_tokenizer(tokenizer).inner.get_vocab()
+            return hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest()
+    return ""
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
