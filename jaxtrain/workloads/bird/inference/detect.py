@@ -14,7 +14,6 @@ other.
 import concurrent.futures
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 import pathlib
@@ -68,12 +67,11 @@ class Parts(NamedTuple):
         start, stop = self.between(number)
         try:
             with files.regular(self.path(number)) as file:
-                about = pq.read_metadata(file)
-            return bool(
-                about.num_rows == stop - start and about.num_columns == len(META) + len(self.names)
-            )
+                metadata = pq.read_metadata(file)
         except (files.FileError, pa.ArrowException, OSError):
             return False
+        n_columns = len(META) + len(self.names)
+        return bool(metadata.num_rows == stop - start and metadata.num_columns == n_columns)
 
     def read(self, number: int) -> np.ndarray:
         """Return a part's scores, float32 [windows, classes], nan if bad. Raises InferenceError."""
@@ -83,19 +81,18 @@ class Parts(NamedTuple):
                 table = pq.read_table(file)
             if table.num_rows != stop - start or table.column_names != [*META, *self.names]:
                 raise ValueError("it has other windows or classes")
-            columns = [
-                column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]
-            ]
-            return (
-                np.stack(columns, 1).astype(np.float32)
-                if columns
-                else np.zeros((table.num_rows, 0), np.float32)
-            )
+            score_columns = table.columns[len(META) :]
+            if not score_columns:
+                return np.zeros((table.num_rows, 0), np.float32)
+            scores = [column.to_numpy(zero_copy_only=False) for column in score_columns]
+            return np.stack(scores, 1).astype(np.float32)
         except files.FileError as error:
             raise InferenceError(f"{error}; remove it, then rerun the same command") from error
         except (pa.ArrowException, ValueError, TypeError) as error:
-            text = f"{self.path(number)} cannot be read: {files.reason(error)}"
-            raise InferenceError(f"{text}; remove it, then rerun the same command") from error
+            raise InferenceError(
+                f"{self.path(number)} cannot be read: {files.reason(error)}; remove it, then rerun"
+                " the same command"
+            ) from error
 
 
 def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
@@ -103,26 +100,40 @@ def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
 
     ``names``: of its classes; empty: as the run, or else its data, name them.
     """
-    c = model.config
+    config = model.config
     if model.head:
-        kind, arrays, softmax = "linear", model.head, c.section("supervised").loss == "softmax"
+        kind = "linear"
+        arrays = model.head
+        is_softmax = config.section("supervised").loss == "softmax"
     elif model.probe:
-        kind, arrays, softmax = "probe", model.probe, not c.multilabel
+        kind = "probe"
+        arrays = model.probe
+        is_softmax = not config.multilabel
     else:
         raise InferenceError(
             f"{model.name} has no head for classes: it is an export of the encoder alone, or was"
             " trained without labels; fit one with `jaxtrain fit`, and name it with --model"
         )
-    n = int(arrays["b"].shape[0])
-    found = tuple(names) or class_names(model)
-    if len(found) != n:
-        where = "--names lists" if names else "its data name" if found else "nothing names"
+    n_classes = int(arrays["b"].shape[0])
+    head_names = tuple(names) or class_names(model)
+    if len(head_names) != n_classes:
+        if names:
+            source = "--names lists"
+        elif head_names:
+            source = "its data name"
+        else:
+            source = "nothing names"
         raise InferenceError(
-            f"{model.name} has {n} classes, and {where} {len(found) or 'them'}; list them in order,"
-            " one a line: --names FILE"
+            f"{model.name} has {n_classes} classes, and {source} {len(head_names) or 'them'}; list"
+            " them in order, one a line: --names FILE"
         )
     return Head(
-        kind, encoder.pool_of(model), "softmax" if softmax else "sigmoid", arrays, found, model.name
+        kind=kind,
+        pool=encoder.pool_of(model),
+        scores="softmax" if is_softmax else "sigmoid",
+        arrays=arrays,
+        names=head_names,
+        name=model.name,
     )
 
 
@@ -133,18 +144,18 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
     section = model.run.get("data") or {}
     changes = {name: section[name] for name in ("label", "multilabel") if name in section}
     try:
-        return tuple(
-            spectrogram.dataset_info(encoder.data_config(model, **changes)).get("class_names", ())
-        )
+        info = spectrogram.dataset_info(encoder.data_config(model, **changes))
     except (DataError, ValueError, OSError):
         return ()
+    return tuple(info.get("class_names", ()))
 
 
-def read_classes(given: str) -> tuple[str, ...]:
+def read_classes(names: str) -> tuple[str, ...]:
     """Names of classes: those of a file, a class a line, or between commas. Raises DataError."""
-    if files.expanded(given).is_file():
-        return tuple(class_files.read(given).names)
-    return tuple(name for name in (name.strip() for name in given.split(",")) if name)
+    if files.expanded(names).is_file():
+        return tuple(class_files.read(names).names)
+    stripped = [name.strip() for name in names.split(",")]
+    return tuple(filter(None, stripped))
 
 
 def prepare(
@@ -161,14 +172,16 @@ def prepare(
     ``chosen``: numbers of the classes whose scores are kept. Raises InferenceError: it holds other
     things, or scores that were made of something else.
     """
-    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    n_devices = len(jax.devices())
+    batch = -(-batch // n_devices) * n_devices
     rows = -(-PART // batch) * batch
-    if twice := {*META} & {head.names[i] for i in chosen}:
+    names = tuple(head.names[i] for i in chosen)
+    if reserved := {*META} & {*names}:
         raise InferenceError(
-            f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names"
-            " FILE"
+            f"the class {min(reserved)!r} has the name of a column of the scores; rename it:"
+            " --names FILE"
         )
-    parts = Parts(windows, rows, tuple(head.names[i] for i in chosen), out / "scores")
+    parts = Parts(windows, rows, names, out / "scores")
     made_of = {
         "encoder": model.digest,
         "head": head.digest,
@@ -182,10 +195,8 @@ def prepare(
     }
     if out.exists() and not out.is_dir():
         raise InferenceError(f"--out {out} is not a folder")
-    longest = max(
-        (each.name for each in windows.recordings), key=lambda name: len(os.fsencode(name))
-    )
-    if len(os.fsencode(os.path.abspath(out))) + len(os.fsencode(longest)) > MAX_PATH:
+    longest = max([recording.name for recording in windows.recordings], key=_n_bytes)
+    if _n_bytes(os.path.abspath(out)) + _n_bytes(longest) > MAX_PATH:
         raise InferenceError(
             f"--out {out} is too long a name for a folder with tables of {longest}; choose a"
             " shorter one"
@@ -195,6 +206,10 @@ def prepare(
     elif out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
         raise InferenceError(f"--out {out} holds other things than detections; name a new folder")
     return parts, made_of
+
+
+def _n_bytes(path: str) -> int:
+    return len(os.fsencode(path))
 
 
 def score(
@@ -214,12 +229,13 @@ def score(
     """
     out = parts.folder.parent
     parts.folder.mkdir(parents=True, exist_ok=True)
-    about = json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"
+    description = {**made_of, "root": parts.windows.root}
     with atomic_write.shared(out / ABOUT) as path:
-        path.write_text(about)
+        path.write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n")
     process, processes = share
-    mine = range(parts.n * process // processes, parts.n * (process + 1) // processes)
-    todo = [number for number in mine if not parts.is_there(number)]
+    first_part = parts.n * process // processes
+    end_part = parts.n * (process + 1) // processes
+    todo = [number for number in range(first_part, end_part) if not parts.is_there(number)]
     if not todo:
         return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
     batch = made_of["batch"]
@@ -229,12 +245,10 @@ def score(
     try:
         parts.windows.write(folder)
         data = dataclasses.replace(data, train=str(folder))
-        setup = encoder.set_up(
-            model, data, compute_of(head, chosen), dict(head.arrays), batch=batch
-        )
-        meter = _Meter(
-            parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress
-        )
+        compute = compute_of(head, chosen)
+        setup = encoder.set_up(model, data, compute, dict(head.arrays), batch=batch)
+        n_windows = sum(len(range(*parts.between(number))) for number in todo)
+        meter = _Meter(parts.windows, n_windows, progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
             writing: concurrent.futures.Future[Any] | None = None
             for number, scores in _computed(setup, data, parts, todo, batch, meter):
@@ -262,44 +276,56 @@ def _computed(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the scores of parts, in their order."""
     steps = parts.rows // batch
-    # of neighbouring parts
-    for _, run in itertools.groupby(enumerate(todo), key=lambda each: each[1] - each[0]):
-        first, *_, last = [number for _, number in run] * 2
+    for run in _runs(todo):
         loader = setup.loader
-        if first != todo[0]:  # a stream that was closed reads no more
+        if run[0] != todo[0]:  # a stream that was closed reads no more
             split = encoder.of_split(data, "train")
             loader = spectrogram.make_loader(
                 split, split="train", rows=setup.rows, seed=0, in_order=True
             )
-        loader.seek(first * steps)
-        stream, ends = setup._replace(loader=loader).stream(), parts.between(last)[1]
-        found: list[np.ndarray] = []
+        loader.seek(run[0] * steps)
+        stream = setup._replace(loader=loader).stream()
+        _, end = parts.between(run[-1])
+        batches: list[np.ndarray] = []
         try:
-            for position, values in setup.outputs(stream, last=-(-ends // batch)):
-                stop = min(position * batch, ends)
-                n = stop - (position - 1) * batch
-                found.append(np.where(values["weight"][:n, None] > 0, values["scores"][:n], np.nan))
+            for position, values in setup.outputs(stream, last=-(-end // batch)):
+                stop = min(position * batch, end)
+                n_valid = stop - (position - 1) * batch
+                is_decoded = values["weight"][:n_valid, None] > 0
+                batches.append(np.where(is_decoded, values["scores"][:n_valid], np.nan))
                 meter.waited = stream.waited
-                meter.add(n, stop)
+                meter.add(n_valid, stop)
                 number = (position - 1) // steps
-                if stop == parts.between(number)[1]:
-                    yield number, np.concatenate(found)
-                    found.clear()
+                _, end_of_part = parts.between(number)
+                if stop == end_of_part:
+                    yield number, np.concatenate(batches)
+                    batches.clear()
         finally:
             stream.close()
 
 
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Split ascending numbers into runs of neighbours."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
-    columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
+    columns = np.asarray(chosen, np.int32)
+    has_all_classes = list(chosen) == list(range(len(head.names)))
 
     def compute(
         weights: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays
     ) -> dict[str, jax.Array]:
         scores = heads.scores(head, weights, pooled, patches)
-        return {
-            "scores": scores if columns is None else scores[:, columns],
-            "weight": batch["weight"],
-        }
+        if not has_all_classes:
+            scores = scores[:, columns]
+        return {"scores": scores, "weight": batch["weight"]}
 
     return compute
 
@@ -307,18 +333,21 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
     rows = list(parts.windows.between(*parts.between(number)))
     recordings = parts.windows.recordings
-    used, codes = np.unique([k for k, _, _ in rows], return_inverse=True)
-    names = pa.array([recordings[k].name for k in used], pa.string())
+    used_recordings, codes = np.unique([k for k, _, _ in rows], return_inverse=True)
+    names = pa.array([recordings[k].name for k in used_recordings], pa.string())
+    starts = [start for _, start, _ in rows]
+    ends = [end for _, _, end in rows]
     clocks = [recordings[k].clock(start) or None for k, start, _ in rows]
     columns: dict[str, pa.Array] = {
         "file": pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names),
-        "start_time": pa.array([start for _, start, _ in rows], pa.float64()),
-        "end_time": pa.array([end for _, _, end in rows], pa.float64()),
+        "start_time": pa.array(starts, pa.float64()),
+        "end_time": pa.array(ends, pa.float64()),
         "clock_time": pa.array(clocks, pa.string()),
     }
-    missing = np.isnan(scores[:, :1]).any(1)
+    is_unreadable = np.isnan(scores[:, :1]).any(1)
     for i, name in enumerate(parts.names):
-        columns[name] = pa.array(np.ascontiguousarray(scores[:, i]), pa.float32(), mask=missing)
+        values = np.ascontiguousarray(scores[:, i])
+        columns[name] = pa.array(values, pa.float32(), mask=is_unreadable)
     with atomic_write.shared(parts.path(number)) as path:
         pq.write_table(pa.table(columns), path, compression="zstd", use_dictionary=["file"])
 
@@ -333,23 +362,31 @@ def remove_partial(folder: pathlib.Path) -> None:
 
 
 class _Meter:
+    """Counts the windows that are scored, and reports the speed."""
+
     def __init__(self, windows: Windows, todo: int, progress: Callable[[str], None]):
-        self._windows, self._todo, self._progress = windows, todo, progress
+        self._windows = windows
+        self._todo = todo
+        self._progress = progress
         self._ratio = windows.total / windows.n  # seconds of recording that a window stands for
-        self.began, self.done, self.waited = time.perf_counter(), 0, 0.0
+        self.began = time.perf_counter()
+        self.done = 0
+        self.waited = 0.0
 
     @property
     def waiting(self) -> float:
         return self.waited / max(time.perf_counter() - self.began, 1e-9)
 
     def add(self, n: int, stop: int) -> None:
+        """Report ``n`` more windows, of which ``stop`` is behind the last."""
         self.done += n
         seconds = max(time.perf_counter() - self.began, 1e-9)
-        left = datetime.timedelta(seconds=round((self._todo - self.done) * seconds / self.done))
-        name = self._windows.recordings[
-            int(np.searchsorted(self._windows.first, stop - 1, side="right")) - 1
-        ].name
+        seconds_left = (self._todo - self.done) * seconds / self.done
+        left = datetime.timedelta(seconds=round(seconds_left))
+        speed = self.done * self._ratio / seconds
+        recording = np.searchsorted(self._windows.first, stop - 1, side="right") - 1
+        name = self._windows.recordings[int(recording)].name
         self._progress(
-            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time"
+            f"{stop}/{self._windows.n} windows  {speed:.0f} × real time"
             f"  {left} left  waiting for the loader {self.waiting:.0%}  {name}"
         )

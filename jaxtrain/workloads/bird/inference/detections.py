@@ -39,7 +39,6 @@ RAVEN = (
 RECORDINGS = ("file", "seconds", "clock", "windows", "unreadable_windows", "detections")
 NEAR = 1e-6  # [s] by which a window may begin behind the end of its neighbour
 
-
 Window = tuple[float, float, np.ndarray]  # its start and end [s], and its scores [classes]
 
 
@@ -67,42 +66,43 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
 
     Raises InferenceError.
     """
-    found = (
-        np.full(len(names), THRESHOLD, np.float32)
-        if fitted is None
-        else np.array(fitted, np.float32)
-    )
-    if not given:
-        return found
     path = files.expanded(given)
-    if not path.is_file():
-        try:
-            value = float(given)
-        except ValueError:
-            raise InferenceError(
-                f"--threshold is {given!r}, which is neither a number nor a file"
-            ) from None
-        if not 0 <= value <= 1:
-            raise InferenceError(f"--threshold is {given}; scores lie in [0, 1]")
-        return np.full(len(names), value, np.float32)
+    if given and not path.is_file():
+        return np.full(len(names), _threshold_for_all(given), np.float32)
+    if fitted is None:
+        bounds = np.full(len(names), THRESHOLD, np.float32)
+    else:
+        bounds = np.array(fitted, np.float32)
+    if not given:
+        return bounds
     table = tables.read(path)
-    label, column = (
-        table.find("class", "label", "species"),
-        table.find("threshold", "score", "min_conf"),
-    )
-    if not label or not column:
+    label_column = table.find("class", "label", "species")
+    bound_column = table.find("threshold", "score", "min_conf")
+    if not label_column or not bound_column:
         raise InferenceError(
             f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold"
         )
     for number, row in table.rows():
         where = f"{path}:{number}"
-        bound = number_of(row.get(column, ""))
+        text = row.get(bound_column, "")
+        bound = number_of(text)
         if not 0 <= bound <= 1:
-            raise InferenceError(
-                f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]"
-            )
-        found[read_names([row.get(label, "")], names, where)] = bound
-    return found
+            raise InferenceError(f"{where}: the threshold is {text!r}; expected a number in [0, 1]")
+        label = read_names([row.get(label_column, "")], names, where)
+        bounds[label] = bound
+    return bounds
+
+
+def _threshold_for_all(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise InferenceError(
+            f"--threshold is {text!r}, which is neither a number nor a file"
+        ) from None
+    if not 0 <= value <= 1:
+        raise InferenceError(f"--threshold is {text}; scores lie in [0, 1]")
+    return value
 
 
 def number_of(text: str) -> float:
@@ -116,26 +116,30 @@ def number_of(text: str) -> float:
 
 def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
     """Return the detections of a recording by time and class. Scores of nan count as silence."""
-    found: list[Detection] = []
-    heard: dict[int, Detection] = {}
+    detections: list[Detection] = []
+    unfinished: dict[int, Detection] = {}  # by class: one that the next window may continue
     for start, end, row in scores:
-        for label in [label for label, each in heard.items() if each.end < start - NEAR]:
-            found.append(heard.pop(label))
+        ended = [label for label, last in unfinished.items() if last.end < start - NEAR]
+        for label in ended:
+            detections.append(unfinished.pop(label))
         with np.errstate(invalid="ignore"):
-            hits = np.flatnonzero(row >= options.thresholds).tolist()
-        for label in hits:
-            each = Detection(start, end, label, float(row[label]))
+            labels = np.flatnonzero(row >= options.thresholds).tolist()
+        for label in labels:
+            score = float(row[label])
             if not options.merge:
-                found.append(each)
-                continue
-            before = heard.get(label)
-            heard[label] = (
-                each
-                if before is None
-                else before._replace(end=end, score=max(before.score, each.score))
-            )
-    found += heard.values()
-    return sorted(each for each in found if each.end - each.start >= options.min_duration - NEAR)
+                detections.append(Detection(start, end, label, score))
+            elif label in unfinished:
+                last = unfinished[label]
+                unfinished[label] = last._replace(end=end, score=max(last.score, score))
+            else:
+                unfinished[label] = Detection(start, end, label, score)
+    detections += unfinished.values()
+    shortest = options.min_duration - NEAR
+    return sorted(detection for detection in detections if _duration(detection) >= shortest)
+
+
+def _duration(detection: Detection) -> float:
+    return detection.end - detection.start
 
 
 def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
@@ -143,114 +147,113 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
 
     Raises InferenceError: scores that cannot be read; OSError.
     """
-    out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
+    out = parts.folder.parent
+    counts = {"detections": 0, "unreadable": 0, "silent": 0}
     remove_partial(out)
     remove_partial(parts.folder)
-    headings = {"recordings": RECORDINGS, "detections": BIRDNET}
     with contextlib.ExitStack() as stack:
-        writers = {
-            name: stack.enter_context(atomic_write.table(out / f"{name}.csv")) for name in headings
-        }
-        for name, columns in headings.items():
-            writers[name].writerow(columns)
-        folders = {
-            name: stack.enter_context(atomic_write.folder(out / name, replace=True))
-            for name in ("raven", "audacity")
-        }
+        recordings_table = stack.enter_context(atomic_write.table(out / "recordings.csv"))
+        recordings_table.writerow(RECORDINGS)
+        detections_table = stack.enter_context(atomic_write.table(out / "detections.csv"))
+        detections_table.writerow(BIRDNET)
+        raven = stack.enter_context(atomic_write.folder(out / "raven", replace=True))
+        audacity = stack.enter_context(atomic_write.folder(out / "audacity", replace=True))
+        places = _Tables(detections_table, raven, audacity)
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
-            found = of_recording((window for _, window in rows), options)
-            missing = len(unreadable[k])
-            n = int(parts.windows.first[k + 1] - parts.windows.first[k])
-            about = (
-                f"{recording.header.seconds:.6f}",
-                recording.clock(0.0),
-                n,
-                missing,
-                len(found),
-            )
-            writers["recordings"].writerow((recording.name, *about))
-            if missing:
-                why = headers.fault(
-                    os.path.join(parts.windows.root, recording.name), *unreadable[k][0]
+            detections = of_recording((window for _, window in rows), options)
+            n_unreadable = len(unreadable[k])
+            n_windows = int(parts.windows.first[k + 1] - parts.windows.first[k])
+            recordings_table.writerow(
+                (
+                    recording.name,
+                    f"{recording.header.seconds:.6f}",
+                    recording.clock(0.0),
+                    n_windows,
+                    n_unreadable,
+                    len(detections),
                 )
+            )
+            if n_unreadable:
+                path = os.path.join(parts.windows.root, recording.name)
+                reason = headers.fault(path, *unreadable[k][0])
                 errors.add(
                     "unreadable-file",
-                    f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}",
+                    f"{recording.name}: {n_unreadable} of its {n_windows} windows cannot be"
+                    f" decoded{reason}",
                 )
-            counts["unreadable"] += missing
-            counts["detections"] += len(found)
-            counts["silent"] += not found
-            if found:
-                _write_tables(parts, recording, found, options.band, folders, writers)
+            counts["unreadable"] += n_unreadable
+            counts["detections"] += len(detections)
+            counts["silent"] += not detections
+            if detections:
+                _write_tables(parts, recording, detections, options.band, places)
     errors.save(out / "errors.csv", always=True)
     return {**counts, "errors": errors.serious}
 
 
 def _rows(
-    parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]
+    parts: Parts, unreadable: defaultdict[int, list[tuple[float, float]]]
 ) -> Iterator[tuple[int, Window]]:
-    """Yield each window with its recording's number, part by part. ``missing`` takes bad ones."""
+    """Yield each window with its recording's number, part by part.
+
+    ``unreadable`` takes start and end of those that cannot be decoded.
+    """
     for number in range(parts.n):
         scores = parts.read(number)
-        for (k, start, end), row in zip(
-            parts.windows.between(*parts.between(number)), scores, strict=True
-        ):
+        windows = parts.windows.between(*parts.between(number))
+        for (k, start, end), row in zip(windows, scores, strict=True):
             if np.isnan(row[:1]).any():
-                missing[k].append((start, end))
+                unreadable[k].append((start, end))
             yield k, (start, end, row)
+
+
+class _Tables(NamedTuple):
+    """The places of a recording's detections."""
+
+    detections: Any  # the writer of detections.csv
+    raven: pathlib.Path
+    audacity: pathlib.Path
 
 
 def _write_tables(
     parts: Parts,
     recording: Recording,
-    found: Sequence[Detection],
+    detections: Sequence[Detection],
     band: tuple[float, float],
-    folders: dict[str, pathlib.Path],
-    writers: dict[str, Any],
+    places: _Tables,
 ) -> None:
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]
-    for each in found:
-        name, times = names[each.label], (seconds(each.start), seconds(each.end))
-        writers["detections"].writerow(
-            (*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start))
-        )
-    lines = ["\t".join(RAVEN)]
     low, high = (f"{value:.1f}" for value in band)
-    last = _plain(recording.name.rpartition("/")[2])
-    for number, each in enumerate(found, 1):
-        start, end = seconds(each.start), seconds(each.end)
-        row = (
-            number,
-            "Spectrogram 1",
-            1,
-            start,
-            end,
-            low,
-            high,
-            last,
-            _plain(path),
-            start,
-            names[each.label],
-        )
-        lines.append("\t".join(map(str, (*row, f"{each.score:.4f}"))))
-    _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
-    labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
-    _put_text(_place(folders["audacity"], recording.name, ".txt"), labels)
+    file_name = _plain(recording.name.rpartition("/")[2])
+    selections = ["\t".join(RAVEN)]
+    labels = []
+    for number, detection in enumerate(detections, 1):
+        name = names[detection.label]
+        start = seconds(detection.start)
+        end = seconds(detection.end)
+        score = f"{detection.score:.4f}"
+        clock = recording.clock(detection.start)
+        places.detections.writerow((start, end, name, name, score, path, clock))
+        times = (start, end, low, high)
+        selection = (number, "Spectrogram 1", 1, *times, file_name, _plain(path), start, name)
+        selections.append("\t".join(map(str, (*selection, score))))
+        labels.append(f"{detection.start:.6f}\t{detection.end:.6f}\t{name}")
+    _put_text(_place(places.raven, recording.name, ".selections.txt"), selections)
+    _put_text(_place(places.audacity, recording.name, ".txt"), labels)
 
 
 def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
     """Return a recording's file. A name that is too long is cut, and ends in a digest."""
     place = folder / f"{name}{ending}"
-    if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
+    encoded = os.fsencode(place.name)
+    if len(encoded) <= atomic_write.NAME_MAX:
         return place
-    ending = f"~{hashlib.blake2b(os.fsencode(place.name), digest_size=4).hexdigest()}{ending}"
-    kept = os.fsencode(place.name)[: atomic_write.NAME_MAX - len(ending)].decode(
-        "utf-8", errors="ignore"
-    )
-    return place.with_name(kept + ending)
+    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
+    ending = f"~{digest}{ending}"
+    stem = encoded[: atomic_write.NAME_MAX - len(ending)].decode("utf-8", errors="ignore")
+    return place.with_name(stem + ending)
 
 
 def _put_text(path: pathlib.Path, lines: Sequence[str]) -> None:
@@ -271,5 +274,5 @@ def seconds(value: float) -> str:
 
 def complete(parts: Parts) -> bool:
     """Whether all parts are there, this process's and the others'."""
-    there = set(os.listdir(parts.folder))
-    return all(parts.path(number).name in there for number in range(parts.n))
+    file_names = set(os.listdir(parts.folder))
+    return all(parts.path(number).name in file_names for number in range(parts.n))
