@@ -135,7 +135,7 @@ def _fit(args: argparse.Namespace) -> int:
     else:
         given = labelled_rows.own(folders)
     labelled_rows.refuse_one_sided(given)
-    pool = args.kind or str(folders[0].about.get("pool"))
+    pool = args.kind or str(folders[0].metadata.get("pool"))
     pool = pool if pool in heads.POOLS and folders[0].has(pool) else "mean"
     options = {"prototypes": args.prototypes, "precision": args.precision, "seed": args.seed}
     fitted = fit.fit(folders, given, method=args.method, pool=pool, **options)

@@ -50,7 +50,9 @@ def embed(
     out.mkdir(parents=True, exist_ok=True)
     compute = features(model.config, kinds, data.views)
     setup = encoder.set_up(model, data, compute, model.head, split=split, batch=batch)
-    loader, batch, n = setup.loader, setup.batch, setup.n
+    loader = setup.loader
+    batch = setup.batch
+    n = setup.n
     made_of = {
         "encoder": model.digest,
         "data": loader.state(0)["fingerprint"],
@@ -62,9 +64,11 @@ def embed(
         "batch": batch,
         "version": VERSION,
     }
-    made_of |= {"front_end": data.settings} if data.settings != DEFAULT.settings else {}
-    made_of |= {"time_expansion": data.time_expansion} if data.time_expansion != 1 else {}
-    start = _done(out, made_of)
+    if data.settings != DEFAULT.settings:
+        made_of["front_end"] = data.settings
+    if data.time_expansion != 1:
+        made_of["time_expansion"] = data.time_expansion
+    start = _rows_done(out, made_of)
     root, places = _places(data, split)
     progress = {
         **made_of,
@@ -77,28 +81,26 @@ def embed(
         "front_end": data.settings,
         "clips": encoder.clips(data),
     }
-    files = _open(
-        out,
-        {
-            name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
-            for name, x in setup.shapes.items()
-        },
-        start,
-    )
+    shapes = {}
+    for name, x in setup.shapes.items():
+        shapes[name] = jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
+    files = _open(out, shapes, start)
     if not start:
-        with atomic_write.file(out / ROWS) as opened:
-            pq.write_table(places.slice(0, n), opened)
+        with atomic_write.file(out / ROWS) as rows_file:
+            pq.write_table(places.slice(0, n), rows_file)
         for name in columns:
             atomic_write.save(out / f"{name}.npy", _column(data, split, name)[:n])
     loader.seek(start // batch)
     stream = setup.stream()
-    began = noted = time.perf_counter()
+    began = time.perf_counter()
+    noted = began
     try:
         for position, outputs in setup.outputs(stream):
-            first, done = (position - 1) * batch, min(position * batch, n)
+            first = (position - 1) * batch
+            end = min(position * batch, n)
             for name, x in outputs.items():
-                files[name][first:done] = x[: n - first]
-            progress["done"] = done
+                files[name][first:end] = x[: n - first]
+            progress["done"] = end
             if time.perf_counter() - noted > FLUSH:
                 noted = time.perf_counter()
                 _note(out, files, progress)
@@ -107,49 +109,47 @@ def embed(
         _note(out, files, progress)
     seconds = time.perf_counter() - began
     for name in files:
-        if (partial := out / f"{name}.npy.partial").exists():
+        partial = out / f"{name}.npy.partial"
+        if partial.exists():
             partial.replace(out / f"{name}.npy")
-    bad = n - int((np.load(out / "weight.npy", mmap_mode="r") > 0).sum())
-    progress |= {
-        "unreadable": bad,
-        "examples_per_second": (n - start) / seconds,
-        "waiting": stream.waited / seconds,
-    }
+    is_decoded = np.load(out / "weight.npy", mmap_mode="r") > 0
+    progress["unreadable"] = n - int(is_decoded.sum())
+    progress["examples_per_second"] = (n - start) / seconds
+    progress["waiting"] = stream.waited / seconds
     _note(out, files, progress)
     return progress
 
 
-def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> dict[str, Any]:
+def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Read the notes of an earlier command. Raises InferenceError if it was made of others."""
     try:
-        before = files_lib.read_json(files_lib.inside(path.parent, path.name))
+        notes = files_lib.read_json(files_lib.inside(path.parent, path.name))
     except files_lib.FileError as error:
         raise InferenceError(f"{error}; choose another --out") from error
-    if differing := [
-        (name, before.get(name), value)
-        for name, value in made_of.items()
-        if before.get(name) != value
-    ]:
-        changes = ", ".join(
-            f"{name} was {repr(old)[:60]} and is {repr(new)[:60]}" for name, old, new in differing
-        )
+    changes = []
+    for name, value in made_of.items():
+        earlier = notes.get(name)
+        if earlier != value:
+            changes.append(f"{name} was {repr(earlier)[:60]} and is {repr(value)[:60]}")
+    if changes:
         raise InferenceError(
-            f"{path.parent} holds {what} of something else: {changes}; choose another --out"
+            f"{path.parent} holds {kind} of something else: {', '.join(changes)}; choose another"
+            " --out"
         )
-    return before
+    return notes
 
 
-def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
+def _rows_done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
     """Return the number of rows that an earlier attempt embedded."""
     path = out / ABOUT
     if not path.exists():
         return 0
-    done = refuse_other(path, made_of, "embeddings").get("done", 0)
-    if type(done) is not int or not 0 <= done <= made_of["rows"]:
+    n_rows = refuse_other(path, made_of, "embeddings").get("done", 0)
+    if type(n_rows) is not int or not 0 <= n_rows <= made_of["rows"]:
         raise InferenceError(
-            f"{path} says that {done!r} of {made_of['rows']} rows are done; choose another --out"
+            f"{path} says that {n_rows!r} of {made_of['rows']} rows are done; choose another --out"
         )
-    return done
+    return n_rows
 
 
 def _open(
@@ -160,31 +160,40 @@ def _open(
     Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS.
     Raises OSError when there is too little.
     """
-    if start:
-        paths = {name: out / f"{name}.npy" for name in shapes}
-        paths = {
-            name: path if path.exists() else path.with_name(f"{path.name}.partial")
-            for name, path in paths.items()
-        }
-        try:
-            for name, path in paths.items():
-                there = files_lib.array(files_lib.inside(out, path.name))
-                if (there.shape, there.dtype) != (shapes[name].shape, shapes[name].dtype):
-                    what = f"{path} holds {there.dtype} {there.shape}"
-                    raise files_lib.FileError(f"{what}; its rows are not those of this command")
-        except files_lib.FileError as error:
-            raise InferenceError(f"{error}; choose another --out") from error
-        return {name: np.lib.format.open_memmap(path, mode="r+") for name, path in paths.items()}
+    return _reopen(out, shapes) if start else _create(out, shapes)
+
+
+def _reopen(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.memmap]:
+    """Open the arrays of an earlier attempt. Raises InferenceError: they have other rows."""
+    paths = {}
+    try:
+        for name, x in shapes.items():
+            path = out / f"{name}.npy"
+            if not path.exists():
+                path = path.with_name(f"{path.name}.partial")
+            array = files_lib.array(files_lib.inside(out, path.name))
+            if (array.shape, array.dtype) != (x.shape, x.dtype):
+                raise files_lib.FileError(
+                    f"{path} holds {array.dtype} {array.shape}; its rows are not those of this"
+                    " command"
+                )
+            paths[name] = path
+    except files_lib.FileError as error:
+        raise InferenceError(f"{error}; choose another --out") from error
+    return {name: np.lib.format.open_memmap(path, mode="r+") for name, path in paths.items()}
+
+
+def _create(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.memmap]:
+    """Make the arrays, with their space on the disk. Raises OSError."""
     files = {}
     paths = {name: out / f"{name}.npy.partial" for name in shapes}
     try:
         for name, x in shapes.items():
+            path = paths[name]
             with atomic_write.naming(out / f"{name}.npy"):
-                paths[name].unlink(missing_ok=True)  # never through a link that someone left there
-                files[name] = np.lib.format.open_memmap(
-                    paths[name], mode="w+", dtype=x.dtype, shape=x.shape
-                )
-                _reserve(paths[name])
+                path.unlink(missing_ok=True)  # never through a link that someone left there
+                files[name] = np.lib.format.open_memmap(path, "w+", dtype=x.dtype, shape=x.shape)
+                _reserve(path)
     except OSError:
         files.clear()  # the error would keep the mapped files, and their space on the disk
         for path in paths.values():
@@ -224,10 +233,12 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
             outputs["patches"] = rows(patches).astype(jnp.float16)
         if head:
             features = pooled["cls" if c.pool == "cls" else "mean"]
-            outputs["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
-        return outputs | {
-            name: batch[name] for name in ("label", "labels", "index", "weight") if name in batch
-        }
+            logits = features @ head["w"] + head["b"][None]
+            outputs["scores"] = rows(logits).mean(1)
+        for name in ("label", "labels", "index", "weight"):
+            if name in batch:
+                outputs[name] = batch[name]
+        return outputs
 
     return compute
 
@@ -238,25 +249,30 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
     index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
     of_index = shards.index_file(paths[0])
     n = index.n_rows
-    columns: dict[str, list[Any]] = {name: [] for name in ("start", "end", "date", "time")}
-    for path in paths if of_index else ():
-        for name, values in columnar.read_some(path, *columns).items():
-            columns[name] += values
-    if any(len(values) not in (0, n) for values in columns.values()):
-        raise DataError(
-            f"{paths[0].parent} has shards with different columns; make the index again"
-        )
-    start, end, date, time = (values or [None] * n for values in columns.values())
-    clocks = [
-        windows.clock(*each) or None
-        for each in zip(date, time, [x or 0.0 for x in start], strict=True)
-    ]
-    root = data.audio_root or (str(shards.index_root(of_index)) if of_index else "")
-    times = {name: pa.array(x, pa.float64()) for name, x in (("start", start), ("end", end))}
+    columns: dict[str, list[Any]] = {"start": [], "end": [], "date": [], "time": []}
+    if of_index:
+        for path in paths:
+            for name, values in columnar.read_some(path, *columns).items():
+                columns[name] += values
+    for name, values in columns.items():
+        if len(values) not in (0, n):
+            raise DataError(
+                f"{paths[0].parent} has shards with different columns; make the index again"
+            )
+        columns[name] = values or [None] * n
+    clocks = []
+    for date, time_of_day, start in zip(
+        columns["date"], columns["time"], columns["start"], strict=True
+    ):
+        clocks.append(windows.clock(date, time_of_day, start or 0.0) or None)
+    root = data.audio_root
+    if not root and of_index:
+        root = str(shards.index_root(of_index))
     table = pa.table(
         {
             "path": pa.array(index.paths(), pa.string()),
-            **times,
+            "start": pa.array(columns["start"], pa.float64()),
+            "end": pa.array(columns["end"], pa.float64()),
             "clock": pa.array(clocks, pa.string()),
         }
     )
@@ -264,9 +280,8 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
-    values = np.concatenate(
-        [columnar.read(path, name)[0].to_numpy() for path in _shards(data, split)]
-    )
+    parts = [columnar.read(path, name)[0].to_numpy() for path in _shards(data, split)]
+    values = np.concatenate(parts)
     if not np.issubdtype(values.dtype, np.integer):
         raise InferenceError(f"column {name!r} holds {values.dtype}; expected integers (--columns)")
     return values
@@ -274,4 +289,5 @@ def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
 
 def _shards(data: spectrogram.Config, split: str) -> list[pathlib.Path]:
     data = encoder.of_split(data, split)
-    return shards.find_shards(shards.resolve(data.train), data.train_split, links=data.follow_links)
+    folder = shards.resolve(data.train)
+    return shards.find_shards(folder, data.train_split, links=data.follow_links)

@@ -53,7 +53,7 @@ def own(folders: Sequence[Embeddings]) -> Examples:
                 f"{each.folder} has other classes than {folders[0].folder}; embed both with the"
                 " same labels"
             )
-        if not each.has("labels" if each.about["multilabel"] else "label"):
+        if not each.has("labels" if each.metadata["multilabel"] else "label"):
             raise InferenceError(
                 f"{each.folder} has no labels; name a table of them: --labels FILE"
             )

@@ -40,9 +40,9 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
     if scores is not None and scores.shape[1] != y.shape[1]:
         scores = None  # of a run with other classes
     folds = np.array(stored.array(group, 1)[known]) if group else None
-    front_end = stored.about.get("front_end", DEFAULT.settings)
+    front_end = stored.metadata.get("front_end", DEFAULT.settings)
     x = stored.features(kind, known)
-    return Features(x, y[known], scores, folds, stored.about["multilabel"], stored.names, front_end)
+    return Features(x, y[known], scores, folds, stored.metadata["multilabel"], stored.names, front_end)
 
 
 # Classifiers. Each gives scores [n, C] of the test rows.

@@ -194,7 +194,7 @@ def split_query(text: str) -> tuple[str, float | None]:
 
 def run_of(folder: Embeddings) -> str:
     """Return the run that made a folder. Raises InferenceError: none is named, or an address."""
-    run = folder.about.get("model")
+    run = folder.metadata.get("model")
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
     if stored.is_address(run):
