@@ -221,7 +221,7 @@ def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
         json.dumps({**about, "root": str(tmp_path / "recordings")})
     )
     items = review.read(str(table), root=str(tmp_path / "recordings"))
-    windows = [(item.path, item.start, item.end) for item in items]
+    windows = [neighbours.Window(item.path, item.start, item.end) for item in items]
     near = neighbours.Neighbours([embeddings.read(emb)], windows)
     assert near.missing == 0
     session = review.Session(items, tmp_path / "out.csv", near)

@@ -160,7 +160,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
         raise InferenceError(f"{folder / ABOUT} has front_end {str(settings)[:80]!r}; embed again")
     if metadata["done"] < metadata["rows"]:
         raise InferenceError(
-            f"{folder} holds {about['done']} of {about['rows']} embeddings; rerun the same"
+            f"{folder} holds {metadata['done']} of {metadata['rows']} embeddings; rerun the same"
             " `jaxtrain embed` to resume"
         )
     return Embeddings(

@@ -52,9 +52,10 @@ class Model(NamedTuple):
 
     @property
     def digest(self) -> str:
-        c, digest = self.config, hashlib.sha256()
-        # The settings besides shapes that decide features.
-        if (c.mlp == "gelu_exact", c.eps, c.norm) != (False, vit.EPS, "tokens"):
+        """The encoder's identity: its weights, and its settings besides shapes."""
+        c = self.config
+        digest = hashlib.sha256()
+        if c.mlp == "gelu_exact" or c.eps != vit.EPS or c.norm != "tokens":
             digest.update(repr((c.mlp, c.eps, c.norm)).encode())
         for path, x in zip(specs.paths(self.params), jax.tree.leaves(self.params), strict=True):
             digest.update(path.encode())
@@ -70,24 +71,27 @@ def load(
     ``random``: a seed, by which the run's encoder is initialised instead of read.
     """
     source = source_lib.find(run, step)
-    config, arrays = source.config(bird.__package__), source.parameters(ema=ema)
+    config = source.config(bird.__package__)
+    arrays = source.parameters(ema=ema)
     c = config_lib.section(bird.Config, run_workload.model_of(config))
     if problems := list(checks.under("model", c.validate())):
         raise config_lib.ConfigError(problems)
     # A config may name any size: initialised or read, the encoder is no larger than the arrays.
-    if wrong := saved.misfits(c, arrays):
-        raise InferenceError(f"{run} is not as its config.model says: {wrong[0]}")
+    if misfits := saved.misfits(c, arrays):
+        raise InferenceError(f"{run} is not as its config.model says: {misfits[0]}")
     if random is not None:
-        made = specs.materialise({"encoder": vit.make_specs(c)}, jax.random.key(random))["encoder"]
-        return Model(
-            c,
-            jax.tree.map(np.asarray, made),
-            None,
-            config,
-            f"{run}, initialised with seed {random}",
-        )
-    heads, name = saved.heads(c, arrays), f"{source.path}{' (ema)' if ema else ''}"
-    return Model(c, saved.encoder(c, arrays), heads.get("linear"), config, name, heads.get("probe"))
+        variables = specs.materialise({"encoder": vit.make_specs(c)}, jax.random.key(random))
+        params = jax.tree.map(np.asarray, variables["encoder"])
+        return Model(c, params, None, config, f"{run}, initialised with seed {random}")
+    heads = saved.heads(c, arrays)
+    return Model(
+        config=c,
+        params=saved.encoder(c, arrays),
+        head=heads.get("linear"),
+        run=config,
+        name=f"{source.path}{' (ema)' if ema else ''}",
+        probe=heads.get("probe"),
+    )
 
 
 def pool_of(model: Model) -> str:
@@ -102,9 +106,20 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     followed, and which addresses are read. Raises StoredError for an address of the run's own,
     InferenceError if the encoder was trained on other spectrograms.
     """
-    known = spectrogram.Config.__dataclass_fields__
-    data = {name: value for name, value in (model.run.get("data") or {}).items() if name in known}
-    own = dict(
+    run_data = {}
+    for name, value in (model.run.get("data") or {}).items():
+        if name in spectrogram.Config.__dataclass_fields__:
+            run_data[name] = value
+    for name in ("train", "test"):
+        if name not in changes:
+            source_lib.refuse_address(run_data.get(name), f"data.{name}", "--data")
+            # it would be looked for on the whole disk, through links in circles
+            if "**" in str(run_data.get(name)):
+                raise InferenceError(
+                    f"the run's config.data.{name} is {str(run_data[name])[:200]!r}; name the data"
+                    " with --data"
+                )
+    fixed = dict(
         audio_root="",
         follow_links=False,
         test_share=0.0,
@@ -112,23 +127,17 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
         exclude_paths=(),
         background="",
         bad_budget=1.0,
+        form="spectrogram",
     )
-    for name in ("train", "test"):
-        if name not in changes:
-            source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
-            # it would be looked for on the whole disk, through links in circles
-            if "**" in str(data.get(name)):
-                raise InferenceError(
-                    f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with"
-                    " --data"
-                )
-    made: spectrogram.Config = config_lib.section(
-        spectrogram.Config, {**data, **own, "form": "spectrogram", **changes}
+    data: spectrogram.Config = config_lib.section(
+        spectrogram.Config, {**run_data, **fixed, **changes}
     )
-    if unlike := model.front_end.differences(made.front_end):
-        other = f"was trained on other spectrograms than are asked for: {unlike}"
-        raise InferenceError(f"{model.name} {other}; omit those settings")
-    return made
+    if differences := model.front_end.differences(data.front_end):
+        raise InferenceError(
+            f"{model.name} was trained on other spectrograms than are asked for: {differences};"
+            " omit those settings"
+        )
+    return data
 
 
 def clips(data: spectrogram.Config) -> dict[str, Any]:
@@ -139,30 +148,38 @@ def clips(data: spectrogram.Config) -> dict[str, Any]:
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
     """Return a data section that trains on ``split``, any of the data, and reads no other."""
     name = {"train": data.train_split, "test": data.test_split}.get(split, split)
-    path = data.test if data.test and split in ("test", data.test_split) else data.train
+    has_test_data = data.test and split in ("test", data.test_split)
+    path = data.test if has_test_data else data.train
     # Shards that lie side by side are no splits by name: their test split is a share of them.
     folder = files.expanded(path)
-    other = "test" if folder.is_dir() and not shards.has_split(folder, name) else name
-    return dataclasses.replace(data, train=path, test="", train_split=name, test_split=other)
+    is_side_by_side = folder.is_dir() and not shards.has_split(folder, name)
+    return dataclasses.replace(
+        data,
+        train=path,
+        test="",
+        train_split=name,
+        test_split="test" if is_side_by_side else name,
+    )
 
 
 Arrays = Mapping[str, jax.Array]
 
 
 def cut_windows(
-    recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any
+    recordings: Sequence[str], seconds: float, *, overlap: float, **options: Any
 ) -> tuple[windows.Windows, Errors]:
     """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
 
-    ``how``: as `loaders.audio.recordings.windows.cut` has it. Returns the windows, and the
+    ``options``: those of `loaders.audio.recordings.windows.cut`. Returns the windows, and the
     recordings that cannot be read. Raises InferenceError, DataError.
     """
     if not 0 <= overlap < seconds:
         raise InferenceError(
             f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less"
         )
-    errors, hop = windows.lenient(), round(seconds - overlap, 6)
-    return windows.cut(recordings, seconds=seconds, hop=hop, errors=errors, **how), errors
+    errors = windows.lenient()
+    hop = round(seconds - overlap, 6)
+    return windows.cut(recordings, seconds=seconds, hop=hop, errors=errors, **options), errors
 
 
 class Setup(NamedTuple):
@@ -187,9 +204,10 @@ class Setup(NamedTuple):
         """Yield number and outputs of batches up to ``last``, a batch ahead on the device."""
         pending: tuple[int, Any] | None = None
         for position, arrays in stream:
-            before, pending = pending, (position, self.run(self.weights, arrays))
-            if before:
-                yield before[0], jax.device_get(before[1])
+            started = (position, self.run(self.weights, arrays))
+            if pending:
+                yield pending[0], jax.device_get(pending[1])
+            pending = started
             if position == last:
                 break
         if pending:
@@ -213,15 +231,17 @@ def set_up(
     """Open a split, and compile encoder and ``compute`` of ``weights`` for it. Raises DataError."""
     data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
-    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    n_devices = len(jax.devices())
+    batch = -(-batch // n_devices) * n_devices
     abstract = {}
-    for name, f in spectrogram.element_spec(data).items():
-        shape = (batch, *f.shape)
-        sharding = layout.sharding(("batch", *(None,) * len(f.shape)), shape)
-        abstract[name] = jax.ShapeDtypeStruct(shape, f.dtype, sharding=sharding)
+    for name, field in spectrogram.element_spec(data).items():
+        shape = (batch, *field.shape)
+        axes = ("batch", *(None,) * len(field.shape))
+        sharding = layout.sharding(axes, shape)
+        abstract[name] = jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
     rows = feed.rows_for(abstract)
-    for where, text in data.validate():
-        raise DataError(f"data.{where} {text}")
+    for path, problem in data.validate():
+        raise DataError(f"data.{path} {problem}")
     loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
     info = spectrogram.dataset_info(data)
     weights = jax.device_put((model.params, weights), layout.replicated())
@@ -229,24 +249,21 @@ def set_up(
 
     @jax.jit
     def run(weights: tuple[Any, ...], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        params, own = weights
+        params, compute_weights = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
-        pooled = {
-            name: vit.pooled(c, params, tokens)
-            for name, tokens in (("mean", patches), ("cls", cls))
-        }
-        return compute(own, pooled, patches, batch)
+        pooled = {"mean": vit.pooled(c, params, patches), "cls": vit.pooled(c, params, cls)}
+        return compute(compute_weights, pooled, patches, batch)
 
     lowered = run.lower(weights, abstract)
     return Setup(
-        lowered.compile(),
-        weights,
-        lowered.out_info,
-        abstract,
-        rows,
-        loader,
-        batch,
-        info["n_train"],
-        info,
+        run=lowered.compile(),
+        weights=weights,
+        shapes=lowered.out_info,
+        abstract=abstract,
+        rows=rows,
+        loader=loader,
+        batch=batch,
+        n=info["n_train"],
+        info=info,
     )

@@ -27,7 +27,8 @@ from jaxtrain.workloads.bird import classes
 from jaxtrain.workloads.bird.inference import InferenceError
 from loaders.io import atomic_write, files
 
-KINDS: Mapping[str, tuple[str, ...]] = {  # and their arrays
+# The kinds of heads, with their arrays.
+KINDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("w", "b"),
     "probe": ("scale", "bias", "w", "b"),
     "prototypes": ("mean", "prototypes", "scale", "b"),
@@ -79,15 +80,16 @@ def logits(kind: str, arrays: Mapping[str, Array], x_bd: Array, patches_bnd: Arr
         return classes.probe_scores(arrays, x_bd)
     if kind == "linear":
         return x_bd @ arrays["w"] + arrays["b"][None]
-    of_patches = kind == "patches"
-    x = patches_bnd if of_patches else x_bd[:, None]
-    cosine = jnp.einsum("bnd,ckd->bnck", unit(x - arrays["mean"][None, None]), arrays["prototypes"])
+    x_bnd = patches_bnd if kind == "patches" else x_bd[:, None]
+    centred_bnd = unit(x_bnd - arrays["mean"][None, None])
+    cosine = jnp.einsum("bnd,ckd->bnck", centred_bnd, arrays["prototypes"])
     return cosine.max((1, 3)) * arrays["scale"][None] + arrays["b"][None]
 
 
 def unit(x: Array) -> Array:
     """Vectors of length 1 along the last axis. A zero stays zero."""
-    return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-9)
+    length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+    return x / jnp.maximum(length, 1e-9)
 
 
 def scores(
@@ -100,11 +102,13 @@ def scores(
 
 def save(path: str | os.PathLike[str], head: Head) -> None:
     """Write a head, which a command fitted, as one .npz. Raises OSError."""
-    about = {"version": VERSION, **{name: getattr(head, name) for name in ABOUT}}
+    description = {"version": VERSION}
+    for name in ABOUT:
+        description[name] = getattr(head, name)
     arrays = {name: np.asarray(x, np.float32) for name, x in head.arrays.items()}
     if head.thresholds is not None:
         arrays["thresholds"] = np.asarray(head.thresholds, np.float32)
-    arrays["json"] = np.frombuffer(json.dumps(about, ensure_ascii=False).encode(), np.uint8)
+    arrays["json"] = np.frombuffer(json.dumps(description, ensure_ascii=False).encode(), np.uint8)
     with atomic_write.file(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -114,31 +118,38 @@ def read(path: str | os.PathLike[str]) -> Head:
     path = files.expanded(path)
     try:
         arrays = files.arrays(path)
-        about = files.parse(bytes(arrays.pop("json")).decode(), str(path))
+        description = files.parse(bytes(arrays.pop("json")).decode(), str(path))
     except files.FileError as error:
         raise InferenceError(f"{error}; name a file of `jaxtrain fit`") from error
     except (KeyError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise InferenceError(f"{path} is no file of `jaxtrain fit`") from error
-    if about.get("version") != VERSION:
+    if description.get("version") != VERSION:
         raise InferenceError(
             f"{path} is not a head of this version of `jaxtrain fit`; fit it again"
         )
-    choices = {"kind": FITTED, "pool": POOLS, "scores": SCORES}
-    wrong = [name for name, kind in ABOUT.items() if not isinstance(about.get(name), kind)]
-    wrong += [
-        name
-        for name, allowed in choices.items()
-        if name not in wrong and about[name] not in allowed
-    ]
-    if wrong or not all(isinstance(name, str) for name in about["names"]):
+    if unusable := _unusable_field(description):
         raise InferenceError(
-            f"{path} does not describe a head: its {(wrong or ['names'])[0]} cannot be used; fit it"
-            " again"
+            f"{path} does not describe a head: its {unusable} cannot be used; fit it again"
         )
+    names = tuple(description["names"])
     thresholds = arrays.pop("thresholds", None)
-    _check(path, about["kind"], arrays, thresholds, len(about["names"]))
-    known = {name: about[name] for name in ABOUT} | {"names": tuple(about["names"])}
-    return Head(**known, arrays=arrays, name=str(path), thresholds=thresholds)
+    _check(path, description["kind"], arrays, thresholds, len(names))
+    fields = {name: description[name] for name in ABOUT}
+    fields["names"] = names
+    return Head(**fields, arrays=arrays, name=str(path), thresholds=thresholds)
+
+
+def _unusable_field(description: Mapping[str, Any]) -> str:
+    """Return the first field of a head's description with a wrong type or value, or ""."""
+    for name, kind in ABOUT.items():
+        if not isinstance(description.get(name), kind):
+            return name
+    for name, choices in (("kind", FITTED), ("pool", POOLS), ("scores", SCORES)):
+        if description[name] not in choices:
+            return name
+    if not all(isinstance(name, str) for name in description["names"]):
+        return "names"
+    return ""
 
 
 def _check(
@@ -150,15 +161,18 @@ def _check(
 ) -> None:
     """Raise InferenceError for arrays that do not fit together."""
     if set(arrays) != set(KINDS[kind]):
-        needed = f"a head of kind {kind} has {', '.join(KINDS[kind])}"
-        raise InferenceError(f"{path} holds the arrays {', '.join(sorted(arrays))}; {needed}")
-    given = {**arrays, **({} if thresholds is None else {"thresholds": thresholds})}
-    if wrong := [
-        name for name, x in given.items() if x.dtype != np.float32 or not np.isfinite(x).all()
-    ]:
         raise InferenceError(
-            f"{path}: its {wrong[0]} holds values that are no numbers of 32 bits; fit it again"
+            f"{path} holds the arrays {', '.join(sorted(arrays))}; a head of kind {kind} has"
+            f" {', '.join(KINDS[kind])}"
         )
+    checked = dict(arrays)
+    if thresholds is not None:
+        checked["thresholds"] = thresholds
+    for name, x in checked.items():
+        if x.dtype != np.float32 or not np.isfinite(x).all():
+            raise InferenceError(
+                f"{path}: its {name} holds values that are no numbers of 32 bits; fit it again"
+            )
     width = (arrays["w"] if kind == "linear" else arrays["mean"]).shape[:1]
     shapes = {
         "w": (*width, n_classes),
@@ -167,42 +181,45 @@ def _check(
         "scale": (n_classes,),
         "thresholds": (n_classes,),
     }
-    for name, x in given.items():
+    for name, x in checked.items():
         expected = shapes.get(name) or (n_classes, *x.shape[1:2], *width)
         if x.shape != expected or 0 in x.shape:
-            asked = f"{n_classes} classes and {width} features ask for {expected}"
-            raise InferenceError(f"{path}: its {name} is {list(x.shape)}; {asked}")
+            raise InferenceError(
+                f"{path}: its {name} is {list(x.shape)}; {n_classes} classes and {width} features"
+                f" ask for {expected}"
+            )
 
 
 def refuse_other(
     head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str
 ) -> None:
     """Raise InferenceError unless a fitted head belongs to this encoder and front end."""
-    have = (head.arrays["w"] if head.kind == "linear" else head.arrays["mean"]).shape[0]
-    wrong = []
-    if have != width:
-        wrong.append(f"{have} features, and {run} has {width}")
+    head_width = head.arrays["w" if head.kind == "linear" else "mean"].shape[0]
+    differences = []
+    if head_width != width:
+        differences.append(f"{head_width} features, and {run} has {width}")
     if head.encoder and head.encoder != digest:
-        wrong.append(f"the encoder {head.encoder}, and {run} holds {digest}")
+        differences.append(f"the encoder {head.encoder}, and {run} holds {digest}")
     for name, value in head.front_end.items():
         if name in front_end and front_end[name] != value:
-            wrong.append(
+            differences.append(
                 f"recordings with data.{name}={value!r}, and {run} has {front_end[name]!r}"
             )
-    if wrong:
+    if differences:
         raise InferenceError(
-            f"{head.name} was fitted on {wrong[0]}; fit it on embeddings by that run"
+            f"{head.name} was fitted on {differences[0]}; fit it on embeddings by that run"
         )
 
 
-def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[int]:
+def read_names(names: Sequence[str], known: Sequence[str], source: str) -> list[int]:
     """Return the numbers of classes. Raises InferenceError with the nearest spelling."""
     numbers = {name: i for i, name in enumerate(known)}
-    for name in given:
+    for name in names:
         if name not in numbers:
-            nearest = ", ".join(
-                difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5]
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            nearest = ", ".join(similar or known[:5])
+            raise InferenceError(
+                f"{source} names the class {name!r}, and there are {len(known)} others, for example"
+                f" {nearest}"
             )
-            others = f"there are {len(known)} others, for example {nearest}"
-            raise InferenceError(f"{what} names the class {name!r}, and {others}")
-    return [numbers[name] for name in given]
+    return [numbers[name] for name in names]

@@ -9,7 +9,7 @@ classes, says that its part has none. Of an example with denials alone, nothing 
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,17 @@ from loaders.io import files
 
 OVERLAP = 0.25  # [s]
 ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
-# where, file, start, end, label or "" for no class, answer
-Part = tuple[str, str, float, float, str, int]
+
+
+class Part(NamedTuple):
+    """The answer of a line of a table about a class and a part of a recording."""
+
+    where: str  # the line, for messages
+    file: str
+    start: float  # [s]
+    end: float  # [s], infinite if it is that of the recording
+    label: str  # "" for no class
+    answer: int  # of `ANSWERS`
 
 
 class Examples(NamedTuple):
@@ -40,32 +49,34 @@ class Examples(NamedTuple):
     @property
     def exclusive(self) -> bool:
         """Whether every row has exactly one class, all of them known."""
-        return self.y.shape[1] > 1 and bool((self.y.sum(1) == 1).all() and (self.known == 1).all())
+        has_one_class = (self.y.sum(1) == 1).all()
+        return self.y.shape[1] > 1 and bool(has_one_class and (self.known == 1).all())
 
 
 def own(folders: Sequence[Embeddings]) -> Examples:
     """Return the labels that the embeddings have. Raises InferenceError."""
     names = folders[0].names
     rows, ys, groups = [], [], []
-    for each in folders:
-        if each.names != names:
+    for folder in folders:
+        if folder.names != names:
             raise InferenceError(
-                f"{each.folder} has other classes than {folders[0].folder}; embed both with the"
+                f"{folder.folder} has other classes than {folders[0].folder}; embed both with the"
                 " same labels"
             )
-        if not each.has("labels" if each.metadata["multilabel"] else "label"):
+        if not folder.has("labels" if folder.metadata["multilabel"] else "label"):
             raise InferenceError(
-                f"{each.folder} has no labels; name a table of them: --labels FILE"
+                f"{folder.folder} has no labels; name a table of them: --labels FILE"
             )
-        y, known = each.labels()
+        y, is_known = folder.labels()
         if y.shape[1] != len(names):
             raise InferenceError(
-                f"{each.folder} has labels of {y.shape[1]} classes, and names for {len(names)};"
+                f"{folder.folder} has labels of {y.shape[1]} classes, and names for {len(names)};"
                 " embed again"
             )
-        rows.append(np.flatnonzero(known))
-        ys.append(y[rows[-1]].astype(np.float32))
-        groups.append(_groups(each, rows[-1]))
+        known_rows = np.flatnonzero(is_known)
+        rows.append(known_rows)
+        ys.append(y[known_rows].astype(np.float32))
+        groups += _recordings(folder, known_rows)
     y = np.concatenate(ys)
     if not len(y):
         raise InferenceError(
@@ -90,62 +101,85 @@ def of_table(
     """
     errors = errors or Errors()
     parts = _read(path, reading or columns.Options(), errors)
-    of_folders = [list(_matches(each.places(), each.root, parts, errors)) for each in folders]
+    matches = [list(_matches(each.places(), each.root, parts, errors)) for each in folders]
     inference.refuse(errors)
-    spoken = {part[0] for matches in of_folders for _, part in matches}
-    for where, file, start, end, *_ in parts:
-        if where not in spoken:
-            times = f"[{start:g}, {end:g}) s of " if np.isfinite(end) else ""
-            errors.add("absent-recording", f"{where}: {times}{file}")
-    if not spoken:
-        first = parts[0][1] if parts else "no file"
+    matched_lines = {part.where for of_folder in matches for _, part in of_folder}
+    for part in parts:
+        if part.where not in matched_lines:
+            times = f"[{part.start:g}, {part.end:g}) s of " if np.isfinite(part.end) else ""
+            errors.add("absent-recording", f"{part.where}: {times}{part.file}")
+    if not matched_lines:
+        first = parts[0].file if parts else "no file"
         raise InferenceError(
             f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check"
             " --labels"
         )
-    names = tuple(sorted({label for where, _, _, _, label, _ in parts if where in spoken} - {""}))
+    labels = {part.label for part in parts if part.where in matched_lines}
+    names = tuple(sorted(labels - {""}))
     if not names:
         raise InferenceError(
             f"{path} has no label in any line about {folders[0].folder}; name its column:"
             " --label-column"
         )
-    numbers = {name: i for i, name in enumerate(names)}
     rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
-    for at, (each, matches) in enumerate(zip(folders, of_folders, strict=True)):
-        answers: dict[int, dict[str, int]] = defaultdict(dict)
-        good = np.array(each.array("weight", 1)) > 0
-        for row, (*_, label, answer) in matches:
-            if good[row] and answer >= 0:
-                answers[row][label] = max(answer, answers[row].get(label, 0))
-        free = np.setdiff1d(np.flatnonzero(good), list(answers))
-        share = background // len(folders) + (at < background % len(folders))
-        drawn = np.sort(rng.permutation(free)[:share])
-        found = np.array(sorted(answers), np.int64)
-        y = np.zeros((len(found) + len(drawn), len(names)), np.float32)
-        known = np.ones_like(y)
-        for i, row in enumerate(found.tolist()):
-            silent = answers[row].pop("", 0)
-            asked = [numbers[label] for label in answers[row]]
-            y[i, asked] = list(answers[row].values())
-            if not y[i].any() and not silent:
-                known[i] = 0
-                known[i, asked] = 1
-        rows.append(np.concatenate([found, drawn]).astype(np.int64))
-        ys.append(y)
-        knowns.append(known)
-        groups.append(_groups(each, rows[-1]))
+    for number, (folder, of_folder) in enumerate(zip(folders, matches, strict=True)):
+        is_decoded = np.array(folder.array("weight", 1)) > 0
+        answers = _answers(of_folder, is_decoded)
+        unlabelled = np.setdiff1d(np.flatnonzero(is_decoded), list(answers))
+        n_background = background // len(folders) + (number < background % len(folders))
+        background_rows = np.sort(rng.permutation(unlabelled)[:n_background])
+        labelled_rows = np.array(sorted(answers), np.int64)
+        y, known = _targets([answers[row] for row in labelled_rows.tolist()], names)
+        y_background = np.zeros((len(background_rows), len(names)), np.float32)
+        folder_rows = np.concatenate([labelled_rows, background_rows]).astype(np.int64)
+        rows.append(folder_rows)
+        ys += [y, y_background]
+        knowns += [known, np.ones_like(y_background)]
+        groups += _recordings(folder, folder_rows)
     return Examples(rows, np.concatenate(ys), np.concatenate(knowns), _numbers(groups), names)
 
 
-def refuse_one_sided(given: Examples) -> None:
+def _answers(
+    matches: Iterable[tuple[int, Part]], is_decoded: np.ndarray
+) -> dict[int, dict[str, int]]:
+    """Return the answer, 0 or 1, to each label of a row. One "yes" counts more than any "no"."""
+    answers: dict[int, dict[str, int]] = defaultdict(dict)
+    for row, part in matches:
+        if is_decoded[row] and part.answer >= 0:
+            earlier = answers[row].get(part.label, 0)
+            answers[row][part.label] = max(part.answer, earlier)
+    return answers
+
+
+def _targets(
+    answers: Sequence[Mapping[str, int]], names: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return classes and whether they are known, float32 [n, C] each, of the answers of rows."""
+    numbers = {name: i for i, name in enumerate(names)}
+    y = np.zeros((len(answers), len(names)), np.float32)
+    known = np.ones_like(y)
+    for i, of_row in enumerate(answers):
+        answered = [label for label in of_row if label]
+        classes = [numbers[label] for label in answered]
+        y[i, classes] = [of_row[label] for label in answered]
+        says_silent = of_row.get("", 0)
+        if not y[i].any() and not says_silent:
+            known[i] = 0
+            known[i, classes] = 1
+    return y, known
+
+
+def refuse_one_sided(examples: Examples) -> None:
     """Raise InferenceError unless every class has rows with it and rows without it."""
-    for c, name in enumerate(given.names):
-        if not (given.y[:, c] * given.known[:, c]).any():
+    has_example = (examples.y * examples.known).any(0)
+    has_counter_example = ((1 - examples.y) * examples.known).any(0)
+    for c, name in enumerate(examples.names):
+        if not has_example[c]:
             raise InferenceError(
                 f"the class {name!r} has no example; add one, or leave the class out"
             )
-        if not ((1 - given.y[:, c]) * given.known[:, c]).any():
+        if not has_counter_example[c]:
             raise InferenceError(
                 f"the class {name!r} has no counter-example; add rows with another class, or"
                 " --background 100"
@@ -155,90 +189,92 @@ def refuse_one_sided(given: Examples) -> None:
 def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
     """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = files.expanded(path)
-    table = tables.Table(place, *tables.read_text(place, reading.encoding))
+    text, encoding = tables.read_text(place, reading.encoding)
+    table = tables.Table(place, text, encoding)
     layout = columns.find(table, reading)
-    if not layout.used["file"] or not (
-        layout.used["label"] or layout.classes or layout.used.get("genus")
-    ):
+    has_label = layout.used["label"] or layout.classes or layout.used.get("genus")
+    if not layout.used["file"] or not has_label:
         raise InferenceError(
             f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end,"
             " label"
         )
-    found = []
+    parts: list[Part] = []
     for line in lines.read(layout, reading, errors):
-        denied = (layout.text(line.row, "asked"),) if line.answer in ("no", "skip") else ()
-        labels = line.labels or tuple(filter(None, denied))
-        answer = ANSWERS[line.answer]
-        if not labels and line.answer != "skip":
-            labels, answer = ("",), 1
-        begin, stop = (line.start or 0.0), (float("inf") if line.end is None else line.end)
-        if not 0 <= begin < stop:
-            times = f"the times {begin:g} to {stop:g} s"
+        start = line.start or 0.0
+        end = float("inf") if line.end is None else line.end
+        if not 0 <= start < end:
             raise InferenceError(
-                f"{line.where}: {times} are no part of a recording; correct the line"
+                f"{line.where}: the times {start:g} to {end:g} s are no part of a recording;"
+                " correct the line"
             )
-        found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
-    class_names.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], errors)
+        labels = line.labels
+        answer = ANSWERS[line.answer]
+        if not labels and line.answer in ("no", "skip"):
+            asked_class = layout.text(line.row, "asked")
+            labels = (asked_class,) if asked_class else ()
+        if not labels and line.answer != "skip":
+            labels = ("",)
+            answer = 1
+        parts += [Part(line.where, line.file, start, end, label, answer) for label in labels]
+    class_names.refuse_joined([(part.where, (part.label,)) for part in parts if part.label], errors)
     inference.refuse(errors)
-    return found
+    return parts
 
 
 def _matches(
     places: Places, root: str, parts: Iterable[Part], errors: Errors
-) -> Iterable[tuple[int, Part]]:
+) -> Iterator[tuple[int, Part]]:
     """Yield the rows that hold enough of a part. A name of several recordings is an error."""
-    by_path: dict[str, list[int]] = defaultdict(list)
-    for row, name in enumerate(places.paths):
-        by_path[name].append(row)
-    names = Names(by_path)
-    meant: dict[str, str] = {}
+    rows_by_path: dict[str, list[int]] = defaultdict(list)
+    for row, path in enumerate(places.paths):
+        rows_by_path[path].append(row)
+    names = Names(rows_by_path)
+    recordings: dict[str, str] = {}  # by the name that the table has for them
     for part in parts:
-        where, file, start, end, _, _ = part
-        if file not in meant:
-            meant[file] = _recording(file, root, names, where, errors)
-        for row in by_path.get(meant[file], ()):
-            low, high = places.start[row], places.end[row]
-            held = min(high, end) - max(low, start)
-            if (
-                np.isnan(low)
-                or np.isnan(high)
-                or held >= min(OVERLAP, end - start, high - low) - 1e-6
-            ):
+        if part.file not in recordings:
+            recordings[part.file] = _recording(part.file, root, names, part.where, errors)
+        for row in rows_by_path.get(recordings[part.file], ()):
+            start = places.start[row]
+            end = places.end[row]
+            if np.isnan(start) or np.isnan(end):
+                yield row, part
+                continue
+            overlap = min(end, part.end) - max(start, part.start)
+            if overlap >= min(OVERLAP, part.end - part.start, end - start) - 1e-6:
                 yield row, part
 
 
 def _recording(file: str, root: str, names: Names, where: str, errors: Errors) -> str:
     """Return the recording that a name means, or "". A name of several is an error."""
     name = file.replace("\\", "/")
-    name = (
-        os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
-    )
-    found = [name] if name in names.all else names.match(file)[0]
-    if len(found) > 1:
-        errors.add(
-            "ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}"
-        )
-    elif found and (before := names.contradicted(found[0], file)):
+    if root and os.path.isabs(name):
+        name = os.path.relpath(name, root).replace(os.sep, "/")
+    candidates = [name] if name in names.all else names.match(file)[0]
+    if len(candidates) > 1:
+        listed = ", ".join(candidates[:3])
+        errors.add("ambiguous-name", f"{where} names {file!r}, and there are {listed}")
+    elif candidates and (other_name := names.contradicted(candidates[0], file)):
         errors.add(
             "ambiguous-name",
-            f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone",
+            f"{where} names {file!r}, another line {other_name!r}, and there is {candidates[0]}"
+            " alone",
         )
-    return found[0] if len(found) == 1 else ""
+    return candidates[0] if len(candidates) == 1 else ""
 
 
-def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
+def _recordings(folder: Embeddings, rows: np.ndarray) -> list[str]:
     """Return the recording of each row, or a number of its own if the embeddings have none."""
     try:
         paths = folder.places().paths
     except InferenceError:
         paths = [""] * folder.n
-    return [
-        f"{folder.root}:{paths[row]}" if paths[row] else f"{folder.folder}:{row}"
-        for row in rows.tolist()
-    ]
+    recordings = []
+    for row in rows.tolist():
+        path = paths[row]
+        recordings.append(f"{folder.root}:{path}" if path else f"{folder.folder}:{row}")
+    return recordings
 
 
-def _numbers(groups: Sequence[Sequence[str]]) -> np.ndarray:
-    return np.unique([name for each in groups for name in each], return_inverse=True)[1].astype(
-        np.int64
-    )
+def _numbers(groups: Sequence[str]) -> np.ndarray:
+    _, numbers = np.unique(groups, return_inverse=True)
+    return numbers.astype(np.int64)

@@ -29,32 +29,43 @@ def fit(
     the entries of ``y`` count that are ``known``, [n, C], or all if that is None. ``n`` = 0 is the
     number of rows.
     """
-    w, b = np.zeros((x.shape[1], y.shape[1])), np.full(y.shape[1], -NEVER)
+    w = np.zeros((x.shape[1], y.shape[1]))
+    b = np.full(y.shape[1], -NEVER)
     c = 1 / ((n or max(len(x), 1)) * penalty)
     if softmax:
-        label = y.argmax(1)
-        classes = np.unique(label)
-        if len(classes) < 2:
-            b[classes] = 0
-        # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
-        elif len(classes) == 2:
-            coefficients, bias = _binary(x, label == classes[1], 2 * c)
-            w[:, classes], b[classes] = np.outer(coefficients, (-0.5, 0.5)), (-bias / 2, bias / 2)
-        else:
-            found = _regression(x, label, c)
-            w[:, classes], b[classes] = found.coef_.T, found.intercept_
+        _fit_softmax(x, y.argmax(1), c, w, b)
         return w, b
     for i in range(y.shape[1]):
         rows = slice(None) if known is None else known[:, i] > 0
-        positive = y[rows, i] > 0
-        if positive.any():
-            w[:, i], b[i] = (0, NEVER) if positive.all() else _binary(x[rows], positive, c)
+        is_positive = y[rows, i] > 0
+        if not is_positive.any():
+            continue
+        if is_positive.all():
+            b[i] = NEVER
+        else:
+            w[:, i], b[i] = _binary(x[rows], is_positive, c)
     return w, b
 
 
+def _fit_softmax(x: np.ndarray, label: np.ndarray, c: float, w: np.ndarray, b: np.ndarray) -> None:
+    """Write weights and biases of the classes that have examples into ``w`` and ``b``."""
+    classes = np.unique(label)
+    if len(classes) < 2:
+        b[classes] = 0
+    # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
+    elif len(classes) == 2:
+        coefficients, bias = _binary(x, label == classes[1], 2 * c)
+        w[:, classes] = np.outer(coefficients, (-0.5, 0.5))
+        b[classes] = (-bias / 2, bias / 2)
+    else:
+        regression = _regression(x, label, c)
+        w[:, classes] = regression.coef_.T
+        b[classes] = regression.intercept_
+
+
 def _binary(x: np.ndarray, positive: np.ndarray, c: float) -> tuple[np.ndarray, float]:
-    found = _regression(x, positive, c)
-    return found.coef_[0], found.intercept_[0]
+    regression = _regression(x, positive, c)
+    return regression.coef_[0], regression.intercept_[0]
 
 
 def _regression(x: np.ndarray, label: np.ndarray, c: float) -> LogisticRegression:
@@ -67,6 +78,9 @@ def loss(z: np.ndarray, y: np.ndarray, *, softmax: bool, known: np.ndarray | Non
     """Mean cross-entropy of logits [n, C], in nats, without a softmax over all ``known``."""
     z = z.astype(np.float64)
     if softmax:
-        return float((np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)).mean())
-    each = np.logaddexp(0, z) - y * z
-    return float(each.mean() if known is None else (each * known).sum() / known.sum())
+        losses = np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)
+        return float(losses.mean())
+    losses = np.logaddexp(0, z) - y * z
+    if known is None:
+        return float(losses.mean())
+    return float((losses * known).sum() / known.sum())

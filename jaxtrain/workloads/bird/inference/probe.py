@@ -16,6 +16,7 @@ from loaders.audio.front_end import DEFAULT
 from loaders.io import atomic_write, files
 
 TEMPERATURE = 0.07
+CLASSIFIERS = ("linear", "knn", "scores")
 
 
 class Features(NamedTuple):
@@ -33,49 +34,59 @@ class Features(NamedTuple):
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
     """Read embeddings. Raises InferenceError: unfinished, without labels or not this kind."""
     stored = embeddings.read(folder)
-    y, known = stored.labels()
-    if not known.any():
+    y, is_labelled = stored.labels()
+    if not is_labelled.any():
         raise InferenceError(f"{folder} has no labels; embed it with --label")
-    scores = np.array(stored.array("scores", 2)[known]) if stored.has("scores") else None
-    if scores is not None and scores.shape[1] != y.shape[1]:
-        scores = None  # of a run with other classes
-    folds = np.array(stored.array(group, 1)[known]) if group else None
-    front_end = stored.metadata.get("front_end", DEFAULT.settings)
-    x = stored.features(kind, known)
-    return Features(x, y[known], scores, folds, stored.metadata["multilabel"], stored.names, front_end)
+    scores = None
+    if stored.has("scores"):
+        run_scores = np.array(stored.array("scores", 2)[is_labelled])
+        if run_scores.shape[1] == y.shape[1]:  # else they are of a run with other classes
+            scores = run_scores
+    folds = np.array(stored.array(group, 1)[is_labelled]) if group else None
+    return Features(
+        x=stored.features(kind, is_labelled),
+        y=y[is_labelled],
+        scores=scores,
+        group=folds,
+        multilabel=stored.metadata["multilabel"],
+        names=stored.names,
+        front_end=stored.metadata.get("front_end", DEFAULT.settings),
+    )
 
 
 # Classifiers. Each gives scores [n, C] of the test rows.
 
 
-def linear(
-    x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool, seed: int = 0
-) -> np.ndarray:
+def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool) -> np.ndarray:
     """Fit logistic regression on standardised features, with a held-out fifth's best penalty."""
-    mean, std = x.mean(0), x.std(0) + 1e-6
-    x, x_test = (x - mean) / std, (x_test - mean) / std
-    held, softmax = _fifth(y, seed), not multilabel
+    mean = x.mean(0)
+    std = x.std(0) + 1e-6
+    x = (x - mean) / std
+    x_test = (x_test - mean) / std
+    is_held_out = _fifth(y)
+    softmax = not multilabel
 
-    def held_out(penalty: float) -> float:
-        w, b = logistic.fit(x[~held], y[~held], penalty, softmax=softmax)
-        return logistic.loss(x[held] @ w + b, y[held], softmax=softmax)
+    def held_out_loss(penalty: float) -> float:
+        w, b = logistic.fit(x[~is_held_out], y[~is_held_out], penalty, softmax=softmax)
+        return logistic.loss(x[is_held_out] @ w + b, y[is_held_out], softmax=softmax)
 
-    w, b = logistic.fit(x, y, min(logistic.PENALTIES, key=held_out), softmax=softmax)
+    penalty = min(logistic.PENALTIES, key=held_out_loss)
+    w, b = logistic.fit(x, y, penalty, softmax=softmax)
     logits: np.ndarray = x_test @ w + b
     return logits
 
 
-def _fifth(y: np.ndarray, seed: int) -> np.ndarray:
+def _fifth(y: np.ndarray) -> np.ndarray:
     """bool [n]: a fifth of the rows, the same share of each first class."""
-    rng = np.random.default_rng(seed)
-    held = np.zeros(len(y), bool)
-    first = np.where(y.any(1), y.argmax(1), -1)
-    for c in np.unique(first):
-        rows = rng.permutation(np.flatnonzero(first == c))
-        held[rows[: len(rows) // 5]] = True
-    if not held.any():
-        held[rng.integers(len(y))] = True
-    return held
+    rng = np.random.default_rng(0)
+    is_held_out = np.zeros(len(y), bool)
+    first_class = np.where(y.any(1), y.argmax(1), -1)
+    for c in np.unique(first_class):
+        rows = rng.permutation(np.flatnonzero(first_class == c))
+        is_held_out[rows[: len(rows) // 5]] = True
+    if not is_held_out.any():
+        is_held_out[rng.integers(len(y))] = True
+    return is_held_out
 
 
 def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) -> np.ndarray:
@@ -86,9 +97,9 @@ def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) ->
         algorithm="brute",
         weights=lambda distance: np.exp(-distance / TEMPERATURE),
     )
-    scores: np.ndarray = neighbours.fit(x - x.mean(0), y.astype(np.float32)).predict(
-        x_test - x.mean(0)
-    )
+    mean = x.mean(0)
+    neighbours.fit(x - mean, y.astype(np.float32))
+    scores: np.ndarray = neighbours.predict(x_test - mean)
     return scores
 
 
@@ -98,17 +109,21 @@ def prototypes(
     """Return the cosine with the mean of ``shots`` rows of each class, or the lowest score."""
     rng = np.random.default_rng(seed)
     mean = x.mean(0)
-    x, x_test = (
-        (z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9)
-        for z in (x, x_test)
-    )
+    x = _unit(x - mean)
+    x_test = _unit(x_test - mean)
     scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
     for c in range(y.shape[1]):
         rows = np.flatnonzero(y[:, c])
         if len(rows):
-            mean = x[rng.permutation(rows)[:shots]].mean(0)
-            scores[:, c] = x_test @ (mean / max(np.linalg.norm(mean), 1e-9))
+            examples = rng.permutation(rows)[:shots]
+            prototype = x[examples].mean(0)
+            scores[:, c] = x_test @ (prototype / max(np.linalg.norm(prototype), 1e-9))
     return scores
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    unit: np.ndarray = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+    return unit
 
 
 # The whole evaluation.
@@ -120,7 +135,6 @@ def evaluate(
     draws: int = 1000,
     shots: Sequence[int] = (1, 2, 4, 8, 16),
     trials: int = 20,
-    k: int = 20,
 ) -> dict[str, Any]:
     """Evaluate one (train, test) pair, or one a fold, whose test rows are then scored together.
 
@@ -128,45 +142,53 @@ def evaluate(
     shot" -> shots -> the same of accuracy, or cmAP of several classes, over draws of the examples.
     """
     scores: dict[str, list[np.ndarray]] = {"linear": [], "knn": []}
-    own = [test.scores for _, test in splits if test.scores is not None]
-    if len(own) == len(splits):
-        scores["scores"] = own
+    run_scores = [test.scores for _, test in splits if test.scores is not None]
+    if len(run_scores) == len(splits):
+        scores["scores"] = run_scores
     for train, test in splits:
         _refuse_unlike(train, test)
         scores["linear"].append(linear(train.x, train.y, test.x, multilabel=train.multilabel))
-        scores["knn"].append(nearest(train.x, train.y, test.x, k=k))
+        scores["knn"].append(nearest(train.x, train.y, test.x))
     y = np.concatenate([test.y for _, test in splits])
     weight = measures.bootstrap(len(y), draws)
     results: dict[str, Any] = {}
     for name, parts in scores.items():
         # Scores of folds come from different classifiers: each row is made comparable first.
-        joined = np.concatenate(
-            parts if len(parts) == 1 or name == "knn" else [softmax(part, axis=1) for part in parts]
-        )
+        if len(parts) > 1 and name != "knn":
+            joined = np.concatenate([softmax(part, axis=1) for part in parts])
+        else:
+            joined = np.concatenate(parts)
         results[name] = measures.summarised(joined, y, weight)
         if len(splits) > 1:
             for (_, test), part in zip(splits, parts, strict=True):
-                for key, (value,) in measures.measure(
-                    part, test.y, np.ones((1, len(test.y)))
-                ).items():
-                    results[name][key].setdefault("folds", []).append(float(value))
-    kind = "cmAP" if splits[0][0].multilabel else "accuracy"
-    few = {}
-
-    def few_shot(n: int, draw: int) -> np.floating:
-        scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=draw), b.y) for a, b in splits]
-        return np.mean(
-            [
-                float(measures.measure(score, y, np.ones((1, len(y))))[kind][0])
-                for score, y in scored
-            ]
-        )
-
+                for key, value in _values(part, test.y).items():
+                    results[name][key].setdefault("folds", []).append(value)
+    few_shot = {}
     for n in shots:
-        values = [few_shot(n, draw) for draw in range(trials)]
+        values = [_few_shot(splits, n, seed) for seed in range(trials)]
         low, high = np.percentile(values, [2.5, 97.5])
-        few[str(n)] = {"value": float(np.mean(values)), "low": float(low), "high": float(high)}
-    return {**results, "few shot": few}
+        few_shot[str(n)] = {
+            "value": float(np.mean(values)),
+            "low": float(low),
+            "high": float(high),
+        }
+    return {**results, "few shot": few_shot}
+
+
+def _few_shot(splits: Sequence[tuple[Features, Features]], shots: int, seed: int) -> np.floating:
+    """Return the mean accuracy over splits, or cmAP of several classes, for a draw of examples."""
+    measure = "cmAP" if splits[0][0].multilabel else "accuracy"
+    values = []
+    for train, test in splits:
+        scores = prototypes(train.x, train.y, test.x, shots=shots, seed=seed)
+        values.append(_values(scores, test.y)[measure])
+    return np.mean(values)
+
+
+def _values(scores: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Return each measure of all rows."""
+    measured = measures.measure(scores, y, np.ones((1, len(y))))
+    return {name: float(value) for name, (value,) in measured.items()}
 
 
 def _refuse_unlike(train: Features, test: Features) -> None:
@@ -176,23 +198,24 @@ def _refuse_unlike(train: Features, test: Features) -> None:
             " only one of them has several for a recording; embed both with the same --label and"
             " --multilabel"
         )
-    widths, both = (train.x.shape[1], test.x.shape[1]), "embed both with one run"
-    if widths[0] != widths[1]:
+    if train.x.shape[1] != test.x.shape[1]:
         raise InferenceError(
-            f"the train rows have {widths[0]} features, the test rows {widths[1]}; {both}"
+            f"the train rows have {train.x.shape[1]} features, the test rows {test.x.shape[1]};"
+            " embed both with one run"
         )
-    of = [(name, value, test.front_end[name]) for name, value in train.front_end.items()]
-    unlike = [f"{name} {a} and {b}" for name, a, b in of if a != b]
-    if unlike:
+    differences = []
+    for name, value in train.front_end.items():
+        if value != test.front_end[name]:
+            differences.append(f"{name} {value} and {test.front_end[name]}")
+    if differences:
         raise InferenceError(
             "the train and the test rows are of encoders with different front ends"
-            f" ({', '.join(unlike)}); {both}"
+            f" ({', '.join(differences)}); embed both with one run"
         )
 
 
 def folds_of(features: Features) -> list[tuple[Features, Features]]:
     """Return a pair for each fold: its rows to test on, all others to train on."""
-
     group = features.group
     assert group is not None  # as `read` with ``group`` leaves it
 
@@ -212,13 +235,14 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|" + "---:|" * len(MEASURES),
     ]
     for name, result in results.items():
-        for classifier in ("linear", "knn", "scores"):
+        for classifier in CLASSIFIERS:
             if classifier in result:
-                cells = " | ".join(measures.percent(result[classifier][key], 1) for key in MEASURES)
-                lines.append(f"| {name} | {classifier} | {cells} |")
-        for n, found in result["few shot"].items():
-            cells = measures.percent(found, 1) + " |" * (len(MEASURES) - 1)
-            lines.append(f"| {name} | {n} shot{'s' * (n != '1')} | {cells} |")
+                intervals = [measures.percent(result[classifier][key], 1) for key in MEASURES]
+                lines.append(f"| {name} | {classifier} | {' | '.join(intervals)} |")
+        for n, interval in result["few shot"].items():
+            cells = measures.percent(interval, 1) + " |" * (len(MEASURES) - 1)
+            shots = "shot" if n == "1" else "shots"
+            lines.append(f"| {name} | {n} {shots} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -230,48 +254,74 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
         print("no pictures: matplotlib is missing (pip install 'jaxtrain[plots]')", file=sys.stderr)
         return []
     matplotlib.use("Agg")
+    paths = [out / "measures.png", out / "few_shot.png"]
+    _save_figure(_measures_figure(results), paths[0])
+    _save_figure(_few_shot_figure(results), paths[1])
+    return paths
+
+
+def _measures_figure(results: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Draw a panel for each measure: a row for each result, a point for each classifier."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        1, len(MEASURES), figsize=(4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6), sharey=True
-    )
-    for axis, name in zip(axes, MEASURES, strict=True):
-        for offset, classifier in enumerate(("linear", "knn", "scores")):
-            rows = [
-                (i, r[classifier][name]) for i, r in enumerate(results.values()) if classifier in r
-            ]
-            if rows:
-                at = np.array([i for i, _ in rows]) + 0.2 * (offset - 1)
-                value = np.array([m["value"] for _, m in rows])
-                error = np.abs(np.array([(m["low"], m["high"]) for _, m in rows]).T - value)
+    size = (4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6)
+    figure, axes = pyplot.subplots(1, len(MEASURES), figsize=size, sharey=True)
+    for axis, measure in zip(axes, MEASURES, strict=True):
+        for offset, classifier in enumerate(CLASSIFIERS):
+            heights = []
+            intervals = []
+            for i, result in enumerate(results.values()):
+                if classifier in result:
+                    heights.append(i + 0.2 * (offset - 1))
+                    intervals.append(result[classifier][measure])
+            if intervals:
+                value, low, high = _percentages(intervals)
                 axis.errorbar(
-                    100 * value, at, xerr=100 * error, fmt="o", capsize=3, label=classifier
+                    value,
+                    heights,
+                    xerr=np.abs([low - value, high - value]),
+                    fmt="o",
+                    capsize=3,
+                    label=classifier,
                 )
-        axis.set_xlabel(f"{name} [%]")
+        axis.set_xlabel(f"{measure} [%]")
         axis.set_yticks(range(len(results)), list(results))
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
     axes[-1].legend()
-    few, axis = pyplot.subplots(figsize=(6, 4))
+    return figure
+
+
+def _few_shot_figure(results: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Draw a line for each result, over the number of examples."""
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 4))
     for name, result in results.items():
         shots = [int(n) for n in result["few shot"]]
-        value, low, high = (
-            100 * np.array([m[part] for m in result["few shot"].values()])
-            for part in ("value", "low", "high")
-        )
+        value, low, high = _percentages(list(result["few shot"].values()))
         axis.plot(shots, value, "o-", label=name)
         axis.fill_between(shots, low, high, alpha=0.15)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("examples of each class")
     axis.set_ylabel("nearest class mean [%]")
     axis.legend()
-    paths = [out / "measures.png", out / "few_shot.png"]
-    for path, one in zip(paths, (figure, few), strict=True):
-        one.tight_layout()
-        with atomic_write.file(path) as file:
-            one.savefig(file, dpi=120, format="png")
-        pyplot.close(one)
-    return paths
+    return figure
+
+
+def _percentages(intervals: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Return value, low and high of each interval, float64 [3, n] %."""
+    parts = [[interval[part] for interval in intervals] for part in ("value", "low", "high")]
+    return 100 * np.array(parts)
+
+
+def _save_figure(figure: Any, path: pathlib.Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    with atomic_write.file(path) as file:
+        figure.savefig(file, dpi=120, format="png")
+    pyplot.close(figure)
 
 
 def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) -> str:

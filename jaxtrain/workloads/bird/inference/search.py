@@ -5,6 +5,7 @@ The result is exact, but for `nearest_by_index`, which asks usearch for candidat
 
 import hashlib
 import heapq
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,8 +43,8 @@ def nearest(
 
     def score(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cosine = _unit(x) @ units.T
-        best = cosine.argmax(1)
-        return cosine[np.arange(len(x)), best], best
+        query = cosine.argmax(1)
+        return cosine[np.arange(len(x)), query], query
 
     _refuse_width(folders, queries, kind)
     return _best(folders, kind, score, top)
@@ -59,18 +60,19 @@ def nearest_by_index(
 ) -> list[Hit]:
     """Return nearly the same by an index of usearch, made once a folder. Raises InferenceError."""
     _refuse_width(folders, queries, kind)
-    units, hits = _unit(queries), []
-    for number, each in enumerate(folders):
-        index = _index(each, kind, note)
+    units = _unit(queries)
+    hits = []
+    for number, folder in enumerate(folders):
+        index = _index(folder, kind, note)
         count = min(max(2 * top, 64), len(index))
         index.expansion_search = max(4 * count, 256)
-        rows = np.unique(
-            np.concatenate([index.search(unit, count).keys for unit in units] or [np.zeros(0)])
-        ).astype(np.int64)
-        cosine = _unit(np.asarray(each.array(kind, 2)[rows], np.float32)) @ units.T
-        best = cosine.argmax(1)
-        hits += [Hit(float(cosine[i, q]), number, int(rows[i]), int(q)) for i, q in enumerate(best)]
-    return heapq.nsmallest(top, hits, key=lambda hit: (-hit.score, hit.folder, hit.row))
+        candidates = [index.search(unit, count).keys for unit in units]
+        rows = np.unique(np.concatenate(candidates or [np.zeros(0)])).astype(np.int64)
+        features = np.asarray(folder.array(kind, 2)[rows], np.float32)
+        cosine = _unit(features) @ units.T
+        for i, query in enumerate(cosine.argmax(1)):
+            hits.append(Hit(float(cosine[i, query]), number, int(rows[i]), int(query)))
+    return heapq.nsmallest(top, hits, key=_rank)
 
 
 def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
@@ -81,52 +83,57 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
         raise InferenceError(
             "--approximate needs usearch: pip install 'jaxtrain[search]'"
         ) from error
-    x, weight = folder.array(kind, 2), folder.array("weight", 1)
-    stats = [
-        (name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns)
-        for name in (kind, "weight")
-    ]
-    key = hashlib.sha256(
-        f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()
-    ).hexdigest()[:24]
-    place = machine.cache_folder("search", f"{key}.usearch")
-    if place.is_file() and (index := Index.restore(place, view=True)) is not None:
-        return index
+    x = folder.array(kind, 2)
+    weight = folder.array("weight", 1)
+    path = _index_path(folder, kind)
+    if path.is_file() and (stored_index := Index.restore(path, view=True)) is not None:
+        return stored_index
     index = Index(ndim=x.shape[1], metric="cos", dtype="f16")
     step = max(1, CHUNK // x.shape[1])
     for first in range(0, folder.n, step):
-        part, good = (
-            np.asarray(x[first : first + step], np.float32),
-            np.asarray(weight[first : first + step]) > 0,
-        )
-        rows = np.flatnonzero(good & np.isfinite(part).all(1))
+        end = min(first + step, folder.n)
+        features = np.asarray(x[first:end], np.float32)
+        is_decoded = np.asarray(weight[first:end]) > 0
+        rows = np.flatnonzero(is_decoded & np.isfinite(features).all(1))
         if len(rows):
-            index.add(rows + first, part[rows], threads=machine.cores())
-        note(
-            f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index"
-            f" {place}"
-        )
-    with atomic_write.shared(place) as partial:
+            index.add(rows + first, features[rows], threads=machine.cores())
+        note(f"{folder.folder}: {end} of {folder.n} rows are in the index {path}")
+    with atomic_write.shared(path) as partial:
         index.save(partial)
     return index
 
 
+def _index_path(folder: Embeddings, kind: str) -> pathlib.Path:
+    """Return the file of an index, whose name changes with the arrays."""
+    stats = []
+    for name in (kind, "weight"):
+        stat = (folder.folder / f"{name}.npy").stat()
+        stats.append((name, stat.st_size, stat.st_mtime_ns))
+    content = f"{folder.folder.resolve()} {folder.encoder} {stats}"
+    key = hashlib.sha256(content.encode()).hexdigest()[:24]
+    return machine.cache_folder("search", f"{key}.usearch")
+
+
 def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str) -> None:
-    for each in folders:
-        if (have := each.array(kind, 2).shape[1]) != queries.shape[1]:
+    for folder in folders:
+        width = folder.array(kind, 2).shape[1]
+        if width != queries.shape[1]:
             raise InferenceError(
-                f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with"
-                " one run's"
+                f"{folder.folder} has {width} features, and the query {queries.shape[1]}; search"
+                " with one run's"
             )
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
     """Return the ``top`` rows by a head's score of a class, best first. Raises InferenceError."""
     kind = "patches" if head.kind == "patches" else head.pool
-    for each in folders:
-        width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
+    for folder in folders:
         heads.refuse_other(
-            head, digest=each.encoder, width=width, front_end=each.front_end, run=str(each.folder)
+            head,
+            digest=folder.encoder,
+            width=_features(folder, kind).shape[-1],
+            front_end=folder.front_end,
+            run=str(folder.folder),
         )
     arrays = {name: jnp.asarray(x) for name, x in head.arrays.items()}
 
@@ -147,33 +154,37 @@ def _best(
     score: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     top: int,
 ) -> list[Hit]:
-    found: list[Hit] = []
-    for number, each in enumerate(folders):
-        x, weight = each.array(kind, 4 if kind == "patches" else 2), each.array("weight", 1)
+    best: list[Hit] = []
+    for number, folder in enumerate(folders):
+        x = _features(folder, kind)
+        weight = folder.array("weight", 1)
         step = max(1, CHUNK // int(np.prod(x.shape[1:])))
-        for first in range(0, each.n, step):
-            scores, query = score(np.asarray(x[first : first + step], np.float32))
-            scores = np.where(
-                (np.asarray(weight[first : first + step]) > 0) & np.isfinite(scores),
-                scores,
-                -np.inf,
-            )
-            rows = np.argpartition(-scores, min(top, len(scores)) - 1)[:top]
-            hits = [
-                Hit(float(scores[i]), number, first + int(i), int(query[i]))
-                for i in rows
-                if np.isfinite(scores[i])
-            ]
-            found = heapq.nsmallest(
-                top, [*found, *hits], key=lambda hit: (-hit.score, hit.folder, hit.row)
-            )
-    return found
+        for first in range(0, folder.n, step):
+            part = slice(first, first + step)
+            scores, query = score(np.asarray(x[part], np.float32))
+            is_valid = (np.asarray(weight[part]) > 0) & np.isfinite(scores)
+            scores = np.where(is_valid, scores, -np.inf)
+            hits = []
+            for i in np.argpartition(-scores, min(top, len(scores)) - 1)[:top]:
+                if np.isfinite(scores[i]):
+                    hits.append(Hit(float(scores[i]), number, first + int(i), int(query[i])))
+            best = heapq.nsmallest(top, [*best, *hits], key=_rank)
+    return best
+
+
+def _features(folder: Embeddings, kind: str) -> np.ndarray:
+    return folder.array(kind, 4 if kind == "patches" else 2)
+
+
+def _rank(hit: Hit) -> tuple[float, int, int]:
+    """Sort by score from the best one down, then by place."""
+    return -hit.score, hit.folder, hit.row
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
     x = np.asarray(x, np.float32)
-    x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
-    return x
+    length = np.linalg.norm(x, axis=1, keepdims=True)
+    return x / np.maximum(length, 1e-9)
 
 
 def split_query(text: str) -> tuple[str, float | None]:
@@ -198,9 +209,9 @@ def run_of(folder: Embeddings) -> str:
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
     if stored.is_address(run):
-        made = f"{folder.folder} was made by the address {run[:200]!r}"
         raise InferenceError(
-            f"{made}, which is connected to only if you trust it and name it with --run"
+            f"{folder.folder} was made by the address {run[:200]!r}, which is connected to only if"
+            " you trust it and name it with --run"
         )
     return run
 
@@ -219,41 +230,33 @@ class Encoder:
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
         """Raise StoredError, ConfigError, and InferenceError: it is not the folder's encoder."""
-        self._model, self._kind = encoder.load(run), kind
+        self._model = encoder.load(run)
+        self._kind = kind
         if folder.encoder != self._model.digest:
             raise InferenceError(
                 f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run}"
                 f" holds {self._model.digest}; name the run, and step, that it was made by: --run"
             )
-        # which are not read
+        # The recordings of "demo" are not read.
         self._data = encoder.data_config(
             self._model, label="", multilabel=False, train="demo", test=""
         )
-        for where, text in self._data.validate():
-            raise InferenceError(f"{run}: its config.data.{where} {text}")
+        for field, problem in self._data.validate():
+            raise InferenceError(f"{run}: its config.data.{field} {problem}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
         """Return the features of the window at ``start`` [s], or of the file's centre: float32 [D].
 
         Raises DataError: the file cannot be read, or ends before.
         """
+        data = self._data
         try:
-            content = files.expanded(path).read_bytes()
-            _, rate, frames = spectrogram.decode(content, 0, 0)
-            rate = round(rate * self._data.time_expansion)
-            length = round(self._data.clip_seconds * rate)
-            first = max(0, (frames - length) // 2) if start is None else round(start * rate)
-            if first >= frames:
-                raise DataError(
-                    f"{path} has {frames / rate:.3f} s, and the query begins at {start} s"
-                )
-            first = max(0, min(first, frames - length))
-            wave, _, _ = spectrogram.decode(content, first, min(length, frames - first))
+            wave, rate = self._cut(files.expanded(path).read_bytes(), path, start)
         except DataError:
             raise
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-        c, data = self._model.config, self._data
+        c = self._model.config
         x = spectrogram.front_end(
             wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data
         )
@@ -264,3 +267,20 @@ class Encoder:
             return vit.pooled(c, params, tokens.patches if self._kind == "mean" else tokens.cls)
 
         return np.asarray(features(self._model.params, x[None])).squeeze(0)
+
+    def _cut(self, content: bytes, path: str, start: float | None) -> tuple[np.ndarray, int]:
+        """Return the samples of `clip`, and their rate in life."""
+        _, stored_rate, n_samples = spectrogram.decode(content, 0, 0)
+        rate = round(stored_rate * self._data.time_expansion)
+        length = round(self._data.clip_seconds * rate)
+        if start is None:
+            first = max(0, (n_samples - length) // 2)
+        else:
+            first = round(start * rate)
+        if first >= n_samples:
+            raise DataError(
+                f"{path} has {n_samples / rate:.3f} s, and the query begins at {start} s"
+            )
+        first = max(0, min(first, n_samples - length))
+        wave, _, _ = spectrogram.decode(content, first, min(length, n_samples - first))
+        return wave, rate
