@@ -97,9 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=64,
         help="recordings computed together; default: 64",
     )
-    parser.add_argument(
-        "--random", type=int, metavar="SEED", help="the encoder before training, for comparison"
-    )
     commands.add_table_flags(
         parser.add_argument_group("tables that name recordings"), names=("file",)
     )
@@ -122,7 +119,7 @@ def _embed(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     commands.prepare_process()
-    model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
+    model = encoder.load(args.run, step=args.step, ema=args.ema)
     names = ("views", "multilabel", "audio_root", "follow_links", "label", "time_expansion")
     changes: dict[str, Any] = {
         name: getattr(args, name) for name in names if getattr(args, name) is not None

@@ -8,7 +8,7 @@
 EMBEDDINGS are folders of `jaxtrain embed`. On features that stay as they are:
 
     linear     logistic regression, its penalty chosen on a part of the train rows
-    knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
+    knn        the 20 nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, if there is one
 
@@ -54,11 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draws", type=arguments.positive, default=1000, help="of the bootstrap; default: 1000"
     )
-    parser.add_argument("--k", type=arguments.positive, default=20, help="neighbours; default: 20")
     args = parser.parse_args(argv)
-    if (args.test is None) == (args.folds is None) or (
-        args.test and len(args.test) != len(args.train)
-    ):
+    n_test = len(args.test) if args.test else len(args.train)
+    if (args.test is None) == (args.folds is None) or n_test != len(args.train):
         parser.error("give as many --test as --train, or --folds")
     commands.need_sklearn()
 
@@ -67,11 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     for i, folder in enumerate(args.train):
         train = probe.read(folder, kind=args.kind, group=args.folds)
-        splits = (
-            probe.folds_of(train)
-            if args.folds
-            else [(train, probe.read(args.test[i], kind=args.kind))]
-        )
-        results[pathlib.Path(folder).name] = probe.evaluate(splits, draws=args.draws, k=args.k)
+        if args.folds:
+            splits = probe.folds_of(train)
+        else:
+            splits = [(train, probe.read(args.test[i], kind=args.kind))]
+        results[pathlib.Path(folder).name] = probe.evaluate(splits, draws=args.draws)
     print(probe.report(results, args.out))
     return 0

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.show_errors(errors, listed)
     near = None
     if args.embeddings:
-        windows = [(i.path, i.start, i.end) for i in items]
+        windows = [neighbours.Window(item.path, item.start, item.end) for item in items]
         near = neighbours.Neighbours([embeddings.read(each) for each in args.embeddings], windows)
         if near.missing:
             print(
