@@ -27,7 +27,7 @@ MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tp
 class _Gpu(NamedTuple):
     """A line of nvidia-smi with the columns `QUERIED`. A card may lack some of them."""
 
-    index: str
+    ordinal: str
     driver: str
     memory_used: str  # [MiB]
     memory_total: str  # [MiB]
@@ -124,7 +124,7 @@ def _check_driver(local: Sequence[int]) -> Iterator[Check]:
         elif int(gpu.ecc_errors):
             errors = f"{gpu.ecc_errors} memory errors that could not be corrected"
             remedy = "reset it (nvidia-smi --gpu-reset) or have it replaced; leave this host out"
-            yield fail(GROUP, "ECC", f"GPU {gpu.index} has had {errors}", remedy)
+            yield fail(GROUP, "ECC", f"GPU {gpu.ordinal} has had {errors}", remedy)
     if gpus:
         text = f"{gpus[0].driver}, of {len(gpus)} GPUs memory in use and memory errors"
         if unreadable:
@@ -136,7 +136,7 @@ def _in_use(gpu: _Gpu) -> Check:
     used = in_bytes(2**20 * int(gpu.memory_used))
     total = in_bytes(2**20 * int(gpu.memory_total))
     processes = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
-    text = f"GPU {gpu.index}: {used} of {total} are in use"
+    text = f"GPU {gpu.ordinal}: {used} of {total} are in use"
     return warn(GROUP, "memory", text, f"end the process: {processes}")
 
 

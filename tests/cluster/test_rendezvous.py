@@ -3,7 +3,9 @@
 import asyncio
 import concurrent.futures
 import json
+import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config import Config
-from jaxtrain.parallel.cluster import Cluster, handshake, processes, rendezvous
+from jaxtrain.parallel.cluster import Cluster, addresses, handshake, processes, rendezvous
 from jaxtrain.parallel.cluster.handshake import HandshakeError, prove
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped, await_peers, differences
 
@@ -46,9 +48,7 @@ def call(
         began = time.monotonic()
         try:
             await_peers(
-                f"127.0.0.1:{port}",
-                process=process,
-                processes=of,
+                Cluster(of, process, f"127.0.0.1:{port}"),
                 job=job,
                 facts=(facts or {}).get(process, {"config": {"lr": 1}}),
                 timeout=timeout,
@@ -125,7 +125,6 @@ def hello(**changed):
         "process": 1,
         "processes": 3,
         "host": "a",
-        "clock": time.time(),
         "facts": {"config": {"lr": 1}},
     } | changed
 
@@ -201,29 +200,6 @@ def test_a_signal_ends_the_wait_of_all(port, who):
 def test_a_refusal_of_process_0_is_reported_by_every_process(port):
     for error, _ in call(port, 0, 1, 2, of=3, refusal="the workdir is in use"):
         assert str(error) == "the workdir is in use"
-
-
-def test_every_process_returns_the_conclusion_of_process_0(port):
-    """Process 0 concludes from facts that differ and from a process that is late."""
-    heard, told = [], []
-
-    def conclude(messages, late):
-        heard.append((messages, late))
-        return {"present": [message["process"] for message in messages]}
-
-    def one(process, awaited, timeout):
-        facts = {"mine": process}
-        more = dict(job="run", facts=facts, timeout=timeout, awaited=awaited, conclude=conclude)
-        told.append(await_peers(f"127.0.0.1:{port}", process=process, processes=3, **more))
-
-    for awaited, timeout in ((None, 1.5), ([0, 2], 60.0)):
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda process: one(process, awaited, timeout), (0, 2)))  # noqa: B023
-    assert told == [{"present": [0, 2]}] * 4
-    (messages, late), (_, nobody) = heard
-    assert "process 1 of 3 did not connect to" in late and nobody == ""
-    assert [message["facts"]["mine"] for message in messages] == [0, 2]
-    assert abs(messages[1]["ahead"]) < 1 and messages[1]["address"] == "127.0.0.1"
 
 
 SECRET = "5e" * 32
@@ -302,8 +278,6 @@ def test_messages_of_another_kind_admit_nobody(port):
     odd = [hello(process=p) for p in (True, 1.0, 0.5, "1", None, [], 1 << 70, -1, 0, 3)]
     odd += [
         hello(processes=3.0),
-        hello(clock="noon"),
-        hello(clock=1),
         hello(job=["run"]),
         hello(host=1),
         hello(facts=[]),
@@ -332,9 +306,10 @@ def test_more_unauthenticated_peers_than_descriptors_do_not_end_the_rendezvous(p
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+from jaxtrain.parallel.cluster import Cluster
 from jaxtrain.parallel.cluster.rendezvous import await_peers
 await_peers(
-    "127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}"
+    Cluster(2, 0, "127.0.0.1:{port}"), job="run", facts={{}}, timeout=30, secret="{SECRET}"
 )
 print("met")
 """
@@ -405,30 +380,59 @@ def test_process_0_listens_at_the_coordinators_address(port):
 
 
 def test_the_address_that_process_0_listens_on():
-    assert rendezvous.addresses("127.0.0.1", 1) == [
+    assert addresses.on_this_machine("127.0.0.1", 1) == [
         "127.0.0.1"
-    ] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
-    assert rendezvous.addresses("192.0.2.1", 1) == [], (
+    ] and "127.0.0.1" in addresses.on_this_machine("localhost", 1)
+    assert addresses.on_this_machine("192.0.2.1", 1) == [], (
         "an address that is another machine's: every interface"
     )
-    assert rendezvous.addresses("no-such-host.invalid", 1) == []
+    assert addresses.on_this_machine("no-such-host.invalid", 1) == []
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """A copy of the packages, whose ``jaxtrain/run/loop.py`` has one more line."""
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
+    for package in ("jaxtrain", "loaders"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / package, tmp_path / "edited" / package, ignore=ignored)
+    edited = tmp_path / "edited" / "jaxtrain" / "run" / "loop.py"
+    edited.write_text(edited.read_text() + "\n")
+    return tmp_path / "edited"
+
+
+def digest_in(root):
+    """The digest of a process that imports jaxtrain from ``root``."""
+    program = "from jaxtrain.parallel.cluster import processes; print(processes.digest_of_files())"
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.check_output(command, env=environment, cwd=root, text=True).strip()
 
 
 def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(
-    port, tmp_path, monkeypatch
+    port, tmp_path, edited, monkeypatch
 ):
-    """The processes are like two wheels of one version, one of them built from other sources."""
+    """The processes are like two checkouts of one commit, and one of them is edited."""
+    digest = processes.digest_of_files()
+    digest_of_edited = digest_in(edited)
     found = threading.local()
     monkeypatch.setattr(processes, "digest_of_files", lambda: found.digest)
+    message = f'process 1 .*the digest of jaxtrain\'s files is "{digest_of_edited}".*"{digest}"'
 
     def join(process):
-        found.digest = "0123456789ab" if process else "ba9876543210"
-        with pytest.raises(
-            RendezvousError, match=r"process 1 .*the digest of jaxtrain's files is \"0123456789ab\""
-        ):
-            processes.initialize(
+        found.digest = digest_of_edited if process else digest
+        with pytest.raises(RendezvousError, match=message):
+            processes.await_peers(
                 Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path))
             )
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(join, range(2)))
+
+
+def test_the_digest_is_of_the_files_that_python_imports(edited):
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
+    shutil.copy(root / "jaxtrain" / "run" / "loop.py", edited / "jaxtrain" / "run" / "loop.py")
+    (edited / "jaxtrain" / "run" / ".#loop.py").write_text("an editor's")
+    (edited / "jaxtrain" / "notes.txt").write_text("no module")
+    assert digest_in(edited) == processes.digest_of_files()

@@ -2,6 +2,7 @@
 
 discover      environment -> Cluster, a pure function
 rendezvous    the processes come together here before JAX joins them
+addresses     the addresses of a host, and the sockets that listen there
 handshake     the proof at both ends of its connections that they know the job's secret
 processes     joining the processes, and exchanges between them
 signals       signals that ask a run to save and end
@@ -19,8 +20,6 @@ from jaxtrain.parallel.cluster.processes import (
     commit,
     compare,
     devices,
-    digest_of_extension,
-    digest_of_files,
     find,
     gather,
     initialize,
@@ -48,8 +47,6 @@ __all__ = (
     "commit",
     "compare",
     "devices",
-    "digest_of_extension",
-    "digest_of_files",
     "find",
     "gather",
     "initialize",

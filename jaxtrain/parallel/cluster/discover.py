@@ -19,12 +19,21 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxtrain.parallel.cluster import rendezvous
+from jaxtrain.parallel.cluster import addresses
 from loaders.io.checks import UserError
 
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
+SLURM_STEP = (
+    "STEP_ID",
+    "STEP_NUM_TASKS",
+    "STEP_NODELIST",
+    "STEP_TASKS_PER_NODE",
+    "PROCID",
+    "LOCALID",
+    "NODEID",
+)
 NUMBER = "[0-9]{1,9}"
-HOST = r"[\w\[:][\w.:%\[\]-]{0,253}"  # or its address
+HOST = r"[\w\[:][\w.:%\[\]-]{0,253}"  # a name or an address
 MAX_JOB = 200  # [characters] of its name
 MAX_NODES = 1_000_000
 SECRET = "JAXTRAIN_SECRET"
@@ -63,40 +72,48 @@ def from_environment(
     ``gpus``: the machine's NVIDIA GPUs, which CUDA_VISIBLE_DEVICES may hide. ``metadata``: of a TPU
     VM. Raises ClusterError: the environment contradicts itself, or a process would see wrong GPUs.
     """
-    given = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    variables = {name: environment[name] for name in VARIABLES if environment.get(name)}
     try:
-        found = _open_mpi(environment, gpus) or _slurm(environment, gpus)
-        found = found or _tpu(environment, metadata or {}) or Cluster()
+        cluster = (
+            _open_mpi(environment, gpus)
+            or _slurm(environment, gpus)
+            or _tpu(environment, metadata or {})
+            or Cluster()
+        )
     except ClusterError:
         raise
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        launchers = re.compile("SLURM_(STEP|PROC|LOCAL|NODEID|GPUS)|OMPI|MEGA")
-        named = (f"{k}={v[:80]!r}" for k, v in sorted(environment.items()) if launchers.match(k))
+        listing = _list_launcher_variables(environment)
         text = f"the launcher's variables are not numbers, or too large ({error})"
-        raise ClusterError([f"{text}: {', '.join(named)}"]) from error
-    if found.processes > 1 and set(given) == {VARIABLES[0]}:
-        found = found._replace(coordinator=_address(given[VARIABLES[0]]))
-    elif given:
-        found = _explicit(given)
-    _check(found)
-    return found
+        raise ClusterError([f"{text}: {listing}"]) from error
+    if cluster.processes > 1 and set(variables) == {VARIABLES[0]}:
+        cluster = cluster._replace(coordinator=_address(variables[VARIABLES[0]]))
+    elif variables:
+        cluster = _explicit(variables)
+    _check(cluster)
+    return cluster
 
 
-def _check(found: Cluster) -> None:
-    host = found.coordinator.rpartition(":")[0]
+def _list_launcher_variables(environment: Mapping[str, str]) -> str:
+    launchers = re.compile("SLURM_(STEP|PROC|LOCAL|NODEID|GPUS)|OMPI|MEGA")
+    names = [name for name in sorted(environment) if launchers.match(name)]
+    return ", ".join(f"{name}={environment[name][:80]!r}" for name in names)
+
+
+def _check(cluster: Cluster) -> None:
+    launcher, job = cluster.launcher, cluster.job
+    host = cluster.coordinator.rpartition(":")[0]
     problems = []
-    if not 0 <= found.process < found.processes:
-        problems.append(
-            f"process {found.process} of {found.processes} does not exist; processes are numbered"
-            " from 0"
-        )
-    elif found.processes > 1 and not found.coordinator:
+    if not 0 <= cluster.process < cluster.processes:
+        process = f"process {cluster.process} of {cluster.processes}"
+        problems.append(f"{process} does not exist; processes are numbered from 0")
+    elif cluster.processes > 1 and not cluster.coordinator:
         remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
-        problems.append(f"{found.launcher} does not say where process 0 runs; {remedy}")
-    if found.coordinator and not re.fullmatch(HOST, host):
-        problems.append(f"{found.launcher}: {host[:80]!r} is not the name of a host for process 0")
-    if len(found.job) > MAX_JOB or not found.job.isprintable():
-        problems.append(f"{found.launcher}: {found.job[:80]!r} is not the name of a job")
+        problems.append(f"{launcher} does not say where process 0 runs; {remedy}")
+    if cluster.coordinator and not re.fullmatch(HOST, host):
+        problems.append(f"{launcher}: {host[:80]!r} is not the name of a host for process 0")
+    if len(job) > MAX_JOB or not job.isprintable():
+        problems.append(f"{launcher}: {job[:80]!r} is not the name of a job")
     if problems:
         raise ClusterError(problems)
 
@@ -116,57 +133,55 @@ def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
 
     Raises ClusterError for a short one, or none if others reach ``coordinator`` [host:port].
     """
-    given = environment.get(SECRET, "")
-    if given == "none" or (not given and rendezvous.is_loopback(coordinator.rpartition(":")[0])):
+    secret = environment.get(SECRET, "")
+    host = coordinator.rpartition(":")[0]
+    if secret == "none" or (not secret and addresses.is_loopback(host)):
         return ""
-    if not given:
-        text = (
-            f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}. Set it"
-            " to the same random "
+    if not secret:
+        raise ClusterError(
+            [
+                f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}."
+                f" Set it to the same random text in all processes (export {SECRET}=$(openssl rand"
+                f" -hex 32) before srun; mpirun -x {SECRET}),"
+                " or to none in a network where everybody is trusted"
+            ]
         )
-        text += (
-            f"text in all processes (export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x"
-            f" {SECRET}), "
-        )
-        raise ClusterError([f"{text}or to none in a network where everybody is trusted"])
-    if len(given) < MIN_SECRET:
-        text = (
-            f"{SECRET} has {len(given)} characters; it needs at least {MIN_SECRET}: openssl rand"
-            " -hex 32"
-        )
-        raise ClusterError([text])
-    return given
+    if len(secret) < MIN_SECRET:
+        lengths = f"{len(secret)} characters; it needs at least {MIN_SECRET}"
+        raise ClusterError([f"{SECRET} has {lengths}: openssl rand -hex 32"])
+    return secret
 
 
-def _explicit(given: Mapping[str, str]) -> Cluster:
-    named = ", ".join(given)
-    problems = [
-        f"{name} is not set, although {named} is" for name in VARIABLES if name not in given
-    ]
-    address, numbers = "", []
+def _explicit(variables: Mapping[str, str]) -> Cluster:
+    names = ", ".join(variables)
+    problems = []
+    for name in VARIABLES:
+        if name not in variables:
+            problems.append(f"{name} is not set, although {names} is")
+    numbers = []
     for name in VARIABLES[1:]:
         try:
-            numbers.append(_number(given.get(name, "0")))
+            numbers.append(_number(variables.get(name, "0")))
         except ValueError as error:
             problems.append(f"{name}={error}")
-    try:
-        address = _address(given[VARIABLES[0]]) if VARIABLES[0] in given else ""
-    except ClusterError as error:
-        problems += error.problems
+    address = ""
+    if VARIABLES[0] in variables:
+        try:
+            address = _address(variables[VARIABLES[0]])
+        except ClusterError as error:
+            problems += error.problems
     if problems:
         raise ClusterError(problems)
     processes, process = numbers
-    return Cluster(
-        processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables"
-    )
+    coordinator = address if processes > 1 else ""
+    return Cluster(processes, process, coordinator, launcher="JAXTRAIN variables")
 
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
-        raise ClusterError(
-            [f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"]
-        )
+        example = "write for example 10.0.0.1:27508"
+        raise ClusterError([f"{VARIABLES[0]}={text[:80]!r} is not host:port; {example}"])
     return text
 
 
@@ -176,42 +191,41 @@ def _open_mpi(environment: Mapping[str, str], gpus: int) -> Cluster | None:
         return None
     size, rank, local_size, local_rank = (_number(environment[name]) for name in names)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    name = f"process {rank} of {size}"
-    own = _own_gpus(environment, gpus, 0, local_size, local_rank, name)
+    node = _Node(gpus, 0, local_size, local_rank)
+    local_devices = _local_gpus(environment, node, f"process {rank} of {size}")
     coordinator = f"127.0.0.1:{_port(job)}" if 1 < size == local_size else ""
-    return Cluster(size, rank, coordinator, own, "Open MPI", job)
+    return Cluster(size, rank, coordinator, local_devices, "Open MPI", job)
 
 
 def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     if not environment.get("SLURM_JOB_ID"):
         return None
-    names = (
-        "STEP_ID",
-        "STEP_NUM_TASKS",
-        "STEP_NODELIST",
-        "STEP_TASKS_PER_NODE",
-        "PROCID",
-        "LOCALID",
-        "NODEID",
-    )
-    values = {name: environment.get(f"SLURM_{name}", "") for name in names}
+    values = {name: environment.get(f"SLURM_{name}", "") for name in SLURM_STEP}
     if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
         job = _plain(environment["SLURM_JOB_ID"])
-        note = (
-            f"this process is not a task of a step of SLURM job {job} ({', '.join(missing)} not"
-            " set), so the run has "
+        unset = ", ".join(missing)
+        return Cluster(
+            note=(
+                f"this process is not a task of a step of SLURM job {job} ({unset} not set),"
+                " so the run has one process; start several with srun"
+            )
         )
-        return Cluster(note=f"{note}one process; start several with srun")
-    tasks, process = _number(values["STEP_NUM_TASKS"]), _number(values["PROCID"])
+    tasks = _number(values["STEP_NUM_TASKS"])
+    process = _number(values["PROCID"])
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{restarts}"
-    local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[_number(values["NODEID"])]
-    host = "127.0.0.1" if local == tasks else first_host(values["STEP_NODELIST"])
-    node = _plain(environment.get("SLURMD_NODENAME", "its node"))
-    name = f"process {process} of {tasks} (on {node})"
+    tasks_per_node = _tasks_per_node(values["STEP_TASKS_PER_NODE"])
+    local_tasks = tasks_per_node[_number(values["NODEID"])]
+    coordinator = ""
+    host = "127.0.0.1" if local_tasks == tasks else first_host(values["STEP_NODELIST"])
+    if tasks > 1:
+        coordinator = f"{host}:{_port(job)}"
+    node_name = _plain(environment.get("SLURMD_NODENAME", "its node"))
     allocated = _number(environment.get("SLURM_GPUS_ON_NODE") or "0")
-    own = _own_gpus(environment, gpus, allocated, local, _number(values["LOCALID"]), name)
-    return Cluster(tasks, process, f"{host}:{_port(job)}" if tasks > 1 else "", own, "SLURM", job)
+    node = _Node(gpus, allocated, local_tasks, _number(values["LOCALID"]))
+    name = f"process {process} of {tasks} (on {node_name})"
+    local_devices = _local_gpus(environment, node, name)
+    return Cluster(tasks, process, coordinator, local_devices, "SLURM", job)
 
 
 def first_host(nodes: str) -> str:
@@ -224,11 +238,13 @@ def first_host(nodes: str) -> str:
 
 def _tasks_per_node(text: str) -> list[int]:
     """Expand 2(x3),1 to [2, 2, 2, 1]."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    found = [(_number(n), _number(times or "1")) for n, times in groups]
-    if sum(times for _, times in found) > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES} nodes")
-    return [n for n, times in found for _ in range(times)]
+    tasks = list[int]()
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        n_nodes = _number(times or "1")
+        if len(tasks) + n_nodes > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} nodes")
+        tasks += n_nodes * [_number(number)]
+    return tasks
 
 
 def _port(job: str) -> int:
@@ -249,21 +265,18 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
     if not hosts or not worker.isdecimal():
         return None
     workers = [_tpu_host(host) for host in hosts.split(",")]
-    slices = _number(settings.get("MEGASCALE_NUM_SLICES") or "1")
-    own = _number(settings.get("MEGASCALE_SLICE_ID") or "0")
+    n_slices = _number(settings.get("MEGASCALE_NUM_SLICES") or "1")
+    slice_id = _number(settings.get("MEGASCALE_SLICE_ID") or "0")
     leader = settings.get("MEGASCALE_COORDINATOR_ADDRESS")
     first = _tpu_host(leader) if leader else workers[0]
-    process, processes = own * len(workers) + _number(worker), slices * len(workers)
+    process = slice_id * len(workers) + _number(worker)
+    processes = n_slices * len(workers)
     if process >= processes:
-        raise ClusterError(
-            [
-                f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are"
-                " listed"
-            ]
-        )
-    return Cluster(
-        processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod"
-    )
+        listed = f"{n_slices} × {len(workers)} are listed"
+        text = f"TPU worker {worker} of slice {slice_id} does not exist: {listed}"
+        raise ClusterError([text])
+    coordinator = f"{first}:{TPU_PORT}" if processes > 1 else ""
+    return Cluster(processes, process, coordinator, launcher="TPU pod")
 
 
 def _tpu_host(text: str) -> str:
@@ -271,37 +284,41 @@ def _tpu_host(text: str) -> str:
     return parts[2] if len(parts) == 3 else parts[0]
 
 
-def _own_gpus(
-    environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str
-) -> tuple[int, ...]:
+class _Node(NamedTuple):
+    """The GPUs and the tasks of a process's node."""
+
+    gpus: int  # of the machine
+    allocated: int  # GPUs that the launcher gave to the job on this node, 0 = unknown
+    tasks: int
+    task: int  # this process's number among the tasks
+
+
+def _local_gpus(environment: Mapping[str, str], node: _Node, name: str) -> tuple[int, ...]:
     """Return the ordinals of a process's own GPUs among the visible ones, () = all.
 
-    ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 = unknown). A local rank is
-    not an ordinal: a process that was given only its own GPUs sees them numbered from 0.
+    A local rank is not an ordinal: a process that was given only its own GPUs sees them numbered
+    from 0.
     """
+    gpus, tasks = node.gpus, node.tasks
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         hidden = ("", "-1", "NoDevFiles")
-        gpus = sum(name.strip() not in hidden for name in visible.split(","))
+        gpus = sum(ordinal.strip() not in hidden for ordinal in visible.split(","))
     per_task = bool(environment.get("SLURM_GPUS_PER_TASK"))
-    if not (gpus < tasks or 0 < gpus < allocated or per_task):  # each task sees all of its node
+    sees_own_alone = gpus < tasks or 0 < gpus < node.allocated or per_task
+    if not sees_own_alone:  # it sees all GPUs of its node
         if gpus % tasks:
-            raise ClusterError(
-                [
-                    f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share"
-                    " evenly"
-                ]
-            )
-        each = gpus // tasks
-        return tuple(range(task * each, (task + 1) * each)) if tasks > 1 else ()
-    if allocated > gpus * tasks:
-        text = (
-            f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks}"
-            " task(s): the rest would "
+            text = f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share"
+            raise ClusterError([f"{text} evenly"])
+        share = gpus // tasks
+        first = node.task * share
+        return tuple(range(first, first + share)) if tasks > 1 else ()
+    if node.allocated > gpus * tasks:
+        raise ClusterError(
+            [
+                f"{name} sees {gpus} of the {node.allocated} GPUs of its node, and the node has"
+                f" {tasks} task(s): the rest would idle. GPUs are bound per task;"
+                " use --gpus-per-node without --gpus-per-task and --gpu-bind, or a task per GPU"
+            ]
         )
-        text += (
-            "idle. GPUs are bound per task; use --gpus-per-node without --gpus-per-task and"
-            " --gpu-bind, or a task per GPU"
-        )
-        raise ClusterError([text])
     return tuple(range(gpus)) if tasks > 1 else ()

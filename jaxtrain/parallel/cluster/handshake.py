@@ -37,13 +37,14 @@ class Line:
         self._reader, self.writer = streams
         self._key = _mac(secret, b"messages", nonces)
         self._out, self._in = (b"<", b">") if coordinator else (b">", b"<")
-        self._n_sent = self._n_read = 0
+        self._n_sent = 0
+        self._n_read = 0
 
     async def send(self, message: Any) -> None:
         body = json.dumps(message).encode()
-        text = len(body).to_bytes(4, "big") + body
+        message = len(body).to_bytes(4, "big") + body
         self._n_sent += 1
-        self.writer.write(text + self._seal(self._out, self._n_sent, text))
+        self.writer.write(message + self._seal(self._out, self._n_sent, message))
         await self.writer.drain()
 
     async def receive(self) -> Any:
@@ -52,7 +53,8 @@ class Line:
         size = int.from_bytes(head, "big")
         if size > MAX_MESSAGE:
             raise HandshakeError(f"a message of {size} bytes, and {MAX_MESSAGE} is the limit")
-        body, seal = await _read(self._reader, size), await _read(self._reader, MAC)
+        body = await _read(self._reader, size)
+        seal = await _read(self._reader, MAC)
         self._n_read += 1
         if not hmac.compare_digest(seal, self._seal(self._in, self._n_read, head + body)):
             raise HandshakeError("a message was changed on its way")
@@ -61,32 +63,35 @@ class Line:
         except (ValueError, RecursionError) as error:
             raise HandshakeError("a message is not JSON") from error
 
-    def _seal(self, direction: bytes, number: int, text: bytes) -> bytes:
-        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + text, "sha256")
+    def _seal(self, direction: bytes, number: int, message: bytes) -> bytes:
+        content = direction + number.to_bytes(8, "big") + message
+        return hmac.digest(self._key, content, "sha256")
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Line:
     """Authenticate a process, as the coordinator. Raises OSError."""
-    theirs = await _read(reader, NONCE)
-    own = os.urandom(NONCE)
-    writer.write(own)
-    if not hmac.compare_digest(await _read(reader, MAC), _mac(secret, b"process", theirs + own)):
+    nonce_of_process = await _read(reader, NONCE)
+    nonce = os.urandom(NONCE)
+    writer.write(nonce)
+    nonces = nonce_of_process + nonce
+    proof = await _read(reader, MAC)
+    if not hmac.compare_digest(proof, _mac(secret, b"process", nonces)):
         raise HandshakeError("it does not know the secret")
-    writer.write(_mac(secret, b"coordinator", theirs + own))
-    return Line((reader, writer), secret, theirs + own, coordinator=True)
+    writer.write(_mac(secret, b"coordinator", nonces))
+    return Line((reader, writer), secret, nonces, coordinator=True)
 
 
 async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Line:
     """Authenticate to the coordinator, and it to us, as any other process. Raises OSError."""
-    own = os.urandom(NONCE)
-    writer.write(own)
-    nonces = own + await _read(reader, NONCE)
+    nonce = os.urandom(NONCE)
+    writer.write(nonce)
+    nonces = nonce + await _read(reader, NONCE)
     writer.write(_mac(secret, b"process", nonces))
     try:
-        answer = await _read(reader, MAC)
+        proof = await _read(reader, MAC)
     except ConnectionError as error:
         raise HandshakeError("the listener there has another JAXTRAIN_SECRET") from error
-    if not hmac.compare_digest(answer, _mac(secret, b"coordinator", nonces)):
+    if not hmac.compare_digest(proof, _mac(secret, b"coordinator", nonces)):
         raise HandshakeError("the listener there does not know JAXTRAIN_SECRET")
     return Line((reader, writer), secret, nonces, coordinator=False)
 

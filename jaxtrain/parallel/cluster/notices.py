@@ -22,11 +22,13 @@ def metadata_server(environment: Mapping[str, str]) -> str:
     """Return the metadata server's host, or "" if this is not a machine of Google's."""
     if environment.get("NO_GCE_CHECK", "").lower() in ("1", "true"):
         return ""
-    named = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
+    host = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
+    if host:
+        return host
     product = pathlib.Path("/sys/class/dmi/id/product_name")
-    if named or not product.exists():
-        return named or ""
-    return "169.254.169.254" if product.read_text().startswith("Google") else ""
+    if product.exists() and product.read_text().startswith("Google"):
+        return "169.254.169.254"
+    return ""
 
 
 def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
@@ -52,14 +54,17 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
         or importlib.util.find_spec("libtpu") is None
     ):
         return {}
-    return {name: text for name in POD if (text := read(host, f"attributes/{name}"))}
+    values = {name: read(host, f"attributes/{name}") for name in POD}
+    return {name: value for name, value in values.items() if value}
 
 
 class Notices:
     """A thread that asks every ``pause`` s whether this machine will stop, and reports once."""
 
     def __init__(self, host: str, report: Callable[[str], None], *, pause: float = 5.0):
-        self._host, self._report, self._pause = host, report, pause
+        self._host = host
+        self._report = report
+        self._pause = pause
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
         if host:

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -20,13 +19,14 @@ from jax.experimental import multihost_utils
 
 import jaxtrain
 from jaxtrain.config import Config, to_json
-from jaxtrain.parallel.cluster import discover, notices, rendezvous
+from jaxtrain.parallel.cluster import addresses, discover, notices, rendezvous
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError
 from loaders.io import machine
 
 log = logging.getLogger("jaxtrain")
 
+PACKAGES = ("jaxtrain", "loaders")  # of this repository
 # Packages whose versions must be equal in all processes. A checkpoint records them.
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -34,9 +34,8 @@ VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 def find() -> Cluster:
     """Return the cluster that this machine's environment describes. Raises ClusterError."""
     gpus = sum(path.name.startswith("nvidia") for path in machine.accelerators())
-    return discover.from_environment(
-        os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ)
-    )
+    metadata = notices.tpu_metadata(os.environ)
+    return discover.from_environment(os.environ, gpus=gpus, metadata=metadata)
 
 
 def await_peers(
@@ -54,9 +53,7 @@ def await_peers(
     a taken port, or processes, by number, that are late or differ; Stopped: ``leave()`` was true.
     """
     rendezvous.await_peers(
-        membership.coordinator,
-        process=membership.process,
-        processes=membership.processes,
+        membership,
         job=membership.job or f"the run in {os.path.abspath(config.workdir)}",
         facts={
             "config": json.loads(to_json(config)),
@@ -85,41 +82,26 @@ def initialize(
         log.warning("%s", membership.note)
     if membership.processes == 1:
         return
-    here, numbers = socket.gethostname(), f"process {membership.process} of {membership.processes}"
-    log.info(
-        "%s (%s, on %s), coordinator %s", numbers, membership.launcher, here, membership.coordinator
-    )
+    name = f"process {membership.process} of {membership.processes}"
+    host = socket.gethostname()
+    coordinator = membership.coordinator
+    log.info("%s (%s, on %s), coordinator %s", name, membership.launcher, host, coordinator)
     await_peers(membership, config, leave=leave, refusal=refusal)
-    bounds = config.distributed
-    host, _, port = membership.coordinator.rpartition(":")
-    places = (
-        [host]
-        if rendezvous.is_loopback(host)
-        else rendezvous.addresses(host.strip("[]"), int(port))
-    )
-    bind = None
-    if membership.process == 0 and len(places) == 1:
-        # JAX's own port has no secret, so it listens only where process 0 is reached.
-        place = places[0].strip("[]")
-        bind = f"[{place}]:{port}" if ":" in place else f"{place}:{port}"
     try:
         jax.distributed.initialize(
-            coordinator_address=membership.coordinator,
-            coordinator_bind_address=bind,
+            coordinator_address=coordinator,
+            coordinator_bind_address=_bind_address(membership),
             num_processes=membership.processes,
             process_id=membership.process,
             local_device_ids=list(membership.local_devices),
             cluster_detection_method="deactivate",  # JAX would take the local rank for an ordinal
-            initialization_timeout=bounds.init_timeout,
-            heartbeat_timeout_seconds=bounds.heartbeat_timeout,
+            initialization_timeout=config.distributed.init_timeout,
+            heartbeat_timeout_seconds=config.distributed.heartbeat_timeout,
         )
     except Exception as error:
-        raise RendezvousError(
-            f"{numbers} could not join the run at {membership.coordinator}: {error}"
-        ) from error
-    if problem := uneven(
-        Counter(device.process_index for device in jax.devices()), membership.processes
-    ):
+        raise RendezvousError(f"{name} could not join the run at {coordinator}: {error}") from error
+    device_counts = Counter(device.process_index for device in jax.devices())
+    if problem := uneven(device_counts, membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
         # Only process 0 would write programs there and read them back, since a program has another
@@ -129,16 +111,31 @@ def initialize(
         jax.config.update("jax_enable_compilation_cache", False)
 
 
+def _bind_address(membership: Cluster) -> str | None:
+    """Return the address at which process 0's JAX listens. None = every interface.
+
+    JAX's own port has no secret, so it listens only where process 0 is reached.
+    """
+    host, _, port = membership.coordinator.rpartition(":")
+    if addresses.is_loopback(host):
+        reached_at = [host]
+    else:
+        reached_at = addresses.on_this_machine(host.strip("[]"), int(port))
+    if membership.process != 0 or len(reached_at) != 1:
+        return None
+    address = reached_at[0].strip("[]")
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def uneven(devices: Mapping[int, int], processes: int) -> str:
     """Name the processes that have another number of devices than most, or return ""."""
     counts = [devices.get(process, 0) for process in range(processes)]
-    usual = Counter(counts).most_common(1)[0][0]
-    odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
-    return (
-        f"the processes have different numbers of devices: {', '.join(odd)}, the others {usual}"
-        if odd
-        else ""
-    )
+    usual, _ = Counter(counts).most_common(1)[0]
+    odd = [f"process {p} has {count}" for p, count in enumerate(counts) if count != usual]
+    if not odd:
+        return ""
+    counts_of_odd = ", ".join(odd)
+    return f"the processes have different numbers of devices: {counts_of_odd}, the others {usual}"
 
 
 def compare(texts: Mapping[str, str]) -> None:
@@ -148,100 +145,75 @@ def compare(texts: Mapping[str, str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    plain = [
-        "\n".join(line for line in text.split("\n") if "callback" not in line)
-        for text in texts.values()
-    ]
-    own = np.stack(
-        [np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain]
-    )
-    every = np.asarray(multihost_utils.process_allgather(own))  # [processes, texts, 32]
-    reports = [
-        {
-            "process": p,
-            "facts": {
-                f"{name}'s hash": bytes(row).hex()[:12]
-                for name, row in zip(texts, rows, strict=True)
-            },
-        }
-        for p, rows in enumerate(every)
-    ]
+    hashes = [hashlib.sha256(_without_callbacks(text)).digest() for text in texts.values()]
+    hash_rows = np.stack([np.frombuffer(digest, np.uint8) for digest in hashes])
+    every = np.asarray(multihost_utils.process_allgather(hash_rows))  # [processes, texts, 32]
+    reports = []
+    for process, rows in enumerate(every):
+        facts = {}
+        for name, row in zip(texts, rows, strict=True):
+            facts[f"{name}'s hash"] = bytes(row).hex()[:12]
+        reports.append({"process": process, "facts": facts})
     if problem := rendezvous.differences(reports):
         raise RendezvousError(problem)
 
 
+def _without_callbacks(text: str) -> bytes:
+    lines = [line for line in text.split("\n") if "callback" not in line]
+    return "\n".join(lines).encode()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers: jaxtrain and `VERSIONED`."""
-    return {"jaxtrain": jaxtrain.__version__} | {
-        name: importlib.metadata.version(name) for name in VERSIONED
-    }
+    packages = {name: importlib.metadata.version(name) for name in VERSIONED}
+    return {"jaxtrain": jaxtrain.__version__, **packages}
 
 
 def devices() -> str:
     """Describe the devices of all processes, for example "8 × NVIDIA H100 of 2 processes"."""
-    found = jax.devices()
-    kinds = " and ".join(sorted({device.device_kind for device in found}))
-    return (
-        f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
-    )
+    every_device = jax.devices()
+    kinds = " and ".join(sorted({device.device_kind for device in every_device}))
+    processes = "1 process"
+    if jax.process_count() > 1:
+        processes = f"{jax.process_count()} processes"
+    return f"{len(every_device)} × {kinds} of {processes}"
 
 
 def of_cpus() -> dict[str, int]:
     """Return the numbers of cores and threads, which decide the last bits on CPUs, else {}."""
     if jax.default_backend() != "cpu":
         return {}
-    return {
-        "cores": machine.cores(),
-        "threads": int(os.environ.get("NPROC") or machine.schedulable()),
-    }
+    threads = os.environ.get("NPROC") or machine.schedulable()
+    return {"cores": machine.cores(), "threads": int(threads)}
 
 
 def digest_of_files() -> str:
     """Hash the Python files, as two installations of one version or commit may differ."""
-    here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
-    named = [
-        path.relative_to(here)
-        for package in ("jaxtrain", "loaders")
-        for path in (here / package).rglob("*.py")
-    ]
-    # Names that begin with "." are of editors, and are not imported.
-    named = sorted(
-        path
-        for path in named
-        if not any(part.startswith(".") for part in path.parts) and (here / path).is_file()
-    )
+    root = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
+    paths = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    names = [path.relative_to(root) for path in paths if path.is_file()]
     digest = hashlib.sha256()
-    for path in named:
-        digest.update(
-            f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode()
-        )
+    for name in sorted(names):
+        # Names that begin with "." are of editors, and are not imported.
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        of_file = hashlib.sha256((root / name).read_bytes()).hexdigest()
+        digest.update(f"{name.as_posix()} {of_file}\n".encode())
     return digest.hexdigest()[:12]
-
-
-def digest_of_extension() -> str:
-    """Hash the compiled extension, or return "" without one."""
-    spec = importlib.util.find_spec("loaders._rust")
-    return (
-        hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()[:12]
-        if spec and spec.origin
-        else ""
-    )
 
 
 def commit() -> str:
     """Return the checkout's commit with "-dirty" if files differ, "" for an installed package."""
     git = ["git", "-C", os.path.dirname(os.path.abspath(jaxtrain.__file__))]
+    is_tracked = [*git, "ls-files", "--error-unmatch", "__init__.py"]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        if subprocess.run(
-            [*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5
-        ).returncode:
+        if subprocess.run(is_tracked, capture_output=True, timeout=5).returncode:
             return ""  # a package inside another checkout, or none
-        done = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5
-        )
+        output = subprocess.run(describe, capture_output=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode(errors="replace").strip()[:80]
+    return output.decode(errors="replace").strip()[:80]
 
 
 def use_compilation_cache() -> None:
@@ -258,14 +230,14 @@ def use_threads_for_host_devices(threads: int = 0) -> None:
     core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
     devices on 2 cores). ``threads``: of a run that is made again, unless too few for these devices.
     """
-    found = re.search(
-        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
-    count = int(found[1]) if found else 1
-    if threads and (count == 1 or threads >= 4 * count):
+    flags = os.environ.get("XLA_FLAGS", "")
+    n_devices = 1
+    if match := re.search(r"xla_force_host_platform_device_count=(\d+)", flags):
+        n_devices = int(match[1])
+    if threads and (n_devices == 1 or threads >= 4 * n_devices):
         os.environ["NPROC"] = str(threads)
-    elif count > 1:
-        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    elif n_devices > 1:
+        os.environ.setdefault("NPROC", str(max(4 * n_devices, os.cpu_count() or 1)))
 
 
 def is_main() -> bool:
@@ -280,18 +252,22 @@ def barrier(name: str) -> None:
 
 def agree(value: int) -> int:
     """Return process 0's value on all processes, which may see another state of a file system."""
-    return (
-        value
-        if jax.process_count() == 1
-        else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-    )
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def agree_on(values: Sequence[int]) -> list[int]:
-    return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
+    """Return process 0's values on all processes."""
+    agreed = []
+    for i in range(agree(len(values))):
+        agreed.append(agree(values[i] if i < len(values) else 0))
+    return agreed
 
 
 def gather(value: int) -> list[int]:
+    """Return the values of all processes, by their numbers."""
     if jax.process_count() == 1:
         return [value]
-    return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]
+    every = multihost_utils.process_allgather(np.int32(value))
+    return [int(x) for x in every]

@@ -6,7 +6,7 @@ same port, and each of these is an error that names the process and the reason.
 After both ends have proven that they know the job's secret (`handshake`), a process sends one
 message, and gets the verdict once the rendezvous is over:
 
-    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "clock": 1.7e9, "facts": {…}}
+    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {…}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
 A process that a signal stops during the wait sends one more message, and the rendezvous ends for
@@ -16,16 +16,15 @@ retry at most.
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
 import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jaxtrain.parallel.cluster import handshake
+from jaxtrain.parallel.cluster import addresses, handshake
+from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
 from loaders.io.checks import UserError, flatten
 
@@ -33,8 +32,11 @@ MAX_UNAUTHENTICATED = 128  # peers that may be connected
 PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
 CONNECTING = 5.0  # [s] for a connection to process 0, and for its proof
 POLL = 0.1  # [s]
-Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> the conclusion
+MAX_NAMED = 16  # processes that a message lists by number
+# The fields of a message. Exactly these types: True, 0.5 and 1.0 are not the number of a process.
+FIELDS = {"job": str, "process": int, "processes": int, "host": str, "facts": dict}
 Leave = Callable[[], Any]
+Message = dict[str, Any]
 
 
 class RendezvousError(UserError, RuntimeError):
@@ -45,156 +47,114 @@ class Stopped(RendezvousError):
     """A process was asked to stop while it waited for the others."""
 
 
+class Verdict(NamedTuple):
+    """The end of a rendezvous, the same for all processes."""
+
+    error: str  # "" if all are present and agree
+    stopped: bool = False
+
+
 def await_peers(
-    coordinator: str,
+    membership: Cluster,
     *,
-    process: int,
-    processes: int,
     job: str,
     facts: Mapping[str, Any],
     timeout: float,
     leave: Leave = lambda: False,
     secret: str = "",
     refusal: str = "",
-    awaited: Collection[int] | None = None,
-    conclude: Conclude | None = None,
-) -> Any:
+) -> None:
     """Return once all processes have reported that they are present, with equal facts.
 
-    With ``conclude`` the facts may differ. After ``timeout`` process 0 goes on with those present,
-    and every one of them returns its conclusion.
-
     Args:
-      coordinator: host:port, where process 0 listens.
+      membership: the place of this process. Process 0 listens at the coordinator's address.
       job: the same in all processes of this run, and in no other run.
       facts: nested dictionaries that must be equal in all processes.
       timeout: seconds within which all must have connected.
       leave: called repeatedly during the wait, which ends when it returns true.
       secret: the same in all processes of the job. If it is empty, every peer is admitted.
       refusal: the reason for which process 0 cannot begin. It becomes the error of all.
-      awaited: the processes that process 0 waits for. By default all.
-      conclude: called by process 0 with the messages of all present, its own first, and the names
-        of those late, or "". Those of others have "ahead", the seconds by which the clock is ahead
-        of process 0's, and "address", from which the process connected.
 
     Raises RendezvousError: ``refusal``, a taken port, processes that did not connect or differ, by
     number; Stopped: ``leave`` returned true, here or in another process.
     """
     hello = {
         "job": job,
-        "process": process,
-        "processes": processes,
+        "process": membership.process,
+        "processes": membership.processes,
         "host": socket.gethostname(),
         "facts": facts,
     }
-    place, _, port = coordinator.rpartition(":")
-    host, key = place.strip("[]"), secret.encode()
-
-    def decide(messages: Sequence[dict[str, Any]], late: str) -> dict[str, Any]:
-        if conclude:
-            return {"error": "", "conclusion": conclude(messages, late)}
-        return {"error": refusal or late or differences(messages)}
-
-    if process == 0:
-        others = set(range(processes) if awaited is None else awaited) - {0}
-        verdict = asyncio.run(
-            Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), decide)
-        )
+    key = secret.encode()
+    work: Coroutine[Any, Any, Verdict]
+    if membership.process == 0:
+        work = Rendezvous(hello, key, timeout, leave, refusal).hold(membership.coordinator)
     else:
-        verdict = asyncio.run(_report(hello, host, int(port), key, timeout, leave))
-    if verdict["error"]:
-        raise (Stopped if verdict["stopped"] else RendezvousError)(verdict["error"])
-    return verdict.get("conclusion")
+        work = _report(hello, membership.coordinator, key, timeout, leave)
+    verdict = asyncio.run(work)
+    if verdict.stopped:
+        raise Stopped(verdict.error)
+    if verdict.error:
+        raise RendezvousError(verdict.error)
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches a host of this name or address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.strip("[]").lower() == "localhost"
-
-
-def addresses(host: str, port: int) -> list[str]:
-    """Return the addresses of ``host`` on this machine, where process 0 listens, [] = everywhere.
-
-    [] if the name leads to no address of this machine, as that of a service in front of it, or to
-    loopback, as a machine's own name does on some systems although others reach it by that name.
-    """
-    try:
-        found = [
-            str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        ]
-    except (socket.gaierror, UnicodeError):
-        return []
-    usable = (a for a in dict.fromkeys(found) if is_loopback(host) or not is_loopback(a))
-    return [a for a in usable if _is_own(a)]
-
-
-def _is_own(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return False
-        raise
-    return True
+def _host_and_port(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class Rendezvous:
-    def __init__(
-        self, hello: dict[str, Any], secret: bytes, timeout: float, leave: Leave, awaited: set[int]
-    ):
-        self._hello, self._secret, self._timeout = hello, secret, timeout
-        self._leave, self._awaited = leave, awaited
+    """The rendezvous at process 0, which waits for all others."""
+
+    def __init__(self, hello: Message, secret: bytes, timeout: float, leave: Leave, refusal: str):
+        self._hello = hello
+        self._secret = secret
+        self._timeout = timeout
+        self._leave = leave
+        self._refusal = refusal
         self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self._present: dict[int, tuple[dict[str, Any], Line]] = {}
+        self._present: dict[int, tuple[Message, Line]] = {}
         self._stopped: int | None = None  # the process that was asked to stop
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hold(
-        self, host: str, port: int, decide: Callable[..., dict[str, Any]]
-    ) -> dict[str, Any]:
+    async def hold(self, coordinator: str) -> Verdict:
         """Wait for all others, and reply to them with the verdict, which is returned."""
+        host, port = _host_and_port(coordinator)
         deadline = time.monotonic() + self._timeout
-        verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
+        verdict = Verdict(f"process 0 ({self._hello['host']}) has failed")
         listeners = await _listen(host, port, min(deadline, time.monotonic() + 10), self._leave)
         for listener in listeners:
             self._start(self._accept(listener))
         try:
-            verdict |= await self._wait(port, deadline, decide)
+            verdict = await self._wait(port, deadline)
         finally:
-            lines = [line for _, line in self._present.values()]
-            await asyncio.gather(*(_reply(line, verdict) for line in lines))
+            replies = [_reply(line, verdict) for _, line in self._present.values()]
+            await asyncio.gather(*replies)
             for task in self._tasks:
                 task.cancel()
             for listener in listeners:
                 listener.close()
         return verdict
 
-    async def _wait(
-        self, port: int, deadline: float, decide: Callable[..., dict[str, Any]]
-    ) -> dict[str, Any]:
-        hello, present, late = self._hello, self._present, ""
-        while missing := sorted(self._awaited - set(present)):
-            stopped = f"process 0 ({hello['host']})" if self._leave() else ""
-            if self._stopped is not None:
-                stopped = f"process {self._stopped}"
+    async def _wait(self, port: int, deadline: float) -> Verdict:
+        host = self._hello["host"]
+        processes = self._hello["processes"]
+        others = set(range(1, processes))
+        while missing := sorted(others - set(self._present)):
+            stopped = f"process {self._stopped}" if self._stopped is not None else ""
+            if not stopped and self._leave():
+                stopped = f"process 0 ({host})"
             if stopped:
-                return {
-                    "error": f"{stopped} was asked to stop while it waited for others",
-                    "stopped": True,
-                }
+                text = f"{stopped} was asked to stop while it waited for others"
+                return Verdict(text, stopped=True)
             if time.monotonic() > deadline:
-                late = f"{_numbered(missing)} of {hello['processes']} did not connect to "
-                late += f"{hello['host']}:{port} within {self._timeout:g} s"
-                break
+                late = f"{_numbered(missing)} of {processes} did not connect to {host}:{port}"
+                return Verdict(self._refusal or f"{late} within {self._timeout:g} s")
             await asyncio.sleep(POLL)
-        return decide([hello, *(present[p][0] for p in sorted(present))], late)
+        messages = [message for _, (message, _) in sorted(self._present.items())]
+        return Verdict(self._refusal or differences([self._hello, *messages]))
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself holds no reference
         task.add_done_callback(self._tasks.discard)
@@ -228,11 +188,9 @@ class Rendezvous:
                 line = await handshake.admit(reader, writer, self._secret)
                 message = await line.receive()
             if problem := self._problem(message):
-                await line.send({"error": problem, "stopped": False})
+                await line.send(Verdict(problem)._asdict())
                 return
             process = message["process"]
-            message["ahead"] = message["clock"] - time.time()
-            message["address"] = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
             self._present[process] = message, line
             self._unauthenticated.pop(writer, None)
             await line.receive()
@@ -244,31 +202,32 @@ class Rendezvous:
             self._unauthenticated.pop(writer, None)
             writer.close()
 
-    def _problem(self, other: Any) -> str:
-        hello, present = self._hello, self._present
-        kinds = {
-            "job": str,
-            "process": int,
-            "processes": int,
-            "host": str,
-            "clock": float,
-            "facts": dict,
-        }
-        # Exactly these: True, 0.5 and 1.0 are not the number of a process.
-        if type(other) is not dict or any(
-            type(other.get(n)) is not kind for n, kind in kinds.items()
-        ):
+    def _problem(self, message: Any) -> str:
+        """Return the reason for which a process cannot join, or ""."""
+        if not _is_hello(message):
             return "this was not a process of a run"
-        own, number, name = f"process 0 ({hello['host']})", other["process"], other["host"]
-        if other["job"] != hello["job"]:
-            return f"another run's {own} listens here: {hello['job']}, not {other['job']}"
-        if other["processes"] != hello["processes"]:
-            run = f"belongs to a run of {other['processes']} processes"
-            return f"process {number} ({name}) {run}, and {own} to one of {hello['processes']}"
-        if number in present or not 0 < number < hello["processes"]:
-            first = present[number][0]["host"] if number in present else hello["host"]
-            return f"two processes have the number {number}: one on {first}, one on {name}"
+        hello = self._hello
+        process_0 = f"process 0 ({hello['host']})"
+        number, host = message["process"], message["host"]
+        if message["job"] != hello["job"]:
+            jobs = f"{hello['job']}, not {message['job']}"
+            return f"another run's {process_0} listens here: {jobs}"
+        if message["processes"] != hello["processes"]:
+            run = f"belongs to a run of {message['processes']} processes"
+            return (
+                f"process {number} ({host}) {run}, and {process_0} to one of {hello['processes']}"
+            )
+        if number in self._present or not 0 < number < hello["processes"]:
+            first, _ = self._present.get(number, (hello, None))
+            hosts = f"one on {first['host']}, one on {host}"
+            return f"two processes have the number {number}: {hosts}"
         return ""
+
+
+def _is_hello(message: Any) -> bool:
+    if type(message) is not dict:
+        return False
+    return all(type(message.get(name)) is kind for name, kind in FIELDS.items())
 
 
 async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[socket.socket]:
@@ -276,7 +235,7 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
     while True:
         listeners: list[socket.socket] = []
         try:
-            for listener in sockets(addresses(host, port), port):
+            for listener in addresses.listeners(addresses.on_this_machine(host, port), port):
                 listener.setblocking(False)
                 listeners.append(listener)
             return listeners
@@ -291,103 +250,96 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
         await asyncio.sleep(0.5)
 
 
-def sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
-    """Listen at each of ``places``, or on every interface if there are none. Raises OSError."""
-    # With SO_REUSEADDR, which create_server sets, another listener is still an error.
-    for place in places:
-        family = socket.AF_INET6 if ":" in place else socket.AF_INET
-        yield socket.create_server((place, port), family=family, backlog=1024)
-    if not places:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        yield socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-
-
-async def _reply(line: Line, verdict: dict[str, Any]) -> None:
+async def _reply(line: Line, verdict: Verdict) -> None:
     with contextlib.suppress(OSError):  # it has left; the others still get their reply
         async with asyncio.timeout(5):
-            await line.send(verdict)
+            await line.send(verdict._asdict())
             line.writer.close()
             await line.writer.wait_closed()
 
 
 async def _report(
-    hello: dict[str, Any], host: str, port: int, secret: bytes, timeout: float, leave: Leave
-) -> dict[str, Any]:
+    hello: Message, coordinator: str, secret: bytes, timeout: float, leave: Leave
+) -> Verdict:
     """Report to process 0, as any other process, and return its verdict."""
-    name, last = f"process {hello['process']} ({hello['host']})", OSError("no answer")
+    host, port = _host_and_port(coordinator)
+    name = f"process {hello['process']} ({hello['host']})"
+    last_error = OSError("no answer")
     deadline = time.monotonic() + timeout
     while not leave():
         if time.monotonic() > deadline:
-            reason = last.strerror or str(last) or type(last).__name__
+            reason = last_error.strerror or str(last_error) or type(last_error).__name__
             text = f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}"
-            raise RendezvousError(text) from last
+            raise RendezvousError(text) from last_error
         try:
-            connection = await asyncio.to_thread(socket.create_connection, (host, port), CONNECTING)
-            connection.setblocking(False)
-            reader, writer = await asyncio.open_connection(sock=connection)
+            reader, writer = await _connect(host, port)
             with contextlib.closing(writer):
                 async with asyncio.timeout(CONNECTING):
                     line = await handshake.prove(reader, writer, secret)
-                    await line.send(hello | {"clock": time.time()})
+                    await line.send(hello)
                 # Process 0 names those late. It may have begun to wait later than this process.
                 if verdict := await _verdict(line, deadline + 10, leave):
                     return verdict
                 if leave():
                     break
-                text = f"{name} waited for the others, and process 0 no longer answers"
-                return {"error": text, "stopped": False}
-        except OSError as error:  # a failed handshake says more than a later refused connection
-            last = last if isinstance(last, HandshakeError) else error
+                return Verdict(f"{name} waited for the others, and process 0 no longer answers")
+        except OSError as error:
+            # A failed handshake says more than a later refused connection.
+            if not isinstance(last_error, HandshakeError):
+                last_error = error
         await asyncio.sleep(0.3)
-    return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
+    return Verdict(f"{name} was asked to stop while it waited for others", stopped=True)
 
 
-async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] | None:
+async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    connection = await asyncio.to_thread(socket.create_connection, (host, port), CONNECTING)
+    connection.setblocking(False)
+    return await asyncio.open_connection(sock=connection)
+
+
+async def _verdict(line: Line, deadline: float, leave: Leave) -> Verdict | None:
     """Wait for the verdict. None if the time is up, or this process leaves, which it reports."""
-    answer: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(line.receive())
+    answer: asyncio.Task[Message] = asyncio.ensure_future(line.receive())
     while time.monotonic() < deadline:
         if leave():
             answer.cancel()
             await line.send("stop")
             return None
-        if (await asyncio.wait([answer], timeout=POLL))[0]:
-            return answer.result()
+        finished, _ = await asyncio.wait([answer], timeout=POLL)
+        if finished:
+            return Verdict(**answer.result())
     answer.cancel()
     return None
 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> str:
     """List the processes that differ from most others, and in which facts. Else return ""."""
-    flat = [
-        {key: json.dumps(value) for key, value in flatten(report["facts"]).items()}
-        for report in reports
-    ]
+    facts = [_flat(report["facts"]) for report in reports]
     lines = []
-    for key in sorted({key for f in flat for key in f}):
-        values = [f.get(key, "nothing") for f in flat]
-        usual = Counter(values).most_common(1)[0][0]  # the first of equals is process 0's
-        for value in sorted({v for v in values if v != usual}):
-            those = [
-                report["process"] for report, v in zip(reports, values, strict=True) if v == value
-            ]
-            hosts = ", ".join(
-                sorted(
-                    {
-                        report["host"]
-                        for report in reports
-                        if report["process"] in those and "host" in report
-                    }
-                )
-            )
-            lines.append(
-                f"  {_numbered(those)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere"
-                f" {usual}"
-            )
-    return "\n".join([f"the {len(reports)} processes of this run differ:", *lines]) if lines else ""
+    for key in sorted(set().union(*facts)):
+        values = [facts_of_one.get(key, "nothing") for facts_of_one in facts]
+        usual, _ = Counter(values).most_common(1)[0]  # the first of equals is process 0's
+        for value in sorted(set(values) - {usual}):
+            odd = [report for report, v in zip(reports, values, strict=True) if v == value]
+            lines.append(f"  {_named(odd)}: {key} is {value}, elsewhere {usual}")
+    if not lines:
+        return ""
+    return "\n".join([f"the {len(reports)} processes of this run differ:", *lines])
+
+
+def _flat(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in flatten(facts).items()}
+
+
+def _named(reports: Sequence[Mapping[str, Any]]) -> str:
+    numbers = _numbered([report["process"] for report in reports])
+    hosts = sorted({report["host"] for report in reports if "host" in report})
+    return f"{numbers} ({', '.join(hosts)})" if hosts else numbers
 
 
 def _numbered(processes: Sequence[int]) -> str:
-    if len(processes) > 16:
+    if len(processes) > MAX_NAMED:
         return f"{len(processes)} processes ({processes[0]} … {processes[-1]})"
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    return f"processes {', '.join(map(str, processes))}"

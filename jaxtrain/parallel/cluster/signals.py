@@ -14,10 +14,11 @@ class StopSignals:
     """
 
     def __init__(self, names: Sequence[str]):
-        self.asked = self.notice = ""
+        self.asked = ""
+        self.notice = ""
         self._interrupted = False
         self._numbers = [signal.SIGINT, *(getattr(signal, name) for name in names)]
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         self.install()
 
     @property
@@ -27,11 +28,13 @@ class StopSignals:
     def install(self) -> None:
         """Handle the signals, also if a library has taken them since."""
         for number in self._numbers:
-            self._before.setdefault(number, signal.signal(number, self._handle))
+            previous = signal.signal(number, self._handle)
+            self._previous_handlers.setdefault(number, previous)
 
     def close(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        for number, handler in self._previous_handlers.items():
+            # None = a handler that was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.asked or self._interrupted:

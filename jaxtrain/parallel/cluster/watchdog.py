@@ -36,9 +36,14 @@ class Watchdog:
     ):
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._process, self._processes = process, processes
-        self._timeout, self._start_timeout, self._limit = timeout, start_timeout, start_timeout
-        self._count, self._doing, self._since = 0, "starting", time.monotonic()
+        self._process = process
+        self._processes = processes
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._limit = start_timeout
+        self._count = 0
+        self._doing = "starting"
+        self._since = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if timeout:
@@ -46,12 +51,10 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        self._count, self._doing, self._since, self._limit = (
-            self._count + 1,
-            doing,
-            time.monotonic(),
-            self._timeout,
-        )
+        self._count += 1
+        self._doing = doing
+        self._since = time.monotonic()
+        self._limit = self._timeout
 
     def starting(self, doing: str) -> None:
         """Report progress before the first step, where ``start_timeout`` seconds may pass."""
@@ -74,10 +77,9 @@ class Watchdog:
     def _report(self) -> None:
         path = self._folder / f"alive-{self._process}.json"
         temporary = path.with_suffix(".new")
+        report = {"count": self._count, "doing": self._doing, "time": time.time()}
         try:
-            temporary.write_text(
-                json.dumps({"count": self._count, "doing": self._doing, "time": time.time()})
-            )
+            temporary.write_text(json.dumps(report))
             temporary.replace(path)
         except OSError as error:  # a full disk must not end the run
             log.warning("the watchdog cannot write %s: %s", path, error)
@@ -85,8 +87,9 @@ class Watchdog:
     def _end(self, pause: float) -> None:
         reports = {}
         for process in range(self._processes):
+            path = self._folder / f"alive-{process}.json"
             with contextlib.suppress(OSError, ValueError):
-                reports[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
+                reports[process] = json.loads(path.read_text())
         culprit = blame(reports, self._processes, time.time(), 3 * pause)
         text = f"no progress for {self._limit:g} s; {culprit}; ending process {self._process}"
         log.error(text)
@@ -100,19 +103,21 @@ class Watchdog:
 def blame(
     reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, timeout: float
 ) -> str:
-    silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > timeout]
+    """Name the processes that are silent for ``timeout`` s, else those behind the others."""
+    silent = []
+    for process in range(processes):
+        report = reports.get(process)
+        if report is None:
+            silent.append(f"process {process} has never sent a heartbeat")
+        elif (seconds := now - report["time"]) > timeout:
+            doing = report["doing"]
+            silent.append(f"process {process} has been silent for {seconds:.0f} s, at {doing}")
     if silent:
-        return "; ".join(
-            (
-                f"process {p} has been silent for {now - reports[p]['time']:.0f} s, at"
-                f" {reports[p]['doing']}"
-                if p in reports
-                else f"process {p} has never sent a heartbeat"
-            )
-            for p in silent
-        )
+        return "; ".join(silent)
     least = min(report["count"] for report in reports.values())
-    behind = [p for p, report in reports.items() if report["count"] == least]
+    behind = [process for process, report in reports.items() if report["count"] == least]
     if len(behind) == processes and processes > 1:
         return f"all processes are at {reports[behind[0]]['doing']}"
-    return "; ".join(f"process {p} is stuck at {reports[p]['doing']}" for p in behind)
+    return "; ".join(
+        f"process {process} is stuck at {reports[process]['doing']}" for process in behind
+    )
