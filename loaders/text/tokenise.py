@@ -22,7 +22,7 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,12 @@ from loaders.text import token_files
 from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.tokenizer import open_tokenizer
 
-TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
+TEXT = (".txt", ".md")
+LINES = (".jsonl", ".ndjson")
+PARQUET = (".parquet",)
+ARROW = (".arrow",)
+ENDINGS = (*TEXT, *LINES, *PARQUET, *ARROW)
+BATCH = 1000  # texts that are in memory together: never all of a shard's
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
@@ -75,22 +80,53 @@ def make(
     files = _files(inputs)
     encoder = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
-    own = options.tokenizer != "bytes"
-    companions = (
-        tokenizer_lib.read_files(files_lib.expanded(options.tokenizer), links=True) if own else {}
-    )
+    companions: dict[str, bytes] = {}
+    if options.tokenizer != "bytes":
+        companions = tokenizer_lib.read_files(files_lib.expanded(options.tokenizer), links=True)
     plan = _digest(files, options, encoder.ends, companions)
     if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
-        if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
-            print(
-                f"{out} is there already, of these inputs:"
-                f" {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
-            )
-            return
+        _report_finished(out, plan)
+        return
+    marker = _begin(out, plan)
+    _make_shards(out, parts, options, workers)
+    entries = [json.loads(_entry(out, i).read_text()) for i in range(len(parts))]
+    bad_rows = [line for entry in entries for line in entry["bad"]]
+    _report_bad_rows(bad_rows, skip)
+    for name, content in companions.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        with atomic_write.file(out / name) as file:
+            file.write(content)
+    shards = [entry["shard"] for entry in entries]
+    token_files.write_about(
+        out,
+        vocab=encoder.vocab,
+        eos=encoder.eos,
+        ends=encoder.ends,
+        tokenizer=None if options.tokenizer == "bytes" else "tokenizer.json",
+        shards=shards,
+    )
+    _report_special_tokens(encoder, sum(entry.get("specials", 0) for entry in entries))
+    for i in range(len(parts)):
+        _entry(out, i).unlink()
+    marker.rename(out / MADE_OF)
+    (out / PARTIAL).rmdir()
+    print(f"{out}: {_summary(shards)}; {len(bad_rows)} skipped")
+
+
+def _report_finished(out: pathlib.Path, plan: str) -> None:
+    """Print what a finished folder holds. Raises TokensError if it was made of other things."""
+    made_of = out / MADE_OF
+    if not made_of.exists() or made_of.read_text() != plan:
         raise TokensError(
             f"{out} holds token files of other inputs or options already, or with other files of"
             " the tokenizer; choose another folder"
         )
+    shards = json.loads((out / "tokens.json").read_text())["shards"]
+    print(f"{out} is there already, of these inputs: {_summary(shards)}")
+
+
+def _begin(out: pathlib.Path, plan: str) -> pathlib.Path:
+    """Make or enter an unfinished folder. Return the file that says what it is made of."""
     (out / PARTIAL).mkdir(parents=True, exist_ok=True)
     marker = out / PARTIAL / "plan"
     if marker.exists() and marker.read_text() != plan:
@@ -99,53 +135,53 @@ def make(
             "remove it, or choose another folder"
         )
     atomic_write.write(marker, plan)
+    return marker
+
+
+def _make_shards(out: pathlib.Path, parts: Sequence[Part], options: Options, workers: int) -> None:
+    """Make the shards that are missing, and print how far it is."""
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
-    if len(todo) < len(parts):
-        print(
-            f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr
-        )
+    n_made = len(parts) - len(todo)
+    if n_made:
+        print(f"resuming: {n_made} of {len(parts)} shards are done", file=sys.stderr)
     began = time.monotonic()
-    jobs = ((out, i, parts[i], options) for i in todo)
-    # Spawned, not forked: tokenizers and pyarrow have threads.
-    context = multiprocessing.get_context("spawn")
-    with (
-        context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else contextlib.nullcontext()
-    ) as pool:
-        for done, _ in enumerate(
-            pool.imap_unordered(_shard, jobs) if pool else map(_shard, jobs), 1
-        ):
+    end = "" if sys.stderr.isatty() else "\n"
+    jobs = [_Job(out, i, parts[i], options) for i in todo]
+    with contextlib.ExitStack() as closing:
+        if workers > 1:
+            # Spawned, not forked: tokenizers and pyarrow have threads.
+            context = multiprocessing.get_context("spawn")
+            pool = closing.enter_context(context.Pool(min(workers, max(len(jobs), 1))))
+            results: Iterable[None] = pool.imap_unordered(_make_shard, jobs)
+        else:
+            results = map(_make_shard, jobs)
+        for n, _ in enumerate(results, 1):
             seconds = time.monotonic() - began
+            seconds_left = seconds / n * (len(jobs) - n)
             print(
-                f"\r{done}/{len(todo)} shards, {seconds:.0f} s,"
-                f" {seconds / done * (len(todo) - done):.0f} s left ",
-                end="" if sys.stderr.isatty() else "\n",
+                f"\r{n}/{len(jobs)} shards, {seconds:.0f} s, {seconds_left:.0f} s left ",
+                end=end,
                 file=sys.stderr,
             )
-    entries = [json.loads(_entry(out, i).read_text()) for i in range(len(parts))]
-    bad = [line for entry in entries for line in entry["bad"]]
-    if len(bad) > skip:
-        listed = "".join(f"\n  {line}" for line in bad[:20])
+
+
+def _report_bad_rows(bad_rows: Sequence[str], skip: int) -> None:
+    """Print the rows of no text. Raises TokensError if they are more than may be skipped."""
+    if len(bad_rows) > skip:
+        listed = "".join(f"\n  {line}" for line in bad_rows[:20])
         raise TokensError(
-            f"{len(bad)} rows hold no text; fix them, or skip up to N of them with --skip"
+            f"{len(bad_rows)} rows hold no text; fix them, or skip up to N of them with --skip"
             f" N:{listed}"
         )
-    for line in bad:
+    for line in bad_rows:
         print(f"skipped: {line}", file=sys.stderr)
-    name = None
-    if own:
-        name = "tokenizer.json"
-        for each, content in companions.items():
-            (out / each).parent.mkdir(exist_ok=True)
-            with atomic_write.file(out / each) as file:
-                file.write(content)
-    shards = [entry["shard"] for entry in entries]
-    token_files.write_about(
-        out, vocab=encoder.vocab, eos=encoder.eos, ends=encoder.ends, tokenizer=name, shards=shards
-    )
+
+
+def _report_special_tokens(encoder: "_Encoder", n_inside_texts: int) -> None:
     if encoder.ends and encoder.eos is None:
-        named = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
+        names = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
         print(
-            f"no document ends with a token; the tokenizer's own files name {named} (--eos)",
+            f"no document ends with a token; the tokenizer's own files name {names} (--eos)",
             file=sys.stderr,
         )
     if encoder.added:
@@ -154,52 +190,63 @@ def make(
             " is added",
             file=sys.stderr,
         )
-    if held := sum(entry.get("specials", 0) for entry in entries):
+    if n_inside_texts:
         print(
-            f"{held:,} special tokens come from their names inside texts; --specials-as-text splits"
-            " such a name like any text",
+            f"{n_inside_texts:,} special tokens come from their names inside texts;"
+            " --specials-as-text splits such a name like any text",
             file=sys.stderr,
         )
-    for i in range(len(parts)):
-        _entry(out, i).unlink()
-    marker.rename(out / MADE_OF)
-    (out / PARTIAL).rmdir()
-    print(f"{out}: {_summary(shards)}; {len(bad)} skipped")
 
 
 def _summary(shards: Sequence[dict[str, Any]]) -> str:
-    total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    return (
-        f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
-    )
+    n_documents = sum(shard["documents"] for shard in shards)
+    n_tokens = sum(shard["tokens"] for shard in shards)
+    n_bytes = sum(shard["bytes"] for shard in shards)
+    return f"{n_documents:,} documents, {n_tokens:,} tokens of {n_bytes:,} bytes"
 
 
 def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
-    known, every_file = (*TEXT, *LINES, *PARQUET, *ARROW), []
+    """Return the files of all inputs, in order. Raises TokensError."""
+    all_files: list[pathlib.Path] = []
     for name in inputs:
         path = files_lib.expanded(name)
         if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file())
-            inside = [p for p in below if _ending(p) in known and not _is_hidden(p, path)]
-            _report_passed_over(path, sorted({*below} - {*inside}))
-            for file in inside:
-                remedy = "; name that file itself, or the folder that it lies in"
-                files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
+            files = _files_below(path)
+        elif path.is_file():
+            files = [path]
         else:
-            inside = [path] if path.is_file() else files_lib.matches(path)
-        if not inside:
+            files = files_lib.matches(path)
+        if not files:
             raise TokensError(
                 f"{name} is not a file, nor a folder or glob with files that end in one of:"
-                f" {', '.join(known)}"
+                f" {', '.join(ENDINGS)}"
             )
-        for file in inside:
-            if _ending(file) not in known:
+        for file in files:
+            if _ending(file) not in ENDINGS:
                 raise TokensError(
                     f"{file} ends in {file.suffix or 'nothing'}; expected one of:"
-                    f" {', '.join(known)}"
+                    f" {', '.join(ENDINGS)}"
                 )
-        every_file += inside
-    return every_file
+        all_files += files
+    return all_files
+
+
+def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files below a folder that are read, and count the others."""
+    read_files = []
+    other_files = []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        if _ending(path) in ENDINGS and not _is_hidden(path, folder):
+            read_files.append(path)
+        else:
+            other_files.append(path)
+    _report_passed_over(folder, other_files)
+    for file in read_files:
+        remedy = "; name that file itself, or the folder that it lies in"
+        files_lib.inside(folder, str(file.relative_to(folder)), remedy=remedy)
+    return read_files
 
 
 def _ending(path: pathlib.Path) -> str:
@@ -212,24 +259,24 @@ def _is_hidden(path: pathlib.Path, folder: pathlib.Path) -> bool:
 
 def _report_passed_over(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
     """Print how many files below a folder are not read, by their endings."""
-    kinds = (
-        "hidden" if _is_hidden(path, folder) else _ending(path) or "no ending" for path in files
+    if not files:
+        return
+    kinds: collections.Counter[str] = collections.Counter()
+    for path in files:
+        kinds["hidden" if _is_hidden(path, folder) else _ending(path) or "no ending"] += 1
+    counts = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common(10))
+    example = files[0].relative_to(folder)
+    print(
+        f"{folder}: {len(files):,} files in it are not read ({counts}), for example {example}",
+        file=sys.stderr,
     )
-    if files:
-        counts = ", ".join(
-            f"{n:,} {kind}" for kind, n in collections.Counter(kinds).most_common(10)
-        )
-        example = files[0].relative_to(folder)
-        print(
-            f"{folder}: {len(files):,} files in it are not read ({counts}), for example {example}",
-            file=sys.stderr,
-        )
 
 
 def _paragraphs(text: str) -> list[str]:
     """Return the lines between blank lines, which hold nothing but blanks and tabs."""
-    grouped = itertools.groupby(files_lib.lines(text), key=lambda line: bool(line.strip(" \t")))
-    return ["\n".join(lines) for holds_text, lines in grouped if holds_text]
+    lines = files_lib.lines(text)
+    groups = itertools.groupby(lines, key=lambda line: bool(line.strip(" \t")))
+    return ["\n".join(group) for holds_text, group in groups if holds_text]
 
 
 def _parts(path: pathlib.Path) -> Iterator[Part]:
@@ -241,8 +288,9 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
             yield Part(str(path), begin, min(begin + PART, size))
     else:
         table = _open(path)
-        n = table.num_row_groups if _ending(path) in PARQUET else len(table)
-        yield from (Part(str(path), i, i + 1) for i in range(n))
+        n_parts = table.num_row_groups if _ending(path) in PARQUET else len(table)
+        for i in range(n_parts):
+            yield Part(str(path), i, i + 1)
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -255,107 +303,137 @@ def _open(path: pathlib.Path) -> Any:
         raise TokensError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
+Rows = Iterator[tuple[str, Any]]  # place and value; anything but a string is a bad row
+
+
+def _texts(part: Part, options: Options) -> Rows:
     """Yield (place, text) for each document of a part. Anything but a string is a bad row."""
     path = pathlib.Path(part.path)
     if _ending(path) in TEXT:
-        try:
-            text = files_lib.read(path, most=machine.most_memory()).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
-            return
-        split: dict[str, Callable[[str], list[str]]] = {
-            "file": lambda text: [text],
-            "line": files_lib.lines,
-            "paragraph": _paragraphs,
-        }
-        for i, piece in enumerate(split[options.documents](text)):
-            if piece.strip():
-                yield f"{path}: {options.documents} {i}", piece
-    elif _ending(path) in LINES:
-        with path.open("rb") as file:
-            file.seek(max(part.begin - 1, 0))
-            if part.begin:
-                # The line that holds the byte before: it begins in the part before, or ends there.
-                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
-                    pass
-            while file.tell() < part.end and (line := file.readline(LONGEST_LINE + 1)):
-                if len(line) > LONGEST_LINE:
-                    begin = file.tell() - len(line)
-                    raise TokensError(
-                        f"{path}: the line at byte {begin:,} is longer than {LONGEST_LINE:,} bytes;"
-                        " split it"
-                    )
-                if not line.strip():
-                    continue
-                where = f"{path}: line at byte {file.tell() - len(line)}"
-                try:
-                    row = json.loads(line)
-                    value = row.get(options.column) if isinstance(row, dict) else None
-                    if isinstance(value, str):
-                        value.encode()  # half of a character is no text
-                except (ValueError, RecursionError) as error:
-                    yield f"{where} is not JSON ({error})", None
-                else:
-                    yield f"{where}, column {options.column!r}", value
+        return _texts_of_file(path, options.documents)
+    if _ending(path) in LINES:
+        return _texts_of_lines(path, part, options.column)
+    return _texts_of_column(path, part, options.column)
+
+
+def _texts_of_file(path: pathlib.Path, documents: str) -> Rows:
+    try:
+        text = files_lib.read(path, most=machine.most_memory()).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
+        return
+    if documents == "file":
+        pieces = [text]
     else:
-        table = _open(path)
-        try:
-            names = (
-                table.schema_arrow if _ending(path) in PARQUET else table[part.begin].schema
-            ).names
-        except UnicodeDecodeError as error:
-            raise TokensError(
-                f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})"
-            ) from error
-        if options.column not in names:
-            raise TokensError(
-                f"{path} has no column {options.column!r}; expected one of: {', '.join(names)}"
-                " (--column)"
-            )
-        try:
-            if _ending(path) in PARQUET:
-                rows = table.read_row_group(part.begin, columns=[options.column])
-            else:
-                rows = table[part.begin].select([options.column])
-            # pyarrow takes a file's word for where its values lie
-            rows.column(0).validate(full=True)
-            values = rows.column(0).to_pylist()
-        except (pa.ArrowException, ValueError, OSError, KeyError) as error:
-            raise TokensError(
-                f"{path}: part {part.begin} is damaged: {first_line(error)}"
-            ) from error
-        for i, value in enumerate(values):
-            yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
+        pieces = files_lib.lines(text) if documents == "line" else _paragraphs(text)
+    for i, piece in enumerate(pieces):
+        if piece.strip():
+            yield f"{path}: {documents} {i}", piece
 
 
-def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
-    out, number, part, options = job
-    encoder = _tokenizer(options)
+def _texts_of_lines(path: pathlib.Path, part: Part, column: str) -> Rows:
+    for start, line in _lines(path, part):
+        if not line.strip():
+            continue
+        where = f"{path}: line at byte {start}"
+        try:
+            row = json.loads(line)
+            value = row.get(column) if isinstance(row, dict) else None
+            if isinstance(value, str):
+                value.encode()  # half of a character is no text
+        except (ValueError, RecursionError) as error:
+            yield f"{where} is not JSON ({error})", None
+        else:
+            yield f"{where}, column {column!r}", value
+
+
+def _lines(path: pathlib.Path, part: Part) -> Iterator[tuple[int, bytes]]:
+    """Yield (place in the file, line) for the lines that begin in a part. Raises TokensError."""
+    with path.open("rb") as file:
+        file.seek(max(part.begin - 1, 0))
+        if part.begin:
+            # The line that holds the byte before: it begins in the part before, or ends there.
+            piece = file.readline(PIECE)
+            while piece and not piece.endswith(b"\n"):
+                piece = file.readline(PIECE)
+        while file.tell() < part.end:
+            start = file.tell()
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise TokensError(
+                    f"{path}: the line at byte {start:,} is longer than {LONGEST_LINE:,} bytes;"
+                    " split it"
+                )
+            yield start, line
+
+
+def _texts_of_column(path: pathlib.Path, part: Part, column: str) -> Rows:
+    table = _open(path)
+    is_parquet = _ending(path) in PARQUET
+    try:
+        schema = table.schema_arrow if is_parquet else table[part.begin].schema
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise TokensError(
+            f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})"
+        ) from error
+    if column not in names:
+        raise TokensError(
+            f"{path} has no column {column!r}; expected one of: {', '.join(names)} (--column)"
+        )
+    try:
+        if is_parquet:
+            rows = table.read_row_group(part.begin, columns=[column])
+        else:
+            rows = table[part.begin].select([column])
+        # pyarrow takes a file's word for where its values lie
+        rows.column(0).validate(full=True)
+        values = rows.column(0).to_pylist()
+    except (pa.ArrowException, ValueError, OSError, KeyError) as error:
+        raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
+    for i, value in enumerate(values):
+        yield f"{path}: row {i} of part {part.begin}, column {column!r}", value
+
+
+class _Job(NamedTuple):
+    """A shard to make."""
+
+    out: pathlib.Path
+    number: int
+    part: Part
+    options: Options
+
+
+def _make_shard(job: _Job) -> None:
+    encoder = _tokenizer(job.options)
     end = [] if encoder.eos is None else [encoder.eos]
-    bad, documents, sizes, firsts = [], [], [], []
-    held = 0  # special tokens inside the texts
+    bad_rows = []
+    documents = []
+    sizes = []
+    first_sizes = []
+    n_specials = 0  # inside the texts
 
     def usable() -> Iterator[str]:
-        for where, text in _texts(part, options):
+        for where, text in _texts(job.part, job.options):
             if isinstance(text, str):
                 yield text
             else:
-                bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
+                bad_rows.append(f"{where}: holds {text if text is None else type(text).__name__}")
 
-    rest = usable()
-    while texts := list(itertools.islice(rest, 1000)):  # never all of a shard's texts in memory
-        for (ids, first), text in zip(encoder.encode(texts), texts, strict=True):
-            firsts.append(first)
+    all_texts = usable()
+    while texts := list(itertools.islice(all_texts, BATCH)):
+        for (ids, first_size), text in zip(encoder.encode(texts), texts, strict=True):
             documents.append(np.asarray([*ids, *end], np.int64))
-            held += sum(i in encoder.specials for i in ids)
             sizes.append(len(text.encode()))
-    shard = token_files.write_shard(
-        out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts
-    )
-    atomic_write.write(
-        _entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": held})
-    )
+            first_sizes.append(first_size)
+            n_specials += sum(i in encoder.specials for i in ids)
+    dtype = token_files.token_dtype(encoder.vocab)
+    name = f"{job.number:05}"
+    shard = token_files.write_shard(job.out, name, documents, sizes, dtype, first_sizes)
+    entry = {"shard": shard, "bad": bad_rows, "specials": n_specials}
+    atomic_write.write(_entry(job.out, job.number), json.dumps(entry))
 
 
 class _Encoder(NamedTuple):
@@ -373,26 +451,14 @@ def _tokenizer(options: Options) -> _Encoder:
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
-        return _Encoder(
-            256,
-            None,
-            (),
-            {},
-            [],
-            lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts],
-        )
+        return _Encoder(256, None, (), {}, [], _encode_bytes)
     path = files_lib.expanded(options.tokenizer)
     if not path.is_file():
-        inner = path / "tokenizer.json"
-        remedy = (
-            f"give {inner}"
-            if inner.is_file()
-            else "give the path of a tokenizer.json of Hugging Face, or bytes"
-        )
-        raise TokensError(
-            f"--tokenizer is {options.tokenizer!r},"
-            f" {'a folder' if path.is_dir() else 'not a file here'}; {remedy}"
-        )
+        kind = "a folder" if path.is_dir() else "not a file here"
+        remedy = "give the path of a tokenizer.json of Hugging Face, or bytes"
+        if (path / "tokenizer.json").is_file():
+            remedy = f"give {path / 'tokenizer.json'}"
+        raise TokensError(f"--tokenizer is {options.tokenizer!r}, {kind}; {remedy}")
     tokenizer = open_tokenizer(path, specials=options.specials)
     eos = tokenizer.id_of(options.eos) if options.eos else None
     if options.eos and eos is None:
@@ -406,6 +472,10 @@ def _tokenizer(options: Options) -> _Encoder:
     )
 
 
+def _encode_bytes(texts: Sequence[str]) -> list[tuple[list[int], int]]:
+    return [(list(text.encode()), min(len(text), 1)) for text in texts]
+
+
 def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
     return out / PARTIAL / f"{number:05}.json"
 
@@ -417,8 +487,10 @@ def _digest(
     companions: Mapping[str, bytes],
 ) -> str:
     """Identify the inputs and options that an unfinished folder was begun with."""
-    content = {name: hashlib.sha256(companions[name]).hexdigest() for name in sorted(companions)}
-    facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(
-        json.dumps([facts, [*options], content, [*ends], PART]).encode()
-    ).hexdigest()
+    digests = {name: hashlib.sha256(companions[name]).hexdigest() for name in sorted(companions)}
+    stamps = []
+    for path in files:
+        status = path.stat()
+        stamps.append((str(path.absolute()), status.st_size, status.st_mtime_ns))
+    identity = json.dumps([stamps, [*options], digests, [*ends], PART])
+    return hashlib.sha256(identity.encode()).hexdigest()
