@@ -316,9 +316,8 @@ def test_the_size_that_an_archive_claims_for_a_member_is_bounded(tmp_path, capsy
 
 def test_names_in_a_trace_are_looked_through_once():
     name, scope = ".1" * 300_000 + "x", "jit(a)/" + "b" * 1_000_000
-    found = trace._summary(
-        [(name, "", 2 * i, 2 * i + 1) for i in range(1000)] + [("dot", scope, 5000, 5001)] * 5000
-    )
+    named = [trace.Operation(name, "", 2 * i, 2 * i + 1) for i in range(1000)]
+    found = trace._summary(named + [trace.Operation("dot", scope, 5000, 5001)] * 5000)
     assert found.scopes[0][0] == "b" * 120 and found.scopes[1][0] == name
     assert (
         trace._short("dot.12_3", "") == "dot"

@@ -286,7 +286,10 @@ def test_odd_lines_cost_themselves_and_both_parsers_agree(tmp_path):
     good += [{"step": 9, "split": "test", "accuracy": 1}]
     path.write_text("".join(json.dumps(r) + "\n" for r in good))
     fast = records_lib.read(path)
-    assert records_lib._by_arrow(path.read_bytes()) is not None and (fast.lines, fast.odd) == (
+    assert records_lib._parsed_by_arrow(path.read_bytes()) is not None and (
+        fast.lines,
+        fast.odd,
+    ) == (
         300,
         0,
     )

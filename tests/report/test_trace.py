@@ -143,10 +143,10 @@ def test_operations_that_run_next_to_each_other_share_their_time():
         "jit(f)/update/mul",
     )
     ops = [
-        ("a", forward, 0, 10),
-        ("b", forward, 0, 10),
-        ("c", backward, 6, 10),
-        ("d", update, 16, 20),
+        trace.Operation("a", forward, 0, 10),
+        trace.Operation("b", forward, 0, 10),
+        trace.Operation("c", backward, 6, 10),
+        trace.Operation("d", update, 16, 20),
     ]
     parts = trace._summary(ops).parts
     assert parts == pytest.approx(

@@ -75,9 +75,10 @@ def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
 def _is_line(record: Mapping[str, Any]) -> bool:
     if not _is_count(record.get("n")) or not _is_count(record.get("classes")):
         return False
-    rows, right, answers = (record.get(name) for name in ("rows", "right", "answers"))
-    if not (_are_counts(rows) and _are_counts(right) and _are_counts(answers)):
+    lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
+    if not all(map(_are_counts, lists)):
         return False
+    rows, right, answers = lists
     n_classes = len(rows)
     if not len(right) == len(answers) == n_classes <= record["classes"]:
         return False
@@ -99,7 +100,8 @@ def _is_pair(pair: object, n_classes: int) -> bool:
     """Whether a value of a file is [class, answer, rows]."""
     if not isinstance(pair, list) or len(pair) != 3 or not all(map(_is_count, pair)):
         return False
-    return max(pair[:2]) < n_classes
+    label, answer, _ = pair
+    return bool(label < n_classes and answer < n_classes)
 
 
 def _are_counts(values: Any) -> bool:

@@ -137,10 +137,13 @@ def _thinned(curve: Curve, n_points: int) -> dict[str, Any]:
 
 def _group_html(figures: Sequence[tuple[str, str]]) -> str:
     """Lay out the figures of a group, those of parts of the model folded away."""
-    plain = []
-    parts = []
+    plain: list[str] = []
+    parts: list[str] = []
     for name, figure in figures:
-        (parts if PART_OF_A_NORM.match(name) else plain).append(figure)
+        if PART_OF_A_NORM.match(name):
+            parts.append(figure)
+        else:
+            plain.append(figure)
     html = grid(plain) if plain else ""
     if parts:
         summary = f"<summary>{len(parts)} norms of parts of the model</summary>"

@@ -32,7 +32,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
             all_series.append(Series(run, f"{identifier(run.name)}-{k}", kind, names))
     html = ""
     n_bytes_left = PICTURES
-    too_large = []
+    too_large: list[str] = []
     for number, series in enumerate(all_series):
         label = f"{series.run.name}: {series.kind}" if len(runs) > 1 else series.kind
         images = _as_many_as_fit(series, n_bytes_left // (len(all_series) - number))
@@ -42,12 +42,12 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
         n_bytes_left -= _size(images)
         html += f"<h3>{esc(label)}</h3>{_sets(series.id, label, images)}"
     if too_large:
-        names = ", ".join(too_large[:8])
+        listed = ", ".join(too_large[:8])
         if len(too_large) > 8:
-            names += f" and {len(too_large) - 8} more"
+            listed += f" and {len(too_large) - 8} more"
         if len(runs) > 1:
-            names += "; the page of one run alone has room for more"
-        notes.append(f"pictures that are too large for the page are left out: {names}")
+            listed += "; the page of one run alone has room for more"
+        notes.append(f"pictures that are too large for the page are left out: {listed}")
     return html
 
 

@@ -6,6 +6,7 @@ script as JSON.
 """
 
 import base64
+import collections
 import gzip
 import importlib.resources
 import json
@@ -13,7 +14,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,16 +62,16 @@ class Page:
             )
         self.runs = runs
         self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
-        self.scores = [
-            r.score(metric, of.splits.get("test", {}))
-            for r, of in zip(runs, self.records, strict=True)
-        ]
+        self.scores = []
+        self.notes = []
+        for run, records in zip(runs, self.records, strict=True):
+            self.scores.append(run.score(metric, records.splits.get("test", {})))
+            if records.odd:
+                self.notes.append(
+                    f"{run.name}: {records.odd} lines of metrics.jsonl are no records, and are left"
+                    " out"
+                )
         self.charts: list[dict[str, Any]] = []
-        self.notes = [
-            f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
-            for run, r in zip(runs, self.records, strict=True)
-            if r.odd
-        ]
 
     def html(self, *, plotly: str, every: float = 0.0, version: int = 0) -> str:
         """Return the whole page.
@@ -79,119 +80,57 @@ class Page:
         there is another ``version``; 0 = never, it has none.
         """
         sections = [(name, text) for name, text in self._sections() if text]
-        more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
-        name = " · ".join(run.name for run in self.runs[:4]) + more
-        data = json.dumps(
-            {"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False
-        )
-        notes = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
-        tools = _tools(several=len(self.runs) > 1) if self.charts else ""
-        live = f' data-every="{every:g}" data-version="{version}"' if every else ""
-        plotly = plotly if self.charts else ""
+        names = [run.name for run in self.runs]
+        title = " · ".join(names[:4])
+        if len(names) > 4:
+            title += f" and {len(names) - 4} more"
+        data = json.dumps({"runs": names, "charts": self.charts}, allow_nan=False)
+        above = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
+        if self.charts:
+            above += _tools(several=len(names) > 1)
         return document(
-            name,
-            self._header(name),
+            title,
+            self._header(title),
             sections,
             data=data,
-            plotly=plotly,
-            above=notes + tools,
-            live=live,
+            plotly=plotly if self.charts else "",
+            above=above,
+            live=f' data-every="{every:g}" data-version="{version}"' if every else "",
         )
 
     def _sections(self) -> Iterator[tuple[str, str]]:
-        several = len(self.runs) > 1
+        n_runs = len(self.runs)
+        several = n_runs > 1
         if several:
             yield "Runs compared", compare.section(self.runs, self.scores, self.charts)
-        drawn = dict(curves.section(self.runs, self.records, self.charts))
+        groups = dict(curves.section(self.runs, self.records, self.charts))
         for group in curves.GROUPS[:2]:
-            yield group, drawn.pop(group, "")
-        yield "Classes", "" if several else class_scores.section(self.runs[0])
+            yield group, groups.pop(group, "")
+        if not several:
+            yield "Classes", class_scores.section(self.runs[0])
         yield "Pictures", media.pictures(self.runs, self.notes)
-        yield (
-            "Generations",
-            "".join(
-                media.generations(run, i, of=len(self.runs)) for i, run in enumerate(self.runs)
-            ),
-        )
-        yield (
-            "Where the time went",
-            "".join(timeline.section(run, several=several) for run in self.runs),
-        )
-        yield "Traced steps", "".join(self._traces(run) for run in self.runs)
-        yield (
-            "Spikes, skipped steps and warnings",
-            "".join(self._trouble(i) for i in range(len(self.runs))),
-        )
-        yield from drawn.items()
-        yield "Configuration", self._config(self.runs[0]) if len(self.runs) == 1 else ""
+        generations = [media.generations(run, i, of=n_runs) for i, run in enumerate(self.runs)]
+        yield "Generations", "".join(generations)
+        times = [timeline.section(run, several=several) for run in self.runs]
+        yield "Where the time went", "".join(times)
+        yield "Traced steps", "".join(map(self._traces, self.runs))
+        trouble = "".join(map(self._trouble, range(n_runs)))
+        yield "Spikes, skipped steps and warnings", trouble
+        yield from groups.items()
+        if not several:
+            yield "Configuration", _configuration(self.runs[0])
 
     def _header(self, name: str) -> str:
         if len(self.runs) > 1:
             return f"<h1>{esc(name)}</h1><p class='soft'>{len(self.runs)} runs</p>"
-        run, score = self.runs[0], self.scores[0]
-        workload = str(run.setting("workload", "")).rpartition(".")[2]
-        data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
-        about = [f"{workload} on {data}"] if workload else []
-        if source := run.command[0]:
-            about.append(f"config {source}")
-        if run.starts:
-            first = run.starts[0]
-            about.append(
-                f"started {time.strftime('%Y-%m-%d %H:%M', time.localtime(first.began))} on"
-                f" {first.host}"
-            )
-            about.append(
-                f"{len(run.processes)} processes" if len(run.processes) > 1 else "1 process"
-            )
-            if commit := run.starts[-1].facts.get("commit"):
-                about.append(
-                    f"commit {commit}".replace("-dirty", ", with changes that were not committed")
-                )
-        cards = [(f"{run.step:,} / {run.steps:,}" if run.steps else f"{run.step:,}", "steps")]
-        if score:
-            cards.append((number(score.last), f"{score.name}, last evaluation"))
-            cards.append((number(score.best), f"best, at step {score.step:,}"))
-        if "loss" in run.latest:
-            cards.append(
-                (
-                    number(run_lib.number(run.latest["loss"])),
-                    f"training loss at step {run.latest['step']:,}",
-                )
-            )
-        if run.seconds:
-            wall = sum(goodput.totals(run.starts).values())
-            restarts = str(goodput.restarts(run.starts))
-            share = f"{goodput.goodput(run.seconds):.1%}"
-            cards += [(duration(wall), "wall time"), (share, "goodput"), (restarts, "restarts")]
-        cores = run_lib.number(run.latest.get("cores_missing"))
-        if cores >= 1:
-            asked, given = (
-                number(run_lib.number(run.latest.get(f"rows_{name}_per_second")))
-                for name in ("asked", "given")
-            )
-            cards.append(
-                (
-                    f"{given} of {asked}",
-                    f"rows/s from the loader: {number(cores)} more cores a process",
-                )
-            )
-        for rate, text in (
-            ("examples_per_second", "examples/s"),
-            ("mfu", "MFU"),
-            ("data_wait_share", "waiting for data"),
-        ):
-            if math.isfinite(value := run_lib.number(run.latest.get(rate))):
-                cards.append(
-                    (number(value) if rate == "examples_per_second" else f"{value:.1%}", text)
-                )
-        each = "".join(
-            f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>'
-            for value, text in cards
-        )
+        run = self.runs[0]
+        cards = ""
+        for value, text in [*_progress(run, self.scores[0]), *_speed(run)]:
+            cards += f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>'
         state = f'<span class="state {run.state}">{run.state}</span>'
         return (
-            f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div"
-            f" class='cards'>{each}</div>"
+            f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(_origin(run)))}</p><div"
+            f" class='cards'>{cards}</div>"
         )
 
     def _traces(self, run: Run) -> str:
@@ -203,88 +142,138 @@ class Page:
                 self.notes.append(str(error))
                 continue
             if trace:
-                parts.append(
-                    timeline.traced(
-                        f"{run.name}: {folder.name}" if len(self.runs) > 1 else folder.name, trace
-                    )
-                )
+                several = len(self.runs) > 1
+                name = f"{run.name}: {folder.name}" if several else folder.name
+                parts.append(timeline.traced(name, trace))
         return "".join(parts)
 
     def _trouble(self, i: int) -> str:
-        run, train = self.runs[i], self.records[i].splits.get("train", {})
-        skipped = train.get("skipped")
-        steps = (
-            [int(s) for s in train["step"][np.nan_to_num(skipped) > 0]]
-            if skipped is not None
-            else []
-        )
-        shown = ", ".join(map(str, steps[:60])) + (" …" if len(steps) > 60 else "")
-        text = f"<p>{len(steps)} steps were skipped: {shown}.</p>" if steps else ""
+        run = self.runs[i]
+        train = self.records[i].splits.get("train", {})
+        steps: list[int] = []
+        if "skipped" in train:
+            is_skipped = np.nan_to_num(train["skipped"]) > 0
+            steps = [int(step) for step in train["step"][is_skipped]]
+        text = ""
+        if steps:
+            listed = ", ".join(map(str, steps[:60]))
+            ending = " …" if len(steps) > 60 else ""
+            text = f"<p>{len(steps)} steps were skipped: {listed}{ending}.</p>"
         text += _spikes(run, train, steps)
-        if lines := _warnings(run):
-            columns = [
-                ("times", "n"),
-                ("process", "n"),
-                ("messages of the logs, the latest first", "text code"),
-            ]
-            few = (", ".join(map(str, of[:4])) + " …" * (len(of) > 4) for _, _, of in lines)
-            text += table(
-                columns,
-                ((f"{n}×", of, esc(line)) for (line, n, _), of in zip(lines, few, strict=True)),
-            )
+        rows = []
+        for line, times, processes in _warnings(run):
+            numbers = ", ".join(map(str, processes[:4]))
+            if len(processes) > 4:
+                numbers += " …"
+            rows.append((f"{times}×", numbers, esc(line)))
+        if rows:
+            messages = "messages of the logs, the latest first"
+            text += table([("times", "n"), ("process", "n"), (messages, "text code")], rows)
         return title(run.name, len(self.runs) > 1) + text if text else ""
 
-    def _config(self, run: Run) -> str:
-        if not run.config:
-            return ""
-        given = flatten(run.config)
-        usual = flatten(json.loads(config_lib.to_json(config_lib.Config())))
-        sections = {name.partition(".")[0] for name in usual if "." in name}
-        typed = run.command[1]
-        changed = {
-            name: value
-            for name, value in given.items()
-            if name in typed
-            or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
-        }
-        rows = (
-            (
-                esc(name),
-                esc(short(value)),
-                esc(short(usual.get(name))),
-                "command" if name in typed else "",
-            )
-            for name, value in changed.items()
-        )
-        columns = [
-            ("field", "code"),
-            ("here", "code"),
-            ("default", "code soft"),
-            ("given by" if typed else "", ""),
-        ]
-        versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
-        about = (
-            ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
-        )
-        whole = json.dumps(run.config, indent=1)
-        return (
-            (f"<p class='soft'>{esc(about)}</p>" if about else "")
-            + (table(columns, rows) if changed else "")
-            + f"<details><summary>all fields</summary><pre>{esc(whole[:60_000])}</pre></details>"
-        )
+
+def _origin(run: Run) -> list[str]:
+    """Describe what a run trains on what, and when and where it was started."""
+    parts = []
+    workload = str(run.setting("workload", "")).rpartition(".")[2]
+    if workload:
+        data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
+        parts.append(f"{workload} on {data}")
+    source, _ = run.command
+    if source:
+        parts.append(f"config {source}")
+    if run.starts:
+        first = run.starts[0]
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first.began))
+        parts.append(f"started {began} on {first.host}")
+        n_processes = len(run.processes)
+        parts.append(f"{n_processes} processes" if n_processes > 1 else "1 process")
+        commit = run.starts[-1].facts.get("commit")
+        if commit:
+            text = f"commit {commit}"
+            parts.append(text.replace("-dirty", ", with changes that were not committed"))
+    return parts
+
+
+def _progress(run: Run, score: run_lib.Score | None) -> Iterator[tuple[str, str]]:
+    """Yield (value, meaning) of the numbers that say how far a run is, and how good."""
+    step = f"{run.step:,}"
+    yield f"{step} / {run.steps:,}" if run.steps else step, "steps"
+    if score:
+        yield number(score.last), f"{score.name}, last evaluation"
+        yield number(score.best), f"best, at step {score.step:,}"
+    if "loss" in run.latest:
+        loss = number(run_lib.number(run.latest["loss"]))
+        yield loss, f"training loss at step {run.latest['step']:,}"
+    if run.seconds:
+        yield duration(sum(goodput.totals(run.starts).values())), "wall time"
+        yield f"{goodput.goodput(run.seconds):.1%}", "goodput"
+        yield str(goodput.restarts(run.starts)), "restarts"
+
+
+def _speed(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (value, meaning) of the newest record's rates."""
+    cores = run_lib.number(run.latest.get("cores_missing"))
+    if cores >= 1:
+        asked = number(run_lib.number(run.latest.get("rows_asked_per_second")))
+        supplied = number(run_lib.number(run.latest.get("rows_given_per_second")))
+        text = f"rows/s from the loader: {number(cores)} more cores a process"
+        yield f"{supplied} of {asked}", text
+    examples = run_lib.number(run.latest.get("examples_per_second"))
+    if math.isfinite(examples):
+        yield number(examples), "examples/s"
+    for name, text in (("mfu", "MFU"), ("data_wait_share", "waiting for data")):
+        share = run_lib.number(run.latest.get(name))
+        if math.isfinite(share):
+            yield f"{share:.1%}", text
+
+
+def _configuration(run: Run) -> str:
+    """Return the fields of a config that are no defaults, and all of it folded away."""
+    if not run.config:
+        return ""
+    _, overrides = run.command
+    rows = []
+    for name, value, default in _changed(run.config, overrides):
+        origin = "command" if name in overrides else ""
+        rows.append((esc(name), esc(short(value)), esc(short(default)), origin))
+    columns = [("field", "code"), ("here", "code"), ("default", "code soft")]
+    columns.append(("given by" if overrides else "", ""))
+    html = ""
+    versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
+    if versions and isinstance(versions, dict):
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        html += f"<p class='soft'>{esc(listed)}</p>"
+    if rows:
+        html += table(columns, rows)
+    text = json.dumps(run.config, indent=1)
+    return html + f"<details><summary>all fields</summary><pre>{esc(text[:60_000])}</pre></details>"
+
+
+def _changed(
+    config: Mapping[str, Any], overrides: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (field, value, default) of fields that a command set, or that are no defaults."""
+    defaults = flatten(json.loads(config_lib.to_json(config_lib.Config())))
+    sections = {name.partition(".")[0] for name in defaults if "." in name}
+    for name, value in flatten(config).items():
+        is_default = name in defaults and defaults[name] == value
+        is_of_every_run = name.partition(".")[0] in sections
+        if name in overrides or (is_of_every_run and not is_default):
+            yield name, value, defaults.get(name)
 
 
 def _spikes(run: Run, train: Mapping[str, np.ndarray], skipped: Sequence[int]) -> str:
-    rows = [
-        (step, number(loss), number(usual), "loss")
-        for step, loss, usual in records_lib.spikes(train)
-    ]
-    known = {row[0] for row in rows}
-    rows += [(step, "", "", "skipped") for step in skipped[:20] if step not in known]
-    if not rows:
-        return ""
     command = f"jaxtrain replay {shlex.quote(str(run.path))} --step"
-    words = {"loss": "loss far above usual", "skipped": "skipped"}
+    rows = []
+    with_spikes = set()
+    for step, loss, usual in records_lib.spikes(train):
+        with_spikes.add(step)
+        numbers = (number(loss), number(usual))
+        rows.append((f"{step:,}", "loss far above usual", *numbers, esc(f"{command} {step}")))
+    for step in skipped[:20]:
+        if step not in with_spikes:
+            rows.append((f"{step:,}", "skipped", "", "", esc(f"{command} {step}")))
     columns = [
         ("step", "n"),
         ("", ""),
@@ -292,13 +281,7 @@ def _spikes(run: Run, train: Mapping[str, np.ndarray], skipped: Sequence[int]) -
         ("usual", "n"),
         ("for a page about it", "code"),
     ]
-    return table(
-        columns,
-        (
-            (f"{step:,}", words[kind], *shown, esc(f"{command} {step}"))
-            for step, *shown, kind in rows
-        ),
-    )
+    return table(columns, rows) if rows else ""
 
 
 LIVE = '<p class="soft" id="live" aria-live="off">live</p>'
@@ -325,25 +308,28 @@ def document(
     sections. ``live``: attributes by which its script asks its server for another version; "" = it
     has none.
     """
-    links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
-    body = "".join(
-        f'<section aria-labelledby="{identifier(n)}"><h2'
-        f' id="{identifier(n)}">{esc(n)}</h2>{text}</section>'
-        for n, text in sections
-    )
-    own = importlib.resources.files("jaxtrain.telemetry.report") / "assets"
-    css, js = ((own / name).read_text() for name in ("report.css", "report.js"))
+    links = body = ""
+    for section, text in sections:
+        anchor = identifier(section)
+        links += f'<a href="#{anchor}">{esc(section)}</a>'
+        heading = f'<h2 id="{anchor}">{esc(section)}</h2>'
+        body += f'<section aria-labelledby="{anchor}">{heading}{text}</section>'
+    assets = importlib.resources.files("jaxtrain.telemetry.report") / "assets"
+    css = (assets / "report.css").read_text()
+    js = (assets / "report.js").read_text()
     policy = f"{POLICY}; connect-src 'self'" if live else POLICY
-    curves = " Curves by plotly.js, MIT licence." if plotly else ""
+    credit = " Curves by plotly.js, MIT licence." if plotly else ""
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    data = data.replace("<", "\\u003c")
+    notice = LIVE if live else ""
     return (
         f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(name)}</title>'
         f"<style>{css}</style></head><body><header>{header}"
-        f"{LIVE if live else ''}<nav"
-        f' aria-label="Sections">{links}</nav></header><main>{above}{body}</main>'
-        f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}.{curves}</footer>"
-        f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
+        f'{notice}<nav aria-label="Sections">{links}</nav></header><main>{above}{body}</main>'
+        f"<footer>Made by jaxtrain on {made}.{credit}</footer>"
+        f'<script type="application/json" id="data">{data}</script>'
         f'<script type="application/octet-stream" id="library">{plotly}</script>'
         f"<script>{js}</script></body></html>"
     )
@@ -366,19 +352,23 @@ def _tools(*, several: bool) -> str:
 
 def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
     """Warnings and errors, each once, the latest first: newest text, times, processes."""
-    found: dict[str, tuple[str, int, set[int]]] = {}
-    logs = {
-        int(m[1]): path
-        for path in (run.path / "logs").glob("process-*.log")
-        if (m := LOG.fullmatch(path.name))
-    }
+    logs = {}
+    for path in (run.path / "logs").glob("process-*.log"):
+        log = LOG.fullmatch(path.name)
+        if log:
+            logs[int(log[1])] = path
+    n_bytes = TAIL // max(min(len(logs), MAX_LOGS), 1)
+    newest: dict[str, str] = {}  # text without numbers -> its newest line
+    times: collections.Counter[str] = collections.Counter()
+    processes: dict[str, set[int]] = collections.defaultdict(set)
     for process in sorted(logs)[:MAX_LOGS]:
-        text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MAX_LOGS))
+        text = run.tail(f"logs/{logs[process].name}", n_bytes)
         for line in files.lines(text.decode(errors="replace")):
-            if warning := WARNING.match(line):
+            warning = WARNING.match(line)
+            if warning:
                 kind = re.sub(r"\d+(\.\d+)?", "#", warning[1])
-                newest, count, of = found.get(kind, ("", 0, set()))
-                found[kind] = max(newest, line[:400]), count + 1, of | {process}
-    return sorted(((line, count, sorted(of)) for line, count, of in found.values()), reverse=True)[
-        :WARNINGS
-    ]
+                newest[kind] = max(newest.get(kind, ""), line[:400])
+                times[kind] += 1
+                processes[kind].add(process)
+    warnings = [(line, times[kind], sorted(processes[kind])) for kind, line in newest.items()]
+    return sorted(warnings, reverse=True)[:WARNINGS]

@@ -68,20 +68,15 @@ class Run:
                 " config.json"
             )
         saved = files.expanded(folder) if folder else self.path / "checkpoints"
-        return (
-            {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()}
-            if saved.is_dir()
-            else {}
-        )
+        if not saved.is_dir():
+            return {}
+        return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()}
 
     @property
     def traces(self) -> list[pathlib.Path]:
         """The folders of its traces that are whole, by name."""
-        return sorted(
-            path
-            for path in (self.path / "traces").glob("steps-*")
-            if path.is_dir() and not path.is_symlink()
-        )
+        folders = (self.path / "traces").glob("steps-*")
+        return sorted(path for path in folders if path.is_dir() and not path.is_symlink())
 
     @property
     def steps(self) -> int:
@@ -91,7 +86,7 @@ class Run:
 
     @functools.cached_property
     def processes(self) -> dict[int, list[goodput.Start]]:
-        """The wall time of each process by phase, or {} for a run of an older version."""
+        """The wall time of each process by phase, or {} if it cannot be read."""
         try:
             return goodput.read(self.path)
         except (WorkdirError, OSError):
@@ -104,12 +99,13 @@ class Run:
 
     @functools.cached_property
     def command(self) -> tuple[str, set[str]]:
-        """The newest start's config and the fields of its command line. "": an older version."""
+        """The newest start's config and the fields of its command line. "": it is not known."""
         facts = self.starts[-1].facts if self.starts else {}
-        source, overrides = facts.get("source"), facts.get("overrides")
-        return source if isinstance(source, str) else "", (
-            set(overrides) if isinstance(overrides, dict) else set()
-        )
+        source = facts.get("source")
+        overrides = facts.get("overrides")
+        if not isinstance(source, str):
+            source = ""
+        return source, set(overrides) if isinstance(overrides, dict) else set()
 
     @functools.cached_property
     def latest(self) -> dict[str, Any]:
@@ -134,7 +130,8 @@ class Run:
     @functools.cached_property
     def step(self) -> int:
         """The last step that is known."""
-        return max([int(self.latest.get("step", 0)), *(start.step for start in self.starts[-1:])])
+        recorded = int(self.latest.get("step", 0))
+        return max(recorded, self.starts[-1].step) if self.starts else recorded
 
     @functools.cached_property
     def tests(self) -> list[dict[str, Any]]:
@@ -143,28 +140,28 @@ class Run:
             text = files.read(self.file("metrics.jsonl"), most=1 << 31)
         except (files.FileError, OSError):
             return []
-        found = (parse(line) for line in _lines_with(text, b'"split": "test"'))
-        return [record for record in found if record and record["split"] == "test"]
+        records = map(parse, _lines_with(text, b'"split": "test"'))
+        return [record for record in records if record and record["split"] == "test"]
 
     def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
         """Return the score of the last evaluation and the best one, or None.
 
         ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
         """
-        wanted = metric or str(self.setting("checkpoint.best", "") or "")
-        for name in (wanted,) if wanted else BEST:
-            sign, plain = (-1 if name.startswith("-") else 1), name.removeprefix("-")
+        chosen = metric or str(self.setting("checkpoint.best", "") or "")
+        for name in (chosen,) if chosen else BEST:
+            plain = name.removeprefix("-")
+            sign = -1 if name.startswith("-") else 1
             if tests is None:
-                values = [(r["step"], number(r.get(plain))) for r in self.tests]
+                pairs = [(record["step"], number(record.get(plain))) for record in self.tests]
             else:
-                values = [
-                    (int(s), float(x))
-                    for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)
-                ]
-            values = [(step, value) for step, value in values if math.isfinite(value)]
-            if values:
-                best = max(values, key=lambda pair: sign * pair[1])
-                return Score(plain, sign, values[-1][1], best[1], best[0])
+                columns = zip(tests.get("step", ()), tests.get(plain, ()), strict=False)
+                pairs = [(int(step), float(value)) for step, value in columns]
+            evaluations = [(step, value) for step, value in pairs if math.isfinite(value)]
+            if evaluations:
+                _, last = evaluations[-1]
+                step, best = max(evaluations, key=lambda pair: sign * pair[1])
+                return Score(plain, sign, last, best, step)
         return None
 
     @functools.cached_property
@@ -177,7 +174,9 @@ class Run:
         except (files.FileError, OSError):
             return False
         has_ended = holder.has_ended(_me())
-        return time.time() - renewed < lease.LEASE_TIMEOUT if has_ended is None else not has_ended
+        if has_ended is None:
+            return time.time() - renewed < lease.LEASE_TIMEOUT
+        return not has_ended
 
     @property
     def state(self) -> str:
@@ -229,10 +228,7 @@ def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
         )
     path = pathlib.Path(path)
     if not path.is_dir():
-        raise RunError(
-            f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's"
-            " workdir"
-        )
+        raise RunError(f"{path} {_missing(path)}; expected a run's workdir")
     if not any((path / mark).is_file() for mark in MARKS):
         raise RunError(
             f"{path} holds neither {' nor '.join(MARKS)}; expected a run's workdir, as"
@@ -243,11 +239,12 @@ def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
 
 def open_runs(paths: Sequence[str]) -> list[Run]:
     """Return the runs in folders, named by as much of each path's end as tells them apart."""
-    whole = [pathlib.Path(path).resolve().parts for path in paths]
+    parts = [pathlib.Path(path).resolve().parts for path in paths]
+    n_distinct = len(set(parts))
     length = 1
-    while length < 20 and len({parts[-length:] for parts in whole}) < len({*whole}):
+    while length < 20 and len({of_path[-length:] for of_path in parts}) < n_distinct:
         length += 1
-    names = ["/".join(parts[-length:]).removeprefix("//") for parts in whole]
+    names = ["/".join(of_path[-length:]).removeprefix("//") for of_path in parts]
     return [open_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
@@ -258,14 +255,19 @@ def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]
     """
     top = pathlib.Path(folder)
     if not top.is_dir():
-        raise RunError(
-            f"{top} {'is no folder' if top.exists() else 'does not exist'}; expected a folder with"
-            " runs in it"
-        )
-    found = sorted(_below(top, 0))
-    return [named(path, top) for path, kind in found if kind in MARKS], [
-        path for path, kind in found if kind == LAUNCHED
-    ]
+        raise RunError(f"{top} {_missing(top)}; expected a folder with runs in it")
+    runs = []
+    launched = []
+    for path, mark in sorted(_below(top, 0)):
+        if mark == LAUNCHED:
+            launched.append(path)
+        else:
+            runs.append(named(path, top))
+    return runs, launched
+
+
+def _missing(path: pathlib.Path) -> str:
+    return "is no folder" if path.exists() else "does not exist"
 
 
 def named(path: pathlib.Path, top: pathlib.Path) -> Run:
@@ -279,12 +281,10 @@ def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str
         entries = list(os.scandir(folder))
     except OSError:
         return  # of somebody else, or gone meanwhile
-    marks = [
-        entry.name
-        for entry in entries
-        if entry.name in MARKS and entry.is_file(follow_symlinks=False)
-    ]
-    if marks and not any(entry.name == EXPORTED for entry in entries):
+    files_here = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    marks = [name for name in files_here if name in MARKS]
+    is_export = any(entry.name == EXPORTED for entry in entries)
+    if marks and not is_export:
         yield folder, marks[0]
     for entry in entries:
         if depth < MAX_DEPTH and entry.is_dir(follow_symlinks=False):
@@ -298,8 +298,10 @@ def _size(folder: str) -> int:
     total = 0
     with contextlib.suppress(OSError):  # removed while we look: a run that trains
         for entry in os.scandir(folder):
-            is_folder = entry.is_dir(follow_symlinks=False)
-            total += _size(entry.path) if is_folder else entry.stat(follow_symlinks=False).st_size
+            if entry.is_dir(follow_symlinks=False):
+                total += _size(entry.path)
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -311,22 +313,25 @@ def _me() -> lease.Process:
 def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
     at = text.find(part)
     while at >= 0:
-        begin, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
-        end = len(text) if end < 0 else end
+        begin = text.rfind(b"\n", 0, at) + 1
+        end = text.find(b"\n", at)
+        if end < 0:
+            end = len(text)
         yield text[begin:end]
         at = text.find(part, end)
 
 
 def objects(path: pathlib.Path) -> list[dict[str, Any]]:
     """List a file's lines that are JSON objects with a step. Others are left out, and odd files."""
-    found = []
+    records = []
     with contextlib.suppress(files.FileError, OSError):
-        for line in files.read(files.inside(path.parent, path.name), most=64 << 20).split(b"\n"):
+        content = files.read(files.inside(path.parent, path.name), most=64 << 20)
+        for line in content.split(b"\n"):
             with contextlib.suppress(ValueError):
                 record = files.parse(line.decode(), path.name)
                 if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
-                    found.append(record)
-    return found
+                    records.append(record)
+    return records
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
@@ -335,10 +340,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    good = (
-        isinstance(record, dict) and not jsonl.record_problem(record) and record["step"] < 1 << 53
-    )
-    return record if good else None
+    if not isinstance(record, dict) or jsonl.record_problem(record) or record["step"] >= 1 << 53:
+        return None
+    return record
 
 
 def number(value: Any) -> float:
@@ -352,10 +356,10 @@ def number(value: Any) -> float:
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Field -> name of a config -> value, of fields in which configs differ, but ``workdir``."""
     flat = {name: flatten(config) for name, config in configs.items()}
-    fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
-    rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}
-    return {
-        field: row
-        for field, row in rows.items()
-        if len({json.dumps(value) for value in row.values()}) > 1
-    }
+    fields = {field for settings in flat.values() for field in settings}
+    differing = {}
+    for field in sorted(fields - {"workdir"}):
+        values = {name: settings.get(field) for name, settings in flat.items()}
+        if len({json.dumps(value) for value in values.values()}) > 1:
+            differing[field] = values
+    return differing

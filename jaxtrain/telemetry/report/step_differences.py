@@ -36,37 +36,34 @@ def read(run: Run) -> Steps:
             " taken one"
         )
     steps = [int(step) for step in columns["step"]]
-    values = {
-        name: dict(zip(steps, columns[name].tolist(), strict=True))
-        for name in FIELDS
-        if name in columns
-    }
+    values = {}
+    for name in FIELDS:
+        if name in columns:
+            values[name] = dict(zip(steps, columns[name].tolist(), strict=True))
     digests = {}
     if all(name in columns for name in DIGEST):
-        halves = zip(*(columns[name].tolist() for name in DIGEST), strict=True)
-        digests = {
-            step: digest_text(pair)
-            for step, pair in zip(steps, halves, strict=True)
-            if np.isfinite(pair).all()
-        }
+        high, low = (columns[name].tolist() for name in DIGEST)
+        for step, *halves in zip(steps, high, low, strict=True):
+            if np.isfinite(halves).all():
+                digests[step] = digest_text(halves)
     return Steps(run.name, values, digests, arrays(run))
 
 
 def arrays(run: Run) -> dict[int, dict[str, str]]:
     """Read the digests of arrays. Lines that are none are left out."""
-    found: dict[int, dict[str, str]] = {}
+    by_step: dict[int, dict[str, str]] = {}
     names: list[str] = []
     path = run.file(DIGESTS)
     if not path.exists():
-        return found
+        return by_step
     for line in files.read(path, most=1 << 31).split(b"\n"):
         try:
             record = files.parse(line.decode(), DIGESTS)
             step, names, text = record["step"], record.get("names", names), record["arrays"]
-            found[step] = {name: text[16 * i : 16 * (i + 1)] for i, name in enumerate(names)}
+            by_step[step] = {name: text[16 * i : 16 * (i + 1)] for i, name in enumerate(names)}
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return by_step
 
 
 def digest_text(halves: Iterable[float]) -> str:
@@ -84,40 +81,42 @@ class Compared:
     """
 
     def __init__(self, a: Steps, b: Steps):
-        self._a, self._b = a, b
-        shared = sorted(a.digests.keys() & b.digests.keys())
-        self.by = "digest" if shared else " and ".join(FIELDS)
-        self.steps = shared or sorted(a.values["loss"].keys() & b.values["loss"].keys())
+        self._a = a
+        self._b = b
+        with_digests = sorted(a.digests.keys() & b.digests.keys())
+        self.by = "digest" if with_digests else " and ".join(FIELDS)
+        self.steps = with_digests or sorted(a.values["loss"].keys() & b.values["loss"].keys())
         self.differs = next((step for step in self.steps if self._wrong(step)), None)
 
     def _wrong(self, step: int) -> list[str]:
         """Return the fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
-        a, b = self._a, self._b
-        halves = (
-            [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
-        )
-        numbers = [
-            (name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b)))
-            for name in FIELDS
-        ]
-        different = [
-            f"{name} {x:.9g} and {y:.9g}"
-            for name, x, y in numbers
-            if x != y and not (x != x and y != y)
-        ]
-        return [
-            f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y
-        ] + different
+        fields = []
+        if self.by == "digest":
+            x, y = self._a.digests.get(step), self._b.digests.get(step)
+            if x != y:
+                fields.append(f"digest {x} and {y}{self._where(step)}")
+        for name in FIELDS:
+            a = self._a.values.get(name, {}).get(step, math.nan)
+            b = self._b.values.get(name, {}).get(step, math.nan)
+            are_nan = math.isnan(a) and math.isnan(b)
+            if a != b and not are_nan:
+                fields.append(f"{name} {a:.9g} and {b:.9g}")
+        return fields
 
     def arrays(self, step: int) -> list[str]:
         """List the arrays of a step with unlike digests, those of the batch first."""
-        a, b = self._a.arrays.get(step, {}), self._b.arrays.get(step, {})
+        a = self._a.arrays.get(step, {})
+        b = self._b.arrays.get(step, {})
         return [name for name in a if name in b and a[name] != b[name]]
 
     def _where(self, step: int) -> str:
-        found, n = self.arrays(step), len(self._a.arrays.get(step, {}))
-        more = " …" if len(found) > SHOWN else ""
-        return f" ({len(found)} of {n} arrays: {', '.join(found[:SHOWN])}{more})" if found else ""
+        names = self.arrays(step)
+        if not names:
+            return ""
+        listed = ", ".join(names[:SHOWN])
+        if len(names) > SHOWN:
+            listed += " …"
+        return f" ({len(names)} of {len(self._a.arrays.get(step, {}))} arrays: {listed})"
 
     def summary(self) -> str:
         """One line: identical to a step, or the first step that differs."""
@@ -128,23 +127,26 @@ class Compared:
                 f"identical to step {self.steps[-1]}: {len(self.steps)} recorded steps have the"
                 f" same {self.by}"
             )
-        same = [step for step in self.steps if step < self.differs]
-        before = (
-            f"the same {self.by} to step {same[-1]}"
-            if same
-            else "no step before it is recorded in both"
-        )
-        return f"step {self.differs} differs: {', '.join(self._wrong(self.differs))}; {before}"
+        earlier = [step for step in self.steps if step < self.differs]
+        if earlier:
+            until = f"the same {self.by} to step {earlier[-1]}"
+        else:
+            until = "no step before it is recorded in both"
+        return f"step {self.differs} differs: {', '.join(self._wrong(self.differs))}; {until}"
 
     def apart(self) -> str:
         """One line: how far apart the losses and the gradient norms of the steps are."""
 
-        def most(name: str) -> float:
-            a, b = self._a.values.get(name, {}), self._b.values.get(name, {})
-            pairs = [(a[step], b[step]) for step in self.steps if step in a and step in b]
-            return max((abs(x - y) / max(abs(x), 1e-30) for x, y in pairs), default=math.nan)
+        def largest_gap(name: str) -> float:
+            a = self._a.values.get(name, {})
+            b = self._b.values.get(name, {})
+            gaps = []
+            for step in self.steps:
+                if step in a and step in b:
+                    gaps.append(abs(a[step] - b[step]) / max(abs(a[step]), 1e-30))
+            return max(gaps, default=math.nan)
 
-        loss, norm = map(most, FIELDS)
+        loss, norm = map(largest_gap, FIELDS)
         text = (
             f"the losses of {len(self.steps)} recorded steps are at most {loss:.2g} apart, and the"
             f" gradient norms {norm:.2g}"

@@ -5,7 +5,7 @@ import io
 import math
 import wave
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -23,69 +23,87 @@ TEXT = 1500  # [characters] of an example
 MAX_ROWS = 60  # of the tables of parameters and activations
 
 
-def html(run: Run, step: int, found: Any, verdict: Sequence[str]) -> str:
+def html(run: Run, step: int, dissected: Any, verdict: Sequence[str]) -> str:
     """Write the page of a step.
 
-    ``found``: the step, taken apart (`jaxtrain.dissect.Step`). ``verdict``: lines that compare the
-    replay with the record.
+    ``dissected``: the step, taken apart (`jaxtrain.dissect.Step`). ``verdict``: lines that compare
+    the replay with the record.
     """
     columns = records.read(run.file("metrics.jsonl")).splits.get("train", {})
     title = f"{run.name}, step {step:,}"
-    head = f"<h1>{esc(title)}</h1>" + "".join(
-        f"<p class='soft'>{esc(line)}</p>" for line in verdict
-    )
-    sections = [
-        ("The step", _variants(columns, step, found)),
-        ("The steps around it", _around(columns, step)),
-        ("Examples", _examples(found)),
-        ("Parameters", _params(found.params)),
-        ("Largest activations", _activations(found.activations)),
-    ]
-    return document(title, head, [(name, text) for name, text in sections if text])
+    head = f"<h1>{esc(title)}</h1>"
+    for line in verdict:
+        head += f"<p class='soft'>{esc(line)}</p>"
+    sections = {
+        "The step": _variants(columns, step, dissected.variants),
+        "The steps around it": _around(columns, step),
+        "Examples": _examples(dissected),
+        "Parameters": _params(dissected.params),
+        "Largest activations": _activations(dissected.activations),
+    }
+    return document(title, head, [(name, text) for name, text in sections.items() if text])
 
 
-def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float, float, float]]:
-    """(Metric, value, usual value, usual deviations apart), the one that moved most first."""
-    if "step" not in columns or step not in columns["step"]:
+class Moved(NamedTuple):
+    """A metric at a step, compared with the records before."""
+
+    metric: str
+    value: float
+    usual: float
+    deviations: float  # of usual size between the two; infinite if the metric never moved before
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        distance = -math.inf if math.isnan(self.deviations) else -abs(self.deviations)
+        return distance, self.metric
+
+
+def moved(columns: Mapping[str, np.ndarray], step: int) -> list[Moved]:
+    """Compare each metric with its usual value. The one that moved most is first."""
+    place = _place(columns, step)
+    if place is None:
         return []
-    at = int(np.flatnonzero(columns["step"] == step)[-1])
-    found = []
+    metrics = []
     for name, values in columns.items():
-        before = values[max(at - records.USUAL, 0) : at]
-        before = before[np.isfinite(before)]
-        if name in (*HIDDEN, *RATES) or name.startswith("digest_") or not len(before):
+        earlier = values[max(place - records.USUAL, 0) : place]
+        earlier = earlier[np.isfinite(earlier)]
+        if name in (*HIDDEN, *RATES) or name.startswith("digest_") or not len(earlier):
             continue
-        usual, spread = records.usually(before)
-        value = float(values[at])
-        apart = (
-            (value - usual) / spread
-            if spread
-            else 0.0
-            if value == usual
-            else math.copysign(math.inf, value - usual)
-        )
-        found.append((name, value, usual, apart))
-    return sorted(found, key=lambda row: (-abs(row[3]) if row[3] == row[3] else -math.inf, row[0]))
+        usual, spread = records.usually(earlier)
+        value = float(values[place])
+        metrics.append(Moved(name, value, usual, _deviations(value - usual, spread)))
+    return sorted(metrics, key=lambda metric: metric.rank)
+
+
+def _place(columns: Mapping[str, np.ndarray], step: int) -> int | None:
+    """Return the place of a step's last record, or None without one."""
+    places = np.flatnonzero(columns.get("step", np.zeros(0)) == step)
+    return int(places[-1]) if len(places) else None
+
+
+def _deviations(difference: float, spread: float) -> float:
+    if spread:
+        return difference / spread
+    return math.copysign(math.inf, difference) if difference else 0.0
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
     """Write a table whose columns are numbers, but for the first ``text``."""
-    return table([(name, "n" * (i >= text)) for i, name in enumerate(head)], rows)
+    columns = [(name, "n" if i >= text else "") for i, name in enumerate(head)]
+    return table(columns, rows)
 
 
-def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:
-    at = np.flatnonzero(columns.get("step", np.zeros(0)) == step)
-    first, *tries = found.variants
-    names = [
-        n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))
-    ]
+def _variants(columns: Mapping[str, np.ndarray], step: int, variants: Sequence[Any]) -> str:
+    place = _place(columns, step)
     rows = []
-    for name in names:
-        recorded = float(columns[name][at[-1]]) if len(at) and name in columns else math.nan
-        rows.append(
-            [esc(name), number(recorded), *(number(v.numbers.get(name)) for v in found.variants)]
-        )
-    head = ["", "recorded", "again, on one device", *(v.name for v in tries)]
+    for name in variants[0].numbers:
+        if name.startswith(("grad_norm_", "update_norm_", "param_norm_")):
+            continue
+        is_recorded = place is not None and name in columns
+        recorded = float(columns[name][place]) if is_recorded else math.nan
+        values = [number(variant.numbers.get(name)) for variant in variants]
+        rows.append([esc(name), number(recorded), *values])
+    head = ["", "recorded", "again, on one device", *(variant.name for variant in variants[1:])]
     note = (
         "loss_after is the loss of the same examples after the update. The record has none of it."
     )
@@ -93,70 +111,57 @@ def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:
 
 
 def _around(columns: Mapping[str, np.ndarray], step: int) -> str:
-    ranked = moved(columns, step)
-    if not ranked:
+    place = _place(columns, step)
+    metrics = moved(columns, step)
+    if place is None or not metrics:
         return ""
-    at = int(np.flatnonzero(columns["step"] == step)[-1])
-    near = range(max(at - AROUND, 0), min(at + AROUND + 1, len(columns["step"])))
-    rows = [
-        [
-            esc(name),
-            number(usual),
-            "∞" if math.isinf(apart) else number(apart),
-            *(
-                f"<b>{number(columns[name][i])}</b>" if i == at else number(columns[name][i])
-                for i in near
-            ),
-        ]
-        for name, _, usual, apart in ranked[:MAX_ROWS]
-    ]
-    head = ["", "usual", "deviations apart", *(f"step {int(columns['step'][i]):,}" for i in near)]
+    near = range(max(place - AROUND, 0), min(place + AROUND + 1, len(columns["step"])))
+    rows = []
+    for metric in metrics[:MAX_ROWS]:
+        is_infinite = math.isinf(metric.deviations)
+        cells = [number(columns[metric.metric][i]) for i in near]
+        cells[place - near.start] = f"<b>{cells[place - near.start]}</b>"
+        deviations = "∞" if is_infinite else number(metric.deviations)
+        rows.append([esc(metric.metric), number(metric.usual), deviations, *cells])
+    steps = [f"step {int(columns['step'][i]):,}" for i in near]
     note = (
         f"Usual is the median of the {records.USUAL} records before, and a deviation their median"
-        " one."
+        " one. The one that moved most comes first."
     )
-    note += " The one that moved most comes first."
+    head = ["", "usual", "deviations apart", *steps]
     return f"<p class='meaning'>{note}</p>" + _table(head, rows)
 
 
-def _examples(found: Any) -> str:
-    left = MEDIA
+def _examples(dissected: Any) -> str:
+    n_bytes_left = MEDIA
     rows = []
-    order = sorted(range(len(found.rows)), key=lambda k: (-_finite(found.rows[k].grad_norm), k))
-    for k in order:
-        row = found.rows[k]
-        media = _media(row.shown, row.id)
-        shown = (
-            "".join(media)
-            if sum(map(len, media)) <= left
-            else "<span class='soft'>left out: the page is full</span>"
-        )
-        left -= len(shown)
-        text = (
-            "<div"
-            f' class="text">{esc(row.shown.text[:TEXT])}{" …" if len(row.shown.text) > TEXT else ""}</div>'
-        )
-        rows.append(
-            [
-                esc(row.id),
-                f"{shown}{text}",
-                f"row:{k}",
-                *map(number, (row.loss, row.weight, row.grad_norm)),
-            ]
-        )
-    notes = [
+    examples = dissected.rows
+    for k in sorted(range(len(examples)), key=lambda k: (-_finite(examples[k].grad_norm), k)):
+        example = examples[k]
+        media = "".join(_media(example.shown, example.id))
+        if len(media) > n_bytes_left:
+            media = "<span class='soft'>left out: the page is full</span>"
+        n_bytes_left -= len(media)
+        numbers = map(number, (example.loss, example.weight, example.grad_norm))
+        content = media + _text(example.shown.text)
+        rows.append([esc(example.id), content, f"row:{k}", *numbers])
+    note = (
         "The largest gradient first. Loss and gradient norm are of the mean over each example"
         " alone."
-    ]
-    if not math.isclose(found.loss, found.sum_of_rows, rel_tol=1e-3):
-        notes.append(
-            f"The loss of the batch is {number(found.loss)}, and the examples alone give"
-            f" {number(found.sum_of_rows)}: this loss has statistics of the whole batch, without"
-            " which an example's own numbers are others."
-        )
-    return f"<p class='meaning'>{esc(' '.join(notes))}</p>" + _table(
-        ["example", "", "place", "loss", "weight", "gradient norm"], rows, text=2
     )
+    if not math.isclose(dissected.loss, dissected.sum_of_rows, rel_tol=1e-3):
+        note += (
+            f" The loss of the batch is {number(dissected.loss)}, and the examples alone give"
+            f" {number(dissected.sum_of_rows)}: this loss has statistics of the whole batch,"
+            " without which an example's own numbers are others."
+        )
+    head = ["example", "", "place", "loss", "weight", "gradient norm"]
+    return f"<p class='meaning'>{esc(note)}</p>" + _table(head, rows, text=2)
+
+
+def _text(text: str) -> str:
+    ending = " …" if len(text) > TEXT else ""
+    return f'<div class="text">{esc(text[:TEXT])}{ending}</div>'
 
 
 def _finite(x: float) -> float:
@@ -167,8 +172,10 @@ def _media(shown: Any, example: str) -> list[str]:
     parts = []
     for name, picture in shown.pictures.items():
         file = io.BytesIO()
-        Image.fromarray(writers.pixels(np.asarray(picture)[None])[0]).save(file, "PNG")
-        label, data = esc(f"{name} of {example}"), base64.b64encode(file.getvalue()).decode()
+        pixels = writers.pixels(np.asarray(picture)[None])[0]
+        Image.fromarray(pixels).save(file, "PNG")
+        label = esc(f"{name} of {example}")
+        data = base64.b64encode(file.getvalue()).decode()
         parts.append(f'<img alt="{label}" src="data:image/png;base64,{data}">')
     if shown.sound is not None:
         label = esc(f"sound of {example}")
@@ -181,44 +188,43 @@ def _media(shown: Any, example: str) -> list[str]:
 
 
 def _wav(samples: Any, rate: int) -> str:
-    x = np.nan_to_num(np.asarray(samples, np.float32))
+    wave_f = np.nan_to_num(np.asarray(samples, np.float32))
+    peak = float(np.abs(wave_f).max(initial=0))
+    pcm = (wave_f / max(1.0, peak) * 32767).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
         out.setframerate(rate)
-        out.writeframes(
-            (x / max(1.0, float(np.abs(x).max(initial=0))) * 32767).astype("<i2").tobytes()
-        )
+        out.writeframes(pcm.tobytes())
     return base64.b64encode(file.getvalue()).decode()
 
 
 def _params(params: Mapping[str, tuple[float, float, float]]) -> str:
-    order = sorted(params, key=lambda path: (-_finite(params[path][1]), path))
-    rows = [
-        [
-            f'<span class="code">{esc(path)}</span>',
-            *map(number, params[path]),
-            number(params[path][2] / params[path][0]) if params[path][0] else "–",
-        ]
-        for path in order
-    ]
+    rows = []
+    for path in sorted(params, key=lambda path: (-_finite(params[path][1]), path)):
+        norm, gradient, update = params[path]
+        ratio = number(update / norm) if norm else "–"
+        name = f'<span class="code">{esc(path)}</span>'
+        rows.append([name, number(norm), number(gradient), number(update), ratio])
     head = ["parameter", "norm", "gradient", "update", "update / norm"]
-    more = (
-        f"<details><summary>{len(rows) - MAX_ROWS}"
-        f" more</summary>{_table(head, rows[MAX_ROWS:])}</details>"
-    )
-    return _table(head, rows[:MAX_ROWS]) + (more if len(rows) > MAX_ROWS else "")
+    html = _table(head, rows[:MAX_ROWS])
+    if len(rows) > MAX_ROWS:
+        summary = f"<summary>{len(rows) - MAX_ROWS} more</summary>"
+        html += f"<details>{summary}{_table(head, rows[MAX_ROWS:])}</details>"
+    return html
 
 
 def _activations(activations: Sequence[tuple[str, float]]) -> str:
-    first = next((name for name, x in activations if not math.isfinite(x)), "")
+    rows = []
+    for name, value in sorted(activations, key=lambda row: -_finite(row[1]))[:MAX_ROWS]:
+        text = number(value) if math.isfinite(value) else str(value)
+        rows.append([f'<span class="code">{esc(name)}</span>', text])
+    if not rows:
+        return ""
     note = "The largest magnitude of each product and of each loop's state."
-    text = f"<p class='meaning'>{note} Numbers in brackets are the turn of a loop: the layer.</p>"
+    html = f"<p class='meaning'>{note} Numbers in brackets are the turn of a loop: the layer.</p>"
+    first = next((name for name, value in activations if not math.isfinite(value)), "")
     if first:
-        text += f'<p class="notice">The first value that is not finite is in {esc(first)}.</p>'
-    rows = [
-        [f'<span class="code">{esc(name)}</span>', number(x) if math.isfinite(x) else str(x)]
-        for name, x in sorted(activations, key=lambda row: -_finite(row[1]))[:MAX_ROWS]
-    ]
-    return text + _table(["scope in the program", "largest"], rows) if rows else ""
+        html += f'<p class="notice">The first value that is not finite is in {esc(first)}.</p>'
+    return html + _table(["scope in the program", "largest"], rows)

@@ -45,6 +45,16 @@ STARTS = (
     ("how it ended", ""),
     ("host", ""),
 )
+PROCESSES = (
+    ("process", "n"),
+    ("host", ""),
+    ("steps timed", "n"),
+    ("ms a step", "n"),
+    ("deviation", "n"),
+    ("longest", "n"),
+    ("of it its own", "n"),
+    ("s waiting for data", "n"),
+)
 MAX_STARTS = 60  # that are drawn, the latest of them
 
 
@@ -52,46 +62,43 @@ def section(run: Run, *, several: bool) -> str:
     """Return the run's part of the page, or "" for a run without a record of its time."""
     if not run.processes:
         return ""
-    seconds = run.seconds
-    whole, share = sum(seconds.values()), goodput.goodput(seconds)
-    of = f" of {len(run.processes)} processes" if len(run.processes) > 1 else ""
-    head = (
-        f"<p>Goodput is <b>{share:.1%}</b>: so much of {duration(whole)}{of} went into steps made"
-        " for the first time.</p>"
+    is_of_several = len(run.processes) > 1
+    of = f" of {len(run.processes)} processes" if is_of_several else ""
+    total = duration(sum(run.seconds.values()))
+    html = title(run.name, several)
+    html += (
+        f"<p>Goodput is <b>{goodput.goodput(run.seconds):.1%}</b>: so much of {total}{of} went into"
+        " steps made for the first time.</p>"
     )
-    return (
-        title(run.name, several)
-        + head
-        + _bar(seconds)
-        + ("" if several else _starts(run.starts, alive=run.is_alive))
-        + _processes(run.processes)
-    )
+    html += _bar(run.seconds)
+    if not several:
+        html += _starts(run.starts, alive=run.is_alive)
+    return html + _processes(run.processes)
 
 
 def traced(name: str, trace: Trace) -> str:
     rows = ((f"{share:.1%}", f"{times:,}", esc(scope)) for scope, share, times in trace.scopes)
     columns = [("of the operations' time", "n"), ("times", "n"), ("scope in the program", "code")]
     seconds = {part: share * trace.seconds for part, share in trace.parts.items()}
-    return (
-        f"<h3>{esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by"
-        f" scope</summary>{table(columns, rows)}</details>"
-    )
+    scopes = f"<details open><summary>by scope</summary>{table(columns, rows)}</details>"
+    return f"<h3>{esc(name)}</h3>{_bar(seconds, TRACED)}{scopes}"
 
 
 def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> str:
-    whole = sum(seconds.values()) or 1.0
-    parts = sorted(seconds.items(), key=lambda item: -item[1])
-    label = "; ".join(f"{phase} {s / whole:.1%}" for phase, s in parts)
-    bar = "".join(
-        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[phase]}" title="{phase}:'
-        f' {duration(s)}, {s / whole:.1%}"></i>'
-        for phase, s in parts
-    )
-    key = "".join(
-        f'<span><i style="background:{colours[phase]}"></i>{phase} {duration(s)} '
-        f'<span class="soft">{s / whole:.1%}</span></span>'
-        for phase, s in parts
-    )
+    total = sum(seconds.values()) or 1.0
+    bar = key = ""
+    labels = []
+    for phase, taken in sorted(seconds.items(), key=lambda item: -item[1]):
+        share = taken / total
+        colour = f"background:{colours[phase]}"
+        tip = f"{phase}: {duration(taken)}, {share:.1%}"
+        labels.append(f"{phase} {share:.1%}")
+        bar += f'<i style="width:{100 * share:.3f}%;{colour}" title="{tip}"></i>'
+        key += (
+            f'<span><i style="{colour}"></i>{phase} {duration(taken)} '
+            f'<span class="soft">{share:.1%}</span></span>'
+        )
+    label = "; ".join(labels)
     return (
         f'<div class="bar" role="img" aria-label="{label}">{bar}</div><div class="key">{key}</div>'
     )
@@ -102,89 +109,73 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     if len(starts) < 2:
         return ""
     drawn = starts[-MAX_STARTS:]
-    begin, end = drawn[0].began, max(start.now for start in drawn)
-    scale = WIDTH / max(end - begin, 1e-9)
     rows = []
-    for y, start in enumerate(drawn):
-        x = (start.began - begin) * scale
-        for phase in goodput.PHASES:
-            if s := start.seconds.get(phase, 0.0):
-                tip = f"{phase}: {duration(s)}"
-                rows.append(
-                    f'<rect x="{x:.2f}" y="{y * ROW + 3}" width="{max(s * scale, 0.3):.2f}"'
-                    f' height="{ROW - 6}" fill="{COLOURS[phase]}"><title>{tip}</title></rect>'
-                )
-                x += s * scale
-    height = len(drawn) * ROW
-    axis = "".join(
-        f'<text x="{WIDTH * k / 4:.0f}" y="{height + 14}"'
-        f' text-anchor="{("start", "middle", "middle", "middle", "end")[k]}">'
-        f"{duration((end - begin) * k / 4)}</text>"
-        for k in range(5)
-    )
-    svg = (
-        f'<svg class="starts" viewBox="0 0 {WIDTH} {height + 20}" role="img"'
-        f' aria-label="{len(drawn)} starts of the run on the axis of the wall time; the table below'
-        f' has them">{"".join(rows)}{axis}</svg>'
-    )
-    cells = []
-    for i, start in list(enumerate(starts, start=1))[-MAX_STARTS:]:
+    for number, start in enumerate(drawn, len(starts) - len(drawn) + 1):
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began))
         lasted = duration(start.now - start.began)
-        ended = _ending(start, alive and start is starts[-1])
-        cells.append(
-            [
-                str(i),
-                began,
-                lasted,
-                f"{start.first:,}",
-                f"{start.step:,}",
-                esc(ended),
-                esc(start.host),
-            ]
-        )
-    return svg + table(STARTS, cells)
+        steps = [f"{start.first:,}", f"{start.step:,}"]
+        ending = _ending(start, alive and start is starts[-1])
+        rows.append([str(number), began, lasted, *steps, esc(ending), esc(start.host)])
+    return _drawing(drawn) + table(STARTS, rows)
+
+
+def _drawing(starts: Sequence[goodput.Start]) -> str:
+    """Draw each start as a row on an axis of wall time."""
+    begin = starts[0].began
+    seconds = max(start.now for start in starts) - begin
+    scale = WIDTH / max(seconds, 1e-9)
+    bars = ""
+    for row, start in enumerate(starts):
+        x = (start.began - begin) * scale
+        for phase in goodput.PHASES:
+            taken = start.seconds.get(phase, 0.0)
+            if not taken:
+                continue
+            place = f'x="{x:.2f}" y="{row * ROW + 3}" width="{max(taken * scale, 0.3):.2f}"'
+            tip = f"<title>{phase}: {duration(taken)}</title>"
+            bars += f'<rect {place} height="{ROW - 6}" fill="{COLOURS[phase]}">{tip}</rect>'
+            x += taken * scale
+    height = len(starts) * ROW
+    axis = ""
+    for k, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
+        place = f'x="{WIDTH * k / 4:.0f}" y="{height + 14}" text-anchor="{anchor}"'
+        axis += f"<text {place}>{duration(seconds * k / 4)}</text>"
+    return (
+        f'<svg class="starts" viewBox="0 0 {WIDTH} {height + 20}" role="img"'
+        f' aria-label="{len(starts)} starts of the run on the axis of the wall time; the table'
+        f' below has them">{bars}{axis}</svg>'
+    )
 
 
 def _ending(start: goodput.Start, alive: bool) -> str:
-    heard = (
-        f"last heard of at {time.strftime('%H:%M:%S', time.localtime(start.now))}, at:"
-        f" {start.phase}"
-    )
-    return start.end or (f"trains; {heard}" if alive else f"killed; {heard}")
+    if start.end:
+        return start.end
+    heard = time.strftime("%H:%M:%S", time.localtime(start.now))
+    state = "trains" if alive else "killed"
+    return f"{state}; last heard of at {heard}, at: {start.phase}"
 
 
 def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
     """Return the spread of the step's time between processes, and who holds the others up."""
-    newest = {p: each[-1] for p, each in processes.items() if each[-1].timed}
+    newest = {process: starts[-1] for process, starts in processes.items() if starts[-1].timed}
     if not newest:
         return ""
     slow = goodput.straggler(processes)
-    note = (
-        f'<p class="notice">Process {slow.process} on {esc(slow.host)} holds the others up: it'
-        f" prepares a step for {1e3 * slow.own:.0f} ms before it waits for its devices.</p>"
-        if slow
-        else ""
-    )
-    rows = []
-    for p in sorted(newest, key=lambda p: -newest[p].own)[:32]:
-        s = newest[p]
-        seconds = (s.total / s.timed, s.deviation, s.longest, s.own)
-        times = [f"{1e3 * each:.1f}" if math.isfinite(each) else "–" for each in seconds]
-        rows.append(
-            [str(p), esc(s.host), f"{s.timed:,}", *times, f"{s.seconds.get(goodput.WAIT, 0.0):.1f}"]
+    note = ""
+    if slow:
+        note = (
+            f'<p class="notice">Process {slow.process} on {esc(slow.host)} holds the others up: it'
+            f" prepares a step for {1e3 * slow.own:.0f} ms before it waits for its devices.</p>"
         )
-    names = (
-        "steps timed",
-        "ms a step",
-        "deviation",
-        "longest",
-        "of it its own",
-        "s waiting for data",
-    )
-    columns = [("process", "n"), ("host", ""), *((name, "n") for name in names)]
-    about = (
+    rows = []
+    for process in sorted(newest, key=lambda process: -newest[process].own)[:32]:
+        start = newest[process]
+        seconds = (start.total / start.timed, start.deviation, start.longest, start.own)
+        times = [f"{1e3 * s:.1f}" if math.isfinite(s) else "–" for s in seconds]
+        waited = f"{start.seconds.get(goodput.WAIT, 0.0):.1f}"
+        rows.append([str(process), esc(start.host), f"{start.timed:,}", *times, waited])
+    explanation = (
         "Of the newest start. A step's own part is what a process does before it waits for its"
         " devices: reading its data, and calling the program."
     )
-    return f"{note}{table(columns, rows)}<p class='soft'>{about}</p>"
+    return f"{note}{table(PROCESSES, rows)}<p class='soft'>{explanation}</p>"

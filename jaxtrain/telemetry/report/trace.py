@@ -9,7 +9,7 @@ import collections
 import functools
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, message_factory
@@ -69,6 +69,15 @@ Program = tuple[int | None, str]  # its number and name, as far as a trace has t
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")
 
 
+class Operation(NamedTuple):
+    """An operation that ran."""
+
+    name: str
+    scope: str  # in the program
+    start: int  # [ps]
+    end: int
+
+
 class Trace(NamedTuple):
     """A trace of some steps."""
 
@@ -84,8 +93,8 @@ def read(path: pathlib.Path) -> Trace | None:
     return _summary(operations(path))
 
 
-def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
-    """(name, scope, start, end) [ps] of an XSpace file's operations. Raises FileError as `read`."""
+def operations(path: pathlib.Path) -> list[Operation]:
+    """List the operations of an XSpace file. Raises FileError as `read`."""
     try:
         return list(_operations(files.read(path, most=MAX_BYTES)))
     except DecodeError as error:
@@ -96,49 +105,56 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
     """Return the trace of JAX's profiler below a folder, or None. Raises FileError."""
-    found = sorted(path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file())
-    return read(files.inside(folder, str(found[-1].relative_to(folder)))) if found else None
-
-
-def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
-    """Shares of the time by parts. Operations that run side by side share their time."""
-    if not found:
+    traces = [path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file()]
+    if not traces:
         return None
-    edges = sorted(
-        [(start, 1, i) for i, (_, _, start, _) in enumerate(found)]
-        + [(end, 0, i) for i, (*_, end) in enumerate(found)]
-    )
-    begin, end = edges[0][0], edges[-1][0]
-    whole = max(end - begin, 1)
-    # a file may name one long scope in millions of events
-    part, short = functools.cache(_part), functools.cache(_short)
-    of = [part(name, scope) for name, scope, _, _ in found]
-    parts: dict[str, float] = collections.defaultdict(float)
-    running: collections.Counter[str] = collections.Counter()
-    n, last = 0, begin
-    for at, starts, i in edges:
-        if at > last:
-            if not n:
-                parts[GAPS] += at - last
-            for each, count in running.items() if n else ():
-                if count:
-                    parts[each] += (at - last) * count / n
-            last = at
-        running[of[i]] += 1 if starts else -1
-        n += 1 if starts else -1
+    newest = max(traces)
+    return read(files.inside(folder, str(newest.relative_to(folder))))
+
+
+def _summary(ops: Sequence[Operation]) -> Trace | None:
+    if not ops:
+        return None
+    begin = min(op.start for op in ops)
+    total = max(max(op.end for op in ops) - begin, 1)
     times: collections.Counter[str] = collections.Counter()
     spent: collections.Counter[str] = collections.Counter()
-    for name, scope, start, stop in found:
-        key = short(name, scope)
-        times[key] += 1
-        spent[key] += stop - start
+    # a file may name one long scope in millions of events
+    short = functools.cache(_short)
+    for op in ops:
+        scope = short(op.name, op.scope)
+        times[scope] += 1
+        spent[scope] += op.end - op.start
     busy = spent.total() or 1
-    shares = {
-        part: parts[part] / whole
-        for part in sorted(parts, key=lambda part: (part == GAPS, -parts[part]))
-    }
-    scopes = [(name, time / busy, times[name]) for name, time in spent.most_common(15)]
-    return Trace(whole * 1e-12, shares, scopes, len(found))
+    scopes = [(scope, time / busy, times[scope]) for scope, time in spent.most_common(15)]
+    by_part = _times_of_parts(ops)
+    parts = sorted(by_part, key=lambda part: (part == GAPS, -by_part[part]))
+    shares = {part: by_part[part] / total for part in parts}
+    return Trace(total * 1e-12, shares, scopes, len(ops))
+
+
+def _times_of_parts(ops: Sequence[Operation]) -> dict[str, float]:
+    """Return the time of each part [ps]. Operations that run side by side share their time."""
+    part_of = functools.cache(_part)
+    parts = [part_of(op.name, op.scope) for op in ops]
+    starts = [(op.start, 1, i) for i, op in enumerate(ops)]
+    ends = [(op.end, 0, i) for i, op in enumerate(ops)]
+    times: dict[str, float] = collections.defaultdict(float)
+    running: collections.Counter[str] = collections.Counter()
+    n_running = 0
+    now = min(starts)[0]
+    for at, is_start, i in sorted(starts + ends):
+        if at > now and not n_running:
+            times[GAPS] += at - now
+        elif at > now:
+            for part, count in running.items():
+                if count:
+                    times[part] += (at - now) * count / n_running
+        now = max(at, now)
+        change = 1 if is_start else -1
+        running[parts[i]] += change
+        n_running += change
+    return times
 
 
 def _part(name: str, scope: str) -> str:
@@ -152,41 +168,60 @@ def _short(name: str, scope: str) -> str:
 
     Without a scope, the operation's name without the numbers at its end.
     """
-    if path := "/".join(part for part in scope.split("/")[1:] if part):
+    path = "/".join(part for part in scope.split("/")[1:] if part)
+    if path:
         return path[:120]
     numbers = re.match(r"(?:\d++[._])++", name[::-1])
-    return name[: len(name) - (numbers.end() if numbers else 0)]
+    return name[: -numbers.end()] if numbers else name
 
 
-def _operations(space: bytes) -> Iterator[tuple[str, str, int, int]]:
-    """(name, scope, start, end) [ps] of operations, on CPUs of events that name them."""
+class Event(NamedTuple):
+    """An event of a line, before its scope is known."""
+
+    kind: str
+    name: str  # of its instruction, else its kind
+    program: Program
+    start: int  # [ps]
+    end: int
+
+
+def _operations(space: bytes) -> Iterator[Operation]:
+    """Yield operations, on CPUs those of events that name them."""
     planes = list(_message("XSpace").FromString(space).planes)
     programs = {title: scopes for plane in planes for title, scopes in _programs(plane)}
-    is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
     devices = [plane for plane in planes if re.match(rb"/device:(GPU|TPU):", plane.name)]
-    found: list[tuple[str, str, Program, int, int]] = []
-    names: dict[Program, set[str]] = collections.defaultdict(set)
+    events: list[Event] = []
     for plane in devices or planes:
-        kinds, stats = _titles(plane.event_metadata), _titles(plane.stat_metadata)
-        lines = plane.lines
-        if devices:
-            lines = [x for x in lines if x.name.startswith(b"Stream")] or [
-                x for x in lines if x.name == b"XLA Ops"
-            ]
-        for line in lines:
-            for event in line.events:
-                op, program = _instruction(event, stats)
-                kind, start = (
-                    kinds.get(event.metadata_id, ""),
-                    1000 * line.timestamp_ns + event.offset_ps,
-                )
-                name = op or kind
-                if event.duration_ps and (op or devices) and not is_container(name):
-                    found.append((kind, name, program, start, start + event.duration_ps))
-                    names[program].add(name)
+        events += _events(plane, is_device=bool(devices))
+    names: dict[Program, set[str]] = collections.defaultdict(set)
+    for event in events:
+        names[event.program].add(event.name)
     scopes = {program: _scopes_of(programs, *program, seen) for program, seen in names.items()}
-    for kind, name, program, start, end in found:
-        yield kind, scopes[program].get(name, ""), start, end
+    for event in events:
+        scope = scopes[event.program].get(event.name, "")
+        yield Operation(event.kind, scope, event.start, event.end)
+
+
+def _events(plane: Any, *, is_device: bool) -> Iterator[Event]:
+    kinds = _titles(plane.event_metadata)
+    stats = _titles(plane.stat_metadata)
+    is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
+    for line in _lines(plane) if is_device else plane.lines:
+        for event in line.events:
+            instruction, program = _instruction(event, stats)
+            if not event.duration_ps or not (instruction or is_device):
+                continue
+            kind = kinds.get(event.metadata_id, "")
+            name = instruction or kind
+            if not is_container(name):
+                start = 1000 * line.timestamp_ns + event.offset_ps
+                yield Event(kind, name, program, start, start + event.duration_ps)
+
+
+def _lines(plane: Any) -> list[Any]:
+    """Return the lines of a device's operations: its streams, or those of XLA."""
+    streams = [line for line in plane.lines if line.name.startswith(b"Stream")]
+    return streams or [line for line in plane.lines if line.name == b"XLA Ops"]
 
 
 def _scopes_of(
@@ -199,70 +234,67 @@ def _scopes_of(
     a CPU read from the cache keeps its compilation's number, which is another program's here.
     """
     numbered = f"{module}({number})"
-    titles = [
-        title
-        for title in programs
-        if (title.rpartition("(")[0] == module if module else title.endswith(numbered))
-    ]
-    if titles:
-        return programs[
-            max(titles, key=lambda title: (len(programs[title].keys() & seen), title == numbered))
-        ]
-    return {name: scope for title in programs for name, scope in programs[title].items()}
+    if module:
+        titles = [title for title in programs if title.rpartition("(")[0] == module]
+    else:
+        titles = [title for title in programs if title.endswith(numbered)]
+    if not titles:
+        return {name: scope for scopes in programs.values() for name, scope in scopes.items()}
+
+    def similarity(title: str) -> tuple[int, bool]:
+        return len(programs[title].keys() & seen), title == numbered
+
+    return programs[max(titles, key=similarity)]
 
 
 def _programs(plane: Any) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield (title, instruction -> scope) of the programs that a plane describes."""
     for entry in plane.event_metadata:
-        for about in entry.value:
-            for stat in about.stats:
+        for metadata in entry.value:
+            for stat in metadata.stats:
                 if stat.HasField("bytes_value"):
                     program = _message("HloProto").FromString(stat.bytes_value)
-                    computations = (
-                        each for module in program.hlo_module for each in module.computations
-                    )
-                    every = (
-                        each for computation in computations for each in computation.instructions
-                    )
-                    yield (
-                        _text(about.name),
-                        {
-                            _text(i.name): _text(m.op_name)
-                            for i in every
-                            for m in i.metadata
-                            if m.op_name
-                        },
-                    )
+                    yield _text(metadata.name), _scopes(program)
+
+
+def _scopes(program: Any) -> dict[str, str]:
+    scopes = {}
+    for module in program.hlo_module:
+        for computation in module.computations:
+            for instruction in computation.instructions:
+                for metadata in instruction.metadata:
+                    if metadata.op_name:
+                        scopes[_text(instruction.name)] = _text(metadata.op_name)
+    return scopes
 
 
 def _instruction(event: Any, stats: Mapping[int, str]) -> tuple[str, Program]:
     """Return an event's instruction and program, as far as the event names them."""
-    number, named = None, {"hlo_op": "", "hlo_module": ""}
+    number = None
+    values = {"hlo_op": "", "hlo_module": ""}
     for stat in event.stats:
-        if (name := stats.get(stat.metadata_id)) in named:
-            named[name] = (
-                _text(stat.str_value)
-                if stat.HasField("str_value")
-                else stats.get(stat.ref_value, "")
-            )
+        name = stats.get(stat.metadata_id)
+        if name in values:
+            is_text = stat.HasField("str_value")
+            values[name] = _text(stat.str_value) if is_text else stats.get(stat.ref_value, "")
         elif name == "program_id":
             number = stat.uint64_value or stat.int64_value
-    return named["hlo_op"], (number, named["hlo_module"])
+    return values["hlo_op"], (number, values["hlo_module"])
 
 
 def _titles(entries: Any) -> dict[int, str]:
-    return {entry.key: _text(about.name) for entry in entries for about in entry.value}
+    return {entry.key: _text(metadata.name) for entry in entries for metadata in entry.value}
 
 
 @functools.cache
 def _message(name: str) -> Any:
     """Return the class of one of `MESSAGES`."""
     file = descriptor_pb2.FileDescriptorProto(name="jaxtrain/trace.proto", package="jaxtrain")
-    for message, fields in MESSAGES.items():
-        made = file.message_type.add(name=message)
+    for name_of_message, fields in MESSAGES.items():
+        message = file.message_type.add(name=name_of_message)
         for field, (number, kind) in fields.items():
             if isinstance(kind, str):
-                made.field.add(
+                message.field.add(
                     name=field,
                     number=number,
                     type="TYPE_MESSAGE",
@@ -270,8 +302,8 @@ def _message(name: str) -> Any:
                     label="LABEL_REPEATED",
                 )
             else:
-                of = "TYPE_UINT64" if kind is int else "TYPE_BYTES"
-                made.field.add(name=field, number=number, type=of, label="LABEL_OPTIONAL")
+                scalar = "TYPE_UINT64" if kind is int else "TYPE_BYTES"
+                message.field.add(name=field, number=number, type=scalar, label="LABEL_OPTIONAL")
     return message_factory.GetMessages([file])[f"jaxtrain.{name}"]
 
 
