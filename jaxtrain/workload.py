@@ -98,11 +98,13 @@ def is_imported(name: str) -> bool:
     return hasattr(sys.modules.get(name), "WORKLOAD")
 
 
-def is_kind(name: str, expected: str) -> bool:
+def is_kind(name: str | None, expected: str) -> bool:
     """Whether ``name`` is ``expected``, or a module imported by --workload with its `config`."""
     if name == expected:
         return True
-    return is_imported(name) and of(name).config_class() is of(expected).config_class()
+    if name is None or not is_imported(name):
+        return False
+    return of(name).config_class() is of(expected).config_class()
 
 
 def of(name: str) -> Workload[Any]:
