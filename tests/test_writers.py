@@ -153,31 +153,16 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
         init=lambda **options: calls.append(options) or Run(),
     )
     monkeypatch.setitem(sys.modules, "wandb", client)
-    metrics = Metrics(
-        wandb_project="birds",
-        wandb_group="sweep",
-        wandb_job_type="train",
-        wandb_tags=("a", "b"),
-        wandb_notes="n",
-    )
+    metrics = Metrics(wandb_project="birds")
     for _ in range(2):
         writer = writers.make_writers(Config(workdir=str(tmp_path), metrics=metrics), 0)[1]
         writer.write(10, "train", {"loss": 1.0})
         writer.write(9, "train", {"loss": 2.0})
         writer.close()
     assert [c["id"] for c in calls if isinstance(c, dict)] == ["first", "first"]
-    options = {
-        "project": "birds",
-        "group": "sweep",
-        "job_type": "train",
-        "tags": ["a", "b"],
-        "notes": "n",
-        "resume": "allow",
-    }
-    assert options.items() <= calls[0].items() and not {"entity", "name"} & calls[0].keys(), (
-        "what is empty is left to the service"
-    )
-    assert [field for field, _ in Metrics(wandb_group="x").validate()] == ["wandb_group"]
+    options = {"project": "birds", "resume": "allow"}
+    assert options.items() <= calls[0].items()
+    assert not {"entity", "group", "name", "tags"} & calls[0].keys(), "WANDB_* decide these"
     assert calls.count((10, {"train/loss": 1.0})) == 2 and calls.count("finish") == 2
     assert (9, {"train/loss": 2.0}) not in calls
 

@@ -493,13 +493,9 @@ class Metrics(Section):
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
     # [steps] first and last that process 0 traces into workdir/traces; empty = none
     profile: tuple[int, ...] = ()
-    wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
-    wandb_entity: str = ""  # [name] user or team of the project; empty = the default of the account
-    wandb_group: str = ""  # [name] under which runs are grouped, for example a sweep's
-    wandb_job_type: str = ""  # [name] of the run within its group
-    wandb_name: str = ""  # [name] shown for the run; empty = the service's choice
-    wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
-    wandb_notes: str = ""  # [text] about the run
+    # [name] Weights & Biases project; empty = off (extra: wandb). WANDB_ENTITY, WANDB_RUN_GROUP,
+    # WANDB_NAME, WANDB_TAGS and its other variables apply
+    wandb_project: str = ""
     # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
     mlflow_experiment: str = ""
     trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
@@ -517,12 +513,6 @@ class Metrics(Section):
                     " example (100, 103)"
                 ),
             )
-        for name in ("entity", "group", "job_type", "name", "tags", "notes"):
-            if (value := getattr(self, f"wandb_{name}")) and not self.wandb_project:
-                yield (
-                    f"wandb_{name}",
-                    f"is {value!r}, and wandb_project is empty; name a project, or omit it",
-                )
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ log = logging.getLogger("jaxtrain")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
 GENERATIONS = "generations.jsonl"  # generations of the model at each evaluation
-# options of wandb.init that a config can give
-WANDB = ("entity", "group", "job_type", "name", "tags", "notes")
 
 
 class Writer(Protocol):
@@ -159,9 +157,9 @@ class TensorboardWriter(Writer):
 
 
 class WandbWriter(Writer):
-    """A W&B run that resumes by workdir/wandb_id. ``options``: config.metrics.wandb_*."""
+    """A W&B run that resumes by workdir/wandb_id."""
 
-    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], **options: Any):
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any]):
         import wandb
 
         path = pathlib.Path(workdir) / "wandb_id"
@@ -173,7 +171,6 @@ class WandbWriter(Writer):
             resume="allow",
             dir=workdir,
             config=dict(config),
-            **options,
         )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
@@ -275,11 +272,7 @@ def make_writers(config: Config, step: int) -> list[Writer]:
     if config.metrics.tensorboard:
         writers.append(TensorboardWriter(config.workdir, step))
     if project := config.metrics.wandb_project:
-        given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
-        options = {
-            name: list(value) if name == "tags" else value for name, value in given.items() if value
-        }
-        writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
+        writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config)))
     if experiment := config.metrics.mlflow_experiment:
         writers.append(
             MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached)
