@@ -108,9 +108,9 @@ class Train(Section):
 class UpdateRule(NamedTuple):
     """A built-in update rule: all that a config and an optimizer must know of it."""
 
-    factory: str  # module:function, which takes fields of `Optim` by their names
+    factory: str  # module:function, which takes b1 and b2 of `Optim` if it has such parameters
     moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
-    matrices: bool = False  # it updates hidden matrices only, and optim.rest all others
+    matrices: bool = False  # it updates hidden matrices only, and adamw all others
     # it keeps no state, and leaves rows of a table alone if the step has not read them
     sparse: bool = False
     repeatable: bool = True  # computing an update again costs less than keeping it
@@ -121,7 +121,8 @@ class UpdateRule(NamedTuple):
 # adafactor   g / sqrt(v) with v of rank one: rows + columns numbers instead of rows × columns
 #             (Shazeer & Stern 2018)
 # lion        sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g (Chen et al. 2023)
-# muon        the orthogonal factor of each matrix of momentum (Jordan et al. 2024)
+# muon        the orthogonal factor of each hidden matrix of momentum (Jordan et al. 2024);
+#             tables, heads and vectors have `REST`
 # sign_sgd    sign(g): a table of millions of rows needs no moments
 UPDATE_RULES = {
     "adamw": UpdateRule("optax:scale_by_adam", ("mu", "nu")),
@@ -134,14 +135,12 @@ UPDATE_RULES = {
     "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
 }
 # Fields of `Optim` that built-in rules take by name, and those that only they read.
-OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
-ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
+OF_RULES = ("b1", "b2")
+ONLY_BUILT_IN = (*OF_RULES, "moments", "layer_decay", "weight_decay")
+REST = "adamw"  # rule of all but the hidden matrices, if the rule is one for matrices
 CHOICES = {  # values of fields of `Optim`
     "decay_shape": ("linear", "cosine", "sqrt"),
-    "atan2_correction": ("outside", "inside"),
     "moments": ("float32", "bfloat16", "int8"),
-    "muon_scale": ("rms", "in_out", "out_in"),
-    "rest": tuple(name for name, rule in UPDATE_RULES.items() if not rule.matrices),
 }
 # Fields that decide the learning rate. A schedule that is named as module:factory takes the place
 # of the fourth and later ones.
@@ -197,7 +196,7 @@ class Optim(Section):
     ``learning_rate`` (``lr``) if it has such parameters.
     """
 
-    on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "rest", "groups"))
+    on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "groups"))
 
     # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
     name: str = "adamw"
@@ -223,16 +222,6 @@ class Optim(Section):
     undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"
     b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
     b2: float = 0.999  # [1] decay of the second moment (adamw, adam_atan2) or of the first (lion)
-    eps: float = 1e-8  # [1] adamw: added to the root of the second moment
-    atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
-    atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
-    # [name] adam_atan2: correct the first moment's bias outside or inside atan2
-    atan2_correction: str = "outside"
-    momentum: float = 0.95  # [1] muon: decay of the sum of gradients
-    # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
-    muon_scale: str = "rms"
-    # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
-    rest: str = "adamw"
     # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
     moments: str = "float32"
     # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a
@@ -240,16 +229,13 @@ class Optim(Section):
     masters: bool = False
     # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
     offload: bool = False
-    # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none
+    # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none.
+    # Parameters named w_patch, b_patch, embed…, pos… and cls… are below the first layer
     layer_decay: float = 1.0
-    # [regex] layer_decay: parameters below the first layer
-    layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def validate(self) -> Problems:
-        yield from _regexes(
-            {name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")}
-        )
+        yield from _regexes({name: getattr(self, name) for name in ("decayed", "undecayed")})
         for i, group in enumerate(self.groups):
             yield from checks.under(f"groups[{i}]", group.validate())
         for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
@@ -279,7 +265,7 @@ class Optim(Section):
         yield from checks.not_negative(
             self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"
         )
-        yield from checks.positive(self, "lr", "atan2_a", "atan2_b")
+        yield from checks.positive(self, "lr")
         if (
             self.decay
             and self.schedule in SCHEDULES
@@ -293,12 +279,12 @@ class Optim(Section):
                 ),
             )
         yield from checks.within(self, "(0, 1]", "layer_decay")
-        yield from checks.within(self, "[0, 1)", "b1", "b2", "momentum")
+        yield from checks.within(self, "[0, 1)", "b1", "b2")
 
     def rules(self) -> set[str]:
         """Names of the rules, or of the optimizer, that may update a parameter."""
         rule = UPDATE_RULES.get(self.name)
-        rest = {self.rest} if rule and rule.matrices else set()
+        rest = {REST} if rule and rule.matrices else set()
         return {self.name, *rest, *(group.name for group in self.groups if group.name)}
 
 

@@ -8,11 +8,14 @@ import re
 import jax
 import numpy as np
 
-from jaxtrain.config import UPDATE_RULES, Group, Optim, factories
+from jaxtrain.config import REST, UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim.update_rules import RuleError, is_hidden_matrix, matrix_axes
 from jaxtrain.specs import is_spec, map_specs, paths
 from jaxtrain.types import PyTree, Spec
 from loaders.io.checks import UserError
+
+# With optim.layer_decay: the parameters below a stack of layers, by their names.
+BELOW_LAYERS = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"
 
 
 class OptimError(UserError, ValueError):
@@ -50,7 +53,7 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
     """Return the name of every parameter's update rule.
 
-    A rule for matrices leaves all but hidden ones to optim.rest. Raises OptimError for a rule that
+    A rule for matrices leaves all but hidden ones to `REST`. Raises OptimError for a rule that
     a parameter cannot have.
     """
     problems = []
@@ -61,11 +64,7 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
             return rule
         if group.name is None:
             # Positions, CLS tokens and biases of heads have two dimensions too, but do not decay.
-            return (
-                rule
-                if is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
-                else optim.rest
-            )
+            return rule if is_hidden_matrix(path, spec) and re.search(optim.decayed, path) else REST
         if not group.freeze:
             try:
                 matrix_axes(path, spec)
@@ -86,7 +85,7 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
     """Return each parameter's factor of the learning rate (Clark et al. 2020).
 
     It is layer_decay to the number of layers above. Layer i of a stack of n has n - i, since the
-    head counts. A match of optim.layer_first has n + 1, and any other parameter none. Raises
+    head counts. A match of `BELOW_LAYERS` has n + 1, and any other parameter none. Raises
     OptimError if no parameter has a layer, or none is below the first.
     """
     stacks = [
@@ -101,11 +100,10 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
             f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it"
             " at 1"
         )
-    if not any(re.search(optim.layer_first, path) for path in paths(specs)):
-        known = ", ".join(paths(specs))
+    if not any(re.search(BELOW_LAYERS, path) for path in paths(specs)):
         raise OptimError(
-            f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the"
-            f" layers of {known}"
+            f"optim.layer_decay={optim.layer_decay}, but no name of {', '.join(paths(specs))} is that"
+            " of a parameter below the layers: w_patch, b_patch, embed…, pos… or cls…; leave it at 1"
         )
 
     def factor(path: str, spec: Spec) -> float | np.ndarray:
@@ -114,6 +112,6 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
             above = spec.shape[axis] - np.arange(spec.shape[axis])
             shape = [1] * axis + [-1] + [1] * (len(spec.shape) - axis - 1)
             return (optim.layer_decay**above).astype(np.float32).reshape(shape)
-        return optim.layer_decay ** (max(stacks) + 1) if re.search(optim.layer_first, path) else 1.0
+        return optim.layer_decay ** (max(stacks) + 1) if re.search(BELOW_LAYERS, path) else 1.0
 
     return map_specs(factor, specs)

@@ -18,6 +18,8 @@ import optax
 from jaxtrain.specs import path_name
 from jaxtrain.types import Array, PyTree, Spec
 
+MOMENTUM = 0.95  # of Muon: decay of the sum of gradients
+
 
 class MuonState(NamedTuple):
     # a checkpoint has this name, and nobody asks for tuple.count
@@ -63,39 +65,27 @@ def is_hidden_matrix(path: str, spec: Spec) -> bool:
     return True
 
 
-def scale_by_muon(
-    specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
-) -> optax.GradientTransformation:
-    """Make Muon: B <- momentum B + g, then u = g + momentum B (Jordan et al. 2024).
+def scale_by_muon(specs: Mapping[str, Spec]) -> optax.GradientTransformation:
+    """Make Muon: B <- MOMENTUM B + g, then u = g + MOMENTUM B (Jordan et al. 2024).
 
-    Every matrix of u is orthogonalised and scaled.
-
-    Args:
-      specs: path -> Spec.
-      muon_scale: "rms" is 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et
-        al. 2025). "in_out" and "out_in" are sqrt(max(1, outputs / inputs)), for parameters with the
-        inputs or the outputs first.
+    Every matrix of u is orthogonalised and scaled by 0.2 sqrt(max(rows, columns)), which moves as
+    far as AdamW does (Liu et al. 2025). ``specs``: path -> Spec.
     """
 
     def init(params: PyTree) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
     def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
-        mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, grads)
+        mu = jax.tree.map(lambda b, g: MOMENTUM * b + g, state.mu, grads)
 
         def orthogonal(path: tuple[Any, ...], g: Array, b: Array) -> Array:
             name = path_name(path)
             rows, columns = matrix_axes(name, specs[name])
             many = tuple(i for i in range(g.ndim) if i not in rows + columns)
             order = many + rows + columns
-            u = jnp.transpose(g + momentum * b, order)
+            u = jnp.transpose(g + MOMENTUM * b, order)
             n, m = (math.prod(g.shape[i] for i in group) for group in (rows, columns))
-            factor = {
-                "rms": 0.2 * math.sqrt(max(n, m)),
-                "in_out": math.sqrt(max(1, m / n)),
-                "out_in": math.sqrt(max(1, n / m)),
-            }[muon_scale]
-            x = factor * orthogonalise(u.reshape(*u.shape[: len(many)], n, m))
+            x = 0.2 * math.sqrt(max(n, m)) * orthogonalise(u.reshape(*u.shape[: len(many)], n, m))
             return jnp.transpose(x.reshape(u.shape), np.argsort(order).tolist())
 
         return jax.tree.map_with_path(orthogonal, grads, mu), MuonState(state.count + 1, mu)
@@ -115,17 +105,13 @@ def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
     return x if wide else jnp.swapaxes(x, -1, -2)
 
 
-def scale_by_adam_atan2(
-    b1: float, b2: float, *, atan2_a: float, atan2_b: float, atan2_correction: str
-) -> optax.GradientTransformation:
+def scale_by_adam_atan2(b1: float, b2: float) -> optax.GradientTransformation:
     """Make Adam with its quotient as an angle, which needs no eps (Everett et al. 2024).
 
-    It does not depend on the gradient's scale. The two corrections differ while 1 - b1^t is far
-    from
-    1. "inside" is a atan2(m_hat, b sqrt(v_hat)), as published. "outside" is
-    a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package adam-atan2 computes it (0.0.3).
+    It does not depend on the gradient's scale. An update is 1 / (1 - b1^t) atan2(m, sqrt(v_hat)),
+    as the package adam-atan2 computes it (0.0.3). The published atan2(m_hat, sqrt(v_hat)) differs
+    while 1 - b1^t is far from 1.
     """
-    a, b = atan2_a, atan2_b
 
     def init(params: PyTree) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
@@ -141,12 +127,7 @@ def scale_by_adam_atan2(
         first, second = 1 - b1**count, 1 - b2**count
 
         def angle(m: Array, v: Array) -> Array:
-            root = b * jnp.sqrt(v / second)
-            return (
-                a * jnp.arctan2(m / first, root)
-                if atan2_correction == "inside"
-                else a / first * jnp.arctan2(m, root)
-            )
+            return 1.0 / first * jnp.arctan2(m, jnp.sqrt(v / second))
 
         return jax.tree.map(angle, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 

@@ -175,13 +175,13 @@ def test_all_fields_that_nothing_reads_are_named_together():
     found = errors(
         "--config.optim.name=optax:adamw",
         "--config.optim.b2=0.95",
-        "--config.optim.momentum=0.9",
+        "--config.optim.moments=int8",
         "--config.optim.groups=({'match': '^w', 'lr': 0.1, 'weight_decay': 0.0, 'name': 'lion',"
         " 'freeze': True},)",
     )
     assert set(found) == {
         f"optim.{name}"
-        for name in ("b2", "momentum", *(f"groups[0].{x}" for x in ("lr", "weight_decay", "name")))
+        for name in ("b2", "moments", *(f"groups[0].{x}" for x in ("lr", "weight_decay", "name")))
     }
 
 

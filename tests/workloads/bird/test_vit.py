@@ -12,6 +12,7 @@ import pytest
 from jaxtrain import specs
 from jaxtrain.config import Optim
 from jaxtrain.optim import make_optimizer
+from jaxtrain.optim.param_groups import BELOW_LAYERS
 from jaxtrain.workloads.bird import vit
 
 TINY = vit.Encoder(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
@@ -230,7 +231,7 @@ def test_every_parameter_has_its_place_in_the_optimizer():
     below = [
         path for path in specs.paths(table) if "/" not in path and path not in ("scale", "bias")
     ]
-    assert below and all(re.search(Optim().layer_first, path) for path in below)
+    assert below and all(re.search(BELOW_LAYERS, path) for path in below)
 
 
 @pytest.mark.parametrize(
