@@ -36,37 +36,38 @@ class FrontEnd(checks.Section):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.within(self, f"[{RATES[0]}, {RATES[1]}]", "sample_rate")
-        rate = self.sample_rate
-        for name, (least, most) in (("window_ms", WINDOWS), ("hop_ms", HOPS)):
-            value = getattr(self, name)
-            if not math.isfinite(value) or not least <= self._samples(value) <= most:
-                yield (
-                    name,
-                    (
-                        f"is {value}; at {rate} Hz it must lie in [{1e3 * least / rate:.4g},"
-                        f" {1e3 * most / rate:.4g}]"
-                    ),
-                )
+        yield from self._validate_ms("window_ms", self.window_ms, WINDOWS)
+        yield from self._validate_ms("hop_ms", self.hop_ms, HOPS)
         yield from checks.within(self, f"[{MELS[0]}, {MELS[1]}]", "n_mels")
         if not 0 <= self.f_min < self.highest:
             yield (
                 "f_min",
-                (
-                    f"is {self.f_min}; it must lie in [0, {self.highest:g}), below the end of the"
-                    " highest band"
-                ),
+                f"is {self.f_min}; it must lie in [0, {self.highest:g}), below the end of the"
+                " highest band",
             )
-        if not 0 <= self.f_max <= rate / 2:
+        nyquist = self.sample_rate / 2
+        if not 0 <= self.f_max <= nyquist:
             yield (
                 "f_max",
-                (
-                    f"is {self.f_max}; it must lie in [0, {rate / 2:g}], where 0 is half of"
-                    f" sample_rate={rate}"
-                ),
+                f"is {self.f_max}; it must lie in [0, {nyquist:g}], where 0 is half of"
+                f" sample_rate={self.sample_rate}",
             )
         if not math.isfinite(self.mean):
             yield "mean", f"is {self.mean}; it must be a number"
         yield from checks.positive(self, "std")
+
+    def _validate_ms(
+        self, name: str, ms: float, samples: tuple[int, int]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield a duration in ms that is not within a range of samples."""
+        least, most = samples
+        if not math.isfinite(ms) or not least <= self._samples(ms) <= most:
+            rate = self.sample_rate
+            yield (
+                name,
+                f"is {ms}; at {rate} Hz it must lie in [{1e3 * least / rate:.4g},"
+                f" {1e3 * most / rate:.4g}]",
+            )
 
     @property
     def window(self) -> int:
@@ -91,15 +92,17 @@ class FrontEnd(checks.Section):
     @property
     def front_end(self) -> "FrontEnd":
         """These fields alone, of a section that has more."""
-        return FrontEnd(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(FrontEnd)}
-        )
+        names = [field.name for field in dataclasses.fields(FrontEnd)]
+        return FrontEnd(**{name: getattr(self, name) for name in names})
 
     @property
     def settings(self) -> dict[str, Any]:
         """The decisive values in samples and Hz, equal if two give the same spectrograms."""
-        whole = {name: getattr(self, name) for name in ("sample_rate", "window", "hop", "n_mels")}
-        return whole | {
+        return {
+            "sample_rate": self.sample_rate,
+            "window": self.window,
+            "hop": self.hop,
+            "n_mels": self.n_mels,
             "f_min": float(self.f_min),
             "f_max": self.highest,
             "mean": float(self.mean),
@@ -108,7 +111,9 @@ class FrontEnd(checks.Section):
 
     def n_clip_frames(self, n_samples: int) -> int:
         """Return the number of whole frames in a clip."""
-        return 0 if n_samples < self.window else 1 + (n_samples - self.window) // self.hop
+        if n_samples < self.window:
+            return 0
+        return 1 + (n_samples - self.window) // self.hop
 
     def differences(self, other: "FrontEnd") -> str:
         """Return differences of two front ends: "hop 320 and 160 samples", or ""."""
@@ -119,11 +124,13 @@ class FrontEnd(checks.Section):
             "f_min": " Hz",
             "f_max": " Hz",
         }
-        mine, theirs = self.settings, other.settings
-        unlike = [name for name in mine if mine[name] != theirs[name]]
-        return ", ".join(
-            f"{name} {mine[name]:g} and {theirs[name]:g}{units.get(name, '')}" for name in unlike
-        )
+        theirs = other.settings
+        differences = []
+        for name, value in self.settings.items():
+            if value != theirs[name]:
+                unit = units.get(name, "")
+                differences.append(f"{name} {value:g} and {theirs[name]:g}{unit}")
+        return ", ".join(differences)
 
     def _samples(self, ms: float) -> int:
         """As Kaldi counts them: whole samples, rounded down."""
@@ -135,28 +142,26 @@ DEFAULT = FrontEnd()
 
 def of_run(config: Mapping[str, Any]) -> FrontEnd:
     """Return the front end of a run's config.json. Raises ValueError: none that is one, or two."""
-    trained, own = (
-        saved(config.get("data") or {}),
-        (config.get("model") or {}).get("front_end") or {},
-    )
-    if own and (unlike := saved(own).differences(trained)):
-        raise ValueError(f"sections model and data name different front ends: {unlike}")
-    return trained
+    of_data = saved(config.get("data") or {})
+    of_model = (config.get("model") or {}).get("front_end")
+    if of_model:
+        differences = saved(of_model).differences(of_data)
+        if differences:
+            raise ValueError(f"sections model and data name different front ends: {differences}")
+    return of_data
 
 
 def saved(data: Mapping[str, Any]) -> FrontEnd:
     """Return the front end of a section "data", as saved or by default. Raises ValueError."""
-    known = {
-        field.name: data[field.name] for field in dataclasses.fields(FrontEnd) if field.name in data
-    }
-    for name, value in known.items():
-        whole = isinstance(getattr(FrontEnd, name), int)
-        if type(value) is not int and (whole or type(value) is not float) or abs(value) > 1e9:
-            raise ValueError(
-                f"data.{name} is {str(value)[:40]}; expected a {'whole ' if whole else ''}number up"
-                " to 1e9"
-            )
-    front_end = FrontEnd(**known)
+    names = [field.name for field in dataclasses.fields(FrontEnd)]
+    values = {name: data[name] for name in names if name in data}
+    for name, value in values.items():
+        is_whole = isinstance(getattr(FrontEnd, name), int)
+        kinds = (int,) if is_whole else (int, float)
+        if type(value) not in kinds or abs(value) > 1e9:
+            kind = "whole number" if is_whole else "number"
+            raise ValueError(f"data.{name} is {str(value)[:40]}; expected a {kind} up to 1e9")
+    front_end = FrontEnd(**values)
     for name, text in front_end.validate():
         raise ValueError(f"data.{name} {text}")
     return front_end

@@ -155,38 +155,7 @@ class Config(FrontEnd, checks.DataSection):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         """Every error that shows without reading a shard: (field, problem with its remedy)."""
-        # imports pyarrow, which an exported encoder's example does without
-        from loaders.audio import prepared
-
-        for field in ("train", "test", "background"):
-            path = getattr(self, field)
-            if path and path != "demo" and not remote.is_remote(path):
-                try:
-                    if text := prepared.problem(path, self):
-                        yield field, text
-                        continue
-                    split = {"train": self.train_split, "test": self.test_split}.get(field, "train")
-                    shards = find_shards(path, split, links=self.follow_links)
-                    if field != "background":
-                        yield from _events(field, shards)
-                except DataError as error:
-                    yield field, str(error)
-        if (
-            not self.test
-            and self.train != "demo"
-            and (folder := files.expanded(self.train)).is_dir()
-        ):
-            with contextlib.suppress(DataError):  # an error of train's
-                if has_split(folder, self.test_split):
-                    yield from _events("train", shards_of_split(folder, self.test_split))
-                elif self.test_split != "test":
-                    yield (
-                        "test_split",
-                        (
-                            f"is {self.test_split!r};"
-                            f" {checks.expected(self.test_split, splits_of(folder))}"
-                        ),
-                    )
+        yield from self._validate_paths()
         if self.multilabel and not self.label:
             yield "multilabel", "is True, but label names no column"
         if self.label == "audio":
@@ -196,68 +165,94 @@ class Config(FrontEnd, checks.DataSection):
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
         if self.test_share == 1:
             yield "test_share", "is 1, which leaves nothing to train on"
-        yield from (front_end := list(super().validate()))
+        front_end_problems = list(super().validate())
+        yield from front_end_problems
         yield from checks.positive(self, "time_expansion")
         if not math.isfinite(self.clip_seconds):
             yield (
                 "clip_seconds",
                 f"is {self.clip_seconds}; use a number of seconds, for example 5.0",
             )
-        elif (
-            not front_end
-            and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames
-        ):
-            longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
-            holds = (
-                f"n_frames={self.n_frames} holds {self.window / self.sample_rate:g} s to"
-                f" {longest:g} s"
-            )
-            yield "clip_seconds", f"is {self.clip_seconds}, which makes {frames} frames; {holds}"
+        elif not front_end_problems:
+            yield from self._validate_clip()
         yield from checks.at_least(self, -1, "channel")
         yield from checks.not_negative(self, "exclude_of")
-        for name, allowed in CHOICES.items():
-            yield from checks.choice(self, allowed, name)
+        for name, choices in CHOICES.items():
+            yield from checks.choice(self, choices, name)
         if self.form == "waveform" and self.dtype != "float32":
             yield (
                 "dtype",
-                (
-                    f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of"
-                    " int16: unset it"
-                ),
+                f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of"
+                " int16: unset it",
             )
         if self.audio_root and not files.expanded(self.audio_root).is_dir():
             hint = nearest(files.expanded(self.audio_root))
             yield "audio_root", f"is {self.audio_root!r}, which is not a folder{hint}"
         for name in self.exclude_paths:
             if name.startswith("@") and not files.expanded(name[1:]).is_file():
-                yield (
-                    "exclude_paths",
-                    (
-                        f"names the list {name[1:]!r}, which is not a"
-                        f" file{nearest(pathlib.Path(name[1:]))}"
-                    ),
-                )
+                hint = nearest(pathlib.Path(name[1:]))
+                yield "exclude_paths", f"names the list {name[1:]!r}, which is not a file{hint}"
         yield from checks.threads(self, least=0)
         yield from checks.at_least(self, 1, "views")
-        if bad := [row for row in self.exclude if row < 0]:
-            yield "exclude", f"holds {bad[0]}; rows are counted from 0"
-        if _rust.build_profile() != "release" and not self.allow_debug_build:
-            slow = (
-                f"is False, but the extension is a {_rust.build_profile()} build, which is many"
-                " times slower"
-            )
+        negative_rows = [row for row in self.exclude if row < 0]
+        if negative_rows:
+            yield "exclude", f"holds {negative_rows[0]}; rows are counted from 0"
+        profile = _rust.build_profile()
+        if profile != "release" and not self.allow_debug_build:
             yield (
                 "allow_debug_build",
-                f"{slow}; say `make train` in the checkout, or pip install its wheel",
+                f"is False, but the extension is a {profile} build, which is many times slower;"
+                " say `make train` in the checkout, or pip install its wheel",
+            )
+
+    def _validate_paths(self) -> Iterator[tuple[str, str]]:
+        yield from self._validate_path("train", self.train, self.train_split)
+        yield from self._validate_path("test", self.test, self.test_split)
+        yield from self._validate_path("background", self.background, "train")
+        if self.test or self.train == "demo":
+            return
+        folder = files.expanded(self.train)
+        if not folder.is_dir():
+            return
+        with contextlib.suppress(DataError):  # an error of train's
+            if has_split(folder, self.test_split):
+                yield from _validate_rows("train", shards_of_split(folder, self.test_split))
+            elif self.test_split != "test":
+                expected = checks.expected(self.test_split, splits_of(folder))
+                yield "test_split", f"is {self.test_split!r}; {expected}"
+
+    def _validate_path(self, field: str, path: str, split: str) -> Iterator[tuple[str, str]]:
+        # imports pyarrow, which an exported encoder's example does without
+        from loaders.audio import prepared
+
+        if not path or path == "demo" or remote.is_remote(path):
+            return
+        try:
+            problem = prepared.problem(path, self)
+            if problem:
+                yield field, problem
+                return
+            shards = find_shards(path, split, links=self.follow_links)
+            if field != "background":
+                yield from _validate_rows(field, shards)
+        except DataError as error:
+            yield field, str(error)
+
+    def _validate_clip(self) -> Iterator[tuple[str, str]]:
+        frames = self.n_clip_frames(self.clip_samples)
+        if not 1 <= frames <= self.n_frames:
+            shortest = self.window / self.sample_rate
+            longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
+            yield (
+                "clip_seconds",
+                f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames}"
+                f" holds {shortest:g} s to {longest:g} s",
             )
 
     def exists(self) -> bool:
         """Return False when reading the dataset info would first have to copy the data."""
-        return all(
-            remote.is_complete(path)
-            for path in (self.train, self.test, self.background)
-            if remote.is_remote(path)
-        )
+        paths = (self.train, self.test, self.background)
+        return all(remote.is_complete(path) for path in paths if remote.is_remote(path))
 
     def missing(self) -> str:
         """Why no row can be read yet: the data must be copied, or the built-in birds made."""
@@ -282,11 +277,20 @@ class Split:
     shards: Sequence[pathlib.Path] = ()  # of the index
 
     @property
+    def n_unlabelled(self) -> int:
+        """The number of recordings whose label is null."""
+        if not self.index:
+            return 0
+        labels = self.index.labels[self.rows]
+        return int((labels < 0).sum())
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the classes, or none if the data do not name them."""
         if self.lists:
             return self.lists.names
-        return tuple(self.index.class_names or ()) if self.index else ()
+        class_names = self.index.class_names if self.index else None
+        return tuple(class_names or ())
 
 
 class Spectrograms(Loader):
@@ -312,39 +316,35 @@ class Spectrograms(Loader):
         self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
     ):
         recordings = _splits(config)[split]
-        index, chosen = recordings.index, recordings.rows
+        index = recordings.index
         train = split == "train" and not in_order
         super().__init__(
             element_spec(config),
             train=train,
             rows=rows,
             seed=seed,
-            n_batches=-(-len(chosen) // rows.batch),
+            n_batches=-(-len(recordings.rows) // rows.batch),
         )
-        self._config, self._clip, self._lists = config, config.form, recordings.lists
-        self.order = _order(config, chosen, rows.batch)
+        self._config = config
+        self._lists = recordings.lists
+        self.order = _order(config, recordings.rows, rows.batch)
         self._pipelines: list[_rust.Pipeline] = []
-        fingerprint_of = functools.partial(
-            fingerprint, audio_root=config.audio_root, links=config.follow_links
-        )
         if index is not None:
-            self._pipelines = [self._pipeline(index, chosen, seed)]
-            self.fingerprint = fingerprint_of(index, recordings.shards)
-            self.population = Population(chosen, index.first_rows)
+            self._pipelines.append(self._make_pipeline(index, recordings.rows, seed))
+            self.fingerprint = _fingerprint(index, recordings.shards, config)
+            self.population = Population(recordings.rows, index.first_rows)
         if config.background and train:
-            places = find_shards(
-                resolve(config.background, wait=False), "train", links=config.follow_links
-            )
-            noise = open_index(
-                places, label="", audio_root=config.audio_root, links=config.follow_links
-            )
-            self.order["background"] = fingerprint_of(noise, places)
-            own_seed = int(order.hash_of(BACKGROUND, seed)[0])
-            self._pipelines.append(self._pipeline(noise, np.arange(noise.n_rows), own_seed))
+            links = config.follow_links
+            shards = find_shards(resolve(config.background, wait=False), "train", links=links)
+            noise = open_index(shards, label="", audio_root=config.audio_root, links=links)
+            noise_seed = int(order.hash_of(BACKGROUND, seed)[0])
+            self.order["background"] = _fingerprint(noise, shards, config)
+            self._pipelines.append(self._make_pipeline(noise, np.arange(noise.n_rows), noise_seed))
 
-    def _pipeline(self, index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
+    def _make_pipeline(self, index: "_rust.Index", rows: np.ndarray, seed: int) -> "_rust.Pipeline":
+        batch, ranges = self._rows
         settings = pipeline_settings(
-            self._config, chosen, self._rows.batch, self._rows.ranges, seed=seed, train=self._train
+            self._config, rows, batch, ranges, seed=seed, train=self._train
         )
         try:
             return _rust.Pipeline(index, settings)
@@ -371,11 +371,13 @@ class Spectrograms(Loader):
         except RuntimeError as error:
             raise DataError(f"{error}{remote.reasons()}") from error
         batch = batches[0]
+        clip = self._config.form
         if "background" in self.element_spec:
-            batch["background"] = batches[-1][self._clip]
+            batch["background"] = batches[-1][clip]
         # The extension gives bfloat16 as uint16, for which numpy has no name of its own.
-        for name in {self._clip, "background"} & set(batch):
-            batch[name] = [rows.view(self.element_spec[name].dtype) for rows in batch[name]]
+        for name in {clip, "background"} & set(batch):
+            dtype = self.element_spec[name].dtype
+            batch[name] = [rows.view(dtype) for rows in batch[name]]
         if self._lists:
             del batch["label"]
             batch["labels"] = [self._lists.hot(index) for index in batch["index"]]
@@ -443,9 +445,8 @@ def front_end(
     that are not finite.
     """
     wave = np.ascontiguousarray(wave, np.float32)
-    return _rust.front_end(
-        wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of)
-    )
+    clip_samples = round(clip_seconds * of.sample_rate)
+    return _rust.front_end(wave, rate, clip_samples, n_frames, bank=filter_bank(of))
 
 
 decode = _rust.decode
@@ -454,19 +455,26 @@ decode = _rust.decode
 def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
-    is_wave = config.form == "waveform"
-    shape = (config.clip_samples,) if is_wave else (config.n_frames, config.n_mels)
-    views = () if config.views == 1 else (config.views,)
-    clip = Field((*views, *shape), np.dtype(np.int16) if is_wave else DTYPES[config.dtype])
-    data = {config.form: clip, "label": scalar}
+    shape: tuple[int, ...]
+    if config.form == "waveform":
+        shape, dtype = (config.clip_samples,), np.dtype(np.int16)
+    else:
+        shape, dtype = (config.n_frames, config.n_mels), DTYPES[config.dtype]
+    if config.views > 1:
+        shape = (config.views, *shape)
+    clip = Field(shape, dtype)
+    spec = {config.form: clip}
+    if not config.multilabel:
+        spec["label"] = scalar
     if config.background:
-        data["background"] = clip
+        spec["background"] = clip
     if config.multilabel:  # as many classes as the data name
-        del data["label"]
-        data["labels"] = Field(
-            (len(_splits(config, make=False)["train"].names),), np.dtype(np.uint8)
-        )
-    return {**data, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
+        n_classes = len(_splits(config, make=False)["train"].names)
+        spec["labels"] = Field((n_classes,), np.dtype(np.uint8))
+    spec["index"] = scalar
+    spec["epoch"] = scalar
+    spec["weight"] = Field((), np.dtype(np.float32))
+    return spec
 
 
 def dataset_info(config: Config) -> DatasetInfo:
@@ -483,23 +491,26 @@ def dataset_info(config: Config) -> DatasetInfo:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
     """
     splits = _splits(config, make=False)
-    train, test = splits["train"], splits["test"]
-    labelled = config.label and not config.multilabel
+    train = splits["train"]
+    n_unlabelled = 0
+    if config.label and not config.multilabel:
+        n_unlabelled = sum(split.n_unlabelled for split in splits.values())
     info: dict[str, Any] = {
         "n_train": len(train.rows),
-        "n_test": len(test.rows),
+        "n_test": len(splits["test"].rows),
         "n_recordings": train.index.n_rows if train.index else 0,
-        "n_unlabelled": sum(
-            int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and labelled
-        ),
+        "n_unlabelled": n_unlabelled,
         "background": bool(config.background),
+        "views": config.views,
+        "n_frames": config.n_frames,
+        "n_mels": config.n_mels,
+        "front_end": config.front_end,
+        "form": config.form,
+        "multilabel": config.multilabel,
     }
-    info |= {
-        name: getattr(config, name)
-        for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")
-    }
-    if names := train.names:
-        info |= {"n_classes": len(names), "class_names": names}
+    if train.names:
+        info["n_classes"] = len(train.names)
+        info["class_names"] = train.names
     return info
 
 
@@ -516,90 +527,113 @@ def make_loader(
     return Spectrograms(config, split=split, rows=rows, seed=seed, in_order=in_order)
 
 
-def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
-    fold = int(
-        np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0))
-    )
+def _fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], config: Config) -> str:
+    return fingerprint(index, shards, audio_root=config.audio_root, links=config.follow_links)
+
+
+def _order(config: Config, rows: np.ndarray, batch: int) -> dict[str, Any]:
+    """Return everything but the seed and the data that decides a row of a batch."""
+    hashes = order.hash_of(np.arange(len(rows)), rows)
+    folded = int(np.bitwise_xor.reduce(hashes, initial=np.uint64(0)))
     # A digest of the rows and their order, which covers exclude and test_share.
-    rows = f"{int(order.hash_of(len(chosen), fold)[0]):016x}"
-    found: dict[str, Any] = {
+    digest = int(order.hash_of(len(rows), folded)[0])
+    decisive: dict[str, Any] = {
         "version": _rust.ORDER_VERSION,
         "batch": batch,
-        "n_rows": len(chosen),
-        "rows": rows,
+        "n_rows": len(rows),
+        "rows": f"{digest:016x}",
     }
     if config.order == "block":
-        found["block"] = [BLOCK_ROWS, BLOCK_WINDOW]
+        decisive["block"] = [BLOCK_ROWS, BLOCK_WINDOW]
     # Older fields of a row are not named, so that older runs resume.
-    before = {
+    defaults = {
         "short": "origin",
         "short_fill": "silence",
         "around": "recording",
         "channel": -1,
         "time_expansion": 1.0,
     }
-    now = {name: getattr(config, name) for name in before} | config.settings
-    before |= DEFAULT.settings
-    return found | {name: value for name, value in now.items() if value != before[name]}
+    settings = {name: getattr(config, name) for name in defaults} | config.settings
+    defaults |= DEFAULT.settings
+    for name, value in settings.items():
+        if value != defaults[name]:
+            decisive[name] = value
+    return decisive
 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     """Return both splits; without ``make`` an outline will do. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
-    train_path, test_path = (
-        resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test)
-    )
+    train_path = resolve(config.train, make=make, wait=config.multilabel)
+    test_path = resolve(config.test, make=make, wait=config.multilabel)
     train_shards = find_shards(train_path, config.train_split, links=config.follow_links)
-    train, train_lists = _open(train_shards, config)
-    rows = np.arange(train.n_rows)
-    if config.exclude_of not in (0, train.n_rows):
-        text = (
-            "exclude was written for an index of %d rows, and %s has %d: it excludes none;"
-            " unreadable recordings are counted"
-        )
-        log.warning(text, config.exclude_of, train_path, train.n_rows)
-    elif excluded := sorted(set(config.exclude)):
-        if excluded[-1] >= train.n_rows:
-            raise DataError(
-                f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings"
-            )
-        rows = np.setdiff1d(rows, excluded)
-    if names := _excluded_names(config.exclude_paths):
-        excluded_rows, found = train.rows_named(names)
-        if found < len(names):
-            missing = next(name for name in sorted(names) if not train.rows_named({name})[1])
-            raise DataError(
-                f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor"
-                " an id of one"
-            )
-        rows = np.setdiff1d(rows, excluded_rows)
-
-    folder = files.expanded(train_path)
-    test_shards: list[pathlib.Path] = []
-    if test_path:
-        test_shards = find_shards(test_path, config.test_split, links=config.follow_links)
-    elif folder.is_dir() and has_split(folder, config.test_split):
-        test_shards = shards_of_split(folder, config.test_split, links=config.follow_links)
+    index, lists = _open(train_shards, config)
+    rows = _without_excluded(index, train_path, config)
+    test_shards = _find_test_shards(train_path, test_path, config)
     if test_shards:
-        test, test_lists = _open(test_shards, config)
-        of_train = Split(train, rows, train_lists, train_shards)
-        of_test = Split(test, np.arange(test.n_rows), test_lists, test_shards)
-        if of_test.names != of_train.names:
+        train = Split(index, rows, lists, train_shards)
+        test = _open_test(test_shards, config)
+        if test.names != train.names:
             raise DataError(
-                f"{test_path or folder / 'test'} has other classes than {train_path}:"
-                f" {len(of_test.names)} and {len(of_train.names)} names; both must name the same"
-                " ones in the same order"
+                f"{test_path or files.expanded(train_path) / 'test'} has other classes than"
+                f" {train_path}: {len(test.names)} and {len(train.names)} names; both must name the"
+                " same ones in the same order"
             )
     else:
         is_test = order.held_out(rows, config.test_share)
-        of_train = Split(train, rows[~is_test], train_lists, train_shards)
-        of_test = Split(train, rows[is_test], train_lists, train_shards)
-    if not len(of_train.rows):
-        raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
-    return {
-        "train": of_train,
-        "test": of_test if len(of_test.rows) else Split(None, np.arange(0), None),
-    }
+        train = Split(index, rows[~is_test], lists, train_shards)
+        test = Split(index, rows[is_test], lists, train_shards)
+    if not len(train.rows):
+        raise DataError(f"{train_path} leaves no recordings to train on, of {index.n_rows}")
+    if not len(test.rows):
+        test = Split(None, np.arange(0), None)
+    return {"train": train, "test": test}
+
+
+def _find_test_shards(train_path: str, test_path: str, config: Config) -> list[pathlib.Path]:
+    """Return the shards of "test", or none if a share of train's recordings is tested on."""
+    if test_path:
+        return find_shards(test_path, config.test_split, links=config.follow_links)
+    folder = files.expanded(train_path)
+    if folder.is_dir() and has_split(folder, config.test_split):
+        return shards_of_split(folder, config.test_split, links=config.follow_links)
+    return []
+
+
+def _open_test(shards: list[pathlib.Path], config: Config) -> Split:
+    index, lists = _open(shards, config)
+    return Split(index, np.arange(index.n_rows), lists, shards)
+
+
+def _without_excluded(index: "_rust.Index", path: str, config: Config) -> np.ndarray:
+    """Return the rows of train's index that may be read. Raises DataError."""
+    rows = np.arange(index.n_rows)
+    excluded = sorted(set(config.exclude))
+    if config.exclude_of not in (0, index.n_rows):
+        log.warning(
+            "exclude was written for an index of %d rows, and %s has %d: it excludes none;"
+            " unreadable recordings are counted",
+            config.exclude_of,
+            path,
+            index.n_rows,
+        )
+    elif excluded:
+        if excluded[-1] >= index.n_rows:
+            raise DataError(
+                f"exclude names row {excluded[-1]}, but {path} has {index.n_rows} recordings"
+            )
+        rows = np.setdiff1d(rows, excluded)
+    names = _excluded_names(config.exclude_paths)
+    if names:
+        excluded_rows, n_known = index.rows_named(names)
+        if n_known < len(names):
+            unknown = next(name for name in sorted(names) if not index.rows_named({name})[1])
+            raise DataError(
+                f"exclude_paths names {unknown!r}, which is not an audio.path in {path}, nor"
+                " an id of one"
+            )
+        rows = np.setdiff1d(rows, excluded_rows)
+    return rows
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
@@ -622,20 +656,20 @@ def _open(
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
-    return index, read_class_lists(shards, column) if config.multilabel else None
+    lists = read_class_lists(shards, column) if config.multilabel else None
+    return index, lists
 
 
-def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
+def _validate_rows(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
     """Yield the error of reading events of recordings as clips, as of BirdSet's "test"."""
     from loaders.io import columnar  # imports pyarrow, which a batch does not need
 
-    if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
-        return
-    rows = (
-        f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and"
-        f" {names[1]!r})"
-    )
-    remedy = (
-        "Of BirdSet, score test_split='test_5s'; make an index of other events with jaxtrain index"
-    )
-    yield field, f"{rows}: the loader would read the centre of each recording instead. {remedy}"
+    names = None if index_file(shards[0]) else columnar.timed(shards[0])
+    if names:
+        start, end = names
+        yield (
+            field,
+            f"leads to {shards[0]}, whose rows are events of long recordings (columns {start!r} and"
+            f" {end!r}): the loader would read the centre of each recording instead. Of BirdSet,"
+            " score test_split='test_5s'; make an index of other events with jaxtrain index",
+        )
