@@ -542,22 +542,15 @@ def _order(config: Config, rows: np.ndarray, batch: int) -> dict[str, Any]:
         "batch": batch,
         "n_rows": len(rows),
         "rows": f"{digest:016x}",
+        "short": config.short,
+        "short_fill": config.short_fill,
+        "around": config.around,
+        "channel": config.channel,
+        "time_expansion": config.time_expansion,
+        **config.settings,
     }
     if config.order == "block":
         decisive["block"] = [BLOCK_ROWS, BLOCK_WINDOW]
-    # Older fields of a row are not named, so that older runs resume.
-    defaults = {
-        "short": "origin",
-        "short_fill": "silence",
-        "around": "recording",
-        "channel": -1,
-        "time_expansion": 1.0,
-    }
-    settings = {name: getattr(config, name) for name in defaults} | config.settings
-    defaults |= DEFAULT.settings
-    for name, value in settings.items():
-        if value != defaults[name]:
-            decisive[name] = value
     return decisive
 
 
