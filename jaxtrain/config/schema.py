@@ -108,7 +108,7 @@ class Train(Section):
 class UpdateRule(NamedTuple):
     """A built-in update rule: all that a config and an optimizer must know of it."""
 
-    factory: str  # module:function, which takes b1 and b2 of `Optim` if it has such parameters
+    factory: str  # module:function, which takes those of `OF_RULES` that it has as parameters
     moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
     matrices: bool = False  # it updates hidden matrices only, and adamw all others
     # it keeps no state, and leaves rows of a table alone if the step has not read them
@@ -135,7 +135,7 @@ UPDATE_RULES = {
     "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
 }
 # Fields of `Optim` that built-in rules take by name, and those that only they read.
-OF_RULES = ("b1", "b2")
+OF_RULES = ("b1", "b2", "eps")
 ONLY_BUILT_IN = (*OF_RULES, "moments", "layer_decay", "weight_decay")
 REST = "adamw"  # rule of all but the hidden matrices, if the rule is one for matrices
 CHOICES = {  # values of fields of `Optim`
@@ -222,6 +222,7 @@ class Optim(Section):
     undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"
     b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
     b2: float = 0.999  # [1] decay of the second moment (adamw, adam_atan2) or of the first (lion)
+    eps: float = 1e-8  # [1] adamw: added to the root of the second moment
     # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
     moments: str = "float32"
     # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a
