@@ -1,6 +1,7 @@
 """A run put together before any array exists, to train, plan or embed."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -30,8 +31,9 @@ class Assembly:
     task: Task
     tx: optim.Optimizer
     abstract: state_lib.Abstract
-    _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
+    # (stage of the task) -> its jitted training step, the same one each time: JAX traces it once
+    train_step: Callable[[Hashable], jax.stages.Wrapped] = dataclasses.field(
+        repr=False, compare=False
     )
 
     def stages(self) -> dict[Hashable, int]:
@@ -45,43 +47,30 @@ class Assembly:
 
         Raises LayoutError: the loss reads a field of the loader that the task's axes do not have.
         """
-        if stage not in self._traces:
-            c = self.config
-            step = step_lib.make_train_step(
-                self.task,
-                self.tx,
-                self.layout,
-                self.abstract,
-                accumulate=c.train.accumulate,
-                ema=c.train.ema,
-                guard=c.guard,
-                seed=c.seed,
-                stage=stage,
-                records=lambda step: (step % c.metrics.every == 0) | (step == c.train.steps),
-            )
-            try:
-                self._traces[stage] = step.trace(
-                    self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout)
-                )
-            except KeyError as error:
-                name = error.args[0] if error.args else None
-                if name in self.abstract.batch or name not in base.module(c.loader).element_spec(
-                    c.data
-                ):
-                    raise
-                raise layout_lib.LayoutError(
-                    f"the loss reads batch[{name!r}], which the axes of the task of {c.workload} do"
-                    f" not have; add {name!r} to Task.axes with the axes of its dimensions,"
-                    " ('batch', …)"
-                ) from error
-        return self._traces[stage]
+        step = self.train_step(stage)
+        stop = step_lib.abstract_stop(self.layout)
+        try:
+            traced: jax.stages.Traced = step.trace(self.abstract.state, self.abstract.batch, stop)
+            return traced
+        except KeyError as error:
+            field = error.args[0] if error.args else None
+            if not self._is_left_out(field):
+                raise
+            raise layout_lib.LayoutError(
+                f"the loss reads batch[{field!r}], which the axes of the task of"
+                f" {self.config.workload} do not have; add {field!r} to Task.axes with the axes of"
+                " its dimensions, ('batch', …)"
+            ) from error
+
+    def _is_left_out(self, field: Any) -> bool:
+        """Whether the loader has a field that the task's axes do not have."""
+        loader_fields = base.module(self.config.loader).element_spec(self.config.data)
+        return field not in self.abstract.batch and field in loader_fields
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
         if batch == self.abstract.batch:
             return self
-        return dataclasses.replace(
-            self, abstract=self.abstract._replace(batch=dict(batch)), _traces={}
-        )
+        return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)))
 
     def compiler_options(self) -> dict[str, Any]:
         """Return the options of its programs. Raises ConfigError: the compiler refuses some."""
@@ -116,31 +105,60 @@ def assemble(
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.axis_rules, devices=devices)
     make_task = make_task or workload.of(config.workload).make_task
-    task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
+    task = make_task(config, layout.shard, config.train.batch)
+    if config.lora.rank:
+        task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
-    if fields is None:
-        fields = base.module(config.loader).element_spec(config.data)
-        for name, field in fields.items():
-            if not (hasattr(field, "shape") and hasattr(field, "dtype")):
-                text = (
-                    f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r}"
-                )
-                raise layout_lib.LayoutError(f"{text}; expected loaders.base.Field(shape, dtype)")
     abstract = state_lib.make_abstract(
         task,
         tx,
         layout,
-        fields,
+        _loader_fields(config) if fields is None else fields,
         batch=config.train.batch,
         ema=config.train.ema > 0,
         offload=config.optim.offload,
     )
-    return Assembly(config, layout, task, tx, abstract)
+    make_step = functools.partial(_make_step, config, layout, task, tx, abstract)
+    return Assembly(config, layout, task, tx, abstract, functools.cache(make_step))
+
+
+def _make_step(
+    config: config_lib.Config,
+    layout: layout_lib.Layout,
+    task: Task,
+    tx: optim.Optimizer,
+    abstract: state_lib.Abstract,
+    stage: Hashable,
+) -> jax.stages.Wrapped:
+    every, last = config.metrics.every, config.train.steps
+    settings = step_lib.StepSettings(
+        accumulate=config.train.accumulate,
+        ema=config.train.ema,
+        guard=config.guard,
+        seed=config.seed,
+        stage=stage,
+        records=lambda step: (step % every == 0) | (step == last),
+    )
+    return step_lib.make_train_step(task, tx, layout, abstract, settings)
+
+
+def _loader_fields(config: config_lib.Config) -> Mapping[str, Field]:
+    """Return the arrays of a row of a batch. Raises LayoutError for one without shape or dtype."""
+    fields: Mapping[str, Field] = base.module(config.loader).element_spec(config.data)
+    for name, field in fields.items():
+        if not (hasattr(field, "shape") and hasattr(field, "dtype")):
+            raise layout_lib.LayoutError(
+                f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r};"
+                " expected loaders.base.Field(shape, dtype)"
+            )
+    return fields
 
 
 def describe(assembly: Assembly) -> str:
-    mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.abstract.state)
+    mesh = assembly.layout.mesh
+    n_parameters = specs.count(assembly.task.specs.params)
+    state_bytes = state_lib.bytes_per_device(assembly.abstract.state)
     return (
-        f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per"
-        f" device; mesh {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"
+        f"{n_parameters:,} parameters, {state_bytes / 1e6:.1f} MB of state per device; mesh"
+        f" {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"
     )

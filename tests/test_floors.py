@@ -9,7 +9,7 @@ import re
 import pytest
 
 from jaxtrain import workload
-from tests.support import workload_loaders
+from tests.support import installed, step_walk, workload_loaders
 
 ROOT = pathlib.Path(__file__).parent.parent
 # A member is a module or a package of jaxtrain/. Each is on one floor, and imports only from lower
@@ -350,20 +350,11 @@ def run(n):
     assert not closures(ast.parse(text.replace("return state + fixed", "return fixed")))
 
 
-def test_a_step_of_the_language_model_is_read_in_twelve_files():
-    section = (
-        (ROOT / "docs" / "ARCHITECTURE.md")
-        .read_text()
-        .partition("## A step, in ")[2]
-        .partition("\n## ")[0]
-    )
-    paths = [
-        ROOT / "jaxtrain" / name
-        for name in re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
-    ]
-    lines = [len(path.read_text().splitlines()) for path in paths]
-    assert 0 < len(paths) <= 12 and sum(lines) <= 3_000
-    assert lines == [
-        int(n) for n in re.findall(r"^\| `[\w/]+\.py` \| (\d+) \|", section, re.MULTILINE)
-    ]
-    assert f"{sum(lines):,} lines in all" in section
+@pytest.mark.skipif("language" not in installed.NAMES, reason="its workload is deleted")
+@pytest.mark.parametrize(("device", "files", "lines"), [("h100", 17, 1_300), ("cpu", 17, 1_350)])
+def test_the_page_has_the_functions_of_a_step(device, files, lines):
+    """`python -m tests.support.step_walk` prints the tables."""
+    rows = step_walk.walk(device)
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    assert step_walk.table(rows) in page
+    assert len(rows) <= files and sum(row.lines for row in rows) <= lines

@@ -253,11 +253,7 @@ def test_norms_that_nobody_records_change_nothing(rule):
             run.tx,
             run.layout,
             run.abstract,
-            accumulate=1,
-            ema=0.9,
-            guard=config_lib.Guard(),
-            seed=0,
-            records=records,
+            step_lib.StepSettings(1, 0.9, config_lib.Guard(), seed=0, records=records),
         )
         state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
         for scale in (1, 2, np.nan):
@@ -320,7 +316,11 @@ def test_the_step_for_gpus_has_the_same_results(rule, stop):
     found = []
     for layout in (run.layout, run.layout._replace(devices=Devices("gpu", "9.0"))):
         step = step_lib.make_train_step(
-            run.task, tx, layout, abstract, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0
+            run.task,
+            tx,
+            layout,
+            abstract,
+            step_lib.StepSettings(1, 0.0, config_lib.Guard(), seed=0),
         )
         state = run.init()
         state = state.replace(opt_state=()) if rule else state
@@ -334,7 +334,7 @@ def test_a_step_runs_without_jit():
     rows = run.put({"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")})
     given = (run.task, run.tx, run.layout, run.init(), rows, step_lib.put_stop(run.layout, False))
     state, metrics = host(
-        step_lib.train_step(*given, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0)
+        step_lib.train_step(*given, settings=step_lib.StepSettings(2, 0.0, config_lib.Guard(), 0))
     )
     expected, others = host(run.step(run.init(), rows))
     assert_close(expected, state, atol=1e-6)

@@ -1,12 +1,12 @@
 """Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
-    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`), or Pallas's (`nn.flash`) for packed
+    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`), or Pallas's (`flash`) for packed
           documents and other heads. Neither has an array that grows with T × S. XLA takes a window
           over documents, or to both sides
     tpu   the splash kernel of Pallas (`nn.splash`), if sequences and heads fill its lanes
     else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models
           compute them again in the backward pass, so that no layer keeps them. For CPUs its
-          products in float32 are those of `nn.heads_first`
+          products in float32 are those of `nn.cpu`
 
 `within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention
 by itself. `nn.ring` is for sequences that are split over devices. All of them compute softmax(q k^T
@@ -21,17 +21,20 @@ Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import cudnn, remat
-from jaxtrain.nn.flash import flash
-from jaxtrain.nn.heads_first import heads_first
+from jaxtrain.nn import cpu, cudnn, remat
 from jaxtrain.nn.splash import splash, splash_fits
 from jaxtrain.parallel import kernels, one_device
+from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
+
+HOPPER = (9, 0)  # compute capability from which kernels have heads of more than 128 values
+NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill the last tile
 
 
 def within(
@@ -56,7 +59,7 @@ def within(
     """
     platform, capability = shard.devices
     run = functools.partial(
-        attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep
+        attention, causal=causal, window=window, devices=(platform, capability), keep=keep
     )
     kernel = choose(
         q_bthk.shape,
@@ -69,20 +72,35 @@ def within(
     )
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
-        return (run if platform == "cpu" else remat.cheap(policy)(run))(q_bthk, k_bsgk, v_bsgk)
-    query: Axes = ("batch", None, "heads", None)
-    key: Axes = ("batch", None, "kv_heads", None)
+        if platform != "cpu":
+            run = remat.cheap(policy)(run)
+        return run(q_bthk, k_bsgk, v_bsgk)
+    return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
+
+
+def _on_each_device(
+    shard: Shard,
+    run: Callable[..., Array],
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    segments_bt: Array | None,
+) -> Array:
+    """Call a kernel on each device's own rows and heads."""
+    of_query: Axes = ("batch", None, "heads", None)
+    of_key: Axes = ("batch", None, "kv_heads", None)
     if k_bsgk.shape[2] == q_bthk.shape[2]:
-        key = query
-    args, axes = [q_bthk, k_bsgk, v_bsgk], [query, key, key]
+        of_key = of_query
+    args, axes = [q_bthk, k_bsgk, v_bsgk], [of_query, of_key, of_key]
     if segments_bt is not None:
-        args, axes = [*args, segments_bt], [*axes, ("batch", None)]
+        args.append(segments_bt)
+        axes.append(("batch", None))
     return kernels.kernel(
         shard,
-        lambda q, k, v, s=None: run(q, k, v, segments_bt=s),
+        lambda q, k, v, segments=None: run(q, k, v, segments_bt=segments),
         args,
         axes,
-        shard.spec(q_bthk.shape, query),
+        shard.spec(q_bthk.shape, of_query),
         constants=len(args) - 3,
     )
 
@@ -95,20 +113,18 @@ def attention(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
-    platform: str | None = None,
-    capability: str = "",
+    devices: tuple[str, str] | None = None,
     keep: str | None = None,
 ) -> Array:
     """Compute the attention of a sequence to itself, [B, T, H, K].
 
     Args:
       segments_bt: int32, documents that do not see each other.
-      platform: "cpu", "gpu" or "tpu". None = the platform of this process.
-      capability: of the GPUs, as "9.0". Empty = unknown.
+      devices: that the program is for: "cpu", "gpu" or "tpu", and the capability of GPUs, as "9.0".
+        Empty = unknown. None = those of this process.
       keep: as in `within`.
     """
-    if platform is None:
-        platform, capability = one_device.host()
+    platform, capability = one_device.host() if devices is None else devices
     kernel = choose(
         q_bthk.shape,
         q_bthk.dtype,
@@ -118,22 +134,18 @@ def attention(
         platform=platform,
         capability=capability,
     )
+    qkv = (q_bthk, k_bsgk, v_bsgk)
     if kernel == "cudnn":
-        return cudnn.fused(
-            q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, capability=capability
-        )
+        return cudnn.fused(*qkv, causal=causal, window=window, capability=capability)
     if kernel == "flash":
-        return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, segments_bt=segments_bt)
+        return flash(*qkv, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
-        return splash(
-            q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt, keep=keep
-        )
-    t = jnp.arange(q_bthk.shape[1])
-    mask_bts = visible(t, t, causal=causal, window=window)[None]
-    if segments_bt is not None:
-        mask_bts = mask_bts & same_segment(segments_bt, segments_bt)
-    xla = heads_first if platform == "cpu" and q_bthk.dtype == jnp.float32 else masked
-    y_bthk = xla(q_bthk, k_bsgk, v_bsgk, mask_bts)
+        return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
+    mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
+    if platform == "cpu" and q_bthk.dtype == jnp.float32:
+        y_bthk = cpu.heads_first(*qkv, mask_bts)
+    else:
+        y_bthk = masked(*qkv, mask_bts)
     return remat.name(y_bthk, keep) if keep else y_bthk
 
 
@@ -155,11 +167,52 @@ def choose(
         return "splash"
     if platform != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
-    if not cudnn.fits(shape, capability):
+    head_dim = shape[3]
+    compute_capability = generation(capability)
+    longest_head = 256 if compute_capability >= HOPPER else 128
+    if compute_capability < (8, 0) or head_dim > longest_head:
         return "xla"
-    if not packed and shape[3] % 8 == 0 and (causal or not window):
+    if not packed and head_dim % 8 == 0 and (causal or not window):
         return "cudnn"
     return "xla" if window else "flash"
+
+
+def flash(
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool,
+    segments_bt: Array | None,
+    interpret: bool = False,
+) -> Array:
+    """Compute self-attention [B, T, H, K] on NVIDIA GPUs by the flash kernel of Pallas.
+
+    It is for documents and heads that cuDNN's kernel does not take. cuDNN takes documents as a mask
+    [B, 1, T, S]. This kernel has no array that grows with T × S. Pallas lowers it by Triton. From
+    jax 0.11 on that raises a DeprecationWarning, which Python hides by default.
+
+    ``interpret`` runs it anywhere, slowly.
+    """
+    from jax.experimental.pallas.ops.gpu import attention as kernel_lib
+
+    b, t, h, k = q_bthk.shape
+    tile = 64 if k <= 128 else 32  # as a multiprocessor's shared memory holds
+    filling = (0, -t % tile)
+    if segments_bt is None:
+        segments_bt = jnp.zeros((b, t), jnp.int32)
+    segments_bt = jnp.pad(segments_bt, ((0, 0), filling), constant_values=NO_DOCUMENT)
+    k_bshk, v_bshk = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k_bsgk, v_bsgk))
+    q_bthk, k_bshk, v_bshk = (
+        jnp.pad(x, ((0, 0), filling, (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk)
+    )
+    sizes = kernel_lib.BlockSizes(
+        block_q=tile, block_k=tile, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32
+    )
+    y_bthk: Array = kernel_lib.mha(
+        q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret
+    )
+    return y_bthk[:, :t]
 
 
 def is_forward(kernel: str) -> bool:
@@ -172,6 +225,15 @@ def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Arra
     return jax.nn.dot_product_attention(
         q_bthk, k_bsgk, v_bsgk, mask=mask_bts[:, None], implementation="xla"
     )
+
+
+def _mask(t: int, causal: bool, window: int, segments_bt: Array | None) -> Array:
+    """Return the places that each query of T may see, bool [B or 1, T, T]."""
+    places = jnp.arange(t)
+    mask_bts = visible(places, places, causal=causal, window=window)[None]
+    if segments_bt is not None:
+        mask_bts = mask_bts & same_segment(segments_bt, segments_bt)
+    return mask_bts
 
 
 def visible(t: Array, s: Array, *, causal: bool, window: int) -> Array:

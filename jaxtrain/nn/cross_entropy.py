@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.nn.layers import NEVER, shared_columns
+from jaxtrain.nn import NEVER
+from jaxtrain.nn.layers import shared_columns
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 

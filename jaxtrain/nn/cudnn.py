@@ -13,17 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel import one_device
+from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array
 
-HOPPER = (9, 0)  # compute capability from which cuDNN has heads of more than 128 values
 CUDNN = 91000  # [version] that a program for GPUs is traced for on a host without one
 _PATCHING = threading.Lock()  # one thread at a time replaces JAX's questions to the host
-
-
-def fits(shape: tuple[int, ...], capability: str) -> bool:
-    """Tell whether these GPUs have a fused kernel, cuDNN's or `nn.flash`, for [B, T, H, K]."""
-    generation = _generation(capability)
-    return generation >= (8, 0) and shape[3] <= (256 if generation >= HOPPER else 128)
 
 
 def fused(
@@ -68,13 +62,13 @@ def _as_on(capability: str) -> Iterator[None]:
         return
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    own = _generation(capability)
+    planned = generation(capability)
 
     def at_least(other: str) -> bool:
-        return own >= _generation(other)
+        return planned >= generation(other)
 
     def equal(other: str) -> bool:
-        return own == _generation(other)
+        return planned == generation(other)
 
     with (
         _PATCHING,
@@ -86,11 +80,3 @@ def _as_on(capability: str) -> Iterator[None]:
         ),
     ):
         yield
-
-
-def _generation(capability: str) -> tuple[int, ...]:
-    """Parse "9.0" to (9, 0), "gfx942" of another vendor to none; unknown: the oldest supported."""
-    if not capability:
-        return (8, 0)
-    parts = capability.split(".")
-    return tuple(int(n) for n in parts) if all(n.isdecimal() for n in parts) else (0, 0)

@@ -1,6 +1,5 @@
 """Norms, rotary positions, products with matrices, and rows of a table split over devices."""
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Section
+from jaxtrain.nn import cpu
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders.io import checks
-
-# a score that no softmax sees; -inf would make nan of an empty row
-NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,8 @@ class Rope(Section):
 def rms_norm(x: Array, scale: Array, eps: float, shard: Shard | None = None) -> Array:
     """Compute x / sqrt(mean(x^2) + eps) scale over the last axis (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
+    mean_square = (y * y).mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt(mean_square + eps)
     return scaled(y, scale, shard).astype(x.dtype)
 
 
@@ -52,67 +50,25 @@ def layer_norm(
     """Compute (x - mean) / sqrt(var + eps) scale + bias over the last axis (Ba et al. 2016)."""
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
-    y = scaled(y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps), scale, shard)
-    return (y if bias is None else y + spread(bias, y.shape, shard)).astype(x.dtype)
+    variance = (y * y).mean(-1, keepdims=True)
+    y = scaled(y * jax.lax.rsqrt(variance + eps), scale, shard)
+    if bias is not None:
+        y = y + spread(bias, y.shape, shard)
+    return y.astype(x.dtype)
 
 
 def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
-    """Broadcast x over the dimensions that ``shape`` has before its own, to every row.
-
-    For CPUs its gradient, a sum over rows, is a product with ones. XLA turns the sum into windows
-    there, which takes several times as long as reading the rows.
-
-    Args:
-      shard: None = a few rows.
-    """
-    return (
-        _spread(shape, x)
-        if _by_ones(shape[: len(shape) - x.ndim], shard)
-        else jnp.broadcast_to(x, shape)
-    )
-
-
-def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
-    """Multiply every row of y by ``scale``. For CPUs its gradient is a product, as in `spread`."""
-    if _by_ones(y.shape[: y.ndim - scale.ndim], shard):
-        return _scaled(y, scale)
-    return y * jnp.broadcast_to(scale, y.shape)
-
-
-def _by_ones(rows: tuple[int, ...], shard: Shard | None) -> bool:
-    return (
-        shard is not None
-        and shard.devices[0] == "cpu"
-        and (len(rows) < 2 or shard.size("seq", rows[1]) == 1)
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(shape: tuple[int, ...], x: Array) -> Array:
+    """Broadcast x over the dimensions that ``shape`` has before its own. None = a few rows."""
+    if shard is not None and shard.devices[0] == "cpu":
+        return cpu.spread(x, shape, shard)
     return jnp.broadcast_to(x, shape)
 
 
-def _sum_of_rows(shape: tuple[int, ...], x: Array, dy: Array) -> tuple[Array]:
-    dy = dy.reshape(math.prod(shape[: len(shape) - x.ndim]), -1)
-    ones = jnp.ones(len(dy), dy.dtype)
-    return (jnp.dot(ones, dy, preferred_element_type=jnp.float32).astype(x.dtype).reshape(x.shape),)
-
-
-_spread.defvjp(lambda shape, x: (_spread(shape, x), x), _sum_of_rows)
-
-
-@jax.custom_vjp
-def _scaled(y: Array, scale: Array) -> Array:
-    """Multiply with a gradient that keeps ``scale`` itself, not rows of it."""
+def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
+    """Multiply every row of y by ``scale``."""
+    if shard is not None and shard.devices[0] == "cpu":
+        return cpu.scaled(y, scale, shard)
     return y * jnp.broadcast_to(scale, y.shape)
-
-
-def _gradients_of_scaled(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    y, scale = kept
-    return dy * jnp.broadcast_to(scale, dy.shape), *_sum_of_rows(dy.shape, scale, dy * y)
-
-
-_scaled.defvjp(lambda y, scale: (_scaled(y, scale), (y, scale)), _gradients_of_scaled)
 
 
 def gelu(x: Array) -> Array:
@@ -129,23 +85,29 @@ def _gelu(x: Array) -> Array:
 @_gelu.defjvp
 def _gelu_derivative(xs: tuple[Array], dxs: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = xs, dxs
-    below = 0.5 * jax.lax.erfc(-x * 2**-0.5)
-    return x * below, dx * (below + x * jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5)
+    cumulative = 0.5 * jax.lax.erfc(-x * 2**-0.5)
+    density = jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5
+    return x * cumulative, dx * (cumulative + x * density)
 
 
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
-    """Return cos and sin [B, T, 1, K / 2] of the angles t theta^(-2 i / K) (Su et al. 2021).
-
-    A factor divides the frequencies f with original × f / 2 pi < low, leaves those with > high, and
-    interpolates between (Llama 3.1, Grattafiori et al. 2024).
-    """
-    f = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    """Return cos and sin [B, T, 1, K / 2] of the angles t theta^(-2 i / K) (Su et al. 2021)."""
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if rope.factor != 1:
-        turns = rope.original * f / (2 * math.pi)
-        keep = np.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
-        f = f * keep + f / rope.factor * (1 - keep)
-    angle_btk = position_bt[..., None].astype(jnp.float32) * jnp.asarray(f, jnp.float32)[None, None]
+        frequencies = _stretched(rope, frequencies)
+    position_bt1 = position_bt[..., None].astype(jnp.float32)
+    angle_btk = position_bt1 * jnp.asarray(frequencies, jnp.float32)[None, None]
     return jnp.cos(angle_btk)[:, :, None], jnp.sin(angle_btk)[:, :, None]
+
+
+def _stretched(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
+    """Divide the frequencies f with original × f / 2 pi < low by the factor.
+
+    Those with > high stay, and those between are interpolated (Llama 3.1, Grattafiori et al. 2024).
+    """
+    turns = rope.original * frequencies / (2 * math.pi)
+    share = np.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
+    return frequencies * share + frequencies / rope.factor * (1 - share)
 
 
 def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
@@ -160,63 +122,13 @@ def product(
 ) -> Array:
     """Compute the einsum of activations and one matrix, in the activations' dtype.
 
-    No product of a model has a batch dimension. For CPUs the rows, the contracted dimensions and
-    the others become one dimension each. Else gradients that contract over several dimensions (B
-    and T) are computed after writing both operands out, transposed. With a part of a row on a
-    device (a split sequence), that would exchange tokens. GPUs and TPUs take several dimensions as
-    they are, and under FSDP the partitioner exchanges less with them.
+    No product of a model has a batch dimension. GPUs and TPUs take several dimensions as they are,
+    and under FSDP the partitioner exchanges less with them.
     """
     w = w.astype(x.dtype)
-    (of_x, of_w), of_y = (left := equation.split("->"))[0].split(","), left[1]
-    rows, inner = (tuple(i for i in of_x if (i in of_w) == shared) for shared in (False, True))
-    outer = tuple(i for i in of_w if i not in inner)
-    whole = len(rows) < 2 or shard.size("seq", x.shape[1]) == 1
-    if (
-        shard.devices[0] != "cpu"
-        or (*rows, *inner) != tuple(of_x)
-        or (*rows, *outer) != tuple(of_y)
-        or not whole
-    ):
-        return jnp.einsum(equation, x, w, precision=precision)
-    size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
-    n_inner = math.prod(size[i] for i in inner)
-    first = (*inner, *outer) == tuple(of_w)
-    if not first and (*outer, *inner) != tuple(of_w):
-        return jnp.einsum(equation, x, w, precision=precision)
-    w = w.reshape(n_inner, -1) if first else w.reshape(-1, n_inner)
-    y = _multiply(0 if first else 1, precision, x.reshape(-1, n_inner), w)
-    return y.reshape(*(size[i] for i in (*rows, *outer)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> Array:
-    """Multiply x by w, over w's dimension ``axis``, for CPUs.
-
-    In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array
-    on its left. The barrier keeps XLA from making the slow product of the result's transpose.
-    """
-    return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
-
-
-def _multiply_forward(
-    axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(axis, precision, x_ni, w), (x_ni, w)
-
-
-def _multiply_backward(
-    axis: int, precision: jax.lax.Precision | None, kept: tuple[Array, Array], dy_no: Array
-) -> tuple[Array, Array]:
-    x_ni, w = kept
-    dx_ni = jax.lax.dot_general(dy_no, w, (((1,), (1 - axis,)), ((), ())), precision)
-    left, right = (x_ni, dy_no) if axis == 0 else (dy_no, x_ni)  # in the order of w's dimensions
-    rows = (((0,), (0,)), ((), ()))
-    if left.shape[1] <= right.shape[1]:
-        return dx_ni, jax.lax.dot_general(left, right, rows, precision)
-    return dx_ni, jax.lax.optimization_barrier(jax.lax.dot_general(right, left, rows, precision)).T
-
-
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+    if shard.devices[0] == "cpu":
+        return cpu.product(equation, x, w, shard, precision)
+    return jnp.einsum(equation, x, w, precision=precision)
 
 
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
@@ -246,27 +158,23 @@ def lookup(
     """
     v, d = w_vd.shape
     b, t = index_bt.shape
-    names, (columns, split) = shard.names(axes[0], v), shared_columns(shard, axes[1], d, (b, t))
-    here = b * t // (shard.size("batch", b) * shard.size("seq", t))
-    if here > v // (shard.size(axes[0], v) if names else 1):
-        columns = ()
+    row_parts = shard.names(axes[0], v)
+    column_parts, split_axis = shared_columns(shard, axes[1], d, (b, t))
+    n_own = b * t // (shard.size("batch", b) * shard.size("seq", t))
+    if n_own > v // (shard.size(axes[0], v) if row_parts else 1):
+        column_parts = ()
 
     def local(w_vd: Array, index_bt: Array) -> Array:
-        if columns:
-            index_bt = jax.lax.all_gather(index_bt, columns, axis=split, tiled=True)
-        if names:
-            n = w_vd.shape[0]
-            own_bt = index_bt - jax.lax.axis_index(names) * n
-            inside = (own_bt >= 0) & (own_bt < n)
-            rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-            # In the table's type: XLA for CPUs fails at sums of bfloat16 over some mesh axes.
-            rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
+        if column_parts:
+            index_bt = jax.lax.all_gather(index_bt, column_parts, axis=split_axis, tiled=True)
+        if row_parts:
+            rows_btd = _rows_of_part(w_vd, index_bt, row_parts)
         else:
             rows_btd = jnp.take(w_vd, index_bt, axis=0)
         rows_btd = rows_btd.astype(dtype or w_vd.dtype)
-        if columns:
+        if column_parts:
             rows_btd = jax.lax.all_to_all(
-                rows_btd, columns, split_axis=split, concat_axis=2, tiled=True
+                rows_btd, column_parts, split_axis=split_axis, concat_axis=2, tiled=True
             )
         return rows_btd
 
@@ -274,10 +182,20 @@ def lookup(
         shard,
         local,
         (w_vd, index_bt),
-        ((axes[0], axes[1] if columns else None), ("batch", "seq")),
+        ((axes[0], axes[1] if column_parts else None), ("batch", "seq")),
         shard.spec((b, t, d), ("batch", "seq", None)),
         constants=1,
     )
+
+
+def _rows_of_part(w_vd: Array, index_bt: Array, row_parts: tuple[str, ...]) -> Array:
+    """Look up the rows that this device's part of the table has, and add up those of all parts."""
+    n = w_vd.shape[0]
+    own_bt = index_bt - jax.lax.axis_index(row_parts) * n
+    inside = (own_bt >= 0) & (own_bt < n)
+    rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
+    # In the table's type: XLA for CPUs fails at sums of bfloat16 over some mesh axes.
+    return jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), row_parts)
 
 
 def shared_columns(
@@ -287,8 +205,9 @@ def shared_columns(
 
     Also returns which of the two it is. ``axis`` is the logical axis of the ``d`` columns.
     """
-    names = shard.names(axis, d)
-    for i, (rows, size) in enumerate(zip(("batch", "seq"), shape_bt, strict=True)):
-        if names and set(names) <= set(shard.names(rows, size)):
-            return names, i
+    column_parts = shard.names(axis, d)
+    if column_parts:
+        for i, (rows, size) in enumerate(zip(("batch", "seq"), shape_bt, strict=True)):
+            if set(column_parts) <= set(shard.names(rows, size)):
+                return column_parts, i
     return (), 0

@@ -92,7 +92,9 @@ def _keeps(
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         kernel = primitive.name
-        if kernel == "custom_vjp_call":  # `nn.flash`: a function with a derivative of its own
+        if (
+            kernel == "custom_vjp_call"
+        ):  # `attention.flash`: a function with a derivative of its own
             kernel = params["call_jaxpr"].jaxpr.debug_info.func_name
         return named(primitive, *avals, **params) or any(keep(kernel) for keep in asked)
 

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.nn import remat
+from jaxtrain.nn import NEVER, remat
 from jaxtrain.nn.attention import same_segment, visible
-from jaxtrain.nn.layers import NEVER
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 

@@ -99,6 +99,14 @@ class Devices(NamedTuple):
     capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
 
 
+def generation(capability: str) -> tuple[int, ...]:
+    """Parse "9.0" to (9, 0), "gfx942" of another vendor to none; unknown: the oldest supported."""
+    if not capability:
+        return (8, 0)
+    parts = capability.split(".")
+    return tuple(int(n) for n in parts) if all(n.isdecimal() for n in parts) else (0, 0)
+
+
 def devices_of(kind: str) -> Devices:
     """Return the devices of a ``device_kind``. Other kinds than TPUs and NVIDIA GPUs are CPUs."""
     if kind.startswith("TPU"):

@@ -15,106 +15,33 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain import specs
 from jaxtrain.parallel.layout import DATA, Layout
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
+
+# (variables, rows, key) -> gradients of a sum, or of a mean, and the sums
+Summed = Callable[[Variables, Batch, Key], tuple[PyTree, LossOut]]
 
 
 def gradients(
     task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
-    # If accumulate and the data axis are 1, a CPU divides the loss by its weight, which saves a
-    # pass over the gradients. GPUs and TPUs keep the step whose memory was checked against their
-    # compilers.
-    divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
-    if layout.mesh.shape[DATA] > 1:
-        whole: Any = PartitionSpec()
-        model_state = _state_partitions(task)
-        sums = jax.shard_map(
-            functools.partial(_reduced, task, layout, accumulate),
-            mesh=layout.mesh,
-            in_specs=(Variables(whole, whole, model_state), PartitionSpec(DATA), whole),
-            out_specs=(whole, LossOut(whole, whole, model_state, whole)),
-            axis_names={DATA},
-        )
-    else:  # XLA's partitioner fails on a manual axis of size 1 (jax 0.10.2: a RET_CHECK)
-        sums = functools.partial(_summed, task, layout, accumulate, divided=divided)
-    grads, out = sums(variables, batch, key)
+    has_replicas = layout.mesh.shape[DATA] > 1
+    # A CPU divides the loss by its weight where it can, which saves a pass over the gradients. GPUs
+    # and TPUs keep the step whose memory was checked against their compilers.
+    divides_loss = layout.devices.platform == "cpu" and accumulate == 1 and not has_replicas
+    of_microbatch = functools.partial(_microbatch, task, layout, divided=divides_loss)
+    if has_replicas:
+        grads, out = _over_data(task, layout, of_microbatch, accumulate)(variables, batch, key)
+    elif accumulate > 1:
+        grads, out = _accumulated(task, of_microbatch, accumulate, variables, batch, key)
+    else:
+        grads, out = of_microbatch(variables, batch, key)
     if out.model_state is None:
         out = out._replace(model_state=variables.model_state)
-    if not divided:  # in their own dtype: narrow ones take as many bytes as the parameters
+    if not divides_loss:  # in their own dtype: narrow ones take as many bytes as the parameters
         grads = jax.tree.map(lambda g: (g / out.loss.weight).astype(g.dtype), grads)
     return grads, out
-
-
-def _reduced(
-    task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
-) -> tuple[PyTree, LossOut]:
-    """Sum over this data group's rows, then reduce once over "data", which is manual here."""
-    params, frozen, key = jax.lax.pcast(
-        (variables.params, variables.frozen, key), (DATA,), to="varying"
-    )
-    local = Variables(params, frozen, jax.tree.map(_varying, variables.model_state))
-    grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
-    grads, loss, metrics, sparse_rows = jax.lax.psum(
-        (grads, out.loss, out.metrics, out.sparse_rows), DATA
-    )
-    # if the loss does not touch it, it is identical on every group already
-    model_state = variables.model_state
-    if out.model_state is not None:
-        model_state = jax.tree.map(
-            lambda x, p: x if DATA in p else _equalised(x), out.model_state, _state_partitions(task)
-        )
-    return grads, LossOut(loss, metrics, model_state, sparse_rows)
-
-
-def _summed(
-    task: Task,
-    layout: Layout,
-    n: int,
-    variables: Variables,
-    batch: Batch,
-    key: Key,
-    *,
-    divided: bool = False,
-    cast: Callable[[Array], Array] = lambda x: x,
-) -> tuple[PyTree, LossOut]:
-    """Sum over n microbatches. A model state's arrays with a batch axis are split like the batch.
-
-    Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
-    on its device. A reshape to (n, rows / n) would move rows between the shards of "fsdp".
-    """
-    if n == 1:
-        return _microbatch(task, layout, variables, batch, key, divided=divided)
-
-    def of_part(rows: Batch, own: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
-        return _microbatch(
-            task, layout, variables._replace(model_state=_joined(own, shared)), rows, key
-        )
-
-    def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
-        (sums, shared), (rows, own) = state, xs
-        grads, out = of_part(rows, own, shared)
-        if out.model_state is not None:
-            own, shared = _by_batch_axis(task, out.model_state)
-        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(model_state=None)))
-        return jax.tree.map(cast, (sums, shared)), own
-
-    own, shared = _by_batch_axis(task, variables.model_state)
-    xs = jax.tree.map(
-        lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0),
-        (dict(batch), own),
-    )
-    grads, out = jax.eval_shape(of_part, *jax.tree.map(lambda x: x[0], xs), shared)
-    zeros = jax.tree.map(
-        lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None))
-    )
-    ((grads, sums), shared), own = jax.lax.scan(body, (zeros, shared), xs)
-    if out.model_state is None:
-        return grads, sums
-    own = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), own)
-    return grads, sums._replace(model_state=_joined(own, shared))
 
 
 def _microbatch(
@@ -124,42 +51,137 @@ def _microbatch(
     rows: Batch,
     key: Key,
     *,
-    divided: bool = False,
+    divided: bool,
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the sum of losses, or of their mean if ``divided``, and the sums."""
 
     def total(params: PyTree) -> tuple[Array, LossOut]:
         out = task.loss(variables._replace(params=params), rows, key)
-        if not isinstance(out, LossOut):
-            raise TypeError(
-                f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut"
-            )
-        require_means("loss", {"loss": out.loss, **out.metrics})
-        if jnp.shape(out.loss.total):
-            raise TypeError(
-                f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over"
-                " rows"
-            )
-        if not hasattr(out.loss.weight, "dtype"):
-            text = f"the loss's weight is {out.loss.weight!r}, which no row decides"
-            raise TypeError(
-                f"{text}; expected the sum of the rows' weights, such as rows['weight'].sum()"
-            )
+        if not _is_sum(out):
+            _raise_for_loss(out)
         return out.loss.total, out
 
     loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
-    (grads,) = pullback(
-        (1 / out.loss.weight).astype(loss.dtype) if divided else jnp.ones_like(loss)
-    )
+    if divided:
+        cotangent = (1 / out.loss.weight).astype(loss.dtype)
+    else:
+        cotangent = jnp.ones_like(loss)
+    (grads,) = pullback(cotangent)
     # Sums have the sharding of the parameters: each device has a shard, not a replica.
+    grads = jax.tree.map(lambda g, spec: layout.shard(g, *spec.axes), grads, task.specs.params)
+    return grads, out
+
+
+def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: int) -> Summed:
+    """Sum over the rows of each data group, then reduce once over "data", which is manual here."""
+    partitions = _state_partitions(task)
+
+    def of_group(variables: Variables, batch: Batch, key: Key) -> tuple[PyTree, LossOut]:
+        params, frozen, key = jax.lax.pcast(
+            (variables.params, variables.frozen, key), (DATA,), to="varying"
+        )
+        varying = Variables(params, frozen, jax.tree.map(_varying, variables.model_state))
+        if accumulate > 1:
+            grads, out = _accumulated(
+                task, of_microbatch, accumulate, varying, batch, key, cast=_varying
+            )
+        else:
+            grads, out = of_microbatch(varying, batch, key)
+        grads, loss, metrics, sparse_rows = jax.lax.psum(
+            (grads, out.loss, out.metrics, out.sparse_rows), DATA
+        )
+        # if the loss does not touch it, it is identical on every group already
+        model_state = variables.model_state
+        if out.model_state is not None:
+            model_state = jax.tree.map(
+                lambda x, partition: x if DATA in partition else _equalised(x),
+                out.model_state,
+                partitions,
+            )
+        return grads, LossOut(loss, metrics, model_state, sparse_rows)
+
+    whole: Any = PartitionSpec()
+    return jax.shard_map(
+        of_group,
+        mesh=layout.mesh,
+        in_specs=(Variables(whole, whole, partitions), PartitionSpec(DATA), whole),
+        out_specs=(whole, LossOut(whole, whole, partitions, whole)),
+        axis_names={DATA},
+    )
+
+
+def _accumulated(
+    task: Task,
+    of_microbatch: Summed,
+    n: int,
+    variables: Variables,
+    batch: Batch,
+    key: Key,
+    *,
+    cast: Callable[[Array], Array] = lambda x: x,
+) -> tuple[PyTree, LossOut]:
+    """Sum over n microbatches. A model state's arrays with a batch axis are split like the batch.
+
+    Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
+    on its device. A reshape to (n, rows / n) would move rows between the shards of "fsdp".
+    """
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+    def of_part(rows: Batch, of_rows: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
+        model_state = _merged(of_rows, shared)
+        return of_microbatch(variables._replace(model_state=model_state), rows, key)
+
+    def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
+        sums, shared = state
+        rows, of_rows = xs
+        grads, out = of_part(rows, of_rows, shared)
+        if out.model_state is not None:
+            of_rows, shared = _by_batch_axis(task, out.model_state)
+        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(model_state=None)))
+        return jax.tree.map(cast, (sums, shared)), of_rows
+
+    of_rows, shared = _by_batch_axis(task, variables.model_state)
+    parts = jax.tree.map(split, (dict(batch), of_rows))
+    first_part = jax.tree.map(lambda x: x[0], parts)
+    grads, out = jax.eval_shape(of_part, *first_part, shared)
+    zeros = jax.tree.map(
+        lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None))
+    )
+    ((grads, sums), shared), of_rows = jax.lax.scan(body, (zeros, shared), parts)
+    if out.model_state is None:
+        return grads, sums
+    return grads, sums._replace(model_state=_merged(jax.tree.map(joined, of_rows), shared))
+
+
+def _is_sum(out: Any) -> bool:
+    """Whether a loss returns sums over rows, as law 5 of docs/ARCHITECTURE.md has them."""
     return (
-        jax.tree.map(
-            lambda spec, g: layout.shard(g, *spec.axes),
-            task.specs.params,
-            grads,
-            is_leaf=specs.is_spec,
-        ),
-        out,
+        isinstance(out, LossOut)
+        and all(isinstance(value, Mean) for value in (out.loss, *out.metrics.values()))
+        and not jnp.shape(out.loss.total)
+        and hasattr(out.loss.weight, "dtype")
+    )
+
+
+def _raise_for_loss(out: Any) -> None:
+    """Raise TypeError for a loss that is no sum, while a traceback shows the workload."""
+    if not isinstance(out, LossOut):
+        raise TypeError(
+            f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut"
+        )
+    require_means("loss", {"loss": out.loss, **out.metrics})
+    if jnp.shape(out.loss.total):
+        raise TypeError(
+            f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows"
+        )
+    raise TypeError(
+        f"the loss's weight is {out.loss.weight!r}, which no row decides; expected the sum of the"
+        " rows' weights, such as rows['weight'].sum()"
     )
 
 
@@ -177,32 +199,35 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 def _by_batch_axis(task: Task, model_state: PyTree) -> tuple[PyTree, PyTree]:
     """Split the model state into the arrays with a batch axis and the others; None elsewhere."""
 
-    def pick(own: bool) -> PyTree:
-        def of(spec: Spec, x: Array) -> Array | None:
-            return x if ("batch" in spec.axes) == own else None
+    def of_rows(x: Array, spec: Spec) -> Array | None:
+        return x if "batch" in spec.axes else None
 
-        return jax.tree.map(of, task.specs.model_state, model_state, is_leaf=specs.is_spec)
+    def shared(x: Array, spec: Spec) -> Array | None:
+        return None if "batch" in spec.axes else x
 
-    return pick(True), pick(False)
+    table = task.specs.model_state
+    return jax.tree.map(of_rows, model_state, table), jax.tree.map(shared, model_state, table)
 
 
-def _joined(own: PyTree, shared: PyTree) -> PyTree:
+def _merged(of_rows: PyTree, shared: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda a, b: b if a is None else a, own, shared, is_leaf=lambda x: x is None
+        lambda a, b: b if a is None else a, of_rows, shared, is_leaf=lambda x: x is None
     )
 
 
 def _state_partitions(task: Task) -> PyTree:
-    def of(spec: Spec) -> PartitionSpec:
+    def partition(spec: Spec) -> PartitionSpec:
         return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
 
-    return jax.tree.map(of, task.specs.model_state, is_leaf=specs.is_spec)
+    table = task.specs.model_state
+    return jax.tree.map(partition, table, is_leaf=lambda x: isinstance(x, Spec))
 
 
 def _equalised(x: Array) -> Array:
     """Return the mean of a shared array over data groups. Counts are the same on all already."""
-    x = jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
-    return x
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jax.lax.pmean(x, DATA)
+    return jax.lax.pmax(x, DATA)
 
 
 def _varying(x: Array) -> Array:

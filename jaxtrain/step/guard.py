@@ -1,8 +1,10 @@
-"""Decides on the device which steps are accepted. The host reacts to several that are not."""
+"""The memory of the guard, and the count of steps skipped in a row.
+
+`train_step.accept` decides on the device which steps are accepted. The host reacts to several that
+are not.
+"""
 
 from typing import NamedTuple
-
-import jax.numpy as jnp
 
 from jaxtrain.config import Guard
 from jaxtrain.types import Array
@@ -15,18 +17,6 @@ class GuardState(NamedTuple):
     steps: Array  # int32
 
 
-def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
-    """Whether a step is accepted, by its gradient norm and loss, and the guard's next state."""
-    # a finite loss can have a gradient that is not
-    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    spike = norm > guard.spike * state.average if guard.spike else jnp.zeros((), bool)
-    good = finite & ~(spike & (state.steps >= guard.settle))
-    # a plain mean until the decay takes over
-    decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))
-    average = decay * state.average + (1 - decay) * norm
-    return good, GuardState(jnp.where(good, average, state.average), state.steps + good)
-
-
 class SkippedSteps:
     """Steps skipped in a row, as the host reads them.
 
@@ -37,7 +27,8 @@ class SkippedSteps:
     def __init__(self, guard: Guard, *, step: int):
         self._patience = guard.patience
         self._length = 0
-        self.last_good, self.broken = step, False
+        self.last_good = step
+        self.broken = False
 
     def add(self, step: int, *, skipped: bool) -> None:
         """Count one step more."""
@@ -51,4 +42,6 @@ class SkippedSteps:
 
     def restart(self, step: int) -> None:
         """Begin again after ``step``, with an older state."""
-        self._length, self.last_good, self.broken = 0, step, False
+        self._length = 0
+        self.last_good = step
+        self.broken = False

@@ -7,6 +7,7 @@ any process asks to stop, the position stays too, so the saved state is that of 
 host waits for either decision: the state is selected on the device.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 
@@ -20,32 +21,54 @@ from jaxtrain.optim import Optimizer, global_norm
 from jaxtrain.parallel.layout import Layout, LayoutError
 from jaxtrain.step import update as update_lib
 from jaxtrain.step.accumulate import gradients, require_means
-from jaxtrain.step.guard import accept
+from jaxtrain.step.guard import GuardState
 from jaxtrain.step.state import HOST, Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Mean, PyTree, Task, Variables
 
 Metrics = dict[str, Mean]
 
 
-def make_train_step(
-    task: Task,
-    tx: Optimizer,
-    layout: Layout,
-    abstract: Abstract,
-    *,
-    accumulate: int,
-    ema: float,
-    guard: Guard,
-    seed: int,
-    stage: Hashable = None,
-    records: Callable[[Array], Array] | None = None,
-) -> jax.stages.Wrapped:
-    """Jit `train_step` for an abstract state and batch, and a ``stage`` of the task.
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """What a config decides about every step, besides task, optimizer and layout."""
 
-    The state is donated, and the new one has its shardings. ``records``: number of a step (int32
-    [], from 1) -> whether its norms are read; in other steps they may be NaN. None = always.
-    Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
+    accumulate: int  # [microbatches] of a batch
+    ema: float  # [1] decay of the average of the parameters; 0 = there is none
+    guard: Guard
+    seed: int
+    stage: Hashable = None  # the task's variant of the loss
+    # number of a step (int32 [], from 1) -> whether its norms are read; in other steps they may be
+    # NaN. None = always
+    records: Callable[[Array], Array] | None = None
+
+
+def make_train_step(
+    task: Task, tx: Optimizer, layout: Layout, abstract: Abstract, settings: StepSettings
+) -> jax.stages.Wrapped:
+    """Jit `train_step` for an abstract state and batch.
+
+    The state is donated, and the new one has its shardings. Raises LayoutError if a device's rows
+    do not divide into microbatches.
     """
+    _require_microbatches(layout, abstract, settings.accumulate)
+    if settings.stage is not None:
+        task = task._replace(loss=functools.partial(task.loss, stage=settings.stage))
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
+    is_offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
+
+    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
+        if is_offloaded:
+            opt_state = to_memory(state.opt_state, shardings.opt_state, "device")
+            state = state.replace(opt_state=opt_state)
+        new, metrics = train_step(task, tx, layout, state, batch, stop, settings=settings)
+        if is_offloaded:
+            new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
+        return new, metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
+
+
+def _require_microbatches(layout: Layout, abstract: Abstract, accumulate: int) -> None:
     for x in abstract.batch.values():
         rows = x.sharding.shard_shape(x.shape)[0]
         if rows % accumulate:
@@ -56,38 +79,6 @@ def make_train_step(
                 f" make the batch a multiple of {parts * accumulate}"
             )
 
-    if stage is not None:
-        task = task._replace(loss=functools.partial(task.loss, stage=stage))
-
-    shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
-    offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
-    update = update_lib.choose(layout, abstract.state.opt_state, abstract.state.variables.params)
-
-    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
-        if offloaded:
-            state = state.replace(
-                opt_state=to_memory(state.opt_state, shardings.opt_state, "device")
-            )
-        new, metrics = train_step(
-            task,
-            tx,
-            layout,
-            state,
-            batch,
-            stop,
-            accumulate=accumulate,
-            ema=ema,
-            guard=guard,
-            seed=seed,
-            update=update,
-            records=records,
-        )
-        if offloaded:
-            new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
-        return new, metrics
-
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
-
 
 def train_step(
     task: Task,
@@ -97,72 +88,74 @@ def train_step(
     batch: Batch,
     stop: Array,
     *,
-    accumulate: int,
-    ema: float,
-    guard: Guard,
-    seed: int,
-    update: update_lib.Update = update_lib.update,
-    records: Callable[[Array], Array] | None = None,
+    settings: StepSettings,
 ) -> tuple[TrainState, Metrics]:
     """Compute state and metrics of one global batch.
 
     Every metric is of this step: none mixes old and new parameters, whose norms are
     ``param_norm_before`` and ``param_norm_after``. If ``stop`` (int32 [devices], `abstract_stop`)
-    is not all zero, the step is a no-op. ``update`` is the order of writing
-    (`step.update.choose`), and ``records`` as of `make_train_step`.
+    is not all zero, the step is a no-op.
     """
     variables = state.variables
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
     with jax.named_scope("loss_and_grad"):
-        grads, out = gradients(
-            task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate
-        )
+        rows = with_rows(batch, layout)
+        grads, out = gradients(task, layout, variables, rows, key, accumulate=settings.accumulate)
     with jax.named_scope("guard"):
-        norm, stopped = global_norm(grads), stop.sum() > 0
-        good, norms = accept(guard, state.norms, norm, out.loss.total / out.loss.weight)
+        norm = global_norm(grads)
+        stopped = stop.sum() > 0
+        mean_loss = out.loss.total / out.loss.weight
+        good, norms = accept(settings.guard, state.norms, norm, mean_loss)
         accepted = good & ~stopped
-
-    def kept(new: PyTree, old: PyTree) -> PyTree:
-        return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
-
     with jax.named_scope("update"):
-        due = None if records is None else records(state.step + 1) | ~good
-        given = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
-        params, opt_state, changes = update(tx, given, state.opt_state, variables.params)
-        model_state = task.advance(params, out.model_state, state.step)
-        average = (
-            jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params)
-            if ema
-            else state.ema
-        )
-        new, old = (
-            (model_state, opt_state, average, norms),
+        due = None
+        if settings.records is not None:
+            due = settings.records(state.step + 1) | ~good
+        update = update_lib.choose(layout, state.opt_state, variables.params)
+        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
+        moved = update(tx, proposed, state.opt_state, variables.params)
+        model_state = task.advance(moved.params, out.model_state, state.step)
+        ema = state.ema
+        if settings.ema:
+            ema = _averaged(settings.ema, state.ema, moved.params)
+        model_state, opt_state, ema, norms = jax.tree.map(
+            lambda new, old: jnp.where(accepted, new, old),
+            (model_state, moved.opt_state, ema, norms),
             (variables.model_state, state.opt_state, state.ema, state.norms),
         )
-        model_state, opt_state, average, norms = kept(new, old)
-    own = {
+    own_metrics = {
         "loss": out.loss,
         **update_lib.norms("grad_norm", grads),
-        **changes,
+        **moved.norms,
         "skipped": _unweighted((~good).astype(jnp.float32)),
         "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
-    if taken := sorted(own.keys() & out.metrics.keys()):
+    if taken := sorted(own_metrics.keys() & out.metrics.keys()):
         raise ValueError(
             f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename"
             " them"
         )
-    metrics = {**out.metrics, **own}
-    return (
-        TrainState(
-            state.step + ~stopped,
-            Variables(params, variables.frozen, model_state),
-            opt_state,
-            average,
-            norms,
-        ),
-        metrics,
-    )
+    new_variables = Variables(moved.params, variables.frozen, model_state)
+    new = TrainState(state.step + ~stopped, new_variables, opt_state, ema, norms)
+    return new, {**out.metrics, **own_metrics}
+
+
+def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
+    """Whether a step is accepted, by its gradient norm and loss, and the guard's next state."""
+    # a finite loss can have a gradient that is not
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    is_spike = jnp.zeros((), bool)
+    if guard.spike:
+        is_spike = norm > guard.spike * state.average
+    good = is_finite & ~(is_spike & (state.steps >= guard.settle))
+    # a plain mean until the decay takes over
+    decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))
+    average = decay * state.average + (1 - decay) * norm
+    return good, GuardState(jnp.where(good, average, state.average), state.steps + good)
+
+
+def _averaged(decay: float, average: PyTree, params: PyTree) -> PyTree:
+    return jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average, params)
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:

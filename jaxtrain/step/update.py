@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from jaxtrain.nn import cpu
 from jaxtrain.optim import Optimizer, root_of_sum, square_sums
 from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import Array, Mean, PyTree
@@ -37,88 +37,79 @@ class Moved(NamedTuple):
     norms: dict[str, Mean]
 
 
-Update = Callable[[Optimizer, Gradients, PyTree, PyTree], Moved]  # (tx, given, opt_state, params)
+# (tx, gradients, opt_state, params)
+Update = Callable[[Optimizer, Gradients, PyTree, PyTree], Moved]
 
 
 def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
     """Return the update for the devices of a layout, by the shapes of the state."""
-    if layout.devices.platform == "gpu":
+    platform = layout.devices.platform
+    if platform == "gpu":
         return update_on_gpu
-    if (
-        layout.devices.platform == "cpu"
-        and layout.mesh.size == 1
-        and _is_elementwise(opt_state, params)
-    ):
+    if platform == "cpu" and layout.mesh.size == 1 and cpu.is_elementwise(opt_state, params):
         return update_on_one_cpu
     return update
 
 
-def update(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
+def update(tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
     """Apply the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
-    updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
-    new = _applied(params, updates, given.accepted)
-    return Moved(new, moments, _norms_of_move(new, params) | norms("param_norm_after", new))
+    grads, accepted, sparse_rows, _ = gradients
+    updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
+    new_params = _applied(params, updates, accepted)
+    return Moved(new_params, new_state, _norms_of_update(new_params, params))
 
 
-def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
+def update_on_gpu(tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
     """Measure first, then compute a repeatable update again, so that one fusion writes all."""
-    updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
-    found = _norms_of_move(_applied(params, updates, given.accepted), params)
-    accepted, state, found = jax.lax.optimization_barrier((given.accepted, opt_state, found))
+    grads, accepted, sparse_rows, _ = gradients
+    updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
+    measured = _norms_of_move(_applied(params, updates, accepted), params)
+    accepted, opt_state, measured = jax.lax.optimization_barrier((accepted, opt_state, measured))
     if tx.repeatable:
-        updates, moments = tx.update(given.grads, state, params, sparse_rows=given.sparse_rows)
-    new = _applied(params, updates, accepted)
-    return Moved(new, moments, found | norms("param_norm_after", new))
+        updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
+    new_params = _applied(params, updates, accepted)
+    return Moved(new_params, new_state, measured | norms("param_norm_after", new_params))
 
 
-def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Write the norms, then the parameters, then the moments that the update reads.
-
-    XLA for CPUs makes each output in a loop of its own. Without this order it copied the whole
-    state in each step. Norms that nobody reads are left out.
-    """
-
-    def proposed(opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
-
-    def measured() -> dict[str, Mean]:
-        new = _applied(params, proposed(opt_state)[0] if tx.repeatable else updates, given.accepted)
-        return _norms_of_move(new, params) | norms("param_norm_after", new)
-
-    def unknown() -> dict[str, Mean]:
-        nans: dict[str, Mean] = jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured)
-        )
-        return nans
-
-    updates, _ = proposed(opt_state)
-    found = measured() if given.due is None else jax.lax.cond(given.due, measured, unknown)
-    new = _applied(params, updates, given.accepted & _is_there(found["update_norm"].total))
-    there = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(new) if x.size]
-    # A sort, since XLA fuses other reductions into the loop of each moment, and all of them would
-    # read all parameters. The program would grow with the square of the number of arrays.
-    once = jnp.sort(jnp.stack([*there, jnp.ones((), bool)]))[0].astype(jnp.float32)
-    later = jax.tree.map(lambda m: (m * once).astype(m.dtype) if m.ndim else m, opt_state)
-    return Moved(new, proposed(later)[1], found)
+def update_on_one_cpu(
+    tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree
+) -> Moved:
+    """Apply the optimizer in the order of `cpu.update_in_place`."""
+    grads, accepted, sparse_rows, due = gradients
+    new_params, new_state, measured = cpu.update_in_place(
+        lambda state: tx.update(grads, state, params, sparse_rows=sparse_rows),
+        lambda updates, accepted: _applied(params, updates, accepted),
+        lambda new_params: _norms_of_update(new_params, params),
+        opt_state,
+        accepted,
+        due=due,
+        repeatable=tx.repeatable,
+    )
+    return Moved(new_params, new_state, measured)
 
 
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:
     """Return the norm of a tree, and of each top-level dict in it: ``name_encoder``, …"""
     sums = square_sums(tree)
-    parts = (
-        {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)}
-        if isinstance(sums, dict)
-        else {}
-    )
-    each = {name: sums, **{part: sub for part, sub in parts.items() if sub}}
-    return {name: Mean(root_of_sum(sub), jnp.ones(())) for name, sub in each.items()}
+    sums_by_name = {name: sums}
+    if isinstance(sums, dict):
+        for part, sums_of_part in sums.items():
+            if isinstance(sums_of_part, dict) and sums_of_part:
+                sums_by_name[f"{name}_{part}"] = sums_of_part
+    return {name: Mean(root_of_sum(sub), jnp.ones(())) for name, sub in sums_by_name.items()}
 
 
 def _applied(params: PyTree, updates: PyTree, accepted: Array) -> PyTree:
     # Adding -0.0 keeps the bits of every number, also of -0.0. XLA for GPUs shared 0.0 with the
     # arrays that gradients are accumulated in, and held both for the whole step.
-    some = jax.tree.map(lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates)
-    return optax.apply_updates(params, some)
+    accepted_updates = jax.tree.map(
+        lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates
+    )
+    return optax.apply_updates(params, accepted_updates)
+
+
+def _norms_of_update(new: PyTree, old: PyTree) -> dict[str, Mean]:
+    return _norms_of_move(new, old) | norms("param_norm_after", new)
 
 
 def _norms_of_move(new: PyTree, old: PyTree) -> dict[str, Mean]:
@@ -126,16 +117,3 @@ def _norms_of_move(new: PyTree, old: PyTree) -> dict[str, Mean]:
     # another reader it would be an array as large as the gradient.
     moved = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o.astype(jnp.float32), new, old)
     return norms("update_norm", moved) | norms("param_norm_before", old)
-
-
-def _is_elementwise(opt_state: PyTree, params: PyTree) -> bool:
-    """Whether each moment is floats of a parameter's shape. Others are not worth making twice."""
-    shapes = {x.shape for x in jax.tree.leaves(params)}
-    moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
-    return all(x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) for x in moments)
-
-
-def _is_there(x: Array) -> Array:
-    """Return true, always, but data-dependent on x [], so XLA schedules its users after x."""
-    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return (bits | 1) != 0

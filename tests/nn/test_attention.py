@@ -12,7 +12,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import cudnn, splash, transformer
-from jaxtrain.nn.flash import flash
+from jaxtrain.nn.attention import flash
 from jaxtrain.nn.ring import Ring, over_mesh
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan.compile import for_kernels
@@ -68,7 +68,7 @@ def test_xla_equals_the_definition(case):
         causal=case["causal"],
         window=case["window"],
         segments_bt=segments if case["packed"] else None,
-        platform="cpu",
+        devices=("cpu", ""),
     )
     np.testing.assert_allclose(found, expected(**case), rtol=0, atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_flash_equals_the_definition_and_its_gradients(case, shape):
 
     def formula(q, key, v):
         return attention_lib.attention(
-            q, key, v, causal=causal, segments_bt=segments, platform="cpu"
+            q, key, v, causal=causal, segments_bt=segments, devices=("cpu", "")
         )
 
     found, pull = jax.vjp(kernel, q, key, v)
@@ -178,7 +178,7 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
             causal=case["causal"],
             window=case["window"],
             segments_bt=segments,
-            platform="cpu",
+            devices=("cpu", ""),
         )
         return (y * dy).sum()
 
@@ -222,7 +222,12 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
         def f(*args):
             q, key, v, *segments = args
             y = attention_lib.attention(
-                q, key, v, **case, segments_bt=segments[0] if segments else None, platform="gpu"
+                q,
+                key,
+                v,
+                **case,
+                segments_bt=segments[0] if segments else None,
+                devices=("gpu", ""),
             )
             return y.astype(jnp.float32).sum()
 

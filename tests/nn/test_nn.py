@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import layers, remat
+from jaxtrain.nn.cpu import heads_first
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.nn.heads_first import heads_first
 from jaxtrain.nn.layers import product, scaled, spread
 from jaxtrain.parallel.layout import make_layout, make_mesh
 

@@ -28,8 +28,8 @@ RESULTS = {
     "attention.visible": "t s",
     "batch_norm.member": "b g",
     "cudnn.fused": "b t h k",
-    "flash.flash": "b t h k",
-    "heads_first.heads_first": "b t h k",
+    "attention.flash": "b t h k",
+    "cpu.heads_first": "b t h k",
     "layers.lookup": "b t d",
     "layers.rotate": "b t h k",
     "ring.attention": "b t h k",
@@ -42,6 +42,10 @@ RESULTS = {
 }
 # The dimensions of these functions' arrays have no letters: any shape is allowed.
 ANY = {
+    "cpu.product",
+    "cpu.scaled",
+    "cpu.spread",
+    "cpu.update_in_place",
     "layers.gelu",
     "layers.layer_norm",
     "layers.product",
@@ -118,7 +122,7 @@ def call_everything():
 
     q, k, v = arrays((B, T, 4, 64), (B, T, 2, 64), (B, T, 2, 64))
     how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
-    jax.eval_shape(lambda *x: nn.flash.flash(*x, **how, interpret=True), q, k, v)
+    jax.eval_shape(lambda *x: nn.attention.flash(*x, **how, interpret=True), q, k, v)
     jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
     jax.eval_shape(
         lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
@@ -176,7 +180,7 @@ def test_every_public_function_of_arrays_is_checked(checked):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("heads_first.heads_first", [(B, T, 4, 8), (B, T, 4, 8), (B, T, 4, 6), (1, T, T)]),
+        ("cpu.heads_first", [(B, T, 4, 8), (B, T, 4, 8), (B, T, 4, 6), (1, T, T)]),
         ("attention.same_segment", [(B, T), (B + 1, T)]),
     ],
 )
