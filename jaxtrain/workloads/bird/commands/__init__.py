@@ -21,10 +21,11 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
-        if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(
-                f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], allowed)}"
-            )
+        for name in names:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is unknown; {checks.expected(name, allowed)}"
+                )
         return names
 
     return parse
@@ -34,13 +35,20 @@ def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = ()) 
     """Add the options of `loaders.audio.recordings.columns`, or those of some columns alone."""
     from loaders.audio.recordings.columns import FLAGS
 
-    several = {
+    alternatives = {
         "label": ", or several between commas",
         "duration": ", or the length of all events, 5s",
     }
     for name in names or FLAGS:
-        text = f"column of a table: {name}{several.get(name, '')}; none; default: by usual names"
-        parser.add_argument(FLAGS[name], default="", metavar="NAME", help=text)
+        parser.add_argument(
+            FLAGS[name],
+            default="",
+            metavar="NAME",
+            help=(
+                f"column of a table: {name}{alternatives.get(name, '')}; none; default: by usual"
+                " names"
+            ),
+        )
     if not names:
         parser.add_argument(
             "--dates",
@@ -66,14 +74,12 @@ def table_options(args: argparse.Namespace) -> "Options":
     """Return the options of `add_table_flags` that were given."""
     from loaders.audio.recordings.columns import Options
 
-    named = vars(args)
-    return Options(
-        **{
-            name: named[name]
-            for name in Options.__dataclass_fields__
-            if name in named and name != "labels"
-        }
-    )
+    values = vars(args)
+    fields = {}
+    for name in Options.__dataclass_fields__:
+        if name in values and name != "labels":
+            fields[name] = values[name]
+    return Options(**fields)
 
 
 def prepare_process() -> None:
@@ -86,8 +92,8 @@ def prepare_process() -> None:
 
 
 def need_sklearn() -> None:
-    if wrong := arguments.missing("sklearn", SKLEARN):
-        raise checks.UserError(wrong)
+    if error := arguments.missing("sklearn", SKLEARN):
+        raise checks.UserError(error)
 
 
 def show_errors(errors: "Errors", listed: pathlib.Path | None = None) -> None:

@@ -18,6 +18,7 @@ DIR gets results.json and the embeddings, from which the same command resumes. E
 scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
+import argparse
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -31,9 +32,9 @@ SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain benchmark", __doc__)
-    actions = parser.add_subparsers(dest="name", metavar="BENCHMARK", required=True)
+    benchmarks = parser.add_subparsers(dest="name", metavar="BENCHMARK", required=True)
     for name, text in ACTIONS.items():
-        action = actions.add_parser(name, help=text)
+        action = benchmarks.add_parser(name, help=text)
         if name == "birdset":
             action.add_argument(
                 "set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}"
@@ -54,26 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 default=1,
                 help="of each clip, averaged; default: 1",
             )
-        arguments.add_run(action, ema=True)
-        action.add_argument(
-            "--data", required=True, metavar="DIR", help="the benchmark's recordings and labels"
-        )
-        action.add_argument(
-            "--out",
-            required=True,
-            type=arguments.out_folder,
-            metavar="DIR",
-            help="the folder of the results",
-        )
-        action.add_argument(
-            "--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200"
-        )
-        action.add_argument(
-            "--batch",
-            type=arguments.positive,
-            default=64,
-            help="recordings computed together; default: 64",
-        )
+        _add_shared_flags(action)
     args = parser.parse_args(argv)
     if args.name != "birdset" or args.probe:
         commands.need_sklearn()
@@ -81,14 +63,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.workloads.bird.inference import benchmark, detect, encoder
 
     commands.prepare_process()
-    model, out = encoder.load(args.run, step=args.step, ema=args.ema), files.expanded(args.out)
-    options = {"draws": args.draws, "batch": args.batch}
+    model = encoder.load(args.run, step=args.step, ema=args.ema)
+    out = files.expanded(args.out)
     if args.name == "birdset":
-        names = detect.read_classes(args.names) if args.names else ()
         lines = benchmark.birdset(
-            model, args.set, args.data, out, linear=args.probe, names=names, **options
+            model,
+            args.set,
+            args.data,
+            out,
+            linear=args.probe,
+            names=detect.read_classes(args.names),
+            draws=args.draws,
+            batch=args.batch,
         )
     else:
-        lines = benchmark.esc(model, args.name, args.data, out, views=args.views, **options)
+        lines = benchmark.esc(
+            model,
+            args.name,
+            args.data,
+            out,
+            views=args.views,
+            draws=args.draws,
+            batch=args.batch,
+        )
     print("\n".join(lines))
     return 0
+
+
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run(parser, ema=True)
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", help="the benchmark's recordings and labels"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=arguments.out_folder,
+        metavar="DIR",
+        help="the folder of the results",
+    )
+    parser.add_argument(
+        "--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200"
+    )
+    parser.add_argument(
+        "--batch",
+        type=arguments.positive,
+        default=64,
+        help="recordings computed together; default: 64",
+    )

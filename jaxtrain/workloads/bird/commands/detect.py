@@ -24,13 +24,17 @@ processes share the windows.
 
 import argparse
 import fcntl
-import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
+
+if TYPE_CHECKING:  # JAX is not imported for the help of the command
+    from jaxtrain.workloads.bird.inference.encoder import Model
+    from jaxtrain.workloads.bird.inference.heads import Head
+    from loaders.audio.spectrogram import Config
 
 
 @arguments.reported
@@ -120,61 +124,68 @@ def _detect(args: argparse.Namespace) -> int:
 
     membership = cluster.find()
     if membership.local_devices:
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
+        device_numbers = ",".join(map(str, membership.local_devices))
+        jax.config.update("jax_cuda_visible_devices", device_numbers)
     commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
+    # The windows are its data, and the training data are not opened.
     changes: dict[str, Any] = {
         "threads": args.threads,
         "follow_links": args.follow_links,
         "label": "",
         "multilabel": False,
+        "train": "",
+        "test": "",
+        "views": 1,
     }
-    # the windows are its data, and the training data are not opened
-    changes |= {"train": "", "test": "", "views": 1}
     data = encoder.data_config(model, **changes)
-    if args.model:
-        head = heads.read(args.model)
-        settings = data.settings | encoder.clips(data)
-        heads.refuse_other(
-            head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name
-        )
-    else:
-        head = detect.head_of(model, detect.read_classes(args.names) if args.names else ())
-    chosen = list(range(len(head.names)))
+    head = _head(args, model, data)
+    chosen_classes = list(range(len(head.names)))
     if args.classes:
-        chosen = sorted(
-            set(heads.read_names(detect.read_classes(args.classes), head.names, "--classes"))
-        )
-    fitted = None if head.thresholds is None else head.thresholds[chosen]
-    bounds = detections.thresholds(args.threshold, [head.names[i] for i in chosen], fitted)
+        names = detect.read_classes(args.classes)
+        chosen_classes = sorted(set(heads.read_names(names, head.names, "--classes")))
+    bounds = detections.thresholds(
+        args.threshold,
+        [head.names[i] for i in chosen_classes],
+        None if head.thresholds is None else head.thresholds[chosen_classes],
+    )
     if not 0 <= args.min_duration < float("inf"):
         raise InferenceError(
             f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0"
         )
-    note = (
-        functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
-    )
-    cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "note": note}
-    cut |= {"reading": commands.table_options(args)}
     windows, errors = encoder.cut_windows(
-        args.recordings, data.clip_seconds, overlap=args.overlap, **cut
+        args.recordings,
+        data.clip_seconds,
+        overlap=args.overlap,
+        root=args.root,
+        links=args.follow_links,
+        note=_note if membership.process == 0 else lambda text: None,
+        reading=commands.table_options(args),
     )
     data = encoder.data_config(model, **changes, audio_root=windows.root)
-    parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
+    parts, made_of = detect.prepare(
+        model, head, windows, args.out, chosen=chosen_classes, batch=args.batch
+    )
     console = console_lib.start_console(process=membership.process)
     try:
-        share = (membership.process, membership.processes)
-        done = detect.score(
-            model, head, data, parts, made_of, chosen=chosen, share=share, progress=console.progress
+        timing = detect.score(
+            model,
+            head,
+            data,
+            parts,
+            made_of,
+            chosen=chosen_classes,
+            share=(membership.process, membership.processes),
+            progress=console.progress,
         )
     finally:
         console.finish()
-    if done["windows"]:
-        seconds = windows.total * done["windows"] / windows.n
+    if timing["windows"]:
+        seconds = windows.total * timing["windows"] / windows.n
         print(
-            f"{done['windows']} windows, {seconds / 3600:.2f} h of recordings in"
-            f" {done['seconds']:.0f} s: {seconds / done['seconds']:.0f} × real time,"
-            f" {done['waiting']:.0%} of the time waiting for the loader"
+            f"{timing['windows']} windows, {seconds / 3600:.2f} h of recordings in"
+            f" {timing['seconds']:.0f} s: {seconds / timing['seconds']:.0f} × real time,"
+            f" {timing['waiting']:.0%} of the time waiting for the loader"
         )
     if not detections.complete(parts):
         print(
@@ -191,12 +202,34 @@ def _detect(args: argparse.Namespace) -> int:
         counts = detections.write(parts, options, errors)
     commands.show_errors(errors)
     n = len(windows.recordings)
-    bad = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
+    unreadable = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
     print(
-        f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}"
+        f"{args.out}: {counts['detections']} detections in {n} recordings,"
+        f" {windows.n} windows{unreadable}"
     )
     print(
         f"{n} recordings used, {counts['silent']} without detections;"
         f" {errors.summary(f'{args.out}/errors.csv')}"
     )
     return 1 if counts["errors"] else 0
+
+
+def _head(args: argparse.Namespace, model: "Model", data: "Config") -> "Head":
+    """Return the head of --model, or the run's own. Raises InferenceError."""
+    from jaxtrain.workloads.bird.inference import detect, encoder, heads
+
+    if not args.model:
+        return detect.head_of(model, detect.read_classes(args.names))
+    head = heads.read(args.model)
+    heads.refuse_other(
+        head,
+        digest=model.digest,
+        width=model.config.embed,
+        front_end=data.settings | encoder.clips(data),
+        run=model.name,
+    )
+    return head
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -30,7 +30,7 @@ import argparse
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
@@ -80,11 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--multilabel", action="store_true", help="the column holds lists of classes"
     )
-    kinds = f"some of {','.join(KINDS)}; default: mean,cls"
-    parser.add_argument("--kinds", type=commands.some_of(KINDS), default="mean,cls", help=kinds)
+    parser.add_argument(
+        "--kinds",
+        type=commands.some_of(KINDS),
+        default="mean,cls",
+        help=f"some of {','.join(KINDS)}; default: mean,cls",
+    )
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
-    expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
-    parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
+    parser.add_argument(
+        "--time-expansion",
+        type=float,
+        metavar="TIMES",
+        help="times slower than life that recordings are (bats: often 10); default: the run's",
+    )
     parser.add_argument(
         "--views",
         type=arguments.positive,
@@ -101,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument_group("tables that name recordings"), names=("file",)
     )
     args = parser.parse_args(argv)
-    if args.recordings and (
-        args.data or args.label or args.multilabel or args.columns or args.split != "train"
-    ):
+    has_labels = args.label or args.multilabel or args.columns
+    if args.recordings and (args.data or has_labels or args.split != "train"):
         parser.error(
             "--recordings have no labels, splits or columns; omit --data, --label, --multilabel,"
             " --columns, --split"
@@ -120,33 +127,48 @@ def _embed(args: argparse.Namespace) -> int:
 
     commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
-    names = ("views", "multilabel", "audio_root", "follow_links", "label", "time_expansion")
     changes: dict[str, Any] = {
-        name: getattr(args, name) for name in names if getattr(args, name) is not None
+        "views": args.views,
+        "multilabel": args.multilabel,
+        "audio_root": args.audio_root,
+        "follow_links": args.follow_links,
     }
-    changes |= {"train": args.data, "test": ""} if args.data else {}
-    columns = [name for name in args.columns.split(",") if name]
+    if args.label is not None:
+        changes["label"] = args.label
+    if args.time_expansion is not None:
+        changes["time_expansion"] = args.time_expansion
+    if args.data:
+        changes |= {"train": args.data, "test": ""}
     options: dict[str, Any] = {
         "split": args.split,
         "kinds": args.kinds,
-        "columns": columns,
+        "columns": [name for name in args.columns.split(",") if name],
         "batch": args.batch,
     }
     out = files.expanded(args.out)
-    code, counts = 0, ""
     with atomic_write.alone(out):
         if args.recordings:
-            done, counts, code = _embed_windows(args, model, changes, options, out)
+            embedded = _embed_windows(args, model, changes, options, out)
         else:
-            done = embed.embed(model, encoder.data_config(model, **changes), out, **options)
-    speed = (
-        f"{done['examples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for"
-        " the loader"
+            data = encoder.data_config(model, **changes)
+            embedded = _Embedded(embed.embed(model, data, out, **options))
+    progress = embedded.progress
+    print(
+        f"{args.out}: {progress['done']} recordings ({progress['unreadable']} unreadable),"
+        f" {progress['examples_per_second']:.0f} a second, {progress['waiting']:.0%} of the time"
+        " waiting for the loader"
     )
-    print(f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {speed}")
-    if counts:
-        print(counts)
-    return code
+    if embedded.counts:
+        print(embedded.counts)
+    return embedded.code
+
+
+class _Embedded(NamedTuple):
+    """The result of the command."""
+
+    progress: dict[str, Any]  # the content of embeddings.json
+    counts: str = ""  # of recordings, for people
+    code: int = 0  # 1: a recording cannot be read
 
 
 def _embed_windows(
@@ -155,33 +177,30 @@ def _embed_windows(
     changes: dict[str, Any],
     options: dict[str, Any],
     out: pathlib.Path,
-) -> tuple[dict[str, Any], str, int]:
-    """Return the content of embeddings.json, counts, and 1 if a recording cannot be read."""
+) -> _Embedded:
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
     seconds = encoder.data_config(model, **changes).clip_seconds
-    how: dict[str, Any] = {
-        "root": args.audio_root,
-        "links": args.follow_links,
-        "reading": commands.table_options(args),
-    }
-    cut, errors = encoder.cut_windows(args.recordings, seconds, overlap=args.overlap, **how)
-    # always the same, by which the loader caches headers of large recordings
-    place = out / ".windows"
-    shutil.rmtree(place, ignore_errors=True)
-    try:
-        cut.write(place)
-        data = encoder.data_config(
-            model, **{**changes, "train": str(place), "audio_root": cut.root}
-        )
-        done = embed.embed(model, data, out, **options)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    listed = out / "errors.csv"
-    commands.show_errors(errors, listed)
-    return (
-        done,
-        f"{len(cut.recordings)} recordings used; {errors.summary(str(listed))}",
-        int(bool(errors.serious)),
+    windows, errors = encoder.cut_windows(
+        args.recordings,
+        seconds,
+        overlap=args.overlap,
+        root=args.audio_root,
+        links=args.follow_links,
+        reading=commands.table_options(args),
     )
+    # always the same, by which the loader caches headers of large recordings
+    index = out / ".windows"
+    shutil.rmtree(index, ignore_errors=True)
+    try:
+        windows.write(index)
+        changes |= {"train": str(index), "audio_root": windows.root}
+        data = encoder.data_config(model, **changes)
+        progress = embed.embed(model, data, out, **options)
+    finally:
+        shutil.rmtree(index, ignore_errors=True)
+    error_table = out / "errors.csv"
+    commands.show_errors(errors, error_table)
+    counts = f"{len(windows.recordings)} recordings used; {errors.summary(str(error_table))}"
+    return _Embedded(progress, counts, code=1 if errors.serious else 0)

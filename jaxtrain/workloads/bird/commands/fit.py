@@ -25,12 +25,17 @@ pip install 'jaxtrain[probe]'.
 import argparse
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
 from loaders.audio.recordings.annotations import Errors
 from loaders.io import atomic_write, files
+
+if TYPE_CHECKING:  # JAX is not imported for the help of the command
+    from jaxtrain.workloads.bird.inference.encoder import Model
+    from jaxtrain.workloads.bird.inference.fit import Fitted
+    from jaxtrain.workloads.bird.inference.labelled_rows import Examples
 
 METHODS = ("linear", "prototypes", "patches")
 
@@ -122,62 +127,89 @@ def _fit(args: argparse.Namespace) -> int:
 
     from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows
 
-    listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-errors.csv")
-    atomic_write.refuse_unwritable(listed, folder=False)
+    error_table = _next_to(args.out, "errors.csv")
+    atomic_write.refuse_unwritable(error_table, folder=False)
     commands.prepare_process()
     errors = Errors()
     folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
-        options: dict[str, Any] = {"reading": commands.table_options(args), "errors": errors}
-        given = labelled_rows.of_table(
-            folders, args.labels, background=args.background, seed=args.seed, **options
+        examples = labelled_rows.of_table(
+            folders,
+            args.labels,
+            background=args.background,
+            seed=args.seed,
+            reading=commands.table_options(args),
+            errors=errors,
         )
     else:
-        given = labelled_rows.own(folders)
-    labelled_rows.refuse_one_sided(given)
+        examples = labelled_rows.own(folders)
+    labelled_rows.refuse_one_sided(examples)
     pool = args.kind or str(folders[0].metadata.get("pool"))
-    pool = pool if pool in heads.POOLS and folders[0].has(pool) else "mean"
-    options = {"prototypes": args.prototypes, "precision": args.precision, "seed": args.seed}
-    fitted = fit.fit(folders, given, method=args.method, pool=pool, **options)
+    if pool not in heads.POOLS or not folders[0].has(pool):
+        pool = "mean"
+    fitted = fit.fit(
+        folders,
+        examples,
+        method=args.method,
+        pool=pool,
+        prototypes=args.prototypes,
+        precision=args.precision,
+        seed=args.seed,
+    )
     heads.save(args.out, fitted.head)
-    width = max(len(name) for name in (*given.names, "class"))
-    print(f"{'class':{width}}  examples  others  average precision  threshold")
-    bounds = fitted.head.thresholds
-    assert bounds is not None
-    for c, name in enumerate(given.names):
-        n, others = (
-            (given.y[:, c] * given.known[:, c]).sum(),
-            ((1 - given.y[:, c]) * given.known[:, c]).sum(),
+    _print_classes(examples, fitted)
+    if fitted.folds:
+        average = np.nanmean(fitted.precision)
+        validation = f"{fitted.folds} folds, mean average precision {average:.3f}"
+    else:
+        validation = "no cross-validation: some class has one example"
+    n_rows = len(examples.y)
+    print(f"{args.out}: {args.method}, {n_rows} rows, penalty {fitted.penalty:g}, {validation}")
+    has_class = examples.y.any(1)
+    has_unknown = (examples.known == 0).any(1)
+    if (has_class | has_unknown).all():
+        print(
+            "no row is without a class, so the thresholds hold among calls alone; add silence:"
+            " --background N, or empty windows"
         )
-        average = f"{fitted.precision[c]:.3f}" if np.isfinite(fitted.precision[c]) else "-"
-        print(f"{name:{width}}  {n:8.0f}  {others:6.0f}  {average:>17}  {bounds[c]:9.3g}")
-    how = (
-        f"{fitted.folds} folds"
-        if fitted.folds
-        else "no cross-validation: some class has one example"
-    )
-    mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
+    commands.show_errors(errors, error_table)
     print(
-        f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}"
-    )
-    if (given.y.any(1) | (given.known == 0).any(1)).all():
-        remedy = "add silence: --background N, or empty windows"
-        print(f"no row is without a class, so the thresholds hold among calls alone; {remedy}")
-    commands.show_errors(errors, listed)
-    print(
-        f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class;"
-        f" {errors.summary(str(listed))}"
+        f"{n_rows} rows used, {int((~has_class).sum())} without a class;"
+        f" {errors.summary(str(error_table))}"
     )
     return 0
 
 
+def _next_to(out: pathlib.Path, name: str) -> pathlib.Path:
+    """Return the path MODEL-name of MODEL.npz."""
+    return out.with_name(f"{out.name.removesuffix('.npz')}-{name}")
+
+
+def _print_classes(examples: "Examples", fitted: "Fitted") -> None:
+    """Print a table: for each class its rows, average precision and threshold."""
+    import numpy as np
+
+    width = max(len(name) for name in (*examples.names, "class"))
+    print(f"{'class':{width}}  examples  others  average precision  threshold")
+    bounds = fitted.head.thresholds
+    assert bounds is not None
+    n_examples = (examples.y * examples.known).sum(0)
+    n_counter_examples = ((1 - examples.y) * examples.known).sum(0)
+    for c, name in enumerate(examples.names):
+        is_measured = np.isfinite(fitted.precision[c])
+        average = f"{fitted.precision[c]:.3f}" if is_measured else "-"
+        print(
+            f"{name:{width}}  {n_examples[c]:8.0f}  {n_counter_examples[c]:6.0f}  {average:>17}"
+            f"  {bounds[c]:9.3g}"
+        )
+
+
 def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
     """Return the folders of embeddings, of which those of indexes are made, or completed."""
-    from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
-    from loaders.audio.recordings import store
+    from jaxtrain.workloads.bird.inference import InferenceError, encoder
 
-    given = [files.expanded(each) for each in args.embeddings]
-    indexes = [folder for folder in given if (folder / "index.json").is_file()]
+    folders = [files.expanded(folder) for folder in args.embeddings]
+    indexes = [folder for folder in folders if (folder / "index.json").is_file()]
     if indexes and not args.run:
         raise InferenceError(
             f"{indexes[0]} is an index of recordings; name the run that embeds it: --run RUN"
@@ -187,24 +219,35 @@ def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
             "--run is given, and none of the folders is an index of `jaxtrain index`"
         )
     if not indexes:
-        return given
+        return folders
     model = encoder.load(args.run, ema=args.ema)
-    kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
-    place = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-embeddings")
-    made = {}
+    embeddings_of = {}
     for number, index in enumerate(indexes):
-        has_labels = not args.labels and bool(store.read(index)["classes"])
-        changes = {"train": str(index), "test": "", "audio_root": args.audio_root, "views": 1}
-        data = encoder.data_config(
-            model, **changes, label="labels" if has_labels else "", multilabel=has_labels
-        )
-        made[index] = place if len(indexes) == 1 else place.with_name(f"{place.name}-{number}")
-        with atomic_write.alone(made[index]):
-            done = embed.embed(
-                model, data, made[index], split=args.split, kinds=kinds, batch=args.batch
-            )
-        print(
-            f"{made[index]}: {done['done']} rows of {index} embedded ({done['unreadable']}"
-            " unreadable)"
-        )
-    return [made.get(folder, folder) for folder in given]
+        name = "embeddings" if len(indexes) == 1 else f"embeddings-{number}"
+        embeddings_of[index] = _next_to(args.out, name)
+        _embed_index(args, model, index, embeddings_of[index])
+    return [embeddings_of.get(folder, folder) for folder in folders]
+
+
+def _embed_index(
+    args: argparse.Namespace, model: "Model", index: pathlib.Path, out: pathlib.Path
+) -> None:
+    from jaxtrain.workloads.bird.inference import embed, encoder
+    from loaders.audio.recordings import store
+
+    has_labels = not args.labels and bool(store.read(index)["classes"])
+    data = encoder.data_config(
+        model,
+        train=str(index),
+        test="",
+        audio_root=args.audio_root,
+        views=1,
+        label="labels" if has_labels else "",
+        multilabel=has_labels,
+    )
+    kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
+    with atomic_write.alone(out):
+        progress = embed.embed(model, data, out, split=args.split, kinds=kinds, batch=args.batch)
+    print(
+        f"{out}: {progress['done']} rows of {index} embedded ({progress['unreadable']} unreadable)"
+    )

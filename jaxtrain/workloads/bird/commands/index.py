@@ -146,8 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.pictures:
         parser.error("--pictures belongs to --show")
 
-    command = _show if args.show else _dry_run if args.dry_run else _make
-    return command(args)
+    if args.show:
+        return _show(args)
+    if args.dry_run:
+        return _dry_run(args)
+    return _make(args)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -164,41 +167,46 @@ def _make(args: argparse.Namespace) -> int:
     from loaders.audio.recordings import indexing, rows
     from loaders.audio.recordings.annotations import Errors
 
-    given = list(args.sources)
+    sources = list(args.sources)
     if args.unpack:
-        given = _unpack(given, pathlib.Path(args.unpack))
-    errors, named = Errors(args.on), vars(args)
-    chosen: dict[str, Any] = {
-        field.name: named[field.name]
-        for field in dataclasses.fields(rows.Options)
-        if field.name in named
-    }
-    reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
-    options = {"reading": reading, "options": rows.Options(**chosen), "class_file": args.classes}
-    note = functools.partial(print, file=sys.stderr)
+        sources = _unpack(sources, pathlib.Path(args.unpack))
+    errors = Errors(args.on)
+    values = vars(args)
+    row_fields = [field.name for field in dataclasses.fields(rows.Options)]
+    row_options: dict[str, Any] = {name: values[name] for name in row_fields if name in values}
     try:
-        about = indexing.make(given, args.out, root=args.root, errors=errors, note=note, **options)
+        index = indexing.make(
+            sources,
+            args.out,
+            reading=dataclasses.replace(commands.table_options(args), labels=args.labels),
+            options=rows.Options(**row_options),
+            class_file=args.classes,
+            root=args.root,
+            errors=errors,
+            note=functools.partial(print, file=sys.stderr),
+        )
     finally:
         commands.show_errors(errors)
-    for split, counts in about["splits"].items():
+    for split, counts in index["splits"].items():
         print(
             f"{split}: {counts['rows']} rows of {counts['recordings']} recordings,"
             f" {counts['hours']:.2f} h"
         )
-    if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
-        why = "of few recordings or sites a hash may choose none: try another --seed"
+    missing = {"train", "test"} - index["splits"].keys()
+    if "=" in args.split and missing:
         print(
-            f"--split {args.split} put no recording into {' or '.join(sorted(left))}; {why}",
+            f"--split {args.split} put no recording into {' or '.join(sorted(missing))}; of few"
+            " recordings or sites a hash may choose none: try another --seed",
             file=sys.stderr,
         )
-    elif "train" not in about["splits"]:
+    elif "train" in missing:
         print(
             "no recording is in train; to ignore the column of splits: --split-column none",
             file=sys.stderr,
         )
-    print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
-    counts = errors.summary(f"{args.out}/errors.csv")
-    print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")
+    print(f"{args.out}: {len(index['classes'])} classes; {index['n_read']} recordings read")
+    summary = errors.summary(f"{args.out}/errors.csv")
+    print(f"{index['n_used']} recordings used, {index['n_without']} without labels; {summary}")
     return 0
 
 
@@ -209,31 +217,33 @@ def _dry_run(args: argparse.Namespace) -> int:
 
     errors = Errors(args.on)
     reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
-    for given in args.sources:
+    for source in args.sources:
         n = 0
-        for n, each in enumerate(sources.read(given, reading, errors, note=print), 1):
+        for annotation in sources.read(source, reading, errors, note=print):
+            n += 1
             if n <= ROWS:
-                print(f"    {each}")
-        print(f"{given}: {n} annotations")
+                print(f"    {annotation}")
+        print(f"{source}: {n} annotations")
     for line in errors.report():
         print(line)
     print(errors.summary())
     return 1 if errors.refused() else 0
 
 
-def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
+def _unpack(sources: Sequence[str], folder: pathlib.Path) -> list[str]:
     """Unpack archives that are sources or lie in one. Return the other sources, or the folder."""
     from loaders.audio.recordings import indexing
 
     archives: list[str] = []
-    rest: list[str] = []
-    for each in given:
-        path = files.expanded(each)
+    other_sources: list[str] = []
+    for source in sources:
+        path = files.expanded(source)
         if path.is_file() and ".tar" in path.name:
             archives.append(str(path))
-        else:
-            archives += map(str, indexing.archives_in(path) if path.is_dir() else ())
-            rest.append(each)
+            continue
+        if path.is_dir():
+            archives += map(str, indexing.archives_in(path))
+        other_sources.append(source)
     n = indexing.unpack(archives, folder)
     print(f"{n} files unpacked from {len(archives)} archives", file=sys.stderr)
-    return rest or [str(folder)]
+    return other_sources or [str(folder)]

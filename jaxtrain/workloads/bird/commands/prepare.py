@@ -46,8 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="HZ",
         help="of the front end; default: 32000",
     )
-    slower = "times slower than life that recordings are; default: 1"
-    parser.add_argument("--time-expansion", type=float, default=1.0, metavar="X", help=slower)
+    parser.add_argument(
+        "--time-expansion",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="times slower than life that recordings are; default: 1",
+    )
     parser.add_argument(
         "--channel",
         type=int,
@@ -90,11 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from loaders.audio import prepared
 
     settings = prepared.Settings(args.sample_rate, args.time_expansion, args.channel, args.packed)
-    part = int(match[1]), int(match[2])
-    note = functools.partial(print, file=sys.stderr)
-    where = {"audio_root": args.audio_root, "links": args.follow_links}
     counts = prepared.prepare(
-        args.source, args.out, settings, part=part, threads=args.threads, note=note, **where
+        args.source,
+        args.out,
+        settings,
+        part=(int(match[1]), int(match[2])),
+        threads=args.threads,
+        note=functools.partial(print, file=sys.stderr),
+        audio_root=args.audio_root,
+        links=args.follow_links,
     )
     for line in counts.kept[:SHOWN]:
         print(f"copied as it is: {line}", file=sys.stderr)
@@ -105,11 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{counts.clipped} recordings have samples beyond full scale, which were clipped",
             file=sys.stderr,
         )
-    state = (
-        f"{counts.made} prepared now, {counts.found} before, {len(counts.kept)} of them copied as"
-        " they are"
+    print(
+        f"{args.out}: {counts.made} prepared now, {counts.found} before, {len(counts.kept)} of them"
+        f" copied as they are; {counts.bytes / 1e6:,.1f} MB"
     )
-    print(f"{args.out}: {state}; {counts.bytes / 1e6:,.1f} MB")
     if counts.missing:
         print(f"{counts.missing} are left to the other parts, or to rerun without --part")
     return 0

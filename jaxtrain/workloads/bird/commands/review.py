@@ -52,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain"
     )
-    of_class = "of these alone, or the class of rows without one"
-    parser.add_argument("--class", dest="label", default="", metavar="NAME", help=of_class)
+    parser.add_argument(
+        "--class",
+        dest="label",
+        default="",
+        metavar="NAME",
+        help="of these alone, or the class of rows without one",
+    )
     commands.add_table_flags(parser.add_argument_group("the columns of TABLE"))
     parser.add_argument(
         "--port", type=int, default=0, help="on the loopback; default: any that is free"
@@ -70,29 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         review_server,
     )
 
-    listed = args.out.with_name(f"{args.out.stem}-errors.csv")
-    atomic_write.refuse_unwritable(listed, folder=False)
+    error_table = args.out.with_name(f"{args.out.stem}-errors.csv")
+    atomic_write.refuse_unwritable(error_table, folder=False)
     errors = Errors()
-    reading = commands.table_options(args)
     items = review.read(
         args.table,
         root=args.root,
         order=args.order,
         label=args.label,
-        reading=reading,
+        reading=commands.table_options(args),
         errors=errors,
     )
-    commands.show_errors(errors, listed)
-    near = None
+    commands.show_errors(errors, error_table)
+    similar = None
     if args.embeddings:
         windows = [neighbours.Window(item.path, item.start, item.end) for item in items]
-        near = neighbours.Neighbours([embeddings.read(each) for each in args.embeddings], windows)
-        if near.missing:
+        folders = [embeddings.read(folder) for folder in args.embeddings]
+        similar = neighbours.Neighbours(folders, windows)
+        if similar.missing:
             print(
-                f"{near.missing} of {len(items)} windows are in no embeddings, and have no"
+                f"{similar.missing} of {len(items)} windows are in no embeddings, and have no"
                 " neighbours"
             )
-    session = review.Session(items, args.out, near)
+    session = review.Session(items, args.out, similar)
     try:
         server = review_server.Server(session, args.port)
     except OSError as error:
@@ -105,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recordings = len({item.path for item in items})
         print(
             f"{args.table}: {len(items)} windows of {recordings} recordings used;"
-            f" {errors.summary(str(listed))}"
+            f" {errors.summary(str(error_table))}"
         )
         print(f"answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:

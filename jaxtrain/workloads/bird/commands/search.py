@@ -14,15 +14,33 @@ exact. --approximate, for many millions of rows, makes an index once (of usearch
 
 import argparse
 import functools
+import math
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
 from loaders.io import files
 
-COLUMNS = ("file", "start", "end", "clock", "score", "query", "embeddings", "row")
+if TYPE_CHECKING:  # JAX is not imported for the help of the command
+    from jaxtrain.workloads.bird.inference.embeddings import Embeddings
+    from jaxtrain.workloads.bird.inference.search import Hit
+
 MANY = 5_000_000  # rows beyond which an index is advised
+
+
+class Row(NamedTuple):
+    """A line of the table. Times in s, or empty."""
+
+    file: str
+    start: str
+    end: str
+    clock: str
+    score: str
+    query: str
+    embeddings: str
+    row: str
 
 
 @arguments.reported
@@ -73,76 +91,96 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads, search
+    from jaxtrain.workloads.bird.inference import embeddings
     from loaders.io import atomic_write
 
     commands.prepare_process()
     folders = [embeddings.read(folder) for folder in args.embeddings]
     places = [folder.places() for folder in folders]
     if args.model:
-        head = heads.read(args.model)
-        if not args.label and len(head.names) > 1:
-            raise InferenceError(
-                f"{args.model} knows {', '.join(head.names[:20])}; name one of them: --class"
-            )
-        names = [args.label or head.names[0]]
-        hits = search.by_head(
-            folders, head, heads.read_names(names, head.names, "--class")[0], top=args.top
-        )
+        label, hits = _hits_of_head(args, folders)
+        queries = [label]
     else:
-        names = args.like
-        queries, encoder = [], None
-        for text in args.like:
-            name, number = search.split_query(text)
-            if files.expanded(name).is_dir():
-                if number is None:
-                    raise InferenceError(
-                        f"the query {text!r} is a folder; name a row of it: {text}@0"
-                    )
-                queries.append(search.of_row(embeddings.read(name), number, args.kind))
-                continue
-            encoder = encoder or search.Encoder(
-                args.run or search.run_of(folders[0]), folders[0], args.kind
-            )
-            queries.append(encoder.clip(name, number))
-        note = functools.partial(print, file=sys.stderr)
-        if args.approximate:
-            hits = search.nearest_by_index(
-                folders, np.stack(queries), kind=args.kind, top=args.top, note=note
-            )
-        else:
-            if (n := sum(folder.n for folder in folders)) > MANY:
-                note(
-                    f"{n} rows are compared one by one; --approximate asks an index, which is made"
-                    " once"
-                )
-            hits = search.nearest(folders, np.stack(queries), kind=args.kind, top=args.top)
+        queries = args.like
+        hits = _hits_of_queries(args, folders)
     rows = []
     for hit in hits:
         place = places[hit.folder]
-        times = [
-            "" if np.isnan(x[hit.row]) else repr(round(float(x[hit.row]), 6))
-            for x in (place.start, place.end)
-        ]
-        where = (place.paths[hit.row], *times, place.clock[hit.row])
         rows.append(
-            (
-                *where,
-                f"{hit.score:.4f}",
-                names[hit.query],
-                str(folders[hit.folder].folder),
-                str(hit.row),
+            Row(
+                file=place.paths[hit.row],
+                start=_seconds(place.start[hit.row]),
+                end=_seconds(place.end[hit.row]),
+                clock=place.clock[hit.row],
+                score=f"{hit.score:.4f}",
+                query=queries[hit.query],
+                embeddings=str(folders[hit.folder].folder),
+                row=str(hit.row),
             )
         )
     if args.out:
-        atomic_write.write_csv(args.out, [COLUMNS, *rows])
-    for file_name, start, end, clock, score, query, _, _ in rows[: 20 if args.out else args.top]:
+        atomic_write.write_csv(args.out, [Row._fields, *rows])
+    for row in rows[: 20 if args.out else args.top]:
+        clock = f"  {row.clock}" if row.clock else ""
         print(
-            f"{score}  {file_name}  {start or '?'} to {end or '?'} s{f'  {clock}' if clock else ''}"
-            f"  ({query})"
+            f"{row.score}  {row.file}  {row.start or '?'} to {row.end or '?'} s{clock}"
+            f"  ({row.query})"
         )
     if args.out:
         print(f"{args.out}: {len(rows)} windows", file=sys.stderr)
     return 0
+
+
+def _seconds(value: float) -> str:
+    """Format a time, to the microsecond, or "" of nan."""
+    return "" if math.isnan(value) else repr(round(float(value), 6))
+
+
+def _hits_of_head(
+    args: argparse.Namespace, folders: Sequence["Embeddings"]
+) -> tuple[str, list["Hit"]]:
+    """Return the class of --class, and the rows that --model gives most."""
+    from jaxtrain.workloads.bird.inference import InferenceError, heads, search
+
+    head = heads.read(args.model)
+    if not args.label and len(head.names) > 1:
+        raise InferenceError(
+            f"{args.model} knows {', '.join(head.names[:20])}; name one of them: --class"
+        )
+    label = args.label or head.names[0]
+    (number,) = heads.read_names([label], head.names, "--class")
+    return label, search.by_head(folders, head, number, top=args.top)
+
+
+def _hits_of_queries(args: argparse.Namespace, folders: Sequence["Embeddings"]) -> list["Hit"]:
+    """Return the rows nearest to --like."""
+    import numpy as np
+
+    from jaxtrain.workloads.bird.inference import InferenceError, embeddings, search
+
+    queries = []
+    encoder = None
+    for query in args.like:
+        name, number = search.split_query(query)
+        if files.expanded(name).is_dir():
+            if number is None:
+                raise InferenceError(
+                    f"the query {query!r} is a folder; name a row of it: {query}@0"
+                )
+            queries.append(search.of_row(embeddings.read(name), number, args.kind))
+            continue
+        if encoder is None:
+            run = args.run or search.run_of(folders[0])
+            encoder = search.Encoder(run, folders[0], args.kind)
+        queries.append(encoder.clip(name, number))
+    features = np.stack(queries)
+    note = functools.partial(print, file=sys.stderr)
+    if args.approximate:
+        return search.nearest_by_index(folders, features, kind=args.kind, top=args.top, note=note)
+    n_rows = sum(folder.n for folder in folders)
+    if n_rows > MANY:
+        note(
+            f"{n_rows} rows are compared one by one; --approximate asks an index, which is made"
+            " once"
+        )
+    return search.nearest(folders, features, kind=args.kind, top=args.top)

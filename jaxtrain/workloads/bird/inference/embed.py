@@ -82,8 +82,8 @@ def embed(
         "clips": encoder.clips(data),
     }
     shapes = {}
-    for name, x in setup.shapes.items():
-        shapes[name] = jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
+    for name, output in setup.shapes.items():
+        shapes[name] = jax.ShapeDtypeStruct((n, *output.shape[1:]), output.dtype)
     files = _open(out, shapes, start)
     if not start:
         with atomic_write.file(out / ROWS) as rows_file:

@@ -46,14 +46,13 @@ class Fitted(NamedTuple):
     penalty: float
 
 
-# Arrays by name, logits by them: arrays, x -> [n, C].
-# weight [n, C], penalties -> arrays of each
+# The weights of rows [n, C], penalties -> the arrays of a head by name, for each penalty.
 Solve = Callable[[np.ndarray, Sequence[float]], list[dict[str, np.ndarray]]]
 
 
 def fit(
     folders: Sequence[Embeddings],
-    given: Examples,
+    examples: Examples,
     *,
     method: str = "linear",
     pool: str = "mean",
@@ -65,97 +64,128 @@ def fit(
 
     ``pool``: the features that linear and prototypes read. ``prototypes``: of a class, of patches.
     """
-    for each in folders[1:]:
-        if (each.encoder, dict(each.front_end)) != (folders[0].encoder, dict(folders[0].front_end)):
-            other = f"is of another encoder or front end than {folders[0].folder}"
-            raise InferenceError(f"{each.folder} {other}; embed both by one run")
-    x = _features(folders, given, "patches" if method == "patches" else pool)
-    y, known = given.y, given.known
-    softmax = given.exclusive
+    _refuse_unlike(folders)
+    x = _features(folders, examples, "patches" if method == "patches" else pool)
+    y = examples.y
+    softmax = examples.exclusive
     solve, penalties = _solver(method, x, y, softmax, prototypes, seed)
-    fold = folds_of(given, seed)
-    n_folds = int(fold.max()) + 1 if fold.any() else 0
-    penalty, scale, offset = USUAL[method], 1.0, 0.0
-    bounds = np.full(len(given.names), precision, np.float32)
-    average = np.full(len(given.names), np.nan)
-    if n_folds:
-        penalty, out = _cross_validated(method, solve, penalties, x, given, fold)
-        scale, offset = calibrated(out, y, known, softmax)
-        z = scale * out + offset
-        scores = np.asarray(jax.nn.softmax(z) if softmax else jax.nn.sigmoid(z), np.float64)
-        for c in range(len(given.names)):
-            rows = known[:, c] > 0
-            average[c] = average_precision_score(y[rows, c], scores[rows, c])
-            if y[rows, c].sum() >= MIN_EXAMPLES:
-                bounds[c] = threshold(scores[rows, c], y[rows, c], precision)
-    (arrays,) = solve(known, [penalty])
+    fold = folds_of(examples, seed)
+    if fold.any():
+        n_folds = int(fold.max()) + 1
+        penalty, held_out = _cross_validated(method, solve, penalties, x, examples, fold)
+        scale, offset = calibrated(held_out, y, examples.known, softmax)
+        to_scores = jax.nn.softmax if softmax else jax.nn.sigmoid
+        scores = np.asarray(to_scores(scale * held_out + offset), np.float64)
+        average, bounds = _measured(scores, examples, precision)
+    else:
+        n_folds = 0
+        penalty = USUAL[method]
+        scale = 1.0
+        offset = 0.0
+        average = np.full(len(examples.names), np.nan)
+        bounds = np.full(len(examples.names), precision, np.float32)
+    (arrays,) = solve(examples.known, [penalty])
     factor = "w" if method == "linear" else "scale"
-    arrays |= {factor: arrays[factor] * scale, "b": arrays["b"] * scale + offset}
-    arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
+    arrays[factor] = arrays[factor] * scale
+    arrays["b"] = arrays["b"] * scale + offset
+    n_examples = (y * examples.known).sum(0)
     about = {
         "method": method,
         "penalty": penalty,
         "precision": precision,
         "folds": n_folds,
-        "examples": [int(n) for n in (y * known).sum(0)],
+        "examples": [int(n) for n in n_examples],
         "rows": len(y),
-        "embeddings": [str(e.folder) for e in folders],
+        "embeddings": [str(folder.folder) for folder in folders],
     }
     head = Head(
-        method,
-        "mean" if method == "patches" else pool,
-        "softmax" if softmax else "sigmoid",
-        arrays,
-        given.names,
-        "",
-        bounds,
-        folders[0].encoder,
-        dict(folders[0].front_end),
-        about,
+        kind=method,
+        pool="mean" if method == "patches" else pool,
+        scores="softmax" if softmax else "sigmoid",
+        arrays={name: np.asarray(value, np.float32) for name, value in arrays.items()},
+        names=examples.names,
+        name="",
+        thresholds=bounds,
+        encoder=folders[0].encoder,
+        front_end=dict(folders[0].front_end),
+        about=about,
     )
     return Fitted(head, average, n_folds, penalty)
 
 
-def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.ndarray:
-    """float32 [n, D], or of patches [n, N, D], views side by side."""
-    parts, size = [], 0
-    for each, rows in zip(folders, given.rows, strict=True):
-        shape = each.array(kind, 4 if kind == "patches" else 2).shape
-        size += len(rows) * int(np.prod(shape[1:])) * 4
-        if size > MAX_BYTES:
-            gib = MAX_BYTES >> 30
+def _refuse_unlike(folders: Sequence[Embeddings]) -> None:
+    first = folders[0]
+    for folder in folders[1:]:
+        is_same_encoder = folder.encoder == first.encoder
+        if not is_same_encoder or dict(folder.front_end) != dict(first.front_end):
             raise InferenceError(
-                f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples"
+                f"{folder.folder} is of another encoder or front end than {first.folder}; embed"
+                " both by one run"
             )
-        x = each.features(kind, rows)
-        parts.append(x.reshape(len(rows), -1, shape[-1]) if kind == "patches" else x)
+
+
+def _measured(
+    scores: np.ndarray, examples: Examples, precision: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return average precision and threshold of each class, from held-out scores [n, C]."""
+    n_classes = len(examples.names)
+    average = np.full(n_classes, np.nan)
+    bounds = np.full(n_classes, precision, np.float32)
+    for c in range(n_classes):
+        rows = examples.known[:, c] > 0
+        y = examples.y[rows, c]
+        average[c] = average_precision_score(y, scores[rows, c])
+        if y.sum() >= MIN_EXAMPLES:
+            bounds[c] = threshold(scores[rows, c], y, precision)
+    return average, bounds
+
+
+def _features(folders: Sequence[Embeddings], examples: Examples, kind: str) -> np.ndarray:
+    """float32 [n, D], or of patches [n, N, D], views side by side."""
+    parts = []
+    n_bytes = 0
+    for folder, rows in zip(folders, examples.rows, strict=True):
+        shape = folder.array(kind, 4 if kind == "patches" else 2).shape
+        n_bytes += len(rows) * int(np.prod(shape[1:])) * 4
+        if n_bytes > MAX_BYTES:
+            raise InferenceError(
+                f"the patches of {len(examples.y)} rows take more than {MAX_BYTES >> 30} GiB; give"
+                " fewer examples"
+            )
+        x = folder.features(kind, rows)
+        if kind == "patches":
+            x = x.reshape(len(rows), -1, shape[-1])
+        parts.append(x)
     if len({part.shape[1:] for part in parts}) > 1:
         raise InferenceError("the folders have features of different sizes; embed all by one run")
     return np.concatenate(parts)
 
 
-def folds_of(given: Examples, seed: int) -> np.ndarray:
+def folds_of(examples: Examples, seed: int) -> np.ndarray:
     """Return the fold of each row, int64 [n], all 0 if too few allow none. Classes are spread.
 
     A recording is in one fold, unless some class is in one recording only.
     """
-    y = given.y * given.known
-
-    def smallest(group: np.ndarray) -> int:
-        return min(len(np.unique(group[each > 0])) for each in y.T)
-
-    group = given.group if smallest(given.group) > 1 else np.arange(len(y))
-    fold, n = np.zeros(len(y), np.int64), min(FOLDS, smallest(group))
-    if n < 2:
+    y = examples.y * examples.known
+    group = examples.group
+    if _fewest_groups(y, group) <= 1:
+        group = np.arange(len(y))
+    fold = np.zeros(len(y), np.int64)
+    n_folds = min(FOLDS, _fewest_groups(y, group))
+    if n_folds < 2:
         return fold
-    main = np.where(y.any(1), y.argmax(1), y.shape[1])
+    main_class = np.where(y.any(1), y.argmax(1), y.shape[1])
+    splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=seed)
     # rows without a class may be fewer than folds
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        for k, (_, rows) in enumerate(
-            StratifiedGroupKFold(n, shuffle=True, random_state=seed).split(y, main, group)
-        ):
+        for k, (_, rows) in enumerate(splitter.split(y, main_class, group)):
             fold[rows] = k
     return fold
+
+
+def _fewest_groups(y: np.ndarray, group: np.ndarray) -> int:
+    """Return the number of groups of the class that has the fewest."""
+    return min(len(np.unique(group[of_class > 0])) for of_class in y.T)
 
 
 def _cross_validated(
@@ -163,32 +193,38 @@ def _cross_validated(
     solve: Solve,
     penalties: Sequence[float],
     x: np.ndarray,
-    given: Examples,
+    examples: Examples,
     fold: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     """Return the penalty with the least loss on held-out rows, and its logits [n, C] of them."""
-    y, known, softmax = given.y, given.known, given.exclusive
-    out = np.zeros((len(penalties), *y.shape), np.float32)
+    y = examples.y
+    known = examples.known
+    softmax = examples.exclusive
+    z = np.zeros((len(penalties), *y.shape), np.float32)
     for k in range(int(fold.max()) + 1):
-        for i, arrays in enumerate(solve(known * (fold != k)[:, None], penalties)):
-            out[i, fold == k] = logits(method, arrays, x[fold == k])
+        is_held_out = fold == k
+        train_weight = known * ~is_held_out[:, None]
+        for i, arrays in enumerate(solve(train_weight, penalties)):
+            z[i, is_held_out] = logits(method, arrays, x[is_held_out])
     losses = []
-    for z in out:
+    for of_penalty in z:
         # a scale that is not learned must not decide
-        scale, offset = calibrated(z, y, known, softmax)
-        losses.append(logistic.loss(scale * z + offset, y, softmax=softmax, known=known))
+        scale, offset = calibrated(of_penalty, y, known, softmax)
+        calibrated_z = scale * of_penalty + offset
+        losses.append(logistic.loss(calibrated_z, y, softmax=softmax, known=known))
     best = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
-    return penalties[best], out[best]
+    return penalties[best], z[best]
 
 
 def logits(method: str, arrays: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Logits [rows, classes] of a fitted head. ``x``: pooled features, or those of patches."""
-    given = {name: jnp.asarray(value) for name, value in arrays.items()}
+    on_device = {name: jnp.asarray(value) for name, value in arrays.items()}
     x = x if method == "patches" else x[:, None]
-    parts = [jnp.asarray(x[i : i + 64]) for i in range(0, len(x), 64)]
-    return np.concatenate(
-        [np.asarray(heads.logits(method, given, part[:, 0], part)) for part in parts]
-    )
+    parts = []
+    for first in range(0, len(x), 64):
+        part = jnp.asarray(x[first : first + 64])
+        parts.append(np.asarray(heads.logits(method, on_device, part[:, 0], part)))
+    return np.concatenate(parts)
 
 
 def calibrated(
@@ -200,13 +236,13 @@ def calibrated(
     class alone, without a prior. A softmax needs no offset.
     """
 
-    def total(at: np.ndarray) -> float:
-        fit = logistic.loss(np.exp(at[0]) * z + at[1], y, softmax=softmax, known=known)
-        return float(fit + PRIOR * (at[0] ** 2 + at[1] ** 2 / 100))
+    def total(log_scale_and_offset: np.ndarray) -> float:
+        log_scale, offset = log_scale_and_offset
+        loss = logistic.loss(np.exp(log_scale) * z + offset, y, softmax=softmax, known=known)
+        return float(loss + PRIOR * (log_scale**2 + offset**2 / 100))
 
-    log_scale, offset = minimize(
-        total, (0.0, 0.0), bounds=((-4, 4), (0, 0) if softmax else (None, None))
-    ).x
+    bounds = ((-4, 4), (0, 0) if softmax else (None, None))
+    log_scale, offset = minimize(total, (0.0, 0.0), bounds=bounds).x
     return float(np.exp(log_scale)), float(offset)
 
 
@@ -215,12 +251,15 @@ def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
 
     Of equal ones the highest: between the last of ``y`` and what is below it.
     """
-    reached, found, bounds = precision_recall_curve(y, scores)
-    good = np.flatnonzero(reached[:-1] >= precision)
-    if not len(good):
-        return float(min(1.0, np.nextafter(np.float32(bounds[-1]), np.float32(2))))
-    best = good[np.flatnonzero(found[good] == found[good].max())[-1]]
-    return float((bounds[best] + (bounds[best - 1] if best else 0.0)) / 2)
+    precisions, recalls, bounds = precision_recall_curve(y, scores)
+    precise = np.flatnonzero(precisions[:-1] >= precision)
+    if not len(precise):
+        above_all = np.nextafter(np.float32(bounds[-1]), np.float32(2))
+        return float(min(1.0, above_all))
+    recall = recalls[precise]
+    best = precise[np.flatnonzero(recall == recall.max())[-1]]
+    below = bounds[best - 1] if best else 0.0
+    return float((bounds[best] + below) / 2)
 
 
 def _solver(
@@ -228,45 +267,59 @@ def _solver(
 ) -> tuple[Solve, Sequence[float]]:
     """Return the function that fits arrays to rows by their weights, and the penalties to try."""
     if method == "linear":
-        mean, std = x.mean(0), x.std(0) + 1e-6
-        standard = ((x - mean) / std).astype(np.float32)
-
-        def linear(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
-            rows, found = weight.any(1), []
-            n = rows.sum() if softmax else weight.sum()
-            for penalty in penalties:
-                w, b = logistic.fit(
-                    standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n
-                )
-                found.append({"w": w / std[:, None], "b": b - (mean / std) @ w})
-            return found
-
-        return linear, logistic.PENALTIES
-    flat = x.reshape(-1, x.shape[-1])
-    mean = flat.mean(0)
+        return _linear_solver(x, y, softmax), logistic.PENALTIES
+    mean = x.reshape(-1, x.shape[-1]).mean(0)
     directions = np.asarray(heads.unit(jnp.asarray(x - mean)))
     ones = np.ones(y.shape[1], np.float32)
     if method == "prototypes":
 
-        def means(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
+        def solve_means(
+            weight: np.ndarray, penalties: Sequence[float]
+        ) -> list[dict[str, np.ndarray]]:
             del penalties
             p = np.asarray(heads.unit(jnp.asarray((y * weight).T @ directions)))
             return [{"mean": mean, "prototypes": p[:, None], "scale": 10 * ones, "b": 0 * ones}]
 
-        return means, (0.0,)
+        return solve_means, (0.0,)
 
-    def patches(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
+    def solve_patches(
+        weight: np.ndarray, penalties: Sequence[float]
+    ) -> list[dict[str, np.ndarray]]:
         begin = _telling(directions, y, weight, prototypes, seed)
-        found = []
+        heads_arrays = []
         for penalty in penalties:
-            p, scale, b = map(
-                np.asarray,
-                _learn(directions, y, weight, begin, np.float32(penalty), softmax=softmax),
+            pull = np.float32(penalty)
+            p, scale, b = _learn(directions, y, weight, begin, pull, softmax=softmax)
+            heads_arrays.append(
+                {
+                    "mean": mean,
+                    "prototypes": np.asarray(p),
+                    "scale": np.asarray(scale) * ones,
+                    "b": np.asarray(b),
+                }
             )
-            found.append({"mean": mean, "prototypes": p, "scale": scale * ones, "b": b})
-        return found
+        return heads_arrays
 
-    return patches, PULLS
+    return solve_patches, PULLS
+
+
+def _linear_solver(x: np.ndarray, y: np.ndarray, softmax: bool) -> Solve:
+    mean = x.mean(0)
+    std = x.std(0) + 1e-6
+    standard = ((x - mean) / std).astype(np.float32)
+
+    def solve(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
+        rows = weight.any(1)
+        n = rows.sum() if softmax else weight.sum()
+        heads_arrays = []
+        for penalty in penalties:
+            w, b = logistic.fit(
+                standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n
+            )
+            heads_arrays.append({"w": w / std[:, None], "b": b - (mean / std) @ w})
+        return heads_arrays
+
+    return solve
 
 
 def _telling(
@@ -274,28 +327,41 @@ def _telling(
 ) -> np.ndarray:
     """Return ``k`` patches a class, near to its rows and far from others', float32 [C, K, D]."""
     rng = np.random.default_rng(seed)
-    found = []
+    prototypes = []
     for c in range(y.shape[1]):
-        with_it = np.flatnonzero(y[:, c] * weight[:, c] > 0)
-        without = np.flatnonzero((1 - y[:, c]) * weight[:, c] > 0)
-        pool = directions[with_it].reshape(-1, directions.shape[-1])
-        tried = pool[rng.permutation(len(pool))[:CANDIDATES]]
-        cosines = [np.asarray(_nearest(tried, directions[rows])) for rows in (with_it, without)]
-        contrast = cosines[0].mean(0) - (cosines[1].mean(0) if len(without) else 0.0)
-        chosen: list[np.ndarray] = []
-        for i in np.argsort(-contrast, kind="stable"):  # without duplicates
-            if len(chosen) < k and all(float(tried[i] @ each) < 0.9 for each in chosen):
-                chosen.append(tried[i])
-        while len(chosen) < k:
-            chosen.append(chosen[0])
-        found.append(np.stack(chosen))
-    return np.stack(found).astype(np.float32)
+        has_class = y[:, c] * weight[:, c] > 0
+        lacks_class = (1 - y[:, c]) * weight[:, c] > 0
+        with_class = directions[has_class]
+        without = directions[lacks_class]
+        patches = with_class.reshape(-1, directions.shape[-1])
+        candidates = patches[rng.permutation(len(patches))[:CANDIDATES]]
+        contrast = np.asarray(_nearest(candidates, with_class)).mean(0)
+        if len(without):
+            contrast = contrast - np.asarray(_nearest(candidates, without)).mean(0)
+        best_first = candidates[np.argsort(-contrast, kind="stable")]
+        prototypes.append(np.stack(_distinct(best_first, k)))
+    return np.stack(prototypes).astype(np.float32)
 
 
-def _nearest(tried: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row's nearest patch, [rows, tried]."""
-    parts = [(directions[i : i + 32] @ tried.T).max(1) for i in range(0, len(directions), 32)]
-    return np.concatenate(parts) if parts else np.zeros((0, len(tried)), np.float32)
+def _distinct(directions: np.ndarray, k: int) -> list[np.ndarray]:
+    """Return the first ``k`` that are not nearly the same, filled up with the first."""
+    distinct: list[np.ndarray] = []
+    for direction in directions:
+        if len(distinct) == k:
+            break
+        if all(float(direction @ earlier) < 0.9 for earlier in distinct):
+            distinct.append(direction)
+    n_missing = k - len(distinct)
+    return distinct + distinct[:1] * n_missing
+
+
+def _nearest(candidates: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    """Return the cosine of each row's nearest patch, [rows, candidates]."""
+    parts = []
+    for first in range(0, len(directions), 32):
+        cosine = directions[first : first + 32] @ candidates.T
+        parts.append(cosine.max(1))
+    return np.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnames=("softmax",))
@@ -311,14 +377,17 @@ def _learn(
     """Prototypes [C, K, D], their scale and offsets [C], by Adam."""
 
     def total(p: dict[str, jax.Array]) -> jax.Array:
-        cosine = jnp.einsum("bnd,ckd->bnck", directions, heads.unit(p["prototypes"])).max((1, 3))
+        unit_ckd = heads.unit(p["prototypes"])
+        cosine = jnp.einsum("bnd,ckd->bnck", directions, unit_ckd).max((1, 3))
         z = jnp.exp(p["scale"]) * cosine + p["b"][None]
         if softmax:
-            each, counted = -(y * jax.nn.log_softmax(z)).sum(1), weight[:, 0]
+            losses = -(y * jax.nn.log_softmax(z)).sum(1)
+            weights = weight[:, 0]
         else:
-            each, counted = jnp.logaddexp(0, z) - y * z, weight
-        far = jnp.square(p["prototypes"] - begin).sum((1, 2)).mean()
-        return (each * counted).sum() / counted.sum() + pull / 2 * far
+            losses = jnp.logaddexp(0, z) - y * z
+            weights = weight
+        distance = jnp.square(p["prototypes"] - begin).sum((1, 2)).mean()
+        return (losses * weights).sum() / weights.sum() + pull / 2 * distance
 
     params: dict[str, Any] = {
         "prototypes": begin,

@@ -35,6 +35,8 @@ LONGEST = 60.0  # [s] of a window that is played and drawn
 RATE = 48_000  # [Hz] that a browser is given at most
 PICTURE = 32_000  # [Hz] of a picture's sound, at least: lower rates would leave its low bands empty
 NEIGHBOURS = 6
+# Formats of which a part is read by a seek: a recording may be a day long.
+SEEKABLE = (".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")
 MAX_RECORDING = 4 << 30  # [bytes] of a recording that is decoded whole
 MAX_NAME = 200  # [characters] of a class
 
@@ -58,69 +60,75 @@ class Session:
         self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None
     ):
         """Read earlier answers from ``out``. Raises InferenceError."""
-        self.items, self._out, self._neighbours = items, out, neighbours
+        self.items = items
+        self._out = out
+        self._neighbours = neighbours
         self._lock = threading.Lock()
-        self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
-        self._at = {self._key(item): i for i, item in enumerate(items)}
+        self._keys = {self._key(item) for item in items}
         self._by_recording: dict[str, list[int]] = defaultdict(list)
-        for i in sorted(range(len(items)), key=lambda i: items[i].start):
-            self._by_recording[items[i].name].append(i)
+        for number in sorted(range(len(items)), key=self._start):
+            self._by_recording[items[number].name].append(number)
+        self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
         if out.exists():
             table = tables.read(out)
             if table.columns != list(COLUMNS):
                 raise InferenceError(f"--out {out} is no table of answers; name a new file")
             for _, row in table.rows():
-                self._answers[row["file"], row["start"], row["end"], row["asked"]] = dict(row)
-        named = [item.label for item in items] + [each["label"] for each in self._answers.values()]
-        self.labels = sorted(set(named) - {""})
+                key = (row["file"], row["start"], row["end"], row["asked"])
+                self._answers[key] = dict(row)
+        labels = {item.label for item in items}
+        labels |= {row["label"] for row in self._answers.values()}
+        self.labels = sorted(labels - {""})
 
     @staticmethod
     def _key(item: Item) -> tuple[str, str, str, str]:
         return item.name, detections.seconds(item.start), detections.seconds(item.end), item.label
 
+    def _start(self, number: int) -> float:
+        return self.items[number].start
+
     def about(self, number: int) -> dict[str, Any]:
         """Return the content of the page for a window. Raises IndexError."""
         item = self.items[number]
-        nearby = sorted(
-            self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start)
+        nearest_first = sorted(
+            self._by_recording[item.name], key=lambda i: abs(self._start(i) - item.start)
         )
+        nearby = sorted(nearest_first[1 : NEIGHBOURS + 1], key=self._start)
         similar = self._neighbours.near(number, NEIGHBOURS) if self._neighbours else ()
         return {
             **self._brief(number),
             "file": item.name,
             "end": item.end,
             "clock": item.clock,
-            "nearby": [
-                self._brief(i)
-                for i in sorted(nearby[1 : NEIGHBOURS + 1], key=lambda i: self.items[i].start)
-            ],
+            "nearby": [self._brief(i) for i in nearby],
             "similar": [{**self._brief(i), "cosine": round(cosine, 3)} for i, cosine in similar],
         }
 
     def _brief(self, number: int) -> dict[str, Any]:
         item = self.items[number]
-        found = self._answers.get(self._key(item), {})
+        row = self._answers.get(self._key(item), {})
         return {
             "number": number,
             "start": item.start,
             "label": item.label,
             "score": None if np.isnan(item.score) else item.score,
-            "answer": found.get("answer", ""),
-            "said": found.get("label", ""),
+            "answer": row.get("answer", ""),
+            "said": row.get("label", ""),
         }
 
     def counts(self) -> dict[str, int]:
+        """Return the number of windows, and of those with each answer."""
         with self._lock:
-            kinds = [self._answers[key]["answer"] for key in self._at if key in self._answers]
-        return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
+            answers = [self._answers[key]["answer"] for key in self._keys if key in self._answers]
+        return {"items": len(self.items), **{kind: answers.count(kind) for kind in ANSWERS}}
 
     def first_open(self) -> int:
         """Return the first window without an answer, or the last one."""
         with self._lock:
-            return next(
-                (i for i, item in enumerate(self.items) if self._key(item) not in self._answers),
-                len(self.items) - 1,
-            )
+            for number, item in enumerate(self.items):
+                if self._key(item) not in self._answers:
+                    return number
+        return len(self.items) - 1
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
         """Note an answer and write the table. Raises InferenceError, IndexError, OSError."""
@@ -132,30 +140,39 @@ class Session:
         if len(label) > MAX_NAME or any(ord(c) < 32 for c in label):
             raise InferenceError(f"the class has {len(label)} characters; use at most {MAX_NAME}")
         item = self.items[number]
-        named = (label or item.label) if answer == "yes" else ""
-        if answer == "yes" and not named:
-            raise InferenceError("nothing says which class it is; name one")
-        score = "" if np.isnan(item.score) else f"{item.score:.4f}"
-        row = dict(
-            zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, score), strict=True)
-        )
+        heard = ""
+        if answer == "yes":
+            heard = label or item.label
+            if not heard:
+                raise InferenceError("nothing says which class it is; name one")
+        key = self._key(item)
+        file, start, end, asked_label = key
+        row = {
+            "file": file,
+            "start": start,
+            "end": end,
+            "label": heard,
+            "answer": answer,
+            "asked": asked_label,
+            "score": "" if np.isnan(item.score) else f"{item.score:.4f}",
+        }
         with self._lock:
-            before = self._answers.pop(self._key(item), None)
-            self._answers[self._key(item)] = row
+            earlier = self._answers.pop(key, None)
+            self._answers[key] = row
             try:
-                rows = [[each[name] for name in COLUMNS] for each in self._answers.values()]
+                rows = [[row[name] for name in COLUMNS] for row in self._answers.values()]
                 atomic_write.write_csv(self._out, [COLUMNS, *rows])
             except OSError:
-                self._answers.pop(self._key(item))
-                if before:
-                    self._answers[self._key(item)] = before
+                self._answers.pop(key)
+                if earlier:
+                    self._answers[key] = earlier
                 raise
-            if named and named not in self.labels:
-                self.labels = sorted([*self.labels, named])
+            if heard and heard not in self.labels:
+                self.labels = sorted([*self.labels, heard])
 
 
 def read(
-    given: str,
+    source: str,
     *,
     root: str = "",
     order: str = "table",
@@ -172,7 +189,7 @@ def read(
     of a table without labels. ``errors`` takes lines without a window. Raises InferenceError: a
     table without the columns, or that names recordings that are not there or not below the root.
     """
-    path = files.expanded(given)
+    path = files.expanded(source)
     if path.is_dir():
         root = root or sources.root_of(path)
         path = path / "detections.csv"
@@ -181,63 +198,90 @@ def read(
             f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain"
             " search`"
         )
-    reading, errors = reading or columns.Options(), errors or Errors()
-    reading = dataclasses.replace(reading, optional=bool(label))
-    table = tables.Table(path, *tables.read_text(path, reading.encoding))
+    errors = errors or Errors()
+    reading = dataclasses.replace(reading or columns.Options(), optional=bool(label))
+    text, encoding = tables.read_text(path, reading.encoding)
+    table = tables.Table(path, text, encoding)
     layout = columns.find(table, reading)
-    if not all(layout.used[meaning] for meaning in ("file", "start")):
+    if not layout.used["file"] or not layout.used["start"]:
         raise InferenceError(
             f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end"
         )
-    roots: dict[str, str] = {}
-    finders: dict[str, Finder] = {}
-    rows = []
+    places = _Places(path, root)
+    items = []
     for line in lines.read(layout, reading, errors):
         if line.start is None or line.end is None or not 0 <= line.start < line.end:
             raise InferenceError(
                 f"{line.where}: the times {line.start} to {line.end} s are no part of a recording"
             )
-        folder, of = root, layout.text(line.row, "embeddings")
-        if not folder and of:
-            if of not in roots:
-                roots[of] = embeddings.read(of).root
-            folder = roots[of]
-        folder = os.path.abspath(folder or path.parent)
-        place = os.path.normpath(os.path.join(folder, line.file))
-        if not os.path.isfile(place):
-            finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Errors()))
-            place = finder.find(line.file, path, line.where) or place
-        clock, score = (
-            layout.text(line.row, "clock"),
-            detections.number_of(layout.text(line.row, "score")),
-        )
-        names = [name for name in line.labels or (label,) if not label or name == label]
-        rows += [(place, line.start, line.end, name, score, clock) for name in names]
+        recording = places.find(line.file, layout.text(line.row, "embeddings"), line.where)
+        clock = layout.text(line.row, "clock")
+        score = detections.number_of(layout.text(line.row, "score"))
+        for name in line.labels or (label,):
+            if not label or name == label:
+                items.append(Item(recording, "", line.start, line.end, name, score, clock))
     inference.refuse(errors)
-    if not rows:
+    if not items:
+        of_class = f" of the class {label!r}" if label else ""
+        raise InferenceError(f"{path} has no line{of_class} to review")
+    recordings = sorted({item.path for item in items})
+    top = places.top(recordings)
+    for recording in recordings:
+        _refuse_outside(recording, top, path)
+    below_top = []
+    for item in items:
+        name = os.path.relpath(item.path, top).replace(os.sep, "/")
+        below_top.append(item._replace(name=name))
+    return ordered(below_top, order)
+
+
+class _Places:
+    """Finds the recordings that a table names."""
+
+    def __init__(self, table: pathlib.Path, root: str):
+        self._table = table
+        self._root = root
+        self._roots: dict[str, str] = {}  # by folder of embeddings
+        self._finders: dict[str, Finder] = {}  # by root
+
+    def find(self, file: str, embeddings_folder: str, where: str) -> str:
+        """Return the path of a recording. Raises InferenceError."""
+        root = self._root
+        if not root and embeddings_folder:
+            if embeddings_folder not in self._roots:
+                self._roots[embeddings_folder] = embeddings.read(embeddings_folder).root
+            root = self._roots[embeddings_folder]
+        folder = os.path.abspath(root or self._table.parent)
+        path = os.path.normpath(os.path.join(folder, file))
+        if os.path.isfile(path):
+            return path
+        if folder not in self._finders:
+            self._finders[folder] = Finder(pathlib.Path(folder), Errors())
+        return self._finders[folder].find(file, self._table, where) or path
+
+    def top(self, recordings: Sequence[str]) -> str:
+        """Return the folder that every recording must lie below."""
+        if not self._root and not self._roots:
+            return os.path.commonpath([os.path.dirname(path) for path in recordings])
+        root = self._root
+        roots = set(self._roots.values()) - {""}
+        if not root and len(roots) == 1:
+            root = roots.pop()
+        return os.path.abspath(files.expanded(root) or ".")
+
+
+def _refuse_outside(recording: str, top: str, table: pathlib.Path) -> None:
+    real_top = os.path.join(os.path.realpath(top), "")
+    if not os.path.realpath(recording).startswith(real_top):
         raise InferenceError(
-            f"{path} has no line{f' of the class {label!r}' if label else ''} to review"
+            f"{table} names {recording}, which is not below {top}; name the folder of the"
+            " recordings: --root"
         )
-    tops = set(roots.values()) - {""}
-    top = os.path.abspath(files.expanded(root or (tops.pop() if len(tops) == 1 else "")) or ".")
-    if not root and not roots:
-        top = os.path.commonpath([os.path.dirname(row[0]) for row in rows])
-    for place in sorted({row[0] for row in rows}):
-        inside = os.path.join(os.path.realpath(top), "")
-        if not os.path.realpath(place).startswith(inside):
-            raise InferenceError(
-                f"{path} names {place}, which is not below {top}; name the folder of the"
-                " recordings: --root"
-            )
-        if not os.path.isfile(place):
-            raise InferenceError(
-                f"{path} names {place}, which is not there; name the folder of the recordings:"
-                " --root"
-            )
-    items = [
-        Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows
-    ]
-    return ordered(items, order)
+    if not os.path.isfile(recording):
+        raise InferenceError(
+            f"{table} names {recording}, which is not there; name the folder of the recordings:"
+            " --root"
+        )
 
 
 def ordered(items: Sequence[Item], order: str) -> list[Item]:
@@ -246,42 +290,45 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
         return list(items)
     if order == "best":
         return sorted(items, key=lambda item: -np.nan_to_num(item.score))
-    unsure = sorted(items, key=lambda item: abs(np.nan_to_num(item.score) - 0.5))
+    least_certain_first = sorted(items, key=lambda item: abs(np.nan_to_num(item.score) - 0.5))
     if order == "uncertain":
-        return unsure
-    seen: Counter[tuple[str, str]] = Counter()
+        return least_certain_first
+    n_earlier: Counter[tuple[str, str]] = Counter()
     turns = []
-    for item in unsure:
-        turns.append(seen[item.label, item.name])
-        seen[item.label, item.name] += 1
-    return [unsure[i] for i in np.argsort(turns, kind="stable")]
+    for item in least_certain_first:
+        turns.append(n_earlier[item.label, item.name])
+        n_earlier[item.label, item.name] += 1
+    return [least_certain_first[i] for i in np.argsort(turns, kind="stable")]
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
     """Return sound around a window, float32 [n], rate, and begin [s]. Raises InferenceError."""
     try:
-        if item.path.lower().endswith((".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")):
-            # by its seek: a recording may be a day long
+        if item.path.lower().endswith(SEEKABLE):
             with soundfile.SoundFile(item.path) as file:
-                rate, n = file.samplerate, file.frames
-                first, length = _part(item, rate, n)
+                rate = file.samplerate
+                first, length = _part(item, rate, file.frames)
                 file.seek(first)
                 x = file.read(length, dtype="float32", always_2d=True).mean(1)
         else:
             content = files.read(pathlib.Path(item.path), most=MAX_RECORDING)
-            _, rate, n = spectrogram.decode(content, 0, 0)
-            first, length = _part(item, rate, n)
+            _, rate, n_samples = spectrogram.decode(content, 0, 0)
+            first, length = _part(item, rate, n_samples)
             x = spectrogram.decode(content, first, length)[0]
     except (OSError, ValueError, RuntimeError) as error:
         raise InferenceError(f"{item.name}: {str(error)[:200]}") from error
     return np.nan_to_num(x).astype(np.float32), rate, item.start - first / rate
 
 
-def _part(item: Item, rate: int, n: int) -> tuple[int, int]:
+def _part(item: Item, rate: int, n_samples: int) -> tuple[int, int]:
+    """Return the first sample and the number of samples to show. Raises ValueError."""
+    end = min(item.end, item.start + LONGEST)
     first = max(0, round((item.start - CONTEXT) * rate))
-    last = min(n, round((min(item.end, item.start + LONGEST) + CONTEXT) * rate))
+    last = min(n_samples, round((end + CONTEXT) * rate))
     if first >= last:
-        raise ValueError(f"it has {n / rate:.3f} s, and the window begins at {item.start:g} s")
+        raise ValueError(
+            f"it has {n_samples / rate:.3f} s, and the window begins at {item.start:g} s"
+        )
     return first, last - first
 
 
@@ -289,15 +336,12 @@ def sound(item: Item) -> bytes:
     """Return a WAV of 16 bits of `wave`, as loud as it can be. Raises InferenceError."""
     x, rate, _ = wave(item)
     if rate > RATE:
-        x, rate = _rust.resample(np.ascontiguousarray(x), rate, RATE), RATE
+        x = _rust.resample(np.ascontiguousarray(x), rate, RATE)
+        rate = RATE
+    loudest = float(np.abs(x).max(initial=0))
+    x = 0.9 * x / max(loudest, 1e-4)
     file = io.BytesIO()
-    soundfile.write(
-        file,
-        0.9 * x / max(float(np.abs(x).max(initial=0)), 1e-4),
-        rate,
-        format="WAV",
-        subtype="PCM_16",
-    )
+    soundfile.write(file, x, rate, format="WAV", subtype="PCM_16")
     return file.getvalue()
 
 
@@ -308,18 +352,20 @@ def picture(item: Item) -> bytes:
     """
     from PIL import Image
 
-    x, rate, begins = wave(item)
-    of = FrontEnd(sample_rate=min(max(rate, PICTURE), RATES[1]))
-    seconds = max(len(x) / rate, 2 * of.window_ms / 1e3)
-    n_frames = of.n_clip_frames(round(seconds * of.sample_rate))
-    mel = spectrogram.front_end(x, rate, clip_seconds=seconds, n_frames=n_frames, of=of)
+    x, rate, begin = wave(item)
+    settings = FrontEnd(sample_rate=min(max(rate, PICTURE), RATES[1]))
+    seconds = max(len(x) / rate, 2 * settings.window_ms / 1e3)
+    n_frames = settings.n_clip_frames(round(seconds * settings.sample_rate))
+    mel = spectrogram.front_end(x, rate, clip_seconds=seconds, n_frames=n_frames, of=settings)
     low, high = np.percentile(mel, [20, 99.7])
-    grey = np.clip((mel - low) / max(high - low, 1e-3), 0, 1)
-    grey = (255 * (1 - grey.T[::-1])).astype(np.uint8)
-    for at in (begins, begins + min(item.end - item.start, LONGEST)):
-        column = round(at * of.sample_rate / of.hop)
-        if 0 < column < grey.shape[1] - 1:
+    loudness = np.clip((mel - low) / max(high - low, 1e-3), 0, 1)
+    grey = (255 * (1 - loudness.T[::-1])).astype(np.uint8)
+    width = grey.shape[1]
+    for time in (begin, begin + min(item.end - item.start, LONGEST)):
+        column = round(time * settings.sample_rate / settings.hop)
+        if 0 < column < width - 1:
             grey[::4, column] = 128
+    size = (min(1200, max(300, 2 * width)), 256)
     file = io.BytesIO()
-    Image.fromarray(grey).resize((min(1200, max(300, 2 * grey.shape[1])), 256)).save(file, "PNG")
+    Image.fromarray(grey).resize(size).save(file, "PNG")
     return file.getvalue()

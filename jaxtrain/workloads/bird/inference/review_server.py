@@ -9,6 +9,7 @@ import pathlib
 import re
 import secrets
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.telemetry import loopback
@@ -38,108 +39,98 @@ class _Handler(loopback.Handler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        self._length = int(length) if length.isdecimal() and len(length) < 10 else MAX_BODY + 1
+        is_number = length.isdecimal() and len(length) < 10
+        n_bytes = int(length) if is_number else MAX_BODY + 1
         # Read before it is refused: a connection that is closed on unread bytes loses its answer.
-        self._body = self.rfile.read(min(self._length, 10 * MAX_BODY))
-        self._answer(self._post)
+        body = self.rfile.read(min(n_bytes, 10 * MAX_BODY))
+        self._answer(lambda path: self._post(path, body, n_bytes))
 
-    def _answer(self, action: Any) -> None:
+    def _answer(self, action: Callable[[str], None]) -> None:
         path, _, query = self.path.partition("?")
-        if not self.is_allowed(
-            self.headers.get("X-Token") or urllib.parse.parse_qs(query).get("token", [""])[0]
-        ):
-            return self._send(
+        in_query = urllib.parse.parse_qs(query).get("token", [""])[0]
+        if not self.is_allowed(self.headers.get("X-Token") or in_query):
+            self._refuse(
                 403,
-                {
-                    "error": (
-                        "open the address that jaxtrain review printed: its token is missing or"
-                        " wrong"
-                    )
-                },
+                "open the address that jaxtrain review printed: its token is missing or wrong",
             )
+            return
         try:
             action(path)
         except ValueError as error:
-            self._send(400, {"error": str(error)})
+            self._refuse(400, str(error))
         except IndexError:
-            self._send(404, {"error": "there is no such window"})
+            self._refuse(404, "there is no such window")
         except ConnectionError:
             pass  # the client is gone
         except OSError as error:
             reason = error.strerror or error
-            self._send(
-                500,
-                {
-                    "error": (
-                        f"the answer was not saved: {reason}; free some space, then answer again"
-                    )
-                },
+            self._refuse(
+                500, f"the answer was not saved: {reason}; free some space, then answer again"
             )
 
     def _get(self, path: str) -> None:
-        session = self.server.session
-        found = re.fullmatch(r"/(item|sound|picture)/(\d{1,9})", path)
         if path == "/":
-            nonce = secrets.token_urlsafe(12)
-            body = PAGE.read_text().replace("NONCE", nonce).encode()
-            policy = (
-                f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline';"
-                " frame-ancestors 'none'"
-            )
-            self._send(200, body, "text/html; charset=utf-8", policy)
-        elif path == "/open":
-            self._show(session.first_open())
-        elif found and found[1] == "item":
-            self._show(int(found[2]))
-        elif found:
-            make, kind = (
-                (review.sound, "audio/wav")
-                if found[1] == "sound"
-                else (review.picture, "image/png")
-            )
-            self._send(200, make(session.items[int(found[2])]), kind)
+            self._send_page()
+            return
+        if path == "/open":
+            self._show(self.server.session.first_open())
+            return
+        match = re.fullmatch(r"/(item|sound|picture)/(\d{1,9})", path)
+        if not match:
+            self._refuse(404, "there is no such page")
+            return
+        number = int(match[2])
+        if match[1] == "item":
+            self._show(number)
+        elif match[1] == "sound":
+            self._send(200, review.sound(self.server.session.items[number]), "audio/wav")
         else:
-            self._send(404, {"error": "there is no such page"})
+            self._send(200, review.picture(self.server.session.items[number]), "image/png")
 
-    def _post(self, path: str) -> None:
+    def _send_page(self) -> None:
+        nonce = secrets.token_urlsafe(12)
+        body = PAGE.read_text().replace("NONCE", nonce).encode()
+        policy = (
+            f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline';"
+            " frame-ancestors 'none'"
+        )
+        self._send(200, body, "text/html; charset=utf-8", policy)
+
+    def _post(self, path: str, body: bytes, n_bytes: int) -> None:
         if path != "/answer" or not self.headers.get("X-Token"):
-            return self._send(404, {"error": "there is no such page"})
-        if self._length > MAX_BODY:
-            return self._send(413, {"error": f"a request has at most {MAX_BODY} bytes"})
-        given = json.loads(self._body)
-        given = given if isinstance(given, dict) else {}
-        number, answer, label = (given.get(name) for name in ("number", "answer", "label"))
-        if (
-            type(number) is not int
-            or number < 0
-            or not isinstance(answer, str)
-            or not isinstance(label, str)
-        ):
+            self._refuse(404, "there is no such page")
+            return
+        if n_bytes > MAX_BODY:
+            self._refuse(413, f"a request has at most {MAX_BODY} bytes")
+            return
+        request = json.loads(body)
+        if not isinstance(request, dict):
+            request = {}
+        number = request.get("number")
+        answer = request.get("answer")
+        label = request.get("label")
+        if type(number) is not int or not isinstance(answer, str) or not isinstance(label, str):
             raise ValueError("expected number, answer and label")
-        self.server.session.answer(number, answer, label)
-        self._show(min(number + 1, len(self.server.session.items) - 1))
+        if number < 0:
+            raise ValueError("expected number, answer and label")
+        session = self.server.session
+        session.answer(number, answer, label)
+        self._show(min(number + 1, len(session.items) - 1))
 
     def _show(self, number: int) -> None:
         session = self.server.session
-        self._send(
-            200,
-            {
-                "item": session.about(number),
-                "counts": session.counts(),
-                "labels": session.labels[:1000],
-            },
-        )
+        content = {
+            "item": session.about(number),
+            "counts": session.counts(),
+            "labels": session.labels[:1000],
+        }
+        self._send_json(200, content)
 
-    def _send(
-        self,
-        code: int,
-        content: Any,
-        kind: str = "application/json",
-        policy: str = "default-src 'none'",
-    ) -> None:
-        body = (
-            content
-            if isinstance(content, bytes)
-            else json.dumps(content, ensure_ascii=False).encode()
-        )
+    def _refuse(self, code: int, reason: str) -> None:
+        self._send_json(code, {"error": reason})
+
+    def _send_json(self, code: int, content: dict[str, Any]) -> None:
+        self._send(code, json.dumps(content, ensure_ascii=False).encode(), "application/json")
+
+    def _send(self, code: int, body: bytes, kind: str, policy: str = "default-src 'none'") -> None:
         self.send(code, body, kind, policy=policy)

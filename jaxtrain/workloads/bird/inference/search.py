@@ -184,7 +184,8 @@ def _rank(hit: Hit) -> tuple[float, int, int]:
 def _unit(x: np.ndarray) -> np.ndarray:
     x = np.asarray(x, np.float32)
     length = np.linalg.norm(x, axis=1, keepdims=True)
-    return x / np.maximum(length, 1e-9)
+    unit: np.ndarray = x / np.maximum(length, 1e-9)
+    return unit
 
 
 def split_query(text: str) -> tuple[str, float | None]:
