@@ -168,10 +168,10 @@ def folds_of(examples: Examples, seed: int) -> np.ndarray:
     """
     y = examples.y * examples.known
     group = examples.group
-    if _fewest_groups(y, group) <= 1:
+    if _smallest_group_count(y, group) <= 1:
         group = np.arange(len(y))
     fold = np.zeros(len(y), np.int64)
-    n_folds = min(FOLDS, _fewest_groups(y, group))
+    n_folds = min(FOLDS, _smallest_group_count(y, group))
     if n_folds < 2:
         return fold
     main_class = np.where(y.any(1), y.argmax(1), y.shape[1])
@@ -183,7 +183,7 @@ def folds_of(examples: Examples, seed: int) -> np.ndarray:
     return fold
 
 
-def _fewest_groups(y: np.ndarray, group: np.ndarray) -> int:
+def _smallest_group_count(y: np.ndarray, group: np.ndarray) -> int:
     """Return the number of groups of the class that has the fewest."""
     return min(len(np.unique(group[of_class > 0])) for of_class in y.T)
 
