@@ -364,8 +364,8 @@ def _with_serial(ogg: bytes, serial: int) -> bytes:
         end = body + sum(out[at + 27 : body])
         out[at + 14 : at + 18] = serial.to_bytes(4, "little")
         out[at + 22 : at + 26] = bytes(4)  # the checksum counts as zero in itself
-        # OGG's CRC-32 has zlib's polynomial with the bits the other way round, from 0 and not
-        # inverted.
+        # OGG's CRC-32 has zlib's polynomial with the bits the other way round, begins with 0, and
+        # is not inverted.
         page = bytes(out[at:end]).translate(_REVERSED_BITS)
         crc = zlib.crc32(page, 0xFFFFFFFF) ^ 0xFFFFFFFF
         out[at + 22 : at + 26] = crc.to_bytes(4, "big").translate(_REVERSED_BITS)

@@ -24,15 +24,16 @@ class FrontEnd(checks.Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    # [Hz] of the waveform before the filter bank, to which recordings are resampled
+    # [Hz] rate that recordings are resampled to, before the filter bank
     sample_rate: int = 32_000
-    window_ms: float = 25.0  # [ms] of a frame
-    hop_ms: float = 10.0  # [ms] from one frame to the next
-    n_mels: int = 128  # [bands] of a spectrogram
+    window_ms: float = 25.0  # [ms] length of a frame
+    hop_ms: float = 10.0  # [ms] time from one frame to the next
+    n_mels: int = 128  # [bands] number of bands of a spectrogram
     f_min: float = 20.0  # [Hz] lower end of the lowest band
     f_max: float = 0.0  # [Hz] upper end of the highest band; 0 = half of sample_rate
-    mean: float = -7.2  # [ln energy] of the data's spectrograms: a row holds (x - mean) / (2 std)
-    std: float = 4.43  # [ln energy] standard deviation of the same
+    # [ln energy] mean of the data's spectrograms: a row holds (x - mean) / (2 std)
+    mean: float = -7.2
+    std: float = 4.43  # [ln energy] standard deviation of the data's spectrograms
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.within(self, f"[{RATES[0]}, {RATES[1]}]", "sample_rate")

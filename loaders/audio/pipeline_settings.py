@@ -20,8 +20,8 @@ class PipelineSettings:
     # [start, stop) of the global batch that this process reads, each
     ranges: Sequence[tuple[int, int]]
     seed: int  # in [0, 2^64)
-    # True for permuted, endless batches of random crops; False for one pass in order over centre
-    # crops
+    # True for permuted, endless batches of random crops; False for one pass in order over the
+    # centre crops
     train: bool
     # A _rust.FilterBank: the front end, at whose rate crops are taken. The stub of _rust imports
     # this module, which therefore cannot import the type.
@@ -31,8 +31,8 @@ class PipelineSettings:
     clip_samples: int  # of a crop, at the rate of the front end
     n_frames: int  # of a spectrogram, at least those of a crop
     views: int  # crops of one recording in each row
-    # What a row holds of a crop: its spectrogram, the same as bfloat16 (given as uint16), or its
-    # samples
+    # What a row holds of a crop: its spectrogram, the same as bfloat16 (which NumPy has as uint16),
+    # or its samples
     form: Literal["float32", "bfloat16", "waveform"]
     # of recordings whose row names none; None for the mean of all
     channel: int | None
@@ -41,11 +41,11 @@ class PipelineSettings:
     # testing)
     short: Literal["origin", "start", "centre", "random"]
     repeat: bool  # they are surrounded by themselves, not by silence
-    # A part that is shorter than a crop is surrounded by silence, not by what the recording holds
-    # there
+    # A part that is shorter than a crop is surrounded by silence, and not by the recording that it
+    # is a part of
     silence: bool
-    # (rows of a block, blocks of a window) of the block order in training; None for a global
-    # permutation
+    # (rows of a block, blocks of a window) of the block order in training; None for a permutation
+    # of all rows
     block: tuple[int, int] | None
     threads: int  # that decode
     depth: int  # [batches] that may be finished and queued

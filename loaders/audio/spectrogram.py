@@ -107,50 +107,59 @@ class Config(FrontEnd, checks.DataSection):
 
     # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
     train: str = "demo"
-    # [path] folder or glob of the test data; empty = test/ next to train's train/, else a share of
-    # train
+    # [path] folder or glob of the test data; empty = test/ next to train's train/, else some
+    # recordings of train
     test: str = ""
-    train_split: str = "train"  # [name] of the split of train's folder that is trained on
-    # [name] of the split that is tested on, of test's folder or else of train's
+    train_split: str = "train"  # [name] split of train's folder that is trained on
+    # [name] split that is tested on, of test's folder or else of train's
     test_split: str = "test"
-    # [share] of the recordings kept for testing without a path for it, chosen by row number
+    # [share] share of the recordings that is kept for testing, by row number, if no path or split
+    # holds test data
     test_share: float = 0.05
-    label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
-    multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
+    label: str = "ebird_code"  # [column] column of class labels (int64 ClassLabel); empty = none
+    # [bool] whether the column of labels holds lists of class labels, of any length
+    multilabel: bool = False
     background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
-    # [path] of recordings that are files, not in the shards; empty = each shard's folder
+    # [path] folder of recordings that are files of their own; empty = each shard's folder
     audio_root: str = ""
-    exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
-    # [rows] of the index that exclude was written for: with another number it names none; 0 = any
+    exclude: tuple[int, ...] = ()  # [rows] rows of train's recordings that are never read
+    # [rows] number of rows of the index that exclude was written for: with another number, exclude
+    # names none; 0 = any
     exclude_of: int = 0
-    # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
+    # [names] names of recordings that are never read: an audio.path, or an id (XC1); "@file" names
+    # a list of them, one a line
     exclude_paths: tuple[str, ...] = ()
-    # [1] times slower than life that recordings are: their rate is this times the headers'
+    # [1] factor by which recordings are slower than life: their rate is this times the headers'
     time_expansion: float = 1.0
-    clip_seconds: float = 5.0  # [s] of a recording in a row
-    # [name] of a shorter recording's place: "random" (centre in testing), "centre", "start",
-    # "origin"
+    clip_seconds: float = 5.0  # [s] length of a crop of a recording
+    # [name] place of a recording that is shorter than a crop: "random" (in testing the centre),
+    # "centre", "start", or "origin" (in testing the centre, else the start)
     short: str = "random"
-    # [name] of its surroundings: "silence", or "repeat", itself again and again
+    # [name] surroundings of a recording that is shorter than a crop: "silence", or "repeat", the
+    # recording itself again and again
     short_fill: str = "silence"
-    # [name] of the surroundings of a shorter part: the "recording" itself, or "silence"
+    # [name] surroundings of a part that is shorter than a crop: the "recording" around it, or
+    # "silence"
     around: str = "recording"
-    channel: int = -1  # [number] of the channel, from 0, for rows without one; -1 = the mean of all
-    # [frames] of a row, hop_ms each. A clip's frames are padded with their minimum
+    # [number] channel, from 0, of recordings whose row names none; -1 = the mean of all channels
+    channel: int = -1
+    # [frames] number of frames of a row, hop_ms each. A clip's frames are padded with their minimum
     n_frames: int = 512
-    views: int = 1  # [crops] of one recording in a row
-    # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
+    views: int = 1  # [crops] number of crops of one recording in a row
+    # [name] what a row holds: a "spectrogram", or a "waveform", of which the device makes the
+    # spectrogram
     form: str = "spectrogram"
-    # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
+    # [name] type of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
     dtype: str = "float32"
-    # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
+    # [name] order of training: "global" permutes all rows; "block" permutes runs of them, for
+    # network file systems
     order: str = "global"
-    # [share] of the recordings that may be unreadable before the run stops
+    # [share] share of the recordings that may be unreadable before the run stops
     bad_budget: float = 0.01
-    # [bool] links in folders of shards and of recordings may lead out of them
+    # [bool] whether links in folders of shards and of recordings may lead out of them
     follow_links: bool = False
-    threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
-    # [bool] accept an extension that was built without optimisation
+    threads: int = 0  # [threads] threads that decode; 0 = one for each core this process may use
+    # [bool] whether to accept an extension that was built without optimisation
     allow_debug_build: bool = False
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -46,8 +46,8 @@ PART = 32 << 20  # [bytes] of a JSONL file in one shard
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
 PARTIAL = ".parts"  # folder of the entries of finished shards
-# file of a finished folder: the digest of its inputs and options, by which the same command knows
-# it
+# file of a finished folder: the digest of its inputs and options, by which the same command
+# recognises it
 MADE_OF = "made_of"
 
 

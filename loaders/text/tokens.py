@@ -58,8 +58,8 @@ class Source:
     """Documents to read."""
 
     path: str = ""  # [path] folder of token files, or a text file
-    test: str = ""  # [path] of the test data; empty = test/ in the folder, else a share of path
-    share: float = 1.0  # [1] of the rows, relative to the other sources
+    test: str = ""  # [path] test data; empty = test/ in the folder, else a share of path
+    share: float = 1.0  # [1] share of the rows, relative to the other sources
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,22 @@ class Config(checks.DataSection):
     # the fingerprint and the order have those that change a row
     on_resume = checks.OnResume(checks.FREE)
 
-    sources: tuple[Source, ...] = ()  # [sources] of the rows
-    context: int = 1024  # [tokens] of a row
-    packing: str = "best_fit"  # [name] best_fit, concat or random
-    window: int = 16_384  # [documents] that are packed among themselves
-    # [name] of the tokens of a text file: characters (vocabulary: those in the file) or bytes
+    sources: tuple[Source, ...] = ()  # [sources] documents that rows are made of
+    context: int = 1024  # [tokens] length of a row
+    # [name] how documents become rows: best_fit, concat or random
+    packing: str = "best_fit"
+    window: int = 16_384  # [documents] number of documents that are packed among themselves
+    # [name] the tokens of a text file: its characters, or bytes. The vocabulary of characters is
+    # that of the training text
     text: str = "characters"
-    # [share] kept for testing without a path for it: of the documents, or the end of a text
+    # [share] share kept for testing if no path names test data: of the documents, or of a text
+    # its end
     test_share: float = 0.1
-    follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
-    threads: int = 2  # [threads] that read batches ahead
-    ahead: int = 4  # [batches] that are read ahead
-    # [name] when a source has been read once: repeat, stop (the others take its share), error
+    follow_links: bool = False  # [bool] whether links in a folder of token files may lead out of it
+    threads: int = 2  # [threads] threads that read batches ahead
+    ahead: int = 4  # [batches] number of batches that are read ahead
+    # [name] what happens when a source has been read once: repeat, stop (the others take its
+    # share) or error
     exhausted: str = "repeat"
 
     def validate(self) -> Iterator[tuple[str, str]]:
