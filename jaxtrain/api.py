@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,14 +55,17 @@ def train(
       Preempted: a signal asked the run to end. The run is saved.
     """
     cluster.use_compilation_cache()
-    resolved = _resolve(config, overrides or {})
-    source = config if isinstance(config, str) else "a Python program"
-    result = loop.run(
-        resolved, {"source": source, "overrides": {k: str(v) for k, v in (overrides or {}).items()}}
-    )
+    overrides = overrides or {}
+    resolved = _resolve(config, overrides)
+    command = {
+        "source": config if isinstance(config, str) else "a Python program",
+        "overrides": {path: str(value) for path, value in overrides.items()},
+    }
+    result = loop.run(resolved, command)
     metrics = pathlib.Path(resolved.workdir) / "metrics.jsonl"
     lines = files.lines(metrics.read_text()) if metrics.exists() else []
-    return Trained(*result, [json.loads(line) for line in lines], resolved.workdir)
+    records = [json.loads(line) for line in lines]
+    return Trained(result.state, result.step, result.evaluation, records, resolved.workdir)
 
 
 def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]) -> Config:
@@ -76,12 +79,16 @@ def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, A
         # a ConfigDict has the method
         tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     for path, value in overrides.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+        _set(tree, path.split("."), value)
     return config_lib.from_dict(tree)
+
+
+def _set(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set a value in a tree of dictionaries, made as needed."""
+    *parents, last = keys
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,25 +129,28 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     has no `Task.predict`.
     """
     source = source_lib.find(run, step)
-    saved = source.config()
-    found = run_workload.of_run(saved, workload)
-    if found is None:
-        raise StoredError(f"{run_workload.unknown(saved).replace('--workload', 'workload=')}")
-    model = run_workload.section_of(saved, "model", found.config_class())
-    settings = run_workload.section_of(saved, "train", config_lib.Train)
+    run_config = source.config()
+    code = run_workload.of_run(run_config, workload)
+    if code is None:
+        raise StoredError(run_workload.unknown(run_config).replace("--workload", "workload="))
+    model = run_workload.section_of(run_config, "model", code.config_class())
+    settings = run_workload.section_of(run_config, "train", config_lib.Train)
     layout = stored_params.one_device()
-    task = found.make_task(Config(model=model, train=settings), layout.shard, settings.batch)
+    config = Config(model=model, train=settings)
+    task = code.make_task(config, layout.shard, settings.batch)
     if task.predict is None:
         raise StoredError(
-            f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of"
-            " arrays"
+            f"{source.path}: {run_config.get('workload')} has no Task.predict, which computes"
+            " outputs of arrays"
         )
     params = stored_params.read(source, task.specs.params, layout, ema=ema)
-    kept = run_workload.export_of(saved, workload).model_state
-    table = _matching(task.specs.model_state, kept) if kept else ()
-    model_state = stored_params.read(source, table, layout, model_state=True) if table else ()
+    model_state: PyTree = ()
+    pattern = run_workload.export_of(run_config, workload).model_state
+    table = _matching(task.specs.model_state, pattern) if pattern else {}
+    if table:
+        model_state = stored_params.read(source, table, layout, model_state=True)
     return Model(
-        saved,
+        run_config,
         task,
         Variables(params, model_state=model_state),
         source.name(ema=ema),
@@ -149,14 +159,10 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, spec in zip(
-        specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True
-    ):
+    """Return the part of a table whose paths a regular expression matches."""
+    part: dict[str, Any] = {}
+    leaves = jax.tree.leaves(table, is_leaf=specs.is_spec)
+    for path, spec in zip(specs.paths(table), leaves, strict=True):
         if re.search(pattern, path):
-            *parents, last = path.split("/")
-            node = found
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = spec
-    return found
+            _set(part, path.split("/"), spec)
+    return part

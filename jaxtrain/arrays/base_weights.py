@@ -38,24 +38,25 @@ class Base(NamedTuple):
 
     def is_named(self, source: str) -> bool:
         """Whether a config's warm_start.source is the record's, perhaps by another spelling."""
-        if not (source and self.named):
-            return source == self.named
-        return source == self.named or _whole(source) in (_whole(self.named), _whole(self.source))
+        if source == self.named:
+            return True
+        if not source or not self.named:
+            return False
+        return _absolute(source) in (_absolute(self.named), _absolute(self.source))
 
 
 def recorded(data: Mapping[str, Any]) -> Base | None:
     """Return the record in a step's item ``data``, or None. Raises StoredError: damage."""
-    found = data.get("base")
-    if found is None:
+    record = data.get("base")
+    if record is None:
         return None
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(name), str) for name in Base._fields
-    ):
+    fields = [record.get(name) for name in Base._fields] if isinstance(record, dict) else [None]
+    if not all(isinstance(value, str) for value in fields):
         raise StoredError(
-            f"the record of the frozen weights is {str(found)[:80]!r}; expected"
+            f"the record of the frozen weights is {str(record)[:80]!r}; expected"
             f" {', '.join(Base._fields)}"
         )
-    return Base(*(found[name] for name in Base._fields))
+    return Base(*fields)
 
 
 def pin(rules: WarmStart) -> WarmStart:
@@ -73,47 +74,46 @@ def at(rules: WarmStart, place: str) -> WarmStart:
 def digest(rules: WarmStart) -> str:
     """Read a source once. Return a digest of its parameters by path. Raises WarmStartError."""
     total = hashlib.sha256()
-    for path, one in sorted(warm_start.open_source(rules).items()):
-        total.update(f"{path} {list(one.shape)} {one.dtype.name}\n".encode())
-        for index in one.pieces():
-            total.update(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8).data)
+    for path, array in sorted(warm_start.open_source(rules).items()):
+        total.update(f"{path} {list(array.shape)} {array.dtype.name}\n".encode())
+        for index in array.pieces():
+            piece = np.ascontiguousarray(array.read(index))
+            total.update(piece.reshape(-1).view(np.uint8).data)
     return total.hexdigest()[:32]
 
 
 def workdirs(step: epath.Path, workdir: Any) -> list[epath.PathLike]:
     """Return a step's workdirs: above its checkpoints, or by config.checkpoint.folder."""
-    return [
-        step.parent.parent,
-        *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else []),
-    ]
+    above: list[epath.PathLike] = [step.parent.parent]
+    if isinstance(workdir, str) and workdir and "://" not in workdir:
+        above.append(workdir)
+    return above
 
 
 def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
     """Return the places where a run's base may lie: its copies in workdirs, and its origin."""
     name = f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
-    kept = [
-        os.fspath(place)
-        for workdir in workdirs
-        if (place := epath.Path(workdir) / FOLDER / name).exists()
-    ]
-    return list(dict.fromkeys([*kept, base.source]))
+    copies = [epath.Path(workdir) / FOLDER / name for workdir in workdirs]
+    existing = [os.fspath(copy) for copy in copies if copy.exists()]
+    return list(dict.fromkeys([*existing, base.source]))
 
 
 def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
     """Return the first of ``places`` with the base. Raises StoredError: none, or another."""
-    tried = []
+    problems = []
     for place in places:
         try:
-            found = digest(at(rules, place))
+            digest_there = digest(at(rules, place))
         except (OSError, ValueError) as error:
-            tried.append(f"{place} cannot be read: {(str(error).splitlines() or [''])[-1].strip()}")
+            lines = str(error).splitlines() or [""]
+            problems.append(f"{place} cannot be read: {lines[-1].strip()}")
             continue
-        if found == base.digest:
+        if digest_there == base.digest:
             return place
-        tried.append(f"{place} holds other weights: their digest is {found}")
+        problems.append(f"{place} holds other weights: their digest is {digest_there}")
     raise StoredError(
         f"the weights that the run froze are those of {base.source}, digest {base.digest}, and they"
-        f" are gone or differ: {'; '.join(tried)}"
+        f" are gone or differ: {'; '.join(problems)}"
     )
 
 
@@ -125,34 +125,39 @@ def keep(rules: WarmStart, workdir: str, short: str) -> str:
     source = stored.place_of(rules.source)
     folder = pathlib.Path(workdir).absolute() / FOLDER
     target = folder / f"{short}-{source.name}"
-    if pathlib.Path(place := str(source)).parent == folder:
-        return place
+    if pathlib.Path(str(source)).parent == folder:
+        return str(source)
     folder.mkdir(parents=True, exist_ok=True)
-    if not target.exists() and not source.is_dir():
+    if target.exists():
+        return str(target)
+    if not source.is_dir():
         _copy(source, target)
-    elif not target.exists():
-        with atomic_write.folder(target) as partial:
-            for file in _files(source):
-                copy = partial / os.path.relpath(os.fspath(file), os.fspath(source))
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                _copy(file, copy)
+        return str(target)
+    with atomic_write.folder(target) as partial:
+        for file in _files(source):
+            copy = partial / os.path.relpath(os.fspath(file), os.fspath(source))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _copy(file, copy)
     return str(target)
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir():
-        yield from _files(path) if path.is_dir() else (path,)
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
 
 
 def _copy(source: epath.Path, target: pathlib.Path) -> None:
     with atomic_write.file(target) as out, source.open("rb") as file:
-        # Never a hard link: who writes into the source would write into the copy.
-        # another disk or a store, or a file system that cannot share blocks
+        # Never a hard link: who writes into the source would write into the copy. Blocks cannot be
+        # shared with another disk or a store, nor by every file system.
         with contextlib.suppress(OSError):
             fcntl.ioctl(out.fileno(), FICLONE, file.fileno())
             return
         shutil.copyfileobj(file, out)
 
 
-def _whole(path: str) -> str:
+def _absolute(path: str) -> str:
     return path.rstrip("/") if "://" in path else os.path.abspath(files.expanded(path))

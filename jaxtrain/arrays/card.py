@@ -29,7 +29,8 @@ CONFIG_AND_FILES = """## Config
 
 ## Files
 
-`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to
+`sha256sum --check SHA256SUMS` checks them. \
+To warm-start a run from them, set `config.warm_start.source` to
 this folder; `jaxtrain export --reverse` makes a checkpoint of it.
 """
 
@@ -58,9 +59,8 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     if step is None or not (run / "metrics.jsonl").exists():
         return records
     try:
-        lines = files_lib.lines(
-            files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MAX_METRICS)
-        )
+        path = stored.inside(run, "metrics.jsonl")
+        lines = files_lib.lines(files_lib.read_text(path, most=MAX_METRICS))
     except (files_lib.FileError, StoredError) as error:
         print(f"{error}: the card has no metrics")
         return records
@@ -69,146 +69,161 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
             record = files_lib.parse(line, "")
         except files_lib.FileError:  # cut short by a kill, or damaged
             continue
-        at, split = record.get("step"), record.get("split")
-        if isinstance(at, int) and at <= step and isinstance(split, str):
+        record_step, split = record.get("step"), record.get("split")
+        if isinstance(record_step, int) and record_step <= step and isinstance(split, str):
             records[split] = record
     return records
 
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the card with `last_metrics`. Raises StoredError: config.card is no section."""
-    step, config, only, n_left_out = model.step, model.config, model.left_out.only, model.left_out.n
-    kinds = sorted({e.dtype.name for e in model.entries})
-    numbers = sum(math.prod(e.shape) for e in model.entries)
-    what = "the average of the parameters" if model.group == "ema" else "the parameters"
+    shown, left_out = {}, []
+    if not model.left_out.is_part:
+        for split in SPLITS:
+            if split in metrics and _is_of_weights(model, split):
+                shown[split] = _select(model.hub, metrics[split])
+            elif split in metrics:
+                left_out.append(split)
+    lines = [
+        *_metadata(model, shown.get("test", {})),
+        "",
+        f"# {model.name}",
+        "",
+        *_description(model),
+        "",
+        *_example(model.hub.example),
+        "## Last metrics",
+        "",
+        *_metrics_table(model, metrics, shown),
+    ]
+    for split in left_out:
+        if split == "test":
+            weights, command = "the average", "`jaxtrain export --ema`"
+        else:
+            weights, command = "the parameters before averaging", "`jaxtrain export`"
+        lines.append(
+            f"\nThose of {split} are of {weights}, which {command} writes, and are not shown."
+        )
+    config = json.dumps(model.config, indent=2, sort_keys=True)
+    return "\n".join([*lines, "", CONFIG_AND_FILES.format(config)])
+
+
+def _is_of_weights(model: Model, split: str) -> bool:
+    """Whether the metrics of a split are of the exported weights."""
     # An evaluation is of the average, if the run keeps one, and so are the card's numbers.
-    averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
-    others = [
-        split
-        for split in SPLITS
-        if split in metrics and (model.group == "ema") != (averaged and split == "test")
+    train = model.config.get("train")
+    is_averaged = split == "test" and isinstance(train, Mapping) and bool(train.get("ema"))
+    return is_averaged == (model.group == "ema")
+
+
+def _description(model: Model) -> list[str]:
+    dtypes = sorted({entry.dtype.name for entry in model.entries})
+    numbers = sum(math.prod(entry.shape) for entry in model.entries)
+    weights = "the average of the parameters" if model.group == "ema" else "the parameters"
+    workload = str(model.config.get("workload", "")) or "a model"
+    lines = [
+        f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(dtypes)}): {weights}"
+        f" of a run of {workload} at step {model.step}."
     ]
-    whole = () if model.left_out.is_part else SPLITS
-    chosen = {
-        split: _chosen(model.hub, metrics[split])
-        for split in whole
-        if split in metrics and split not in others
-    }
-    name = str(config.get("workload", ""))
-    rows = [
-        f"| {split} | {each} | {value} | {glossary.meaning(each, workload=name, split=split)} |"
-        for split, values in chosen.items()
-        for each, value in values.items()
+    if model.left_out.n:
+        lines.append(
+            f"Only parameters whose path matches `{model.left_out.only}`:"
+            f" {model.left_out.n} arrays are left out."
+        )
+    versions = [
+        f"{name} {number}" for name, number in sorted(model.meta.get("versions", {}).items())
     ]
-    at = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in chosen)
-    versions = ", ".join(f"{k} {v}" for k, v in sorted(model.meta.get("versions", {}).items()))
-    return "\n".join(
-        [
-            *_metadata(model, chosen.get("test", {})),
+    return [*lines, f"Trained with {', '.join(versions) or 'versions that were not recorded'}."]
+
+
+def _metrics_table(
+    model: Model,
+    metrics: Mapping[str, Mapping[str, Any]],
+    shown: Mapping[str, Mapping[str, float]],
+) -> list[str]:
+    workload = str(model.config.get("workload", ""))
+    rows = []
+    for split, values in shown.items():
+        for name, value in values.items():
+            meaning = glossary.meaning(name, workload=workload, split=split)
+            rows.append(f"| {split} | {name} | {value} | {meaning} |")
+    if rows:
+        steps = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in shown)
+        return [
+            f"The newest of each split: {steps}.",
             "",
-            f"# {model.name}",
-            "",
-            (
-                f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what}"
-                f" of a run of {name or 'a model'} at step {step}."
-            ),
-            *(
-                [f"Only parameters whose path matches `{only}`: {n_left_out} arrays are left out."]
-                if n_left_out
-                else []
-            ),
-            f"Trained with {versions or 'versions that were not recorded'}.",
-            "",
-            *_example(model.hub.example),
-            "## Last metrics",
-            "",
-            *(
-                [
-                    f"The newest of each split: {at}.",
-                    "",
-                    "| split | metric | value | meaning |",
-                    "|---|---|---|---|",
-                    *rows,
-                ]
-                if rows
-                else (
-                    ["Those of the run are of the whole model, and are not shown."]
-                    if model.left_out.is_part
-                    else ["None of these weights were found next to the checkpoint."]
-                )
-            ),
-            *(
-                f"\nThose of {split} are of"
-                f" {'the average' if split == 'test' else 'the parameters before averaging'}, which"
-                f" {'`jaxtrain export --ema`' if split == 'test' else '`jaxtrain export`'} writes,"
-                " and are not shown."
-                for split in ([] if model.left_out.is_part else others)
-            ),
-            "",
-            CONFIG_AND_FILES.format(json.dumps(config, indent=2, sort_keys=True)),
+            "| split | metric | value | meaning |",
+            "|---|---|---|---|",
+            *rows,
         ]
-    )
+    if model.left_out.is_part:
+        return ["Those of the run are of the whole model, and are not shown."]
+    return ["None of these weights were found next to the checkpoint."]
 
 
-def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
+def _select(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that the card shows: the loss and the workload's choice, or a few."""
-    values = {
-        k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)
-    }
+    values = {}
+    for name, value in record.items():
+        if name not in ("split", "step") and type(value) in (int, float):
+            values[name] = value
     names = [name for name in hub.metrics if name in values] or sorted(values)[:MAX_ROWS]
-    return {
-        name: values[name]
-        for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))
-    }
+    if "loss" in values and "loss" not in names:
+        names.append("loss")
+    return {name: values[name] for name in names}
 
 
 def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
     """Return the YAML between two lines of ---, whose strings are JSON's, which YAML reads, too."""
-    quoted, card = json.dumps, run_workload.section_of(model.config, "card", config_lib.Card)
+    card = run_workload.section_of(model.config, "card", config_lib.Card)
     lines = [f"library_name: {model.hub.library}"]
     if card.license:
         lines.append(f"license: {card.license}")
+    tags = ["jax", "jaxtrain"]
     if model.hub.task:
         lines.append(f"pipeline_tag: {model.hub.task}")
-    lines.append(
-        "tags:"
-        f" [{', '.join(dict.fromkeys(('jax', 'jaxtrain', *([model.hub.task] if model.hub.task else []))))}]"
-    )
+        tags.append(model.hub.task)
+    lines.append(f"tags: [{', '.join(dict.fromkeys(tags))}]")
     if card.datasets:
-        lines += ["datasets:", *(f"- {quoted(name)}" for name in card.datasets)]
-    values = {name: value for name, value in test.items() if math.isfinite(value)}
-    if values:
-        data = card.datasets[0] if card.datasets else "held-out data"
-        names = {
-            metric: metric if metric in KNOWN else metric.replace("_", " ") for metric in values
-        }
-        lines += [
-            "model-index:",
-            f"- name: {quoted(model.name)}",
-            "  results:",
-            f"  - task: {{type: {quoted(model.hub.task or 'other')}}}",
-            f"    dataset: {{type: {quoted(data)}, name: {quoted(data)}, split: test}}",
-            "    metrics:",
-            *(
-                f"    - {{type: {quoted(n)}, name: {quoted(names[n])}, value: {quoted(v)}}}"
-                for n, v in values.items()
-            ),
-        ]
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in card.datasets)]
+    finite = {name: value for name, value in test.items() if math.isfinite(value)}
+    if finite:
+        lines += _results(model, card, finite)
     return ["---", *lines, "---"]
+
+
+def _results(model: Model, card: config_lib.Card, values: Mapping[str, float]) -> list[str]:
+    """Return the metadata's evaluation, which the Hub shows next to the model."""
+    quoted = json.dumps
+    dataset = quoted(card.datasets[0] if card.datasets else "held-out data")
+    lines = [
+        "model-index:",
+        f"- name: {quoted(model.name)}",
+        "  results:",
+        f"  - task: {{type: {quoted(model.hub.task or 'other')}}}",
+        f"    dataset: {{type: {dataset}, name: {dataset}, split: test}}",
+        "    metrics:",
+    ]
+    for metric, value in values.items():
+        name = metric if metric in KNOWN else metric.replace("_", " ")
+        lines.append(
+            f"    - {{type: {quoted(metric)}, name: {quoted(name)}, value: {quoted(value)}}}"
+        )
+    return lines
 
 
 def _example(example: str) -> list[str]:
     if not example:
         return []
-    where, kind = (
-        ("", "bash") if example.startswith("$ ") else (", with the library above", "python")
-    )
+    condition, fence = ", with the library above", "python"
+    if example.startswith("$ "):
+        condition, fence = "", "bash"
     return [
         "## Use",
         "",
-        f"In this folder{where}:",
+        f"In this folder{condition}:",
         "",
-        f"```{kind}",
+        f"```{fence}",
         example.removeprefix("$ "),
         "```",
         "",

@@ -50,9 +50,8 @@ def write(step_dir: epath.PathLike) -> None:
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        measured = dict(
-            zip(names, pool.map(_measure, [folder / name for name in names]), strict=True)
-        )
+        entries = pool.map(_measure, [folder / name for name in names])
+        measured = dict(zip(names, entries, strict=True))
     # A dot in front: a kill before the rename leaves a file that `_files` does not list.
     temporary = folder / f".{NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
@@ -69,26 +68,25 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     folder = epath.Path(step_dir)
     if not (folder / NAME).exists():
         raise NoManifest(f"{folder} has no {NAME}")
+    damage = f"{NAME}: is damaged ({{}}), so that no other file can be verified"
     try:
         raw = files.read(stored.inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
-        kinds = [
-            (name.isprintable(), type(entry["bytes"]), type(entry["hash"]))
-            for name, entry in listed.items()
-        ]
-        intact = _encode(listed) == raw and {*kinds} <= {(True, int, str)}
-        why = "" if intact else "it does not match its own hash"
-    except Exception as error:  # noqa: BLE001  a damaged text may fail in any way
-        why = (
-            str(error)
-            if isinstance(error, (files.FileError, stored.StoredError))
-            else "it does not match its own hash"
-        )
-    if why:
-        return [f"{NAME}: is damaged ({why}), so that no other file can be verified"]
+        is_intact = all(_is_entry(name, entry) for name, entry in listed.items())
+        is_intact = is_intact and _encode(listed) == raw
+    except (files.FileError, stored.StoredError) as error:
+        return [damage.format(error)]
+    except Exception:  # noqa: BLE001  a damaged text may fail in any way
+        is_intact = False
+    if not is_intact:
+        return [damage.format("it does not match its own hash")]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         results = pool.map(lambda item: _problem(folder, *item), listed.items())
         return [problem for problem in results if problem]
+
+
+def _is_entry(name: str, entry: dict[str, Any]) -> bool:
+    return name.isprintable() and type(entry["bytes"]) is int and type(entry["hash"]) is str
 
 
 def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
@@ -114,7 +112,8 @@ def digest_of(path: epath.Path) -> str:
 
 
 def _measure(path: epath.Path) -> dict[str, Any]:
-    digest, length = hashlib.new(ALGORITHM), 0
+    digest = hashlib.new(ALGORITHM)
+    length = 0
     with files.regular(path) as file:
         while piece := file.read(PIECE):
             digest.update(piece)

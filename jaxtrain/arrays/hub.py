@@ -27,22 +27,21 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
         raise StoredError(
             f"{folder} is no export with its {SUMS}; make one with --out, then push it"
         )
-    if damaged := source.damage():
-        raise StoredError(f"{folder} is damaged: {'; '.join(damaged)}; export it again")
+    damage = source.damage()
+    if damage:
+        raise StoredError(f"{folder} is damaged: {'; '.join(damage)}; export it again")
     if api is None:
         import huggingface_hub
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
     # The exported files alone. The client sends large ones first, and none that the Hub has.
-    names = [
-        line.partition("  ")[2]
-        for line in files.lines(files.read_text(place / SUMS, most=files.MAX_JSON))
-    ]
+    lines = files.lines(files.read_text(place / SUMS, most=files.MAX_JSON))
+    names = [line.partition("  ")[2] for line in lines]
     try:
-        made = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
-        whole = getattr(made, "repo_id", None) or name
+        repository = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
+        full_name = getattr(repository, "repo_id", None) or name
         api.upload_folder(
-            repo_id=whole,
+            repo_id=full_name,
             folder_path=str(place),
             allow_patterns=[*map(glob.escape, names), SUMS],
             commit_message="Add an export",
@@ -51,4 +50,4 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
         raise StoredError(
             f"{name} could not be uploaded: {first_line(error)}; rerun the same command to resume"
         ) from error
-    return f"{whole}: {len(names) + 1} files are there"
+    return f"{full_name}: {len(names) + 1} files are there"

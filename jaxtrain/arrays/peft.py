@@ -3,19 +3,23 @@
 Of workloads whose matrices are exported as (out, in) under names that end in ".weight".
 """
 
+import contextlib
 import json
-import math
-from collections.abc import Collection, Iterable, Mapping
+import pathlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as spec_lib
-from jaxtrain.arrays import run_workload, safetensors
+from jaxtrain.arrays import run_workload
+from jaxtrain.arrays import safetensors_writer as writer
 from jaxtrain.arrays import source as source_lib
+from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.nn import lora
+from jaxtrain.types import Export
 from jaxtrain.workload import Workload
 from loaders.io import atomic_write, files
 
@@ -53,96 +57,130 @@ def export(
         )
     if workload.export is None:
         raise StoredError(f"{config['workload']} has no names that peft knows: it has no export")
-    contract, model = run_workload.export_of(config, named), run_workload.model_of(config)
+    contract = run_workload.export_of(config, named)
+    model = run_workload.model_of(config)
     # by the names of the base model, adapters by module.lora_A.weight
     tensors: dict[str, np.ndarray] = {}
-    for path, one in trained.items():
-        matrix, _, side = path.rpartition("/") if lora.is_adapter(path) else (path, "", "")
-        x = one.read(())
-        try:
-            names = contract.names(model, matrix)
-            shape = (
-                x.shape
-                if side
-                else contract.shape(
-                    model, matrix, x.shape if isinstance(names, str) else x.shape[1:]
-                )
-            )
-        except Exception as error:  # noqa: BLE001  a config of others may hold anything
-            raise StoredError(
-                f"{source.path}: its config.model does not describe {matrix}: {error!r}"
-            ) from error
-        parts = [x] if isinstance(names, str) else x
-        least = (2 if side else 1) + (not isinstance(names, str))
-        if x.ndim < least or not isinstance(names, str) and len(names) != len(x):
-            raise StoredError(
-                f"{source.path}: {path} is {list(x.shape)}; its config.model describes another"
-                " shape"
-            )
-        for name, part in zip([names] if isinstance(names, str) else names, parts, strict=True):
-            if not side:
-                tensors[name] = part.reshape(shape)
-                continue
-            if not name.endswith(".weight"):
-                raise StoredError(
-                    f"{matrix} is exported as {name!r}, which is not the weight of a module, so"
-                    " that peft has no adapter for it"
-                )
-            part = (
-                part.reshape(part.shape[0], -1)
-                if side == lora.A
-                else part.reshape(-1, part.shape[-1])
-            )
-            tensors[f"{_module(name)}.{SIDES[side]}.weight"] = part
-    tensors |= {copy: tensors[of] for copy, of in contract.tied(model).items() if of in tensors}
-    about = _config(
+    for path, array in trained.items():
+        if lora.is_adapter(path):
+            tensors |= _adapter(source, contract, model, path, array.read(()))
+        else:
+            tensors |= _parameter(source, contract, model, path, array.read(()))
+    for copy, origin in contract.tied(model).items():
+        if origin in tensors:
+            tensors[copy] = tensors[origin]
+    adapter_config = _config(
         run_workload.with_base(source, config, base),
         tensors,
-        _names(workload, config, contract.names),
+        _names(workload, config, contract),
     )
-    about["task_type"] = contract.peft_task
+    adapter_config["task_type"] = contract.peft_task
     target = files.expanded(out).absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")
-    tensors = {f"base_model.model.{name}": x for name, x in sorted(tensors.items())}
-    entries = [safetensors.Entry(name, name, x.shape, x.dtype) for name, x in tensors.items()]
+    named_tensors = {f"base_model.model.{name}": x for name, x in sorted(tensors.items())}
     with atomic_write.folder(target) as partial:
-        with (partial / "adapter_model.safetensors").open("wb") as file:
-            file.write(safetensors.header(entries, "pt"))
-            for entry in entries:
-                file.write(np.ascontiguousarray(tensors[entry.name]).tobytes())
-        (partial / "adapter_config.json").write_text(
-            json.dumps(about, indent=2, sort_keys=True) + "\n"
-        )
-    numbers = sum(math.prod(entry.shape) for entry in entries)
-    what = (
-        f"adapters and {', '.join(about['modules_to_save'])}"
-        if about["modules_to_save"]
-        else "adapters"
-    )
+        _write_tensors(partial / "adapter_model.safetensors", named_tensors)
+        config_text = json.dumps(adapter_config, indent=2, sort_keys=True) + "\n"
+        (partial / "adapter_config.json").write_text(config_text)
+    modules = adapter_config["modules_to_save"]
+    content = f"adapters and {', '.join(modules)}" if modules else "adapters"
     average = ", averaged" if ema else ""
-    kept = run_workload.section_of(config, "lora", config_lib.Lora).dtype
-    rounded = (
-        f"; trained over a base in {kept}: load it with torch_dtype=torch.{kept}"
-        if kept != "float32"
-        else ""
-    )
+    numbers = sum(x.size for x in tensors.values())
+    base_dtype = run_workload.section_of(config, "lora", config_lib.Lora).dtype
+    remark = ""
+    if base_dtype != "float32":
+        remark = (
+            f"; trained over a base in {base_dtype}: load it with torch_dtype=torch.{base_dtype}"
+        )
     return (
-        f"{target}: {what} of {source.path}{average}, {len(entries)} arrays, {numbers:,}"
-        f" numbers{rounded}"
+        f"{target}: {content} of {source.path}{average}, {len(tensors)} arrays, {numbers:,}"
+        f" numbers{remark}"
     )
+
+
+def _parameter(
+    source: Source, contract: Export, model: Mapping[str, Any], path: str, x: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return a trained parameter by its names in the base model, a layer of a stack each."""
+    with _describing(source, path):
+        names = contract.names(model, path)
+        is_stack = not isinstance(names, str)
+        shape = contract.shape(model, path, x.shape[1:] if is_stack else x.shape)
+    layers = _layers(source, path, names, x, min_dimensions=1)
+    return {name: layer.reshape(shape) for name, layer in layers.items()}
+
+
+def _adapter(
+    source: Source, contract: Export, model: Mapping[str, Any], path: str, x: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return an adapter by peft's names, as two matrices [rank, in] and [out, rank]."""
+    matrix, _, side = path.rpartition("/")
+    with _describing(source, matrix):
+        names = contract.names(model, matrix)
+    tensors = {}
+    for name, layer in _layers(source, path, names, x, min_dimensions=2).items():
+        if not name.endswith(".weight"):
+            raise StoredError(
+                f"{matrix} is exported as {name!r}, which is not the weight of a module, so that"
+                " peft has no adapter for it"
+            )
+        if side == lora.A:
+            shape = (layer.shape[0], -1)
+        else:
+            shape = (-1, layer.shape[-1])
+        tensors[f"{_module(name)}.{SIDES[side]}.weight"] = layer.reshape(shape)
+    return tensors
+
+
+def _layers(
+    source: Source,
+    path: str,
+    names: str | Sequence[str],
+    x: np.ndarray,
+    *,
+    min_dimensions: int,
+) -> dict[str, np.ndarray]:
+    """Return the layers of a stack by their names. Raises StoredError: they do not fit."""
+    if isinstance(names, str) and x.ndim >= min_dimensions:
+        return {names: x}
+    if not isinstance(names, str) and x.ndim > min_dimensions and len(names) == len(x):
+        return dict(zip(names, x, strict=True))
+    raise StoredError(
+        f"{source.path}: {path} is {list(x.shape)}; its config.model describes another shape"
+    )
+
+
+@contextlib.contextmanager
+def _describing(source: Source, path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  a config of others may hold anything
+        raise StoredError(
+            f"{source.path}: its config.model does not describe {path}: {error!r}"
+        ) from error
+
+
+def _write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    entries = [writer.Entry(name, name, x.shape, x.dtype) for name, x in tensors.items()]
+    with path.open("wb") as file:
+        file.write(writer.header(entries, "pt"))
+        for x in tensors.values():
+            file.write(np.ascontiguousarray(x).tobytes())
 
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _names(workload: Workload[Any], config: Mapping[str, Any], names: Any) -> set[str]:
-    table = run_workload.specs_of(config, workload)
-    model, found = run_workload.model_of(config), set()
-    for path in spec_lib.paths(table):
-        found |= {each} if isinstance(each := names(model, path), str) else set(each)
-    return found
+def _names(workload: Workload[Any], config: Mapping[str, Any], contract: Export) -> set[str]:
+    """Return the names of all parameters of the base model."""
+    model = run_workload.model_of(config)
+    all_names = set()
+    for path in spec_lib.paths(run_workload.specs_of(config, workload)):
+        names = contract.names(model, path)
+        all_names.update([names] if isinstance(names, str) else names)
+    return all_names
 
 
 def _config(
@@ -150,25 +188,27 @@ def _config(
 ) -> dict[str, Any]:
     """adapter_config.json. Raises StoredError: a module is saved in part, unlike in peft."""
     adapters = run_workload.section_of(config, "lora", config_lib.Lora)
-    adapted = {
-        _module(_module(name)) for name in tensors if _module(name).endswith(tuple(SIDES.values()))
-    }
-    whole = {name for name in tensors if _module(_module(name)) not in adapted}
-    modules = {_module(name) for name in whole}
-    missing = {name for name in everything if _module(name) in modules and name not in whole}
-    if wrong := sorted({name for name in whole if _module(name) in adapted} | missing):
+    adapted = set()
+    for name in tensors:
+        if _module(name).endswith(tuple(SIDES.values())):
+            adapted.add(_module(_module(name)))
+    saved_whole = {name for name in tensors if _module(_module(name)) not in adapted}
+    modules = {_module(name) for name in saved_whole}
+    half_adapted = {name for name in saved_whole if _module(name) in adapted}
+    missing = {name for name in everything if _module(name) in modules and name not in saved_whole}
+    misfits = sorted(half_adapted | missing)
+    if misfits:
         raise StoredError(
-            f"{', '.join(wrong[:3])}: peft saves the adapter of a module, or all of its arrays, and"
-            " this run trained another part of it; `jaxtrain export` writes the merged weights"
+            f"{', '.join(misfits[:3])}: peft saves the adapter of a module, or all of its arrays,"
+            " and this run trained another part of it; `jaxtrain export` writes the merged weights"
         )
-    there = {_module(name) for name in everything} | modules
+    all_modules = {_module(name) for name in everything} | modules
+    source = run_workload.section_of(config, "warm_start", config_lib.WarmStart).source
     return {
         "peft_type": "LORA",
         "inference_mode": True,
         "init_lora_weights": True,
-        "base_model_name_or_path": _place(
-            run_workload.section_of(config, "warm_start", config_lib.WarmStart).source
-        ),
+        "base_model_name_or_path": _place(source),
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
@@ -176,26 +216,28 @@ def _config(
         "fan_in_fan_out": False,
         "use_dora": False,
         "use_rslora": False,
-        "target_modules": _endings(adapted, there),
-        "modules_to_save": _endings(modules, there) or None,
+        "target_modules": _endings(adapted, all_modules),
+        "modules_to_save": _endings(modules, all_modules) or None,
     }
 
 
 def _place(source: str) -> str | None:
     """Return a place that means the same in every folder: an existing path becomes absolute."""
+    if not source:
+        return None
     path = files.expanded(source)
-    return str(path.absolute()) if source and path.exists() else source or None
+    return str(path.absolute()) if path.exists() else source
 
 
-def _endings(chosen: Iterable[str], modules: Collection[str]) -> list[str]:
-    """Return the shortest endings of module names that match the chosen ones and no other."""
-    chosen = set(chosen)
+def _endings(adapted: Collection[str], modules: Collection[str]) -> list[str]:
+    """Return the shortest endings of module names that match ``adapted`` and no other."""
+    return sorted({_shortest_ending(module, adapted, modules) for module in adapted})
 
-    def shortest(module: str) -> str:
-        parts = module.split(".")
-        endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        return next(
-            (end for end in endings if {x for x in modules if x.endswith(end)} <= chosen), module
-        )
 
-    return sorted({shortest(module) for module in chosen})
+def _shortest_ending(module: str, adapted: Collection[str], modules: Collection[str]) -> str:
+    parts = module.split(".")
+    for n in range(1, len(parts) + 1):
+        ending = ".".join(parts[-n:])
+        if all(name in adapted for name in modules if name.endswith(ending)):
+            return ending
+    return module

@@ -27,11 +27,10 @@ log = logging.getLogger("jaxtrain")
 
 def keep_quiet() -> None:
     """Log such reports as details from here on. Others of what is unraisable are shown."""
-    if (
-        not isinstance(sys.unraisablehook, functools.partial)
-        or sys.unraisablehook.func is not _show
-    ):
-        sys.unraisablehook = functools.partial(_show, sys.unraisablehook)
+    hook = sys.unraisablehook
+    is_ours = isinstance(hook, functools.partial) and hook.func is _show
+    if not is_ours:
+        sys.unraisablehook = functools.partial(_show, hook)
 
 
 PATH = type(epath.Path("."))
@@ -40,23 +39,24 @@ PATH = type(epath.Path("."))
 def _find(
     folder: Any, pattern: str, *, find: Callable[[Any, str], Iterator[Any]] = PATH.glob
 ) -> Iterator[Any]:
-    text = os.fspath(folder)
-    if "://" in text or glob.escape(text) == text:
+    path = os.fspath(folder)
+    escaped = glob.escape(path)
+    if "://" in path or escaped == path:
         return find(folder, pattern)
-    return map(PATH, glob.glob(f"{glob.escape(text)}/{pattern}"))
+    return map(PATH, glob.glob(f"{escaped}/{pattern}"))
 
 
 PATH.glob = _find
 
 
-def _show(before: Callable[[Any], Any], unraisable: Any) -> None:
-    late = (
+def _show(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    is_late = (
         unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
     )
-    if late and unraisable.object is None and _in_asyncio_alone(unraisable.exc_traceback):
+    if is_late and unraisable.object is None and _in_asyncio_alone(unraisable.exc_traceback):
         log.debug("a write of a save that failed has ended")
     else:
-        before(unraisable)
+        hook(unraisable)
 
 
 def _in_asyncio_alone(trace: types.TracebackType | None) -> bool:

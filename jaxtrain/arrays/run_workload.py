@@ -30,7 +30,7 @@ def of_run(config: Mapping[str, Any], named: str = "") -> Workload[Any] | None:
             f"--workload is {named}, and the run's workload is {name!r}; name that one, if you"
             " trust its code"
         )
-    if name not in (*workload.shipped(), *([named] if named else [])):
+    if name is None or name not in workload.shipped() and not named:
         return None
     try:
         return workload.of(name)
@@ -48,8 +48,10 @@ def unknown(config: Mapping[str, Any]) -> str:
 
 def export_of(config: Mapping[str, Any], named: str = "") -> Export:
     """Return how a run's workload is exported, by default without one. Raises StoredError."""
-    found = of_run(config, named)
-    return found.export() if found and found.export else Export()
+    workload_of_run = of_run(config, named)
+    if workload_of_run is None or workload_of_run.export is None:
+        return Export()
+    return workload_of_run.export()
 
 
 def specs_of(config: Mapping[str, Any], workload: Workload[Any]) -> PyTree:
@@ -60,6 +62,12 @@ def specs_of(config: Mapping[str, Any], workload: Workload[Any]) -> PyTree:
             " WORKLOAD"
         )
     return workload.make_specs(section_of(config, "model", workload.config_class()))
+
+
+def reason(error: Exception) -> str:
+    """Return one line about an error that the config of a stranger's run caused."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
@@ -82,23 +90,24 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
     """
     section = dict(config.get("warm_start") or {})
     record = base_weights.recorded(source.data())
-    for address in () if named else (section.get("source"), record.source if record else ""):
-        refuse_address(address, "warm_start.source", "--base")
+    if not named:
+        refuse_address(section.get("source"), "warm_start.source", "--base")
+        if record:
+            refuse_address(record.source, "warm_start.source", "--base")
     if record and not record.source:
-        return {**config, "warm_start": {**section, "source": named}}
-    if not record:
-        if named or section.get("source"):
-            print(
-                f"{source.path} does not record the digest of what it froze:"
-                f" {named or section['source']} is taken for it"
-            )
-        return {**config, "warm_start": {**section, **({"source": named} if named else {})}}
-    rules = section_of(config, "warm_start", config_lib.WarmStart)
-    recorded = base_weights.places(
-        record, base_weights.workdirs(source.path, config.get("workdir"))
-    )
-    place = base_weights.find(record, rules, [named] if named else recorded)
-    return {**config, "warm_start": {**section, "source": place, "step": None}}
+        section["source"] = named
+    elif record:
+        rules = section_of(config, "warm_start", config_lib.WarmStart)
+        workdirs = base_weights.workdirs(source.path, config.get("workdir"))
+        places = [named] if named else base_weights.places(record, workdirs)
+        section |= {"source": base_weights.find(record, rules, places), "step": None}
+    elif named or section.get("source"):
+        section["source"] = named or section["source"]
+        print(
+            f"{source.path} does not record the digest of what it froze:"
+            f" {section['source']} is taken for it"
+        )
+    return {**config, "warm_start": section}
 
 
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:

@@ -10,8 +10,8 @@ import json
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -34,52 +34,94 @@ WEIGHTS = ("step", "params", "ema", "model_state")  # the parts of a state that 
 _bytes = functools.partial(console.in_bytes, form=".1f")
 
 
+class _Group(NamedTuple):
+    """The arrays of one part of a state, in sum."""
+
+    arrays: int
+    numbers: int
+    n_bytes: int
+
+    def row(self, name: str) -> tuple[str, ...]:
+        return name, str(self.arrays), f"{self.numbers:,}", _bytes(self.n_bytes)
+
+
+def _sum(arrays: Collection[Stored]) -> _Group:
+    numbers = sum(math.prod(array.shape) for array in arrays)
+    return _Group(len(arrays), numbers, sum(array.n_bytes for array in arrays))
+
+
 def inspect(source: Source) -> int:
-    arrays, data, meta = source.arrays(), source.data(), source.meta()
+    """Print the step, its metadata and its arrays. Return the exit code."""
+    arrays = source.arrays()
+    data, meta = source.data(), source.meta()
     step = source.step(arrays)
-    groups: dict[str, list[Stored]] = {}
-    for path, one in arrays.items():
-        groups.setdefault(path.split("/")[0], []).append(one)
-    totals = {
-        name: {
-            "arrays": len(g),
-            "numbers": sum(math.prod(s.shape) for s in g),
-            "bytes": sum(s.n_bytes for s in g),
-        }
-        for name, g in groups.items()
-    }
+    versions = [f"{name} {number}" for name, number in (meta.get("versions") or {}).items()]
     print(source.path)
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")
-    print(
-        "versions"
-        f" {_in_a_line(', '.join(f'{k} {v}' for k, v in (meta.get('versions') or {}).items())) or 'not recorded'}"
-    )
+    print(f"versions {_in_a_line(', '.join(versions)) or 'not recorded'}")
     print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
     print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
-    rows = [
-        (path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding)
-        for path, s in arrays.items()
-    ]
-    print(
-        *console.columns([("array", "shape", "dtype", "size", "sharding as saved"), *rows]),
-        sep="\n",
-    )
+    rows = [("array", "shape", "dtype", "size", "sharding as saved")]
+    groups: dict[str, list[Stored]] = {}
+    for path, array in arrays.items():
+        size = _bytes(array.n_bytes)
+        rows.append((path, str(list(array.shape)), array.dtype.name, size, array.sharding))
+        groups.setdefault(path.split("/")[0], []).append(array)
+    print(*console.columns(rows), sep="\n")
     print()
-    all_of_it = {
-        key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")
-    }
-    sums = [
-        (n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"]))
-        for n, t in {**totals, "all": all_of_it}.items()
-    ]
-    print(*console.columns([("group", "arrays", "numbers", "size"), *sums]), sep="\n")
+    sums: list[tuple[str, ...]] = [("group", "arrays", "numbers", "size")]
+    for name, group in groups.items():
+        sums.append(_sum(group).row(name))
+    sums.append(_sum(arrays.values()).row("all"))
+    print(*console.columns(sums), sep="\n")
     return 0
 
 
 def _in_a_line(text: Any) -> str:
     """Return a file's text about itself, in one line, so that it cannot pass for a line of ours."""
     return " ".join(str(text).split())
+
+
+class _Reading:
+    """What is found as all arrays of a step are read."""
+
+    def __init__(self, recorded: Mapping[str, str]):
+        self._recorded = recorded  # digests of arrays, by the run
+        self.problems: list[str] = []
+        self.numbers = 0
+        self.digest = np.zeros(2, np.uint32)
+
+    def read(self, path: str, array: Stored) -> None:
+        """Read an array, and note its numbers, its digest and its problems."""
+        nans = infinities = 0
+        digest_of_array = np.zeros(2, np.uint32)
+        try:
+            for index in array.pieces():
+                piece = array.read(index)
+                self.numbers += piece.size
+                digest_of_array += digest.of_piece(path, piece, index)
+                # bfloat16 and its kin are V to numpy
+                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":
+                    nans_of_piece = int(np.isnan(piece).sum())
+                    nans += nans_of_piece
+                    infinities += piece.size - nans_of_piece - int(np.isfinite(piece).sum())
+        except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
+            self.problems.append(f"{path}: cannot be read: {first_line(error)}")
+        else:
+            self._compare(path, digest_text(digest_of_array))
+        self.digest += digest_of_array
+        if nans or infinities:
+            self.problems.append(
+                f"{path}: {nans} NaN and {infinities} infinite of {math.prod(array.shape)} numbers"
+            )
+
+    def _compare(self, path: str, digest_read: str) -> None:
+        recorded = self._recorded.get(path)
+        if recorded is not None and recorded != digest_read:
+            self.problems.append(
+                f"{path}: its digest is {digest_read}, and the run recorded {recorded}"
+            )
 
 
 def verify(source: Source) -> int:
@@ -92,135 +134,116 @@ def verify(source: Source) -> int:
     except checksums.NoManifest as error:
         print(f"checksums: {error} (another program wrote it, or the file was deleted)")
         print("           so it is verified by reading alone, which detects fewer kinds of damage")
-    numbers, digested, recorded = 0, np.zeros(2, np.uint32), _recorded(source)
+    reading = _Reading(_recorded(source))
     try:
         arrays = source.arrays()
     except stored.StoredError as error:
         arrays = {}
         problems.append(str(error))
-    for path, one in arrays.items():
-        nans = infinities = 0
-        own = np.zeros(2, np.uint32)
+    for path, array in arrays.items():
+        reading.read(path, array)
+    problems += reading.problems
+    for read_item in (source.data, source.meta):
         try:
-            for index in one.pieces():
-                piece = one.read(index)
-                numbers += piece.size
-                own += digest.of_piece(path, piece, index)
-                # bfloat16 and its kin are V to numpy
-                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":
-                    n = int(np.isnan(piece).sum())
-                    nans, infinities = (
-                        nans + n,
-                        infinities + piece.size - n - int(np.isfinite(piece).sum()),
-                    )
-        except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
-            problems.append(f"{path}: cannot be read: {first_line(error)}")
-        else:
-            if digest_text(own) != recorded.get(path, digest_text(own)):
-                problems.append(
-                    f"{path}: its digest is {digest_text(own)}, and the run recorded"
-                    f" {recorded[path]}"
-                )
-        digested += own
-        if nans or infinities:
-            problems.append(
-                f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers"
-            )
-    for read in (source.data, source.meta):
-        try:
-            read()
+            read_item()
         except stored.StoredError as error:
             problems.append(str(error))
     for problem in problems:
         print(problem)
-    print(f"digest {digest_text(digested)}, as in the records of a run with config.metrics.digest")
-    print(
-        f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'}"
-        f" problem{'s' * (len(problems) != 1)}"
-    )
+    digest_read = digest_text(reading.digest)
+    print(f"digest {digest_read}, as in the records of a run with config.metrics.digest")
+    n_problems = f"{len(problems) or 'no'} problem{'s' * (len(problems) != 1)}"
+    print(f"{len(arrays)} arrays, {reading.numbers:,} numbers read; {n_problems}")
     return 1 if problems else 0
 
 
 def _recorded(source: Source) -> dict[str, str]:
     """Return the digests of the arrays that the run recorded at this step, if it did."""
     try:
-        return step_differences.arrays(open_run(str(source.path.parent.parent))).get(
-            int(source.path.name), {}
-        )
+        run = open_run(str(source.path.parent.parent))
+        return step_differences.arrays(run).get(int(source.path.name), {})
     except (RunError, FileError, ValueError, OSError):
         return {}
 
 
 def digest_of(arrays: Mapping[str, Stored]) -> str:
     """Return the digest of a step's arrays, as in the run's records (`jaxtrain.step.digest`)."""
-    pieces = (
-        digest.of_piece(path, one.read(index), index)
-        for path, one in arrays.items()
-        for index in one.pieces()
-    )
-    return digest_text(sum(pieces, np.zeros(2, np.uint32)))
+    total = np.zeros(2, np.uint32)
+    for path, array in arrays.items():
+        for index in array.pieces():
+            total += digest.of_piece(path, array.read(index), index)
+    return digest_text(total)
 
 
 def diff(a: Source, b: Source) -> int:
     """Print the changes from ``a`` to ``b`` by array. Return the exit code. Raises StoredError."""
-    before, after = a.arrays(), b.arrays()
+    arrays_a, arrays_b = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
-    rows: list[tuple[str, ...]] = []
-    same = 0
-    for path in {**before, **after}:
-        x, y = before.get(path), after.get(path)
-        if x is None or y is None:
-            there = before.get(path) or after[path]
-            what = "new" if x is None else "missing"
-            rows.append((path, what, f"{list(there.shape)} {there.dtype.name}", *[""] * 5))
-        elif x.shape != y.shape:
-            rows.append((path, "reshaped", f"{list(x.shape)} → {list(y.shape)}", *[""] * 5))
-        else:
-            d = Difference(x, y)
-            if d.equal and x.dtype == y.dtype:
-                same += 1
-                continue
-            kind = "changed" if x.dtype == y.dtype else f"{x.dtype.name} → {y.dtype.name}"
-            nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
-            rows.append(
-                (
-                    path,
-                    kind,
-                    *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)),
-                    nans,
-                )
-            )
+    rows = []
+    for path in {**arrays_a, **arrays_b}:
+        row = _diff_row(arrays_a.get(path), arrays_b.get(path))
+        if row:
+            rows.append((path, *row))
     if rows:
         head = ("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN")
         print(*console.columns([head, *rows]), sep="\n")
-    for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
-        for key, old, new in changes(one, other):
+    n_equal = len({**arrays_a, **arrays_b}) - len(rows)
+    n_different = len(rows)
+    for item, json_a, json_b in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
+        for key, old, new in changes(json_a, json_b):
             print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")
-            rows.append((item,))
-    print(f"{len(rows)} differ, {same} arrays are equal")
-    return 1 if rows else 0
+            n_different += 1
+    print(f"{n_different} differ, {n_equal} arrays are equal")
+    return 1 if n_different else 0
+
+
+def _diff_row(a: Stored | None, b: Stored | None) -> tuple[str, ...] | None:
+    """Return the columns behind the array's path, or None if the arrays are equal."""
+    if a is None or b is None:
+        array = a or b
+        assert array is not None  # the path is from one of them
+        kind = "new" if a is None else "missing"
+        return (kind, f"{list(array.shape)} {array.dtype.name}", *[""] * 5)
+    if a.shape != b.shape:
+        return ("reshaped", f"{list(a.shape)} → {list(b.shape)}", *[""] * 5)
+    d = Difference(a, b)
+    if d.equal and a.dtype == b.dtype:
+        return None
+    kind = "changed" if a.dtype == b.dtype else f"{a.dtype.name} → {b.dtype.name}"
+    numbers = [f"{x:.5g}" for x in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)]
+    nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
+    return (kind, *numbers, nans)
 
 
 class Difference:
     """Float64 sums over two arrays of one shape, by pieces. A NaN equals nothing and is omitted."""
 
     def __init__(self, a: Stored, b: Stored):
-        self.nans_a = self.nans_b = self.unequal = 0
-        self.largest, self.equal = 0.0, True
+        self.nans_a = 0
+        self.nans_b = 0
+        self.unequal = 0
+        self.largest = 0.0
+        self.equal = True
         aa = bb = ab = dd = 0.0
         for index in a.pieces(16 << 20):
             raw_x, raw_y = a.read(index), b.read(index)
             self.equal &= raw_x.tobytes() == raw_y.tobytes()
             self.unequal += int(np.count_nonzero(raw_x != raw_y))
-            x, y = np.atleast_1d(raw_x.astype(np.float64)), np.atleast_1d(raw_y.astype(np.float64))
+            x = np.atleast_1d(raw_x.astype(np.float64))
+            y = np.atleast_1d(raw_y.astype(np.float64))
             self.nans_a += int(np.isnan(x).sum())
             self.nans_b += int(np.isnan(y).sum())
-            both = np.isfinite(x) & np.isfinite(y)
-            x, y = x[both], y[both]
-            aa, bb, ab = aa + float(x @ x), bb + float(y @ y), ab + float(x @ y)
-            dd += float((y - x) @ (y - x))
-            self.largest = max(self.largest, float(np.abs(y - x).max(initial=0.0)))
-        self.norm_a, self.norm_b, self.norm_d = math.sqrt(aa), math.sqrt(bb), math.sqrt(dd)
+            is_finite = np.isfinite(x) & np.isfinite(y)
+            x, y = x[is_finite], y[is_finite]
+            d = y - x
+            aa += float(x @ x)
+            bb += float(y @ y)
+            ab += float(x @ y)
+            dd += float(d @ d)
+            self.largest = max(self.largest, float(np.abs(d).max(initial=0.0)))
+        self.norm_a = math.sqrt(aa)
+        self.norm_b = math.sqrt(bb)
+        self.norm_d = math.sqrt(dd)
         self.cosine = ab / math.sqrt(aa * bb) if aa and bb else math.nan
 
 
@@ -229,7 +252,10 @@ def export(source: Source, out: str, *, base: str = "") -> int:
 
     ``base``: the place of the weights that adapters change, which must be there; "" = the run's.
     """
-    arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
+    arrays = {}
+    for path, array in source.arrays().items():
+        if path.split("/")[0] in WEIGHTS:
+            arrays[path] = array
     if "step" not in arrays:
         raise stored.StoredError(
             f"{source.path} holds no 'step': another program wrote it, and which arrays are weights"
@@ -240,11 +266,9 @@ def export(source: Source, out: str, *, base: str = "") -> int:
         run_workload.with_base(source, source.config(), base)
     step = source.step(arrays)
     assert step is not None  # there is one
-    path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
-    print(
-        f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights"
-        " only, to warm-start from"
-    )
+    step_dir = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
+    size = _bytes(_sum(arrays.values()).n_bytes)
+    print(f"{step_dir}: {len(arrays)} arrays, {size}; weights only, to warm-start from")
     return 0
 
 
@@ -262,46 +286,53 @@ def save_weights(
     and host memory that the kernel may reclaim, except the arrays that Orbax encodes at once.
     Raises StoredError when that step is there already.
     """
-    if why := consistency.unusable(out):
-        raise stored.StoredError(f"{out} {why}; choose another --out")
+    problem = consistency.unusable(out)
+    if problem:
+        raise stored.StoredError(f"{out} {problem}; choose another --out")
     folder = files.expanded(out).absolute() / "checkpoints"
-    if (folder / str(step)).exists():
-        raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")
+    step_dir = folder / str(step)
+    if step_dir.exists():
+        raise stored.StoredError(f"{step_dir} exists already; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as closing:
-        scratch = pathlib.Path(
-            closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder))
-        )
-        tree = stored.nest(
-            [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
-        )
-        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        temporary = tempfile.TemporaryDirectory(prefix=".export-", dir=folder)
+        scratch = pathlib.Path(closing.enter_context(temporary))
+        leaves = []
+        for i, array in enumerate(arrays.values()):
+            leaves.append((array.keys, _on_disk(array, scratch / str(i))))
+        tree = stored.nest(leaves)
         # Orbax encodes as many arrays at once as fit into this: else all of them.
-        limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
-        json_items = {name: ocp.JsonCheckpointHandler() for name in ("data", "meta")}
-        handlers = {"state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit), **json_items}
-        manager = closing.enter_context(
-            ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        gigabytes = max(1, *(-(-array.n_bytes // 10**9) for array in arrays.values()))
+        manager = ocp.CheckpointManager(
+            folder,
+            options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(save_concurrent_gb=gigabytes),
+                "data": ocp.JsonCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
         )
-        manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree, save_args=orbax_steps.in_chunks(tree)),
-                data=ocp.args.JsonSave(dict(data)),
-                meta=ocp.args.JsonSave({**meta, "format": stored.FORMAT, "weights_only": True}),
-            ),
+        closing.enter_context(manager)
+        meta = {**meta, "format": stored.FORMAT, "weights_only": True}
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(tree, save_args=orbax_steps.in_chunks(tree)),
+            data=ocp.args.JsonSave(dict(data)),
+            meta=ocp.args.JsonSave(meta),
         )
-    checksums.write(folder / str(step))
-    return folder / str(step)
+        manager.save(step, args=items)
+    checksums.write(step_dir)
+    return step_dir
 
 
-def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
-    if not one.n_bytes:
-        return np.zeros(one.shape, one.dtype)
+def _on_disk(array: Stored, path: pathlib.Path) -> np.ndarray:
+    """Write an array to a file, and return it mapped."""
+    if not array.n_bytes:
+        return np.zeros(array.shape, array.dtype)
     with path.open("wb") as file:
-        for index in one.pieces():
-            file.write(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8).data)
-    return np.asarray(np.memmap(path, one.dtype, "r")).reshape(one.shape)
+        for index in array.pieces():
+            piece = np.ascontiguousarray(array.read(index))
+            file.write(piece.reshape(-1).view(np.uint8).data)
+    return np.asarray(np.memmap(path, array.dtype, "r")).reshape(array.shape)
 
 
 def changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

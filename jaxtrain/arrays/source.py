@@ -43,20 +43,19 @@ class Source(NamedTuple):
         """Every array by its path: ``params/encoder/w_patch``, ``step``. Raises StoredError."""
         if not self.is_export:
             return orbax_steps.open_step(self.path)
-        origin, stored_arrays = (
-            self._json(stored.EXPORT),
-            safetensors_reader.open_safetensors(self.path),
-        )
-        if foreign := workload.foreign_to(stored_arrays):
-            stored_arrays = foreign.arrays(stored_arrays, self.path, bool(origin))
+        origin = self._json(stored.EXPORT)
+        files_arrays = safetensors_reader.open_safetensors(self.path)
+        foreign = workload.foreign_to(files_arrays)
+        if foreign:
+            files_arrays = foreign.arrays(files_arrays, self.path, bool(origin))
         number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
         step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
-        for path, one in stored_arrays.items():
-            is_model_state = path.startswith(stored.MODEL_STATE) and bool(origin)
-            arrays[path if is_model_state else f"params/{path}"] = (
-                one if is_model_state else one._replace(keys=("params", *one.keys))
-            )
+        for path, array in files_arrays.items():
+            if origin and path.startswith(stored.MODEL_STATE):
+                arrays[path] = array
+            else:
+                arrays[f"params/{path}"] = array._replace(keys=("params", *array.keys))
         return arrays
 
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
@@ -66,64 +65,82 @@ class Source(NamedTuple):
                 f"--ema is given, and {self.path} is an export, which holds one set of parameters;"
                 " omit --ema"
             )
-        train = self.meta().get("config", {}).get("train") if not (ema or self.is_export) else None
-        if isinstance(train, dict) and train.get("ema"):
-            line = (
-                f"{self.path}: the run's evaluations are of the average of the parameters, which"
-                " --ema reads"
-            )
-            print(f"warning: {line}", file=sys.stderr)
+        if not ema and not self.is_export:
+            self._warn_of_average()
         group = "ema/" if ema else "params/"
-        found = {
-            path.removeprefix(group): one
-            for path, one in self.arrays().items()
-            if path.startswith(group)
-        }
-        if not found:
-            why = ": the run kept no average (config.train.ema was 0); omit --ema" if ema else ""
-            raise StoredError(f"{self.path} holds no {group[:-1]!r}{why}")
-        return found
+        parameters = {}
+        for path, array in self.arrays().items():
+            if path.startswith(group):
+                parameters[path.removeprefix(group)] = array
+        if not parameters:
+            reason = ": the run kept no average (config.train.ema was 0); omit --ema" if ema else ""
+            raise StoredError(f"{self.path} holds no {group[:-1]!r}{reason}")
+        return parameters
+
+    def _warn_of_average(self) -> None:
+        """Print a warning if the run has an average, which is not what is read."""
+        train = self.meta().get("config", {}).get("train")
+        if isinstance(train, dict) and train.get("ema"):
+            print(
+                f"warning: {self.path}: the run's evaluations are of the average of the"
+                " parameters, which --ema reads",
+                file=sys.stderr,
+            )
 
     def meta(self) -> dict[str, Any]:
         """Return the config, versions and parameter table. Raises StoredError: damage."""
         if self.is_export:
-            origin = self._json(stored.EXPORT)
-            meta = origin.get("meta", {})
-            if not (config := origin.get("config")):
-                foreign = (
-                    None
-                    if origin
-                    else workload.foreign_to(safetensors_reader.open_safetensors(self.path))
-                )
-                config = foreign.config(self.path) if foreign else self._json("config.json")
-            meta = {**meta, "config": config} if isinstance(meta, dict) else meta
-            if origin:
-                stored.check_format(origin, self.path)
+            meta = self._meta_of_export()
         else:
             meta = orbax_steps.read_json(self.path, "meta") or {}
             stored.check_format(meta, self.path)
+        if not isinstance(meta, dict):
+            raise StoredError(
+                f"{self.path}: its metadata have config {str(meta)[:80]!r}; expected an object"
+            )
         for name in ("config", "versions"):
-            if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
-                found = str(meta.get(name) if isinstance(meta, dict) else meta)[:80]
+            if not isinstance(meta.get(name) or {}, dict):
                 raise StoredError(
-                    f"{self.path}: its metadata have {name} {found!r}; expected an object"
+                    f"{self.path}: its metadata have {name} {str(meta[name])[:80]!r}; expected an"
+                    " object"
                 )
         return {**meta, "weights_only": True} if self.is_export else meta
+
+    def _meta_of_export(self) -> Any:
+        """Return the metadata that an export has of its run, or a folder from elsewhere."""
+        origin = self._json(stored.EXPORT)
+        meta = origin.get("meta", {})
+        config = origin.get("config")
+        if not config:
+            config = self._foreign_config() if not origin else self._json("config.json")
+        if isinstance(meta, dict):
+            meta = {**meta, "config": config}
+        if origin:
+            stored.check_format(origin, self.path)
+        return meta
+
+    def _foreign_config(self) -> Any:
+        """Return the config of weights of another system, if a workload knows them."""
+        foreign = workload.foreign_to(safetensors_reader.open_safetensors(self.path))
+        return foreign.config(self.path) if foreign else self._json("config.json")
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
         if "step" not in arrays:
             return None
-        found = arrays["step"].read(()) if arrays["step"].shape == () else None
-        if found is None or found.dtype.kind not in "iu":
-            raise StoredError(
-                f"{self.path}: its array 'step' is {list(arrays['step'].shape)}; expected one whole"
-                " number"
-            )
-        return _step_number(int(found), self.path)
+        array = arrays["step"]
+        if array.shape == ():
+            number = array.read(())
+            if number.dtype.kind in "iu":
+                return _step_number(int(number), self.path)
+        raise StoredError(
+            f"{self.path}: its array 'step' is {list(array.shape)}; expected one whole number"
+        )
 
     def data(self) -> dict[str, Any]:
         """Return the run's position in its data, empty for an export. Raises StoredError."""
-        return {} if self.is_export else orbax_steps.read_json(self.path, "data") or {}
+        if self.is_export:
+            return {}
+        return orbax_steps.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
         """Return the run's config. Raises StoredError unless it is a run of ``expected``."""
@@ -139,12 +156,18 @@ class Source(NamedTuple):
                 f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected"
                 " the name of a module"
             )
-        if expected and not workload.is_kind(found := config.get("workload"), expected):
-            kind = f"a run of {found}" if found else "not a run of this program"
-            is_own = found and found not in workload.shipped()
-            hint = f" (if {found} extends it, add --workload {found})" if is_own else ""
-            raise StoredError(f"{self.path} is {kind}; expected a run of {expected}{hint}")
+        if expected:
+            self._check_workload(config.get("workload"), expected)
         return config
+
+    def _check_workload(self, name: str | None, expected: str) -> None:
+        if workload.is_kind(name, expected):
+            return
+        kind = f"a run of {name}" if name else "not a run of this program"
+        hint = ""
+        if name and name not in workload.shipped():
+            hint = f" (if {name} extends it, add --workload {name})"
+        raise StoredError(f"{self.path} is {kind}; expected a run of {expected}{hint}")
 
     def damage(self) -> list[str]:
         """List the differences to its checksums. Raises checksums.NoManifest if it has none."""
@@ -152,25 +175,24 @@ class Source(NamedTuple):
             return checksums.verify(self.path)
         if not (self.path / SUMS).exists():
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
-        bad = []
+        problems = []
         try:
-            lines = files.lines(
-                files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON)
-            )
+            text = files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON)
         except (files.FileError, StoredError) as error:
             return [str(error)]
-        for line in lines:
+        for line in files.lines(text):
             digest, _, name = line.partition("  ")
             try:
                 if checksums.digest_of(stored.inside(self.path, name)) != digest:
-                    bad.append(f"{name} differs")
+                    problems.append(f"{name} differs")
             except (files.FileError, StoredError) as error:
-                bad.append(f"{name[:200]!r} cannot be read: {error}")
-        return bad
+                problems.append(f"{name[:200]!r} cannot be read: {error}")
+        return problems
 
     def _json(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        return stored.read_object(self.path, name) if self.path.is_dir() and path.exists() else {}
+        if not self.path.is_dir() or not (self.path / name).exists():
+            return {}
+        return stored.read_object(self.path, name)
 
 
 def refuse_address(path: Any, field: str, flag: str) -> None:

@@ -8,7 +8,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.arrays import stored, warm_start
 from jaxtrain.arrays.source import Source
-from jaxtrain.arrays.stored import StoredError
+from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.nn import lora
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.types import PyTree
@@ -33,28 +33,31 @@ def read(
     Raises StoredError: they cannot be read, are adapters without the weights that they change, or
     have no size in the config; WarmStartError: they are of another shape than the config says.
     """
-    if model_state:
-        arrays = source.arrays().items()
-        weights = {
-            path.removeprefix(stored.MODEL_STATE): one
-            for path, one in arrays
-            if path.startswith(stored.MODEL_STATE)
-        }
-    else:
-        weights = source.parameters(ema=ema)
+    weights = _model_state(source) if model_state else source.parameters(ema=ema)
     if any(lora.is_adapter(path) for path in weights):
         raise StoredError(
             f"{source.path} holds adapters without the weights that they change; merge them with"
             " `jaxtrain export`"
         )
-    sizes = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
-    if unknown := [path for path, spec in sizes if None in spec.shape]:
-        raise StoredError(
-            f"{source.path}: its config does not say the size of {unknown[0]}: it is damaged"
-        )
+    leaves = jax.tree.leaves(table, is_leaf=specs.is_spec)
+    for path, spec in zip(specs.paths(table), leaves, strict=True):
+        if None in spec.shape:
+            raise StoredError(
+                f"{source.path}: its config does not say the size of {path}: it is damaged"
+            )
     abstract = specs.abstract(table, layout)
     paths = specs.paths(abstract)
-    shapes = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}
+    shapes = {}
+    for path, x in zip(paths, jax.tree.leaves(abstract), strict=True):
+        shapes[path] = (x.shape, x.dtype)
     matches = warm_start.match(shapes, weights, config_lib.WarmStart(source=str(source.path)))
     loaded = warm_start.load(matches, abstract)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in paths])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in paths])
+
+
+def _model_state(source: Source) -> dict[str, Stored]:
+    arrays = {}
+    for path, array in source.arrays().items():
+        if path.startswith(stored.MODEL_STATE):
+            arrays[path.removeprefix(stored.MODEL_STATE)] = array
+    return arrays

@@ -25,6 +25,7 @@ import difflib
 import functools
 import logging
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from jaxtrain.types import Array, PyTree
 from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
-
+Shape = tuple[int, ...]
 
 MAX_NAME = 1000  # [characters] of a parameter's path
 WAYS = ("crop", "pad", "fold")  # of reshaping, besides a grid's, whose sizes no shape tells
@@ -59,14 +60,8 @@ class WarmStartError(UserError, ValueError):
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.problems = tuple(problems)
-        super().__init__(
-            "\n".join(
-                [
-                    f"config.warm_start: {source} does not fit:",
-                    *(f"  {text}" for text in self.problems),
-                ]
-            )
-        )
+        lines = [f"  {problem}" for problem in self.problems]
+        super().__init__("\n".join([f"config.warm_start: {source} does not fit:", *lines]))
 
 
 class Match(NamedTuple):
@@ -88,12 +83,13 @@ class Matches(NamedTuple):
     def report(self) -> str:
         """Return lines for the log: how many parameters of each kind, and which."""
         lines = [f"{len(self.loaded)} parameters loaded: {_listed(self.loaded)}"]
-        for names, text in (
+        kinds = (
             (self.skipped, "skipped, although in the source"),
             (self.fresh, "freshly initialised"),
             (self.unused, "of the source unused"),
-        ):
-            lines.append(f"{len(names)} {text}{': ' if names else ''}{_listed(names)}")
+        )
+        for names, kind in kinds:
+            lines.append(f"{len(names)} {kind}{': ' if names else ''}{_listed(names)}")
         return "\n".join([*lines, *self.notes])
 
 
@@ -102,57 +98,56 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     config_of(config)  # refuses another format
     try:
         if safetensors_reader.is_safetensors(config.source):
-            arrays = safetensors_reader.open_safetensors(config.source)
-            if foreign := workload.foreign_to(arrays):
-                own: dict[str, Stored] = foreign.arrays(arrays, config.source, False)
-                return own
-            # Only our own exports may have model state next to the parameters.
-            ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
-            return {
-                path: array
-                for path, array in arrays.items()
-                if not (ours and path.startswith(stored.MODEL_STATE))
-            }
+            return _open_safetensors(config.source)
         step_dir = orbax_steps.find_step(config.source, config.step)
-        group = "ema/" if config.ema else "params/"
-        arrays = {
-            p.removeprefix(group): s
-            for p, s in orbax_steps.open_step(step_dir).items()
-            if p.startswith(group)
-        }
+        arrays = orbax_steps.open_step(step_dir)
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
-    if not arrays:
-        why = (
-            ": the run kept no average (its config.train.ema was 0); omit config.warm_start.ema"
-            if config.ema
-            else ""
-        )
-        raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}{why}"])
-    return arrays
+    group = "ema/" if config.ema else "params/"
+    parameters = {}
+    for path, array in arrays.items():
+        if path.startswith(group):
+            parameters[path.removeprefix(group)] = array
+    if not parameters:
+        problem = f"{step_dir} holds no {group[:-1]!r}"
+        if config.ema:
+            problem += (
+                ": the run kept no average (its config.train.ema was 0); omit config.warm_start.ema"
+            )
+        raise WarmStartError(config.source, [problem])
+    return parameters
+
+
+def _open_safetensors(source: str) -> dict[str, Stored]:
+    arrays = safetensors_reader.open_safetensors(source)
+    foreign = workload.foreign_to(arrays)
+    if foreign:
+        translated: dict[str, Stored] = foreign.arrays(arrays, source, False)
+        return translated
+    # Only our own exports may have model state next to the parameters.
+    if not (epath.Path(source).expanduser() / stored.EXPORT).exists():
+        return arrays
+    return {
+        path: array for path, array in arrays.items() if not path.startswith(stored.MODEL_STATE)
+    }
 
 
 def config_of(config: WarmStart) -> dict[str, Any]:
     """Return the config of the source's run, or {} of others' weights. Raises WarmStartError."""
+    meta: dict[str, Any] = {}
     try:
         if not safetensors_reader.is_safetensors(config.source):
-            meta = (
-                orbax_steps.read_json(orbax_steps.find_step(config.source, config.step), "meta")
-                or {}
-            )
-            stored.check_format(meta, config.source)
+            step_dir = orbax_steps.find_step(config.source, config.step)
+            meta = orbax_steps.read_json(step_dir, "meta") or {}
         else:
             folder = epath.Path(config.source).expanduser()
-            meta = (
-                stored.read_object(folder, stored.EXPORT)
-                if (folder / stored.EXPORT).exists()
-                else {}
-            )
-            stored.check_format(meta, config.source)
+            if (folder / stored.EXPORT).exists():
+                meta = stored.read_object(folder, stored.EXPORT)
+        stored.check_format(meta, config.source)
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
-    found = meta.get("config")
-    return found if isinstance(found, dict) else {}
+    run_config = meta.get("config")
+    return run_config if isinstance(run_config, dict) else {}
 
 
 def damage(config: WarmStart) -> list[str]:
@@ -176,96 +171,157 @@ def match(
     Raises WarmStartError with each parameter and array that no rule covers, each shape and dtype
     that differs without one, and each rule that matches nothing.
     """
-    problems: list[str] = []
-    skipped: list[str] = []
-    fresh: list[str] = []
-    notes: list[str] = []
-    missing: list[str] = []
-    tried = _Patterns()
-    source = _renamed(source, config.renames, tried, problems)
-    loaded: dict[str, Match] = {}
-    # Ways of reshaping that would do -> (shape in the source, shape here) -> paths.
-    misfits: dict[tuple[str, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]] = {}
+    matching = _Matching(config)
+    source = matching.rename(source)
     for path, (shape, dtype) in table.items():
-        if tried.any("skip", config.skip, path):
-            (skipped if path in source else fresh).append(path)
-            continue
-        if path not in source:
-            near = difflib.get_close_matches(path, source, n=1, cutoff=0.6)
-            hint = f" (is it {near[0]!r}?)" if near else ""
-            missing.append(f"{path} {list(shape)}{hint}")
-            continue
-        array = source[path]
-        how = next(
-            (
-                how
-                for pattern, how in config.reshape.items()
-                if tried.any("reshape", [pattern], path)
-            ),
-            "",
-        )
-        # whose sizes may be as many patches
-        if array.shape == tuple(shape) and not how.startswith("grid"):
-            how = ""
-        elif not how:
-            shapes = array.shape, tuple(shape)
-            misfits.setdefault(_ways(path, *shapes), {}).setdefault(shapes, []).append(path)
-            continue
-        elif problem := _misfit(array.shape, tuple(shape), how):
-            problems.append(f"{path}: {problem}")
-            continue
-        else:
-            notes.append(f"{path} {list(array.shape)} → {list(shape)}: {how}")
-        if array.dtype != (wanted := jnp.dtype(dtype)):
-            if not (
-                jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
-            ):
-                problems.append(
-                    f"{path}: is {array.dtype.name} in the source and {wanted.name} here"
-                )
-                continue
-            notes.append(f"{path}: {array.dtype.name} → {wanted.name}")
-        loaded[path] = Match(array, how)
+        matching.add(path, tuple(shape), jnp.dtype(dtype), source)
     unused = [path for path in source if path not in table]
-    surplus = [
-        f"{path} {list(source[path].shape)}"
-        for path in unused
-        if not tried.any("unused", config.unused, path)
-    ]
-    problems += _grouped(
-        missing,
-        "not in the source: rename them (config.warm_start.renames), or declare them in"
-        " config.warm_start.skip",
-    )
-    for ways, by_shape in misfits.items():
-        lines = [
-            f"{', '.join(names)}: {list(a)} in the source, {list(b)} here"
-            for (a, b), names in by_shape.items()
-        ]
-        n = sum(map(len, by_shape.values()))
-        problems += _grouped(
-            lines, f"of another shape: {_how_to_reshape(ways)} them in config.warm_start.skip", n=n
-        )
-    problems += _grouped(
-        surplus,
-        "of the source and not in this model: rename them, or declare them in"
-        " config.warm_start.unused",
-    )
-    problems += tried.without_effect(config)
+    surplus = []
+    for path in unused:
+        if not matching.patterns.any("unused", config.unused, path):
+            surplus.append(f"{path} {list(source[path].shape)}")
+    problems = matching.all_problems(surplus)
     if problems:
         raise WarmStartError(config.source, problems)
-    return Matches(loaded, tuple(skipped), tuple(fresh), tuple(unused), tuple(notes))
+    return Matches(
+        matching.loaded,
+        tuple(matching.skipped),
+        tuple(matching.fresh),
+        tuple(unused),
+        tuple(matching.notes),
+    )
+
+
+class _Matching:
+    """The parameters that have been matched so far, and the problems of the others."""
+
+    def __init__(self, config: WarmStart):
+        self._config = config
+        self.patterns = _Patterns()
+        self.loaded: dict[str, Match] = {}
+        self.skipped: list[str] = []
+        self.fresh: list[str] = []
+        self.notes: list[str] = []
+        self._problems: list[str] = []
+        self._missing: list[str] = []
+        # Ways of reshaping that would do -> (shape in the source, shape here) -> paths.
+        self._misfits: dict[tuple[str, ...], dict[tuple[Shape, Shape], list[str]]] = {}
+
+    def add(self, path: str, shape: Shape, dtype: np.dtype, source: Mapping[str, Stored]) -> None:
+        """Match a parameter of the table."""
+        if self.patterns.any("skip", self._config.skip, path):
+            (self.skipped if path in source else self.fresh).append(path)
+            return
+        if path not in source:
+            neighbours = difflib.get_close_matches(path, source, n=1, cutoff=0.6)
+            hint = f" (is it {neighbours[0]!r}?)" if neighbours else ""
+            self._missing.append(f"{path} {list(shape)}{hint}")
+            return
+        array = source[path]
+        how = self._way(path)
+        # a grid's sizes may be as many patches
+        if array.shape == shape and not how.startswith("grid"):
+            how = ""
+        elif not how:
+            ways = self._misfits.setdefault(_ways(path, array.shape, shape), {})
+            ways.setdefault((array.shape, shape), []).append(path)
+            return
+        elif problem := _misfit(array.shape, shape, how):
+            self._problems.append(f"{path}: {problem}")
+            return
+        else:
+            self.notes.append(f"{path} {list(array.shape)} → {list(shape)}: {how}")
+        if self._fits_dtype(path, array, dtype):
+            self.loaded[path] = Match(array, how)
+
+    def _way(self, path: str) -> str:
+        """Return the first declared way to reshape a parameter, or ""."""
+        for pattern, how in self._config.reshape.items():
+            if self.patterns.any("reshape", [pattern], path):
+                return how
+        return ""
+
+    def _fits_dtype(self, path: str, array: Stored, dtype: np.dtype) -> bool:
+        """Note a change of dtype. Return whether it is allowed."""
+        if array.dtype == dtype:
+            return True
+        if not all(jnp.issubdtype(kind, jnp.floating) for kind in (array.dtype, dtype)):
+            self._problems.append(
+                f"{path}: is {array.dtype.name} in the source and {dtype.name} here"
+            )
+            return False
+        self.notes.append(f"{path}: {array.dtype.name} → {dtype.name}")
+        return True
+
+    def all_problems(self, surplus: Sequence[str]) -> list[str]:
+        """Return each problem, with its remedy. ``surplus``: arrays of the source without a use."""
+        problems = [*self._problems]
+        problems += _grouped(
+            self._missing,
+            "not in the source: rename them (config.warm_start.renames), or declare them in"
+            " config.warm_start.skip",
+        )
+        for ways, paths_of_shapes in self._misfits.items():
+            lines = []
+            for (source_shape, shape), paths in paths_of_shapes.items():
+                lines.append(
+                    f"{', '.join(paths)}: {list(source_shape)} in the source, {list(shape)} here"
+                )
+            problems += _grouped(
+                lines,
+                f"of another shape: {_how_to_reshape(ways)} them in config.warm_start.skip",
+                n=sum(len(paths) for paths in paths_of_shapes.values()),
+            )
+        problems += _grouped(
+            surplus,
+            "of the source and not in this model: rename them, or declare them in"
+            " config.warm_start.unused",
+        )
+        return [*problems, *self.patterns.without_effect(self._config)]
+
+    def rename(self, source: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the source under this model's paths, stacks as one array."""
+        by_path: dict[str, Stored] = {}
+        origin: dict[str, str] = {}
+        for path, array in source.items():
+            name = self._new_name(path)
+            if name is None:
+                return {}
+            if name in by_path:
+                self._problems.append(
+                    f"{origin[name]} and {path} of the source are both renamed to {name}"
+                )
+            by_path[name] = array
+            origin[name] = path
+        try:
+            return stored.stack(by_path)
+        except stored.StoredError as error:
+            self._problems.append(str(error))
+            return by_path
+
+    def _new_name(self, path: str) -> str | None:
+        """Return a path after all renames, or None if it becomes too long."""
+        name = path
+        for pattern, replacement in self._config.renames:
+            if self.patterns.any("renames", [pattern], name):
+                name = re.sub(pattern, replacement, name)
+            if len(name) > MAX_NAME:
+                self._problems.append(
+                    f"{path[:200]} of the source is renamed to more than {MAX_NAME} characters"
+                )
+                return None
+        return name
 
 
 def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     """Read the arrays for abstract ``params``: each device its own part, none twice."""
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
-    by_path: dict[str, Array] = {}
-    for path, (one, how) in matches.loaded.items():
+    loaded: dict[str, Array] = {}
+    for path, match in matches.loaded.items():
         target = targets[path]
-        read = _reader(one, how, target.shape, np.dtype(target.dtype))
-        by_path[path] = jax.make_array_from_callback(target.shape, target.sharding, read)
-    return by_path
+        read = _reader(match.stored, match.how, target.shape, np.dtype(target.dtype))
+        loaded[path] = jax.make_array_from_callback(target.shape, target.sharding, read)
+    return loaded
 
 
 def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
@@ -275,51 +331,52 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
         name = specs.path_name(path)
         if name not in loaded or matches.loaded[name].how != "pad":
             return loaded.get(name, fresh)
-        inside = jnp.ones(fresh.shape, bool)
+        is_inside = jnp.ones(fresh.shape, bool)
         for axis, size in enumerate(matches.loaded[name].stored.shape):
-            inside &= jax.lax.broadcasted_iota(jnp.int32, fresh.shape, axis) < size
-        return jnp.where(inside, loaded[name], fresh)
+            is_inside &= jax.lax.broadcasted_iota(jnp.int32, fresh.shape, axis) < size
+        return jnp.where(is_inside, loaded[name], fresh)
 
     return jax.tree.map_with_path(choose, params)
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
     """Return a source's array in its new shape. Raises StoredError unless folding does it."""
-    return (
-        match.stored
-        if match.stored.shape == tuple(shape)
-        else stored.fold(match.stored, tuple(shape))
-    )
+    if match.stored.shape == tuple(shape):
+        return match.stored
+    return stored.fold(match.stored, tuple(shape))
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
+    """Return one problem of several lines, or none. ``n``: its parameters, if not one a line."""
     if not lines:
         return []
     n = n or len(lines)
-    return [
-        "\n".join([f"{n} parameter{'s' * (n > 1)} {remedy}", *(f"    {line}" for line in lines)])
-    ]
+    head = f"{n} parameter{'s' * (n > 1)} {remedy}"
+    return ["\n".join([head, *(f"    {line}" for line in lines)])]
 
 
-def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
+def _ways(path: str, source: Shape, target: Shape) -> tuple[str, ...]:
     """Return the ways from ``source`` to ``target``. No shape tells the grids of positions."""
     ways = [way for way in WAYS if not _misfit(source, target, way)]
-    is_grid = (
-        re.search(r"(^|/)pos[^/]*$", path)
-        and len(source) == len(target) == 2
-        and source[1] == target[1]
-    )
-    return (*ways, "grid") if is_grid else tuple(ways)
+    is_positions = re.search(r"(^|/)pos[^/]*$", path) is not None
+    if is_positions and len(source) == len(target) == 2 and source[1] == target[1]:
+        ways.append("grid")
+    return tuple(ways)
 
 
 def _how_to_reshape(ways: Sequence[str]) -> str:
     """Return the choices of config.warm_start.reshape that give the shape, with their effects."""
     if not ways:
         return f"{', '.join(WAYS)} and grid do not give it; declare"
-    does = "; ".join(f"{way} {WAYS_DO[way]}" if len(ways) > 1 else WAYS_DO[way] for way in ways)
+    if len(ways) == 1:
+        effects = WAYS_DO[ways[0]]
+    else:
+        effects = "; ".join(f"{way} {WAYS_DO[way]}" for way in ways)
     how = "grid 32x8 to 16x8" if ways[0] == "grid" else ways[0]
-    named = f"{' or '.join(ways)} would do in config.warm_start.reshape ({does})"
-    return f"{named}, for example \"--config.warm_start.reshape={{'REGEX': '{how}'}}\", or declare"
+    return (
+        f"{' or '.join(ways)} would do in config.warm_start.reshape ({effects}), for example"
+        f" \"--config.warm_start.reshape={{'REGEX': '{how}'}}\", or declare"
+    )
 
 
 class _Patterns:
@@ -334,108 +391,81 @@ class _Patterns:
         return bool(hits)
 
     def without_effect(self, config: WarmStart) -> list[str]:
-        renames = [pattern for pattern, _ in config.renames]
-        declared = {
-            "renames": renames,
+        declared: dict[str, Iterable[str]] = {
+            "renames": [pattern for pattern, _ in config.renames],
             "skip": config.skip,
             "unused": config.unused,
             "reshape": config.reshape,
         }
-        return [
-            f"config.warm_start.{field}: {pattern!r} matches nothing"
-            for field, patterns in declared.items()
-            for pattern in patterns
-            if (field, pattern) not in self._matched
-        ]
-
-
-def _renamed(
-    source: Mapping[str, Stored],
-    renames: Iterable[tuple[str, str]],
-    tried: _Patterns,
-    problems: list[str],
-) -> dict[str, Stored]:
-    by_path: dict[str, Stored] = {}
-    origin: dict[str, str] = {}
-    for path, one in source.items():
-        name = path
-        for pattern, replacement in renames:
-            if tried.any("renames", [pattern], name):
-                name = re.sub(pattern, replacement, name)
-            if len(name) > MAX_NAME:
-                problems.append(
-                    f"{path[:200]} of the source is renamed to more than {MAX_NAME} characters"
-                )
-                return {}
-        if name in by_path:
-            problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
-        by_path[name], origin[name] = one, path
-    try:
-        return stored.stack(by_path)
-    except stored.StoredError as error:
-        problems.append(str(error))
-        return by_path
+        problems = []
+        for field, patterns in declared.items():
+            for pattern in patterns:
+                if (field, pattern) not in self._matched:
+                    problems.append(f"config.warm_start.{field}: {pattern!r} matches nothing")
+        return problems
 
 
 def _grid(how: str) -> tuple[int, int, int, int]:
     """Return the sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
-    found = RESHAPE.fullmatch(how)
-    assert found is not None, how
-    a, b, c, d = map(int, found.groups())
+    rule = RESHAPE.fullmatch(how)
+    assert rule is not None, how
+    a, b, c, d = map(int, rule.groups())
     return a, b, c, d
 
 
-def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
-    """Explains why ``how`` does not turn ``source`` into ``target``. Return "" if it does."""
+def _misfit(source: Shape, target: Shape, how: str) -> str:
+    """Explain why ``how`` does not turn ``source`` into ``target``. Return "" if it does."""
     if how.startswith("grid"):
         a, b, c, d = _grid(how)
         fits = source[:1] == (a * b,) and target[:1] == (c * d,) and source[1:] == target[1:]
     elif how == "fold":
         fits = math.prod(source) == math.prod(target)
     else:
-        pairs = zip(source, target, strict=False)
-        fits = len(source) == len(target) and all(
-            s >= t if how == "crop" else s <= t for s, t in pairs
-        )
-    return (
-        ""
-        if fits
-        else f"is {list(source)} in the source and {list(target)} here, which {how!r} does not fit"
-    )
+        larger, smaller = (source, target) if how == "crop" else (target, source)
+        fits = len(source) == len(target) and all(map(operator.ge, larger, smaller))
+    if fits:
+        return ""
+    return f"is {list(source)} in the source and {list(target)} here, which {how!r} does not fit"
 
 
-def _reader(
-    one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[Any], np.ndarray]:
+def _reader(array: Stored, how: str, shape: Shape, dtype: np.dtype) -> Callable[[Any], np.ndarray]:
     """Make a reader of slices of the target, cached for replicas."""
     if how == "fold":
-        one = stored.fold(one, shape)
+        array = stored.fold(array, shape)
 
     @functools.cache
     def resampled() -> np.ndarray:
         a, b, c, d = _grid(how)
-        grid = one.read(()).astype(np.float32).reshape(a, b, -1)
+        grid = array.read(()).astype(np.float32).reshape(a, b, -1)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return np.asarray(jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")).reshape(
-                shape
-            )
+            resized = jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")
+            return np.asarray(resized).reshape(shape)
 
     @functools.cache
     def read(bounds: tuple[tuple[int | None, int | None], ...]) -> np.ndarray:
-        index = tuple(slice(*slice(*b).indices(n)[:2]) for b, n in zip(bounds, shape, strict=True))
+        index = []
+        for (first, last), n in zip(bounds, shape, strict=True):
+            start, stop, _ = slice(first, last).indices(n)
+            index.append(slice(start, stop))
         if how.startswith("grid"):
-            return resampled()[index].astype(dtype)
-        if how != "pad":
-            return one.read(index).astype(dtype)
-        part = np.zeros([s.stop - s.start for s in index], dtype)
-        inside = tuple(
-            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, one.shape, strict=True)
-        )
-        if all(s.stop > s.start for s in inside):
-            part[tuple(slice(0, s.stop - s.start) for s in inside)] = one.read(inside)
-        return part
+            return resampled()[tuple(index)].astype(dtype)
+        if how == "pad":
+            return _read_padded(array, index, dtype)
+        return array.read(tuple(index)).astype(dtype)
 
     return lambda slices: read(tuple((s.start, s.stop) for s in slices))
+
+
+def _read_padded(array: Stored, index: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+    """Read a part that may reach beyond the array, where it is zero."""
+    part = np.zeros([s.stop - s.start for s in index], dtype)
+    inside = []
+    for s, n in zip(index, array.shape, strict=True):
+        inside.append(slice(min(s.start, n), min(s.stop, n)))
+    sizes = [s.stop - s.start for s in inside]
+    if all(sizes):
+        part[tuple(slice(0, size) for size in sizes)] = array.read(tuple(inside))
+    return part
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -116,20 +116,18 @@ def _export(args: argparse.Namespace) -> int:
     if args.reverse:
         line = safetensors.reverse(args.reverse, args.out)
     else:
-        dtype = safetensors.SHORT[args.dtype] if args.dtype else None
-        line = safetensors.export(
-            args.run,
-            args.out,
+        options = safetensors.Options(
             step=args.step,
             ema=args.ema,
             only=args.only,
-            dtype=dtype,
+            dtype=safetensors.SHORT[args.dtype] if args.dtype else None,
             shard_size=args.shard_size,
-            named=args.workload,
+            workload=args.workload,
             base=args.base,
             formats=args.format,
             license=args.license,
         )
+        line = safetensors.export(args.run, args.out, options)
     peak = machine.peak_memory()
     print(
         f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory"

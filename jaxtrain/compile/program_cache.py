@@ -33,7 +33,8 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
     """
     if not _are_kept():
         return None
-    program, size = None, 0
+    program = None
+    size = 0
     try:
         path = _path(lowered, options)
         digest, content = path.read_bytes().split(b"\n", 1)
@@ -41,11 +42,12 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
             structure = jax.tree.structure(lowered.args_info)
             with contextlib.suppress(OSError):  # another user's
                 os.utime(path)
-            program, size = (
-                serialize_executable.deserialize_and_load(content, structure, lowered.out_tree),
-                len(content),
+            program = serialize_executable.deserialize_and_load(
+                content, structure, lowered.out_tree
             )
-    except Exception as error:  # noqa: BLE001  there is none, or it is of another version: it is compiled
+            size = len(content)
+    # there is none, or it is of another version: it is compiled
+    except Exception as error:  # noqa: BLE001
         log.debug("a program is not read: %s", error)
     if not all(cluster.gather(int(program is not None))):
         return None
@@ -59,11 +61,9 @@ def keep(
     """``compile()``, kept for the next start."""
     began = time.perf_counter()
     program: jax.stages.Compiled = compile()
+    seconds = time.perf_counter() - began
     config: Any = jax.config  # jax adds its options as it is imported
-    if (
-        not _are_kept()
-        or time.perf_counter() - began < config.jax_persistent_cache_min_compile_time_secs
-    ):
+    if not _are_kept() or seconds < config.jax_persistent_cache_min_compile_time_secs:
         return program
     try:
         path = _path(lowered, options)
@@ -72,22 +72,17 @@ def keep(
         with atomic_write.file(path) as file:
             file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         machine.trim(path.parent, LIMIT)
-    except Exception as error:  # noqa: BLE001  a full disk, or a program with constants: the next start compiles again
+    # a full disk, or a program with constants: the next start compiles again
+    except Exception as error:  # noqa: BLE001
         log.debug("a program is not kept: %s", error)
     return program
 
 
 def _are_kept() -> bool:
     # Not jax.config's value: for several processes on CPUs `cluster.initialize` has set it.
-    off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in (
-        "0",
-        "false",
-        "f",
-        "no",
-        "n",
-        "off",
-    )
-    return jax.process_count() > 1 and jax.default_backend() == "cpu" and not off
+    switch = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower()
+    is_off = switch in ("0", "false", "f", "no", "n", "off")
+    return jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_off
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
@@ -119,6 +114,5 @@ def _cpu() -> list[str]:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return [platform.processor()]
-    return sorted(
-        {line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}
-    )
+    names = ("flags", "Features", "model name", "CPU part")
+    return sorted({line for line in lines if line.startswith(names)})

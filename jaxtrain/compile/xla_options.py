@@ -4,7 +4,6 @@ They are arguments of a compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name tha
 version does not know ends the process. Here the compiler is tried first, with a program of no size.
 An option of the table that it refuses is left out. An option of a config that it refuses is an
 error that names it.
-
 """
 
 import logging
@@ -54,7 +53,7 @@ TABLE = (
     # chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
     # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over
-    # them. A step of a model with norms of 85 M numbers, takes 1.3 times as long. And on several
+    # them. A step of a model with norms of 85 M numbers takes 1.3 times as long. And on several
     # cores its products of matrices, since XLA's own gain less by a second core (measured on two);
     # on one they are slower (docs/results/cpu-steps.md).
     Option(
@@ -72,11 +71,13 @@ TABLE = (
 
 def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
     """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
-    return {
-        o.name: o.value
-        for o in TABLE
-        if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores
-    }
+    values: dict[str, Any] = {}
+    for option in TABLE:
+        if count <= 1 and not option.alone:
+            continue
+        if kind.startswith(option.kinds) and cores >= option.cores:
+            values[option.name] = option.value
+    return values
 
 
 def options(
@@ -88,30 +89,37 @@ def options(
     those of several. ``device``: whose compiler is asked, which need not exist; None = none is.
     Raises ConfigError with each of ``own`` that the compiler refuses.
     """
-    platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
-    elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
-    table = defaults(kind, count=count, cores=machine.cores())
-    wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
-    if others := own.keys() - wanted.keys():
-        log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))
+    if kind.startswith("TPU"):
+        platform = "tpu"
+    else:
+        platform = "cpu" if kind == "cpu" else "gpu"
+    other_platforms = tuple(f"xla_{name}_" for name in PLATFORMS if name != platform)
+    ours = {}
+    elsewhere = []
+    for name, value in own.items():
+        if name.startswith(other_platforms):
+            elsewhere.append(name)
+        else:
+            ours[name] = _value(value)
+    if elsewhere:
+        log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(elsewhere)))
+    all_options = defaults(kind, count=count, cores=machine.cores()) | ours
     if device is None:
-        return table | wanted
-    refused = _refused(table | wanted, device)
-    if problems := [
-        (
-            f"compiler.{name}",
-            (
-                f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or"
-                " omit it"
-            ),
-        )
-        for name, why in refused.items()
-        if name in wanted
-    ]:
+        return all_options
+    refusals = _refusals(all_options, device)
+    problems = []
+    for name, reason in refusals.items():
+        if name in ours:
+            problem = (
+                f"is {own[name]!r}, and the compiler for {kind} refuses it: {reason}; correct it,"
+                " or omit it"
+            )
+            problems.append((f"compiler.{name}", problem))
+    if problems:
         raise ConfigError(problems)
-    for name, why in refused.items():
-        log.info("compiled without %s, which this version refuses: %s", name, why)
-    return {name: value for name, value in (table | wanted).items() if name not in refused}
+    for name, reason in refusals.items():
+        log.info("compiled without %s, which this version refuses: %s", name, reason)
+    return {name: value for name, value in all_options.items() if name not in refusals}
 
 
 def compile(
@@ -123,31 +131,31 @@ def compile(
     fails, it tries again without this module's, and the log says so. Raises ConfigError if it fails
     with ``own`` alone. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED).
     """
-    wanted = {name: value for name, value in options.items() if name in own}
+    own_options = {name: value for name, value in options.items() if name in own}
     try:
         return _compile(lowered, options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not options:
             raise
         reason = first_line(error)
-        if wanted == dict(options):
-            raise _refused_for(wanted, reason) from error
-    left_out = ", ".join(name for name in options if name not in wanted)
+        if own_options == dict(options):
+            raise _config_error(own_options, reason) from error
+    left_out = ", ".join(name for name in options if name not in own_options)
     log.warning("compiled without %s, with which this compiler fails: %s", left_out, reason)
     try:
-        return _compile(lowered, wanted)
+        return _compile(lowered, own_options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or not wanted:
+        if "RESOURCE_EXHAUSTED" in str(error) or not own_options:
             raise
-        raise _refused_for(wanted, first_line(error)) from error
+        raise _config_error(own_options, first_line(error)) from error
 
 
-def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
-    text = (
+def _config_error(own: Mapping[str, Any], reason: str) -> ConfigError:
+    problem = (
         f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that"
         " causes it"
     )
-    return ConfigError([("compiler", text)])
+    return ConfigError([("compiler", problem)])
 
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
@@ -157,7 +165,7 @@ def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.sta
         return lowered.compile(compiler_options=dict(options))
 
 
-def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
+def _refusals(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
     """Option -> why the device's compiler will not have it."""
     if not options:
         return {}
@@ -173,14 +181,12 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
 
     if not refusal(options):
         return {}
-    each = {name: refusal({name: value}) for name, value in options.items()}
-    return {name: why for name, why in each.items() if why}
+    reasons = {name: refusal({name: value}) for name, value in options.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _value(value: Any) -> Any:
     """Convert a value of a command line or a file. XLA takes switches as booleans alone."""
-    return (
-        {"true": True, "false": False}.get(value.lower(), str(value))
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(value.lower(), str(value))

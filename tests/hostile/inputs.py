@@ -478,7 +478,7 @@ def export(folder: pathlib.Path) -> None:
     run = folder.parent / "run-for-export"
     run.mkdir()
     birds(run)
-    safetensors.export(str(run), str(folder), shard_size=9_000)
+    safetensors.export(str(run), str(folder), safetensors.Options(shard_size=9_000))
 
 
 def timm(folder: pathlib.Path) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.arrays import safetensors, safetensors_reader, stored
+from jaxtrain.arrays import merge_adapters, safetensors_reader, stored
 from jaxtrain.commands import launch
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
@@ -383,7 +383,7 @@ def test_a_base_that_the_user_names_is_merged(tmp_path, adapted):
 
 
 def test_a_pattern_that_takes_for_ever_is_ended(tmp_path, capsys, adapted, monkeypatch):
-    monkeypatch.setattr(safetensors, "PATTERNS", 0.2)
+    monkeypatch.setattr(merge_adapters, "PATTERNS", 0.2)
     run = changed(adapted / "adapters", tmp_path / "run", "warm_start", skip=["((.|.|.|.)*)*!"])
     said = refused(
         capsys, "export", str(run), "--base", str(adapted / "base"), "--out", str(tmp_path / "out")

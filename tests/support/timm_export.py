@@ -42,5 +42,5 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
         change=change,
         **{**MODEL, **model},
     )
-    export_lib.export(str(run), str(folder / "out"), formats=("timm",))
+    export_lib.export(str(run), str(folder / "out"), export_lib.Options(formats=("timm",)))
     return folder / "out"

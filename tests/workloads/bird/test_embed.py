@@ -169,7 +169,9 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
         InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"
     ):
         encoder.data_config(model, n_mels=128, f_max=8000.0)
-    line = safetensors.export(str(trained), str(tmp_path / "export"), only="^encoder/")
+    line = safetensors.export(
+        str(trained), str(tmp_path / "export"), safetensors.Options(only="^encoder/")
+    )
     assert "step 1" in line
     for name in ("jaxtrain.json", "config.json"):
         file = tmp_path / "export" / name
@@ -273,7 +275,9 @@ BLOCKED = (
 def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
     """The export's example, alone in a process with nothing else, prints the output of `jaxtrain
     embed`. Embed reads the export, too."""
-    line = safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
+    line = safetensors.export(
+        str(trained), str(tmp_path / "export"), safetensors.Options(ema=True, only="^encoder/")
+    )
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()
     assert (
