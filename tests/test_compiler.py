@@ -17,7 +17,7 @@ SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merg
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize("target", ["tpu:v4:2x2x1", "tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2"])
 def test_libtpu_knows_every_option_of_the_table(target):
-    device = plan.tpu_devices(plan.parse_target(target))[0]
+    device = plan.compile.tpu_devices(plan.parse_target(target))[0]
     wanted = {o.name: o.value for o in xla_options.TABLE if device.device_kind.startswith(o.kinds)}
     assert wanted and xla_options.options({}, device.device_kind, count=4, device=device) == wanted
     assert xla_options.options({}, device.device_kind, count=1, device=device) == {}, (

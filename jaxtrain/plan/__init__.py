@@ -12,39 +12,20 @@ needs no such chip, has the other figures: it compiles the real step.
     summary   all of it, for a person          gpu_specs    GPUs that need not be here
 """
 
-from jaxtrain.assembly import Assembly, assemble
-from jaxtrain.plan.bound import Bound, bound
-from jaxtrain.plan.compile import Compiled, compiled, compiler_options, tpu_devices
 from jaxtrain.plan.environment import set_up
-from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offloaded, padded
-from jaxtrain.plan.remedies import refuse_if_too_large, remedies
+from jaxtrain.plan.remedies import refuse_if_too_large
 from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (
     "MFU",
-    "Assembly",
-    "Bound",
-    "Compiled",
     "PlanError",
     "Target",
     "abstractly",
-    "assemble",
-    "bound",
     "checkpoints",
-    "compiled",
-    "compiler_options",
-    "device_bytes",
-    "held",
-    "host_memory",
-    "least",
-    "offloaded",
-    "padded",
+    "free_space",
     "parse_target",
     "refuse_if_too_large",
-    "remedies",
     "report",
-    "free_space",
     "set_up",
-    "tpu_devices",
 )

@@ -87,74 +87,106 @@ class Bound(NamedTuple):
 def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Bound:
     """Compute the lower bound of a traced step (`Assembly.trace`)."""
     abstract, layout, tiled = assembly.abstract, assembly.layout, target.tiled
+    loops, is_read = kept_by_loops(traced.jaxpr.jaxpr, layout.mesh.size)
     leaves = jax.tree.leaves((abstract.state, abstract.batch, step_lib.abstract_stop(layout)))
-    kept, used = kept_by_loops(traced.jaxpr.jaxpr, layout.mesh.size)
-    read = [x for x, u in zip(leaves, used, strict=True) if u and not memory.is_on_host(x)]
-    arguments = sum(memory.device_bytes(x, tiled=tiled) for x in read)
+    arguments = 0
+    for leaf, leaf_is_read in zip(leaves, is_read, strict=True):
+        if leaf_is_read and not memory.is_on_host(leaf):
+            arguments += memory.device_bytes(leaf, tiled=tiled)
     least = memory.least(memory.held(abstract, layout, tiled=tiled))
-    second = (
-        memory.second(abstract, layout, tiled=tiled) if assembly.config.guard.verify_every else 0
-    )
-    return Bound(arguments, max(0, least - arguments), kept, second)
+    second = 0
+    if assembly.config.guard.verify_every:
+        second = memory.second(abstract, layout, tiled=tiled)
+    return Bound(arguments, max(0, least - arguments), loops, second)
 
 
 def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:
     """Return the arrays in the fullest loop, the largest first, and which arguments are read."""
-    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     arguments = [Value(("argument", i), frozenset()) for i in range(len(jaxpr.invars))]
     walk = _Walk(devices, set(arguments))
     walk.block(jaxpr, walk.new(jaxpr.constvars), arguments)
-    return sorted(walk.fullest(), reverse=True), used
+    return sorted(walk.fullest(), reverse=True), is_read
 
 
 class Value(NamedTuple):
     """A value of the program. Equal computations have equal values."""
 
     key: Hashable
-    after: frozenset[int]  # the loops that it depends on
+    loops: frozenset[int]  # that it depends on
+
+
+def _loops_of(values: Sequence[Value]) -> frozenset[int]:
+    return frozenset().union(*(value.loops for value in values))
 
 
 class _Loop(NamedTuple):
-    after: frozenset[int]  # the loops that it depends on
+    loops: frozenset[int]  # that it depends on
     reads: set[Hashable]  # keys of what it reads and does not overwrite
     stacks: dict[Hashable, Array]  # by key
-    others: list[Array]  # its carry, and what the fullest moment of its body has
+    carry_and_body: list[Array]  # its carry, and what the fullest moment of its body has
+
+
+class _Scan(NamedTuple):
+    """The parameters of a loop. Its inputs are constants, the carry and stacked rows."""
+
+    n_consts: int
+    n_carry: int
+    length: int
+    unroll: int
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of the loop itself; those left over are written out after it."""
+        return self.length - self.length % self.unroll
+
+    @property
+    def is_loop(self) -> bool:
+        return self.rounds > self.unroll  # else all rounds are written out
 
 
 class _Walk:
     def __init__(self, share: int, arguments: set[Value] | None):
         """``arguments``: of the step, whose memory a carry may take. None in a loop's body."""
-        self._share, self._arguments = share, arguments
+        self._share = share
+        self._arguments = arguments
         self._loops: list[_Loop] = []
         self._numbers = itertools.count()
 
-    def new(self, variables: Sequence[Any], after: frozenset[int] = frozenset()) -> list[Value]:
-        return [Value(("new", next(self._numbers)), after) for _ in variables]
+    def new(self, variables: Sequence[Any], loops: frozenset[int] = frozenset()) -> list[Value]:
+        return [Value(("new", next(self._numbers)), loops) for _ in variables]
 
     def fullest(self) -> list[Array]:
-        moments = []
-        for i, loop in enumerate(self._loops):
-            later = [other for n, other in enumerate(self._loops) if n == i or i in other.after]
-            read = set().union(*(other.reads for other in later))
-            earlier = [self._loops[n].stacks.items() for n in loop.after - {ROUND}]
-            waiting = [array for stacks in earlier for key, array in stacks if key in read]
-            moments.append([*waiting, *loop.stacks.values(), *loop.others])
+        """Return the arrays that are in memory while the fullest loop runs."""
+        moments = [self._arrays_during(number) for number in range(len(self._loops))]
         return max(moments, key=_total, default=[])
 
+    def _arrays_during(self, number: int) -> list[Array]:
+        running = self._loops[number]
+        read_now_or_later = set(running.reads)
+        for loop in self._loops:
+            if number in loop.loops:
+                read_now_or_later |= loop.reads
+        waiting = []
+        for earlier in running.loops - {ROUND}:
+            for key, array in self._loops[earlier].stacks.items():
+                if key in read_now_or_later:
+                    waiting.append(array)
+        return [*waiting, *running.stacks.values(), *running.carry_and_body]
+
     def block(self, jaxpr: Any, consts: list[Value], inputs: list[Value]) -> list[Value]:
-        known: dict[Any, Value] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
-        )
+        """Walk through the equations of a jaxpr. Returns the values of its results."""
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values: dict[Any, Value] = dict(zip(variables, [*consts, *inputs], strict=True))
 
         def value(v: Any) -> Value:
             if isinstance(v, core.Literal):
                 return Value(("literal", repr(v.val), str(v.aval)), frozenset())
-            return known[v]
+            return values[v]
 
         for eqn in jaxpr.eqns:
-            known.update(
-                zip(eqn.outvars, self._equation(eqn, [value(v) for v in eqn.invars]), strict=True)
-            )
+            results = self._equation(eqn, [value(v) for v in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
         return [value(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -166,60 +198,73 @@ class _Walk:
         if name in RENAMES:
             return inputs
         # Two equations with programs of their own (kernels, branches) are never equal.
-        inner = next(core.jaxprs_in_params(params), None)
-        key = hash((name, repr(params) if inner is None else id(eqn), *(v.key for v in inputs)))
-        after = frozenset().union(*(v.after for v in inputs))
-        return [Value((key, i), after) for i in range(len(eqn.outvars))]
+        has_program = next(core.jaxprs_in_params(params), None) is not None
+        identity = id(eqn) if has_program else repr(params)
+        key = hash((name, identity, *(value.key for value in inputs)))
+        loops = _loops_of(inputs)
+        return [Value((key, i), loops) for i in range(len(eqn.outvars))]
 
     def _call(self, params: dict[str, Any], inputs: list[Value]) -> list[Value]:
-        inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
+        jaxpr: Any = params.get("jaxpr", params.get("call_jaxpr"))
+        consts: Sequence[Any] = ()
+        if isinstance(jaxpr, core.ClosedJaxpr):
+            consts = jaxpr.consts
+            jaxpr = jaxpr.jaxpr
         share = self._share
         for axis in params.get("newly_manual_axes", ()):  # of a shard_map: shapes are parts inside
             self._share //= params["mesh"].shape[axis]
-        closed = isinstance(inner, core.ClosedJaxpr)
-        results = self.block(
-            inner.jaxpr if closed else inner, self.new(inner.consts if closed else ()), inputs
-        )
+        results = self.block(jaxpr, self.new(consts), inputs)
         self._share = share
         return results
 
     def _scan(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        params, inner = eqn.params, eqn.params["jaxpr"]
-        if "ft_in" in params:  # from jax 0.11 on
-            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
-        else:
-            n_consts, n_carry = params["num_consts"], params["num_carry"]
-        last, length = n_consts + n_carry, params["length"]
+        scan = _scan_of(eqn.params)
+        first_row = scan.n_consts + scan.n_carry
+        consts, rows = inputs[: scan.n_consts], inputs[first_row:]
         body = _Walk(self._share, None)
-        consts = body.new(range(n_consts))
-        changing = body.new(range(n_consts, len(inputs)), frozenset({ROUND}))
-        made = body.block(inner.jaxpr, body.new(inner.consts), [*consts, *changing])
+        body_consts = body.new(consts)
+        changing = body.new(inputs[scan.n_consts :], frozenset({ROUND}))
+        closed = eqn.params["jaxpr"]
+        body_results = body.block(closed.jaxpr, body.new(closed.consts), [*body_consts, *changing])
 
-        after = frozenset().union(*(v.after for v in inputs))
-        results = self.new(eqn.outvars, after | {len(self._loops)})
-        rows = length - length % params["unroll"]  # those of the loop itself
-        is_loop = rows > params["unroll"]  # else all rounds are written out
-        stacks, others = {}, body.fullest()
-        if is_loop and self._arguments is not None:
-            for i, before in enumerate(inputs[n_consts:last]):
-                if made[i] != changing[i] and before not in self._arguments:
-                    others.append(self._array(eqn, i, 1.0))
-        known = dict(zip(changing[n_carry:], inputs[last:], strict=True))
-        for i in range(n_carry, len(made) if is_loop else 0):
-            if made[i] in known:
-                results[i] = known[made[i]]  # equal rows are written once
-            elif ROUND in made[i].after:
-                known[made[i]] = results[i]
-                stacks[results[i].key] = self._array(eqn, i, rows / length)
-        reads = {v.key for v in [*inputs[:n_consts], *inputs[last:]]} if is_loop else set()
-        self._loops.append(_Loop(after, reads, stacks, others))
+        loops = _loops_of(inputs)
+        results = self.new(eqn.outvars, loops | {len(self._loops)})
+        stacks: dict[Hashable, Array] = {}
+        carry_and_body = body.fullest()
+        reads: set[Hashable] = set()
+        if scan.is_loop:
+            if self._arguments is not None:
+                for i, initial in enumerate(inputs[scan.n_consts : first_row]):
+                    if body_results[i] != changing[i] and initial not in self._arguments:
+                        carry_and_body.append(self._array(eqn, i, 1.0))
+            # From a row of the body to the stacked array that has it.
+            stacked = dict(zip(changing[scan.n_carry :], rows, strict=True))
+            for i in range(scan.n_carry, len(body_results)):
+                row = body_results[i]
+                if row in stacked:
+                    results[i] = stacked[row]  # equal rows are written once
+                elif ROUND in row.loops:
+                    stacked[row] = results[i]
+                    part = scan.rounds / scan.length
+                    stacks[results[i].key] = self._array(eqn, i, part)
+            reads = {value.key for value in [*consts, *rows]}
+        self._loops.append(_Loop(loops, reads, stacks, carry_and_body))
         return results
 
     def _array(self, eqn: Any, i: int, part: float) -> Array:
         aval = eqn.outvars[i].aval
-        known = isinstance(aval.dtype, np.dtype)  # a random key's is JAX's own
-        size = math.prod(aval.shape) * aval.dtype.itemsize * part if known else 0
+        size = 0.0
+        if isinstance(aval.dtype, np.dtype):  # a random key's is JAX's own
+            size = math.prod(aval.shape) * aval.dtype.itemsize * part
         return Array(int(size) // self._share, f"{aval.str_short()} {eqn.source_info.name_stack}")
+
+
+def _scan_of(params: dict[str, Any]) -> _Scan:
+    if "ft_in" in params:  # from jax 0.11 on
+        n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+    return _Scan(n_consts, n_carry, params["length"], params["unroll"])
 
 
 def _total(arrays: Sequence[Array]) -> int:

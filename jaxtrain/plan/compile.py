@@ -53,36 +53,32 @@ def tpu_devices(target: Target) -> list[Any]:
     from jax.experimental import topologies
 
     ask_for_no_chips()
-    options: dict[str, Any] = (
-        {"chip_config_name": "megacore"} if target.known.name in ("v4", "v5p") else {}
-    )
+    options: dict[str, Any] = {}
+    if target.known_chip.name in ("v4", "v5p"):
+        options["chip_config_name"] = "megacore"
     if target.slices > 1:
         options["num_slices"] = target.slices
     try:
-        return list(
-            topologies.get_topology_desc(target.topology, platform="tpu", **options).devices
-        )
+        topology = topologies.get_topology_desc(target.topology, platform="tpu", **options)
+        return list(topology.devices)
     except Exception as error:
-        raise PlanError(
-            f"--plan={target.name}: libtpu knows no such topology: {first_line(error)}"
-        ) from error
+        reason = f"libtpu knows no such topology: {first_line(error)}"
+        raise PlanError(f"--plan={target.name}: {reason}") from error
 
 
 def gpu_devices(target: Target) -> list[Any]:
     """Return GPUs that need not exist, by JAX's CUDA plugin (`jaxtrain.plan.environment`)."""
     from jax.experimental import topologies
 
-    spec = gpu_specs.SPECS[target.known.name].text()
+    properties = gpu_specs.SPECS[target.known_chip.name].text()
     try:
-        return list(
-            topologies.get_topology_desc(
-                "", "cuda", target_config=spec, topology=target.topology
-            ).devices
+        topology = topologies.get_topology_desc(
+            "", "cuda", target_config=properties, topology=target.topology
         )
+        return list(topology.devices)
     except Exception as error:
-        raise PlanError(
-            f"--plan={target.name}: XLA's compiler for GPUs: {first_line(error)}"
-        ) from error
+        reason = f"XLA's compiler for GPUs: {first_line(error)}"
+        raise PlanError(f"--plan={target.name}: {reason}") from error
 
 
 # A card of each compute capability that Pallas knows by name (jax 0.11).
@@ -107,7 +103,8 @@ def for_kernels(device: Any) -> Iterator[None]:
         return
     kind = KNOWN_TO_PALLAS.get(devices.capability, device.device_kind)
     gpu = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
@@ -121,14 +118,19 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
         device = jax.local_devices()[0]
         kind = device.device_kind
     else:
-        kind, device = target.known.kind, None
-        if is_at_hand(target):
-            device = tpu_devices(target)[0]
-        elif target.kind == "gpu":
-            with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
-                # jaxlib's own compiler knows the options for GPUs by name
-                device = jax.devices("cpu")[0]
+        device = _device_that_knows_options(target)
+        kind = target.known_chip.kind
     return xla_options.options(config.compiler, kind, count=target.count, device=device)
+
+
+def _device_that_knows_options(target: Target) -> Any | None:
+    if is_at_hand(target):
+        return tpu_devices(target)[0]
+    if target.kind == "gpu":
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
+            # jaxlib's own compiler knows the options for GPUs by name
+            return jax.devices("cpu")[0]
+    return None
 
 
 def compiled(
@@ -143,27 +145,32 @@ def compiled(
     With ``versions`` of the compilers the figures are kept. Raises PlanError if the compiler finds
     that the step does not fit, and ConfigError if it refuses an option of the config.
     """
-    own, mesh = assembly.config.compiler, assembly.layout.mesh
+    config_options = assembly.config.compiler
+    mesh = assembly.layout.mesh
     devices = list(mesh.devices.flat)
-    options = {
-        **xla_options.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]),
-        **(options or {}),
-    }
-    figures, again = ask(traced.lower(), devices, options, own=own, versions=versions)
+    kind = devices[0].device_kind
+    options_of_run = xla_options.options(config_options, kind, count=mesh.size, device=devices[0])
+    figures, again = ask(
+        traced.lower(),
+        devices,
+        options_of_run | dict(options or {}),
+        config_options=config_options,
+        versions=versions,
+    )
     if figures.refusal:
         raise PlanError(f"the compiler says: {figures.refusal}")
-    found = Compiled(
+    step = Compiled(
         figures.arguments, figures.temporaries, figures.peak, None, figures.seconds, again=again
     )
     if figures.text is None:
-        return found
-    module, shape = hlo.Program(figures.text), dict(mesh.shape)
+        return step
+    program = hlo.Program(figures.text)
     products: dict[str, float] = collections.defaultdict(float)
-    for one in module.products():
-        products[" x ".join(one.operands)] += one.flops
-    return found._replace(
-        collectives=hlo.summary(hlo.collectives(module), shape),
-        library_calls=module.library_calls(),
+    for product in program.products():
+        products[" x ".join(product.operands)] += product.flops
+    return step._replace(
+        collectives=hlo.summary(hlo.collectives(program), dict(mesh.shape)),
+        library_calls=program.library_calls(),
         products=dict(products),
         text=figures.text,
     )
@@ -174,33 +181,36 @@ def ask(
     devices: Sequence[Any],
     options: Mapping[str, Any],
     *,
-    own: Mapping[str, Any] | None = None,
+    config_options: Mapping[str, Any] | None = None,
     versions: str = "",
 ) -> tuple[plan_cache.Figures, bool]:
-    """Return a compiler's figures, and whether they were kept. ``own``: the config's options."""
-    name = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
-    if name and (known := plan_cache.find(name)):
-        return known, True
+    """Return a compiler's figures, and whether they were kept.
+
+    ``config_options``: those of ``options`` that the config has.
+    """
+    key = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
+    if key:
+        cached = plan_cache.find(key)
+        if cached:
+            return cached, True
     began = time.perf_counter()
     try:
-        figures = _read(
-            xla_options.compile(lowered, options, own or {}), devices[0].platform, began
-        )
+        program = xla_options.compile(lowered, options, config_options or {})
+        figures = _read(program, devices[0].platform, time.perf_counter() - began)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        figures = plan_cache.Figures(
-            0, 0, 0, time.perf_counter() - began, None, refusal=first_line(error)
-        )
-    if name:
-        plan_cache.keep(name, figures)
+        seconds = time.perf_counter() - began
+        figures = plan_cache.Figures(0, 0, 0, seconds, None, refusal=first_line(error))
+    if key:
+        plan_cache.keep(key, figures)
     return figures, False
 
 
-def _read(program: jax.stages.Compiled, platform: str, began: float) -> plan_cache.Figures:
-    seconds = time.perf_counter() - began
+def _read(program: jax.stages.Compiled, platform: str, seconds: float) -> plan_cache.Figures:
     memory: Any = program.memory_analysis()  # None only for backends that do not plan
-    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    arguments = memory.argument_size_in_bytes
+    temporaries = memory.temp_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     if platform == "tpu" and memory.peak_memory_in_bytes > arguments:  # else it is not known
         # libtpu (0.0.42) reports up to half more temporaries than it places, also of a program that

@@ -42,11 +42,16 @@ def requirements(kind: str) -> list[str]:
         return [*plugins, f"nvidia-cuda-nvcc-cu12=={NVCC}"]
     pattern = r"(libtpu\S*?);? *;? .*extra == ['\"]tpu['\"]"
     needs = importlib.metadata.requires("jax") or []
-    return [next((match[1] for text in needs if (match := re.match(pattern, text))), "libtpu")]
+    for requirement in needs:
+        if match := re.match(pattern, requirement):
+            return [match[1]]
+    return ["libtpu"]
 
 
 def find(kind: str) -> pathlib.Path | None:
-    return place if versions(place := folder(kind)) else None
+    """Return the folder of the environment if it is complete."""
+    place = folder(kind)
+    return place if versions(place) else None
 
 
 def set_up(kind: str) -> str:
@@ -81,14 +86,14 @@ def set_up(kind: str) -> str:
 
 def _install(kind: str, place: pathlib.Path, partial: pathlib.Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *requirements(kind)]
-    done = subprocess.run([*pip, "--target", str(partial)], capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        why = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+    process = subprocess.run([*pip, "--target", str(partial)], capture_output=True, text=True)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        command = " ".join([*pip, "--target", str(place)])
         raise PlanError(
             f"the environment for --plan={kind}:… could not be made: "
-            f"{why.removeprefix('ERROR: ')}. It needs the network once; this was: "
-            f"{' '.join([*pip, '--target', str(place)])}"
+            f"{reason.removeprefix('ERROR: ')}. It needs the network once; this was: {command}"
         )
     mark = {"requirements": requirements(kind), "python": sys.version.split()[0]}
     (partial / MARK).write_text(json.dumps(mark) + "\n")
@@ -97,7 +102,8 @@ def _install(kind: str, place: pathlib.Path, partial: pathlib.Path) -> None:
 def versions(place: pathlib.Path) -> str:
     """Return the installed packages, or "" if the environment is incomplete or its mark damaged."""
     try:
-        return ", ".join(json.loads((place / MARK).read_text())["requirements"])
+        mark = json.loads((place / MARK).read_text())
+        return ", ".join(mark["requirements"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
 

@@ -29,6 +29,14 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)"
 )
 
+# The groups of a collective: listed; [groups,size]<=[dims]T(order); or by the axes of a mesh.
+_LISTED_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS_OF_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    r" \{([^}:]*)\}"
+)
+
 
 class Instruction(NamedTuple):
     name: str
@@ -39,8 +47,11 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        found = _CALLED.findall(self.line)
-        return [(how, name) for how, names in found for name in re.findall(r"[\w.\-]+", names)]
+        """The computations that it calls, each with the role it has there."""
+        calls = []
+        for role, names in _CALLED.findall(self.line):
+            calls += [(role, name) for name in re.findall(r"[\w.\-]+", names)]
+        return calls
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -52,25 +63,31 @@ class Instruction(NamedTuple):
 
 
 def instruction(line: str) -> Instruction | None:
+    """Parse a line, None if it has no instruction."""
     line = line.strip()
-    left, equals, right = line.removeprefix("ROOT ").partition(" = ")
-    if not equals or " " in left:
+    name, equals, definition = line.removeprefix("ROOT ").partition(" = ")
+    if not equals or " " in name:
         return None
-    result, rest = _split(right) if right.startswith("(") else right.split(" ", 1)
-    match = re.match(r"\s*([\w\-]+)(?=\()", rest)
+    if definition.startswith("("):
+        result, call = _split(definition)
+    else:
+        result, call = definition.split(" ", 1)
+    match = re.match(r"\s*([\w\-]+)(?=\()", call)
     if not match:
         return None
-    inside, _ = _split(rest[match.end() :])
-    return Instruction(
-        left.lstrip("%"), match[1], result, tuple(re.findall(r"%([\w.\-]+)", inside)), line
-    )
+    arguments, _ = _split(call[match.end() :])
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
+    return Instruction(name.lstrip("%"), match[1], result, operands, line)
 
 
 def _split(text: str) -> tuple[str, str]:
     """Split a text that begins with a parenthesis where it closes."""
     depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
+    for i, character in enumerate(text):
+        if character == "(":
+            depth += 1
+        elif character == ")":
+            depth -= 1
         if not depth:
             return text[: i + 1], text[i + 1 :]
     return text, ""
@@ -100,12 +117,11 @@ class Collective(NamedTuple):
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes of a mesh (name -> size) along which devices of one group differ."""
         sizes = tuple(mesh.values())
-        spans = [np.unravel_index(group, sizes) for group in self.groups]
-        return tuple(
-            name
-            for i, name in enumerate(mesh)
-            if any(len(set(places[i].tolist())) > 1 for places in spans)
-        )
+        axes = set[int]()
+        for group in self.groups:
+            places = np.unravel_index(group, sizes)
+            axes |= {i for i, along_axis in enumerate(places) if len(set(along_axis.tolist())) > 1}
+        return tuple(name for i, name in enumerate(mesh) if i in axes)
 
 
 class Exchanged(NamedTuple):
@@ -131,14 +147,9 @@ class Program:
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
         parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
-        self.bodies = {
-            name: [i for line in body.splitlines() if (i := instruction(line))]
-            for _, name, body in parts
-        }
-        self.devices = max(
-            (int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])),
-            default=1,
-        )
+        self.bodies = {name: _instructions(body) for _, name, body in parts}
+        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])
+        self.devices = max(map(int, counts), default=1)
         self.times: dict[str, int] = {}  # computation -> how often a step executes it, if it does
         self.loops: set[str] = set()  # computations inside of loops
         self.started: set[str] = set()  # that begin at one place and are waited for at another
@@ -147,110 +158,141 @@ class Program:
             if entry:
                 self._visit(name, 1, False)
 
-    def _visit(self, name: str, n: int, in_loop: bool) -> None:
-        self.times[name] = self.times.get(name, 0) + n
+    def _visit(self, computation: str, times: int, in_loop: bool) -> None:
+        self.times[computation] = self.times.get(computation, 0) + times
         if in_loop:
-            self.loops.add(name)
-        for i in self.bodies.get(name, ()):
+            self.loops.add(computation)
+        for i in self.bodies.get(computation, ()):
             n_trips = trips(i, self.bodies) if i.op == "while" else 1
-            for how, target in i.called:
-                if target in self.bodies:
-                    if i.op == "async-start" and '"is_sync":true' not in i.line:
-                        self.started.add(target)
-                    if i.op == "fusion":
-                        self.fused.add(target)
-                    is_body = how == "body"
-                    self._visit(target, n * (n_trips if is_body else 1), in_loop or is_body)
+            for role, target in i.called:
+                if target not in self.bodies:
+                    continue
+                if i.op == "async-start" and '"is_sync":true' not in i.line:
+                    self.started.add(target)
+                if i.op == "fusion":
+                    self.fused.add(target)
+                if role == "body":
+                    self._visit(target, times * n_trips, True)
+                else:
+                    self._visit(target, times, in_loop)
 
     def executed(self) -> Iterator[tuple[str, Instruction]]:
-        for name, body in self.bodies.items():
-            yield from ((name, i) for i in body if name in self.times)
+        """Yield the instructions that a step executes, each with its computation."""
+        for computation, body in self.bodies.items():
+            if computation in self.times:
+                for i in body:
+                    yield computation, i
 
     def library_calls(self) -> dict[str, int]:
         """Return target of a custom call -> executions in a step, without the compiler's marks."""
         calls: dict[str, int] = {}
-        for name, i in self.executed():
-            if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[
-                1
-            ] not in MARKS:
-                calls[match[1]] = calls.get(match[1], 0) + self.times[name]
+        for computation, i in self.executed():
+            match = re.search(r'custom_call_target="([^"]+)"', i.line)
+            if match and match[1] not in MARKS:
+                calls[match[1]] = calls.get(match[1], 0) + self.times[computation]
         return calls
 
     def products(self) -> list[Product]:
         """List matrix products, without Pallas kernels and convolutions (products on TPUs)."""
         every_product = []
-        shapes = {(name, i.name): i.shapes[0] for name, i in self.executed() if i.shapes}
-        for name, i in self.executed():
+        shapes = {(c, i.name): i.shapes[0] for c, i in self.executed() if i.shapes}
+        for computation, i in self.executed():
             is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
             if not (is_call or i.op == "dot") or len(i.operands) < 2 or not i.shapes:
                 continue
-            types, dims = zip(
-                *(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True
-            )
-            flops = 2.0 * math.prod(i.shapes[0][1]) * _depth(i.line, dims[0]) * self.times[name]
-            every_product.append(Product(types, flops, i.line))
+            left, right = (shapes.get((computation, name), ("", ())) for name in i.operands[:2])
+            _, dims = i.shapes[0]
+            depth = _depth(i.line, left[1])
+            flops = 2.0 * math.prod(dims) * depth * self.times[computation]
+            every_product.append(Product((left[0], right[0]), flops, i.line))
         return every_product
+
+
+def _instructions(body: str) -> list[Instruction]:
+    return [i for line in body.splitlines() if (i := instruction(line))]
 
 
 def _depth(line: str, left: Sequence[int]) -> int:
     """Count the numbers that a product adds up for each of its results."""
     summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
-    return math.prod(left[i] for i in _dims(summed[1])) if summed and left else 1
+    if not (summed and left):
+        return 1
+    axes = _dims(summed[1])
+    return math.prod(left[axis] for axis in axes)
 
 
 def collectives(text: str | Program) -> list[Collective]:
     program = text if isinstance(text, Program) else Program(text)
     every_collective = []
-    for name, i in program.executed():
-        kind, start = i.op.removesuffix("-start"), i.op.endswith("-start")
+    for computation, i in program.executed():
+        kind = i.op.removesuffix("-start")
         if kind not in KINDS:
             continue
-        is_async = start and '"is_sync":true' not in i.line or name in program.started
-        # TPUs gather inside of a product that needs something else.
-        products = (other.op in ("convolution", "dot") for other in program.bodies[name])
-        is_async |= name in program.fused and any(products)
-        results = i.shapes
-        if start and kind != "all-reduce":  # the others start with (operands, results)
-            if kind == "collective-permute":
-                results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
-            results = results[len(results) // 2 :]
+        results = _results(i, kind)
         # on TPUs a fusion of a sum and each device's part
-        if name.startswith("all-reduce-scatter"):
-            kind, results = "reduce-scatter", program.bodies[name][-1].shapes[:1]
-        size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
-        shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
-        times, in_loop = program.times[name], name in program.loops
-        every_collective.append(Collective(kind, shapes, size, within, times, in_loop, is_async))
+        if computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+            results = program.bodies[computation][-1].shapes[:1]
+        sizes = [math.prod(dims) * bits(dtype) // 8 for dtype, dims in results]
+        collective = Collective(
+            kind,
+            shapes=tuple(dims for _, dims in results),
+            bytes=sum(sizes),
+            groups=groups(i.line, program.devices),
+            times=program.times[computation],
+            in_loop=computation in program.loops,
+            is_async=_is_async(program, computation, i),
+        )
+        every_collective.append(collective)
     return every_collective
+
+
+def _results(i: Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the types and shapes of a collective's results."""
+    results = i.shapes
+    if not i.op.endswith("-start") or kind == "all-reduce":
+        return results
+    if kind == "collective-permute":
+        results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
+    # The others start with (operands, results).
+    return results[len(results) // 2 :]
+
+
+def _is_async(program: Program, computation: str, i: Instruction) -> bool:
+    if i.op.endswith("-start") and '"is_sync":true' not in i.line:
+        return True
+    if computation in program.started:
+        return True
+    # TPUs gather inside of a product that needs something else.
+    is_product = any(other.op in ("convolution", "dot") for other in program.bodies[computation])
+    return is_product and computation in program.fused
 
 
 def groups(line: str, devices: int) -> list[list[int]]:
     """Parse the lists of device numbers that exchange values, in each notation of XLA."""
-    if explicit := re.search(
-        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line
-    ):
-        return [
-            [int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])
-        ]
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _places(*iota.group(2, 3)).reshape(-1, _dims(iota[1])[1]).tolist()
-    if mesh := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
-        r" \{([^}:]*)\}",
-        line,
-    ):
-        names, texts = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
-        sizes = [int(n) for n in texts]
-        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
-        places = _places(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
-        return (
-            np.moveaxis(places, along, range(-len(along), 0))
-            .reshape(-1, math.prod(sizes[i] for i in along))
-            .tolist()
-        )
+    if listed := _LISTED_GROUPS.search(line):
+        texts = re.findall(r"\{(.*?)\}", listed[1])
+        return [[int(i) for i in text.split(",")] for text in texts]
+    if iota := _IOTA_GROUPS.search(line):
+        _, group_size = _dims(iota[1])
+        return _places(iota[2], iota[3]).reshape(-1, group_size).tolist()
+    if of_mesh := _GROUPS_OF_MESH.search(line):
+        return _groups_of_mesh(*of_mesh.groups())
     if "replica_groups={}" in line:
         return [list(range(devices))]
     raise ValueError(f"an unknown notation of groups: {line}")
+
+
+def _groups_of_mesh(
+    axes: str, ids: str | None, order: str | None, axes_of_group: str
+) -> list[list[int]]:
+    names, texts = zip(*re.findall(r"'(\w+)'=(\d+)", axes), strict=True)
+    sizes = [int(text) for text in texts]
+    along = [names.index(name) for name in re.findall(r"'(\w+)'", axes_of_group)]
+    group_size = math.prod(sizes[i] for i in along)
+    places = _places(ids or str(math.prod(sizes)), order).reshape(sizes)
+    last_axes = range(-len(along), 0)
+    return np.moveaxis(places, along, last_axes).reshape(-1, group_size).tolist()
 
 
 def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
@@ -260,30 +302,34 @@ def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    called = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.line))
-    tested, body = (bodies.get(called.get(part, ""), []) for part in ("condition", "body"))
-    return math.ceil(max(filter(None, map(_constant, tested)), default=1) / _step(tested, body))
+    parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.line))
+    condition = bodies.get(parts.get("condition", ""), [])
+    body = bodies.get(parts.get("body", ""), [])
+    limit = max(filter(None, map(_constant, condition)), default=1)
+    return math.ceil(limit / _step(condition, body))
 
 
 def _constant(i: Instruction) -> int:
-    found = re.search(r" constant\((\d+)\)", i.line)
-    return int(found[1]) if found else 0
+    """Return the value of a constant, 0 for any other instruction."""
+    match = re.search(r" constant\((\d+)\)", i.line)
+    return int(match[1]) if match else 0
 
 
 def _step(condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
     """Return how a loop's counter (all its condition reads) grows a round, 1 if unclear."""
-    read = {
-        int(m[1])
-        for i in condition
-        if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))
-    }
-    state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
-    if len(read) != 1 or len(state) <= (at := min(read)):
+    indices = set()
+    for i in condition:
+        if match := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line):
+            indices.add(int(match[1]))
+    new_state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
+    if len(indices) != 1 or len(new_state) <= min(indices):
         return 1
-    named = {i.name: i for i in body}
-    grown = named.get(state[at])
-    added = [named[x] for x in grown.operands if x in named] if grown and grown.op == "add" else []
-    return next(filter(None, map(_constant, added)), 1)
+    by_name = {i.name: i for i in body}
+    counter = by_name.get(new_state[min(indices)])
+    if counter is None or counter.op != "add":
+        return 1
+    summands = [by_name[name] for name in counter.operands if name in by_name]
+    return next(filter(None, map(_constant, summands)), 1)
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -291,7 +337,8 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _places(dims: str, order: str | None) -> np.ndarray:
-    places = np.arange(math.prod(_dims(dims))).reshape(_dims(dims))
+    sizes = _dims(dims)
+    places = np.arange(math.prod(sizes)).reshape(sizes)
     return places.transpose(_dims(order)) if order else places
 
 
@@ -300,10 +347,12 @@ def bits(dtype: str) -> int:
 
 
 def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> Exchanges:
+    """Add up the collectives of each kind along the same axes of a mesh (name -> size)."""
     table: Exchanges = {}
-    for c in exchanges:
-        n, sent, early = table.get((c.kind, c.axes(mesh)), (0, 0.0, 0))
-        table[c.kind, c.axes(mesh)] = Exchanged(
-            n + c.times, sent + c.sent, early + c.times * c.is_async
-        )
+    for collective in exchanges:
+        key = collective.kind, collective.axes(mesh)
+        times, sent, early = table.get(key, Exchanged(0, 0.0, 0))
+        if collective.is_async:
+            early += collective.times
+        table[key] = Exchanged(times + collective.times, sent + collective.sent, early)
     return table

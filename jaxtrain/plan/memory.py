@@ -21,7 +21,8 @@ in_bytes = functools.partial(console.in_bytes, form=".2f")
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
     """Return the bytes of one device's part of an array, ``tiled`` as on a TPU."""
-    shape, size = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
+    shape = x.sharding.shard_shape(x.shape)
+    size = np.dtype(x.dtype).itemsize
     return padded(shape, size) if tiled else math.prod(shape) * size
 
 
@@ -32,26 +33,26 @@ def padded(shape: Sequence[int], size: int) -> int:
     fewer: those with the least padding. A vector is padded to 128 to 1024 words.
     """
     packed = max(1, 4 // size)  # values in a word
-    if 0 in shape:
+    n_values = math.prod(shape)
+    if not n_values:
         return 0
     if len(shape) < 2:
-        n = math.prod(shape)
-        return _up(n, min(max(_power(n), 128 * packed), 1024)) * size
-    ways = [
-        math.prod(shape)
-        // (rows * columns)
-        * _up(rows, min(max(_power(rows), packed), 8))
-        * _up(columns, 128)
-        for rows, columns in itertools.permutations(shape, 2)
-    ]
-    return min(ways) * size
+        tile = min(max(_power_of_two(n_values), 128 * packed), 1024)
+        return _round_up(n_values, tile) * size
+    paddings = []
+    for rows, columns in itertools.permutations(shape, 2):
+        tile_rows = min(max(_power_of_two(rows), packed), 8)
+        padded_tile = _round_up(rows, tile_rows) * _round_up(columns, 128)
+        paddings.append(n_values // (rows * columns) * padded_tile)
+    return min(paddings) * size
 
 
-def _up(n: int, unit: int) -> int:
+def _round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def _power(n: int) -> int:
+def _power_of_two(n: int) -> int:
+    """Return the least power of two that is not below ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -59,7 +60,7 @@ def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool
     """Return a device's bytes between two steps, by kind, but for host memory (`offloaded`)."""
 
     def size(tree: PyTree) -> int:
-        return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree) if not is_on_host(x))
+        return _on_device(tree, tiled=tiled)
 
     state = abstract.state
     return {
@@ -73,11 +74,15 @@ def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool
     }
 
 
+def _on_device(tree: PyTree, *, tiled: bool) -> int:
+    on_device = [x for x in jax.tree.leaves(tree) if not is_on_host(x)]
+    return sum(device_bytes(x, tiled=tiled) for x in on_device)
+
+
 def offloaded(abstract: state_lib.Abstract) -> int:
     """Return the bytes of host memory for one device between two steps."""
-    return sum(
-        device_bytes(x, tiled=False) for x in jax.tree.leaves(abstract.state) if is_on_host(x)
-    )
+    on_host = [x for x in jax.tree.leaves(abstract.state) if is_on_host(x)]
+    return sum(device_bytes(x, tiled=False) for x in on_host)
 
 
 def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
@@ -86,8 +91,10 @@ def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
 
 def second(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> int:
     """Return the bytes of config.guard.verify_every: a second state, and a neighbour's batch."""
-    copied = [abstract.state, *([abstract.batch] if layout.mesh.size > 1 else [])]
-    return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(copied) if not is_on_host(x))
+    size = _on_device(abstract.state, tiled=tiled)
+    if layout.mesh.size > 1:
+        size += _on_device(abstract.batch, tiled=tiled)
+    return size
 
 
 def least(held: Mapping[str, int]) -> int:
@@ -97,6 +104,5 @@ def least(held: Mapping[str, int]) -> int:
 
 def host_memory() -> float:
     """Return the bytes available to a process by Linux's estimate, else (macOS) all memory."""
-    return machine.meminfo().get(
-        "MemAvailable", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine.meminfo().get("MemAvailable", installed)

@@ -37,21 +37,20 @@ KINDS = (int, int, int, int | float, str | None, str)  # of its entries
 
 def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versions: str) -> str:
     """Hash what decides the figures: ``program`` (lowered text), compilers' ``versions``."""
-    placed = [
+    places = [
         (device.id, getattr(device, "coords", None), device.process_index) for device in devices
     ]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     decides = [
         devices[0].device_kind,
-        placed,
+        places,
         sorted(options.items()),
         versions,
         jax.__version__,
         surroundings,
     ]
-    return hashlib.sha256(
-        json.dumps(decides, default=str).encode() + b"\0" + program.encode()
-    ).hexdigest()
+    content = json.dumps(decides, default=str).encode() + b"\0" + program.encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def find(name: str) -> Figures | None:
@@ -60,11 +59,9 @@ def find(name: str) -> Figures | None:
         unpacker = zlib.decompressobj(wbits=31)
         text = unpacker.decompress(files.read(path, most=LIMIT), MAX_UNPACKED)
         figures = Figures(**files.parse(text.decode(), str(path)))
-        if (
-            not unpacker.eof
-            or not all(map(isinstance, figures, KINDS))
-            or not min(figures[:4]) >= 0
-        ):
+        if not unpacker.eof or not all(map(isinstance, figures, KINDS)):
+            return None
+        if not min(figures[:4]) >= 0:  # also NaN
             return None
         os.utime(path)
     except (OSError, ValueError, TypeError, zlib.error):  # missing, or damaged
@@ -74,8 +71,9 @@ def find(name: str) -> Figures | None:
 
 def keep(name: str, figures: Figures) -> None:
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
+    content = json.dumps(figures._asdict()).encode()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.file(path) as file:
-            file.write(gzip.compress(json.dumps(figures._asdict()).encode(), 1))
+            file.write(gzip.compress(content, 1))
         machine.trim(path.parent, LIMIT)

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,96 +13,116 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, worker
+from jaxtrain.plan import environment, hlo, worker
 from jaxtrain.plan.bound import Bound, bound
-from jaxtrain.plan.compile import ask_for_no_chips, compiler_options, is_at_hand
+from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
+from jaxtrain.types import Spec
 from loaders import base
 from loaders.io import files, machine
 
 SECOND = "second state of verified steps"  # of config.guard.verify_every
 MFU = 0.4  # share of the peak that hours are projected with
 READING = 0.7  # [s] for which the loader's rows are counted
+MAX_ARRAYS = 5  # that are listed of those that loops keep
+CHIPS_OF_TPU_HOST = 4
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
+    """Write the plan for the devices of ``text``, and tell whether it is without problems."""
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
     assembly = abstractly(config, target)
     problems: list[str] = []
-    mesh = " × ".join(f"{name} {size}" for name, size in assembly.layout.mesh.shape.items())
-    count = specs.count(assembly.task.specs.params)
     lines = [
-        f"{count:,} parameters on {target.name}, mesh {mesh}, {config.train.batch} rows a step"
+        *_title_lines(assembly, target),
+        "",
+        "held by each device between steps",
+        *_held_lines(assembly, target),
+        "",
+        *_step_lines(assembly, target, text, problems),
+        "a step computes",
+        *_time_lines(assembly, target),
+        "",
+        "where the parameters live",
+        *_rules(assembly),
+        "",
     ]
-    if options := compiler_options(config, target):
-        shown = [
-            f"{name}={value!r}" if value == "" else f"{name}={value}"
-            for name, value in options.items()
-        ]
-        lines += [f"compiled with {', '.join(shown)}"]
-    lines += ["", "held by each device between steps"]
-    parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
-    lines += [f"  {name:28}{in_bytes(size):>12}" for name, size in parts.items() if size]
-    lines += [
-        f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"
-    ]
-    if away := offloaded(assembly.abstract):
-        lines += [
-            f"  {'in host memory: optimizer':28}{in_bytes(away):>12}   on the device during the"
-            " update"
-        ]
-    # Clipping by the global norm, and the guard, need all gradients before the first update.
-    lines += [f"  {'with gradients':28}{in_bytes(least(parts)):>12}", ""]
-    lines += _step_lines(assembly, target, text, problems)
-
-    flops, chip = assembly.task.flops, target.chip
-    lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
-    if chip:
-        computing, moving = _ideal(assembly, chip, target.count)
-        ideal = max(computing, moving)
-        hours = config.train.steps * ideal / MFU / 3600
-        lines += [
-            (
-                f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind},"
-                f" {chip.flops / 1e12:g} TFLOP/s each"
-            ),
-            (
-                f"  {1e3 * moving:.2f} ms to read the state and write it again once, at"
-                f" {chip.bandwidth / 1e12:g} TB/s"
-            ),
-            f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
-            f"  {config.train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it",
-        ]
-        if tokens := assembly.task.tokens:
-            lines += [
-                f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"
-            ]
-    else:
-        lines += [
-            "  no ideal time: the chip table has no such device; name one, for example"
-            " --plan=gpu:h100x1"
-        ]
-    lines += [""]
-
-    lines += ["where the parameters live", *_rules(assembly), ""]
-    for name, text, well in checks(config, assembly, target):
-        lines += [f"{name:14}{text}"]
-        problems += [] if well else [text]
-    lines += ["", *([f"problem: {text}" for text in problems] or ["this run has no problem"])]
+    for name, finding, is_good in checks(config, assembly, target):
+        lines.append(f"{name:14}{finding}")
+        if not is_good:
+            problems.append(finding)
+    lines.append("")
+    lines += [f"problem: {problem}" for problem in problems]
+    if not problems:
+        lines.append("this run has no problem")
     return "\n".join(lines), not problems
+
+
+def _row(name: str, n_bytes: float, *, width: int = 40) -> str:
+    return f"  {name}{in_bytes(n_bytes):>{width - len(name)}}"
+
+
+def _title_lines(assembly: Assembly, target: Target) -> Iterator[str]:
+    config = assembly.config
+    mesh = " × ".join(f"{name} {size}" for name, size in assembly.layout.mesh.shape.items())
+    n_parameters = specs.count(assembly.task.specs.params)
+    rows = f"{config.train.batch} rows a step"
+    yield f"{n_parameters:,} parameters on {target.name}, mesh {mesh}, {rows}"
+    options = compiler_options(config, target)
+    if options:
+        values = {name: "''" if value == "" else value for name, value in options.items()}
+        yield f"compiled with {', '.join(f'{name}={value}' for name, value in values.items())}"
+
+
+def _held_lines(assembly: Assembly, target: Target) -> Iterator[str]:
+    parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
+    for name, size in parts.items():
+        if size:
+            yield _row(name, size)
+    yield f"{_row('together', sum(parts.values()))}   of {in_bytes(target.memory)}"
+    in_host_memory = offloaded(assembly.abstract)
+    if in_host_memory:
+        row = _row("in host memory: optimizer", in_host_memory)
+        yield f"{row}   on the device during the update"
+    # Clipping by the global norm, and the guard, need all gradients before the first update.
+    yield _row("with gradients", least(parts))
+
+
+def _time_lines(assembly: Assembly, target: Target) -> Iterator[str]:
+    train, task, chip = assembly.config.train, assembly.task, target.chip
+    yield f"  {task.flops:.3e} FLOP of the model"
+    if not chip:
+        example = "name one, for example --plan=gpu:h100x1"
+        yield f"  no ideal time: the chip table has no such device; {example}"
+        return
+    computing, moving = _ideal(assembly, chip, target.count)
+    ideal = max(computing, moving)
+    hours = train.steps * ideal / MFU / 3600
+    yield (
+        f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind},"
+        f" {chip.flops / 1e12:g} TFLOP/s each"
+    )
+    yield (
+        f"  {1e3 * moving:.2f} ms to read the state and write it again once, at"
+        f" {chip.bandwidth / 1e12:g} TB/s"
+    )
+    yield f"  {hours:.2f} h for {train.steps:,} steps at {MFU:.0%} of what takes longer"
+    yield f"  {train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it"
+    if task.tokens:
+        tokens_per_second = task.tokens / ideal * MFU
+        yield f"  {tokens_per_second:,.0f} tokens/s at {MFU:.0%} of it, padding included"
 
 
 def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
     """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
     state = assembly.abstract.state
-    moved = 2 * state_lib.bytes_per_device(state) - state_lib.bytes_per_device(
-        state.variables.frozen
-    )
+    frozen = state_lib.bytes_per_device(state.variables.frozen)  # is not written
+    moved = 2 * state_lib.bytes_per_device(state) - frozen
     return assembly.task.flops / (count * chip.flops), moved / chip.bandwidth
 
 
@@ -110,43 +130,49 @@ def _step_lines(
     assembly: Assembly, target: Target, text: str, problems: list[str]
 ) -> Iterator[str]:
     config = assembly.config
-    each = {stage: bound(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
-    stage, needed = max(each.items(), key=lambda item: item[1].peak)
+    stages = assembly.stages()
+    bounds = {stage: bound(assembly, assembly.trace(stage), target) for stage in stages}
+    stage = max(bounds, key=lambda stage: bounds[stage].peak)
+    needs = bounds[stage]
     yield "a step needs at least" + ("" if stage is None else f" (stage {stage})")
-    yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
-    is_loops = needed.temporaries > needed.update
-    beside = "arrays that its loops keep" if is_loops else "gradients"
-    yield f"  {beside:32}{in_bytes(needed.temporaries):>12}"
-    for size, what in needed.kept[:5] if is_loops else ():
-        yield f"      {in_bytes(size):>12}  {what}"
-    if needed.second:
-        yield f"  {SECOND:32}{in_bytes(needed.second):>12}"
-    yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
-    yield ""
-    over = needed.certain - target.memory
-    if over > 0:
-        problems.append(
-            f"it does not fit: state and gradients alone are {in_bytes(over)} more than a device"
-            f" has. {ways(config, target)}"
-        )
-    elif missing := "" if target.here else _missing(assembly, target):
-        yield from (
-            f"not compiled for it: {missing}",
-            "this is a lower bound: what one layer needs comes on top",
-            "",
-        )
-        if (over := needed.peak - target.memory) > 0:
-            problems.append(
-                f"it does not fit: at least {in_bytes(over)} too much. {ways(config, target)}"
-            )
+    yield from _bound_lines(needs, target)
+    excess = needs.certain - target.memory
+    if excess > 0:
+        certain = f"state and gradients alone are {in_bytes(excess)} more than a device has"
+        problems.append(f"it does not fit: {certain}. {ways(config, target)}")
+        return
+    missing = "" if target.here else _missing(assembly, target)
+    if missing:
+        yield f"not compiled for it: {missing}"
+        yield "this is a lower bound: what one layer needs comes on top"
+        yield ""
+        excess = needs.peak - target.memory
+        if excess > 0:
+            too_much = f"at least {in_bytes(excess)} too much"
+            problems.append(f"it does not fit: {too_much}. {ways(config, target)}")
+        return
+    jobs = [worker.Job(config, text, stage) for stage in bounds]
+    answers = [worker.answer(job) for job in jobs] if is_at_hand(target) else worker.ask(jobs)
+    for (stage, first_step), answer in zip(stages.items(), answers, strict=True):
+        title = "compiled for it"
+        if stage is not None:
+            title += f", stage {stage} from step {first_step}"
+        yield from _answer_lines(config, target, title, answer, bounds[stage], problems)
+        yield ""
+
+
+def _bound_lines(needs: Bound, target: Target) -> Iterator[str]:
+    yield _row("state and batch that it reads", needs.arguments, width=44)
+    if needs.temporaries > needs.update:
+        yield _row("arrays that its loops keep", needs.temporaries, width=44)
+        for array in needs.kept[:MAX_ARRAYS]:
+            yield f"      {in_bytes(array.bytes):>12}  {array.name}"
     else:
-        jobs = [worker.Job(config, text, stage) for stage in each]
-        answers = [worker.answer(job) for job in jobs] if is_at_hand(target) else worker.ask(jobs)
-        for (stage, first), answer in zip(assembly.stages().items(), answers, strict=True):
-            title = "compiled for it" + (
-                "" if stage is None else f", stage {stage} from step {first}"
-            )
-            yield from _compiled_lines(config, target, title, answer, each[stage], problems)
+        yield _row("gradients", needs.temporaries, width=44)
+    if needs.second:
+        yield _row(SECOND, needs.second, width=44)
+    yield f"{_row('together', needs.peak, width=44)}   of {in_bytes(target.memory)}"
+    yield ""
 
 
 def _missing(assembly: Assembly, target: Target) -> str:
@@ -158,118 +184,140 @@ def _missing(assembly: Assembly, target: Target) -> str:
     return ""
 
 
-def _compiled_lines(
+def _answer_lines(
     config: config_lib.Config,
     target: Target,
     title: str,
     answer: worker.Answer,
-    needed: Bound,
+    needs: Bound,
     problems: list[str],
 ) -> Iterator[str]:
-    if (step := answer.compiled) is None:
-        remedy = f". {ways(config, target)}" if answer.too_large else ""
-        problems.append(
-            f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}"
-        )
-        yield from (f"not {title}: {answer.error}", "")
+    step = answer.compiled
+    if step is None:
+        if answer.too_large:
+            problems.append(f"it does not fit: {answer.error}. {ways(config, target)}")
+        else:
+            problems.append(f"it does not compile: {answer.error}")
+        yield f"not {title}: {answer.error}"
         return
-    peak = step.peak + needed.second
-    if (over := peak - target.memory) > 0:
-        problems.append(
-            f"it does not fit: {in_bytes(over)} too much."
-            f" {ways(config, target, peak - needed.peak)}"
-        )
-    before = " by an earlier plan, whose figures were kept" if step.again else ""
-    yield f"{title}, in {step.seconds:.0f} s{before}"
-    yield f"  {'arguments':28}{in_bytes(step.arguments):>12}"
-    yield f"  {'while it runs':28}{in_bytes(step.temporaries):>12}"
-    if needed.second:
-        yield f"  {SECOND:28}{in_bytes(needed.second):>10}"
-    yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
+    peak = step.peak + needs.second
+    excess = peak - target.memory
+    if excess > 0:
+        remedy = ways(config, target, peak - needs.peak)
+        problems.append(f"it does not fit: {in_bytes(excess)} too much. {remedy}")
+    source = " by an earlier plan, whose figures were kept" if step.again else ""
+    yield f"{title}, in {step.seconds:.0f} s{source}"
+    yield _row("arguments", step.arguments)
+    yield _row("while it runs", step.temporaries)
+    if needs.second:
+        yield _row(SECOND, needs.second)
+    yield f"{_row('together', peak)}   of {in_bytes(target.memory)}"
+    yield from _program_lines(step, target)
+
+
+def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
     if step.library_calls:
-        calls = sorted(step.library_calls.items(), key=lambda item: -item[1])
-        yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
+        calls = [f"{count} × {name}" for name, count in _largest_first(step.library_calls)]
+        yield f"  calls of libraries and kernels: {', '.join(calls)}"
     if step.products:
-        most = sorted(step.products.items(), key=lambda item: -item[1])
-        yield (
-            "  products of matrices, by operands:"
-            f" {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
-        )
+        products = [f"{flops:.2e} FLOP {types}" for types, flops in _largest_first(step.products)]
+        yield f"  products of matrices, by operands: {', '.join(products)}"
     if step.collectives is None:
         yield "  the collectives are unknown: this jaxlib cannot read the program of a newer libtpu"
-    for (kind, axes), (times, sent, early) in sorted(
-        (step.collectives or {}).items(), key=lambda item: -item[1].sent
-    ):
-        took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        yield (
-            f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took},"
-            f" {early} of them asynchronous"
-        )
-    yield ""
+        return
+    by_bytes = sorted(step.collectives.items(), key=lambda item: -item[1].sent)
+    for (kind, axes), exchanged in by_bytes:
+        yield _exchange_line(kind, axes, exchanged, target)
+
+
+def _exchange_line(kind: str, axes: Sequence[str], exchanged: hlo.Exchanged, target: Target) -> str:
+    sent = f"{in_bytes(exchanged.sent):>12} sent"
+    if target.chip:
+        sent += f", {1e3 * exchanged.sent / target.chip.links:.2f} ms of the links"
+    asynchronous = f"{exchanged.early} of them asynchronous"
+    return f"  {exchanged.times:5} × {kind:20} over {'+'.join(axes):12} {sent}, {asynchronous}"
+
+
+def _largest_first(amounts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(amounts.items(), key=lambda item: -item[1])
 
 
 def _rules(assembly: Assembly) -> Iterator[str]:
     """Yield a line for each parameter: its shape, how it is split, and which axes do not divide."""
-    variables, table, layout = (
-        assembly.abstract.state.variables,
-        assembly.task.specs,
-        assembly.layout,
-    )
-    rows, sizes = [], {"": 1, **layout.mesh.shape}
-    splits = {
-        axis
-        for axis, rule in layout.axis_rules.items()
-        if any(sizes[n] > 1 for n in rule.rstrip("?").split(","))
-    }
+    variables = assembly.abstract.state.variables
+    split_axes = _split_axes(assembly)
+    rows = list[tuple[str, str, str]]()
     for part in ("params", "frozen", "model_state"):
-        leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
+        specs_of_part = getattr(assembly.task.specs, part)
+        leaves = jax.tree.leaves(specs_of_part, is_leaf=specs.is_spec)
         arrays = jax.tree.leaves(getattr(variables, part))
-        for path, spec, x in zip(specs.paths(getattr(table, part)), leaves, arrays, strict=True):
-            placed = tuple(x.sharding.spec) + (None,) * (len(spec.shape) - len(x.sharding.spec))
-            axes = list(zip(spec.axes, spec.shape, placed, strict=True))
-            split = [
-                f"{axis}→{at if isinstance(at, str) else '+'.join(at)}"
-                for axis, _, at in axes
-                if at
-            ]
-            wished = [
-                f"{axis} ({n}) does not divide" for axis, n, at in axes if axis in splits and not at
-            ]
-            shape = f"{np.dtype(x.dtype).name}[{','.join(map(str, spec.shape))}]"
+        for path, spec, array in zip(specs.paths(specs_of_part), leaves, arrays, strict=True):
             name = path if part == "params" else f"{part}: {path}"
-            rows.append(
-                (
-                    name,
-                    shape,
-                    "; ".join(filter(None, (", ".join(split) or "whole", ", ".join(wished)))),
-                )
-            )
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    for name, shape, how in rows:
-        yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {how}"
+            dims = ",".join(map(str, spec.shape))
+            shape = f"{np.dtype(array.dtype).name}[{dims}]"
+            rows.append((name, shape, _describe_split(spec, array.sharding.spec, split_axes)))
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    shape_width = max((len(shape) for _, shape, _ in rows), default=0)
+    for name, shape, split in rows:
+        yield f"  {name:{name_width}}  {shape:{shape_width}}  {split}"
+
+
+def _split_axes(assembly: Assembly) -> set[str]:
+    """Return the logical axes whose rule names a mesh axis of more than one device."""
+    layout = assembly.layout
+    sizes = {"": 1, **layout.mesh.shape}
+    split_axes = set()
+    for axis, rule in layout.axis_rules.items():
+        mesh_axes = rule.rstrip("?").split(",")
+        if any(sizes[mesh_axis] > 1 for mesh_axis in mesh_axes):
+            split_axes.add(axis)
+    return split_axes
+
+
+def _describe_split(
+    spec: Spec, placement: Sequence[str | tuple[str, ...] | None], split_axes: set[str]
+) -> str:
+    placement = (*placement, *[None] * (len(spec.shape) - len(placement)))
+    split = []
+    indivisible = []
+    for axis, size, mesh_axes in zip(spec.axes, spec.shape, placement, strict=True):
+        if mesh_axes:
+            names = mesh_axes if isinstance(mesh_axes, str) else "+".join(mesh_axes)
+            split.append(f"{axis}→{names}")
+        elif axis in split_axes:
+            indivisible.append(f"{axis} ({size}) does not divide")
+    description = ", ".join(split) or "whole"
+    if indivisible:
+        description += f"; {', '.join(indivisible)}"
+    return description
 
 
 def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:
     """Return how many checkpoints a run holds at most, with the one in writing, and their bytes."""
     saved = state.replace(variables=state.variables._replace(frozen=()))
     n_bytes = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(saved))
-    keep = config.checkpoint.keep + 1  # one more while it is written
-    keep += (
-        config.train.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
-    )
-    return keep + bool(config.checkpoint.best), n_bytes
+    rules = config.checkpoint
+    count = rules.keep + 1  # one more while it is written
+    if rules.keep_every:
+        count += config.train.steps // rules.keep_every
+    if rules.best:
+        count += 1
+    return count, n_bytes
 
 
-def free_space(place: str, keep: int, saved: int) -> tuple[str, bool]:
-    """Tell whether ``keep`` checkpoints of ``saved`` bytes fit into a folder, with those there."""
-    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
+def free_space(place: str, count: int, n_bytes: int) -> tuple[str, bool]:
+    """Tell whether ``count`` checkpoints of ``n_bytes`` fit into a folder, with those there."""
+    needs = count * n_bytes
+    text = f"{count} checkpoints of {in_bytes(n_bytes)} need {in_bytes(needs)}"
     if "://" in place:
         return f"{text} in {place}, whose free space is not known", True
     folder = files.expanded(place).absolute()
     folder = next(p for p in (folder, *folder.parents) if p.exists())
-    there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
-    text += f", of which {in_bytes(there)} are there" if there else ""
-    return f"{text}; {folder} has {in_bytes(free)} free", keep * saved - there <= free
+    existing = disk_usage.held(place, count - 1, n_bytes)
+    free = shutil.disk_usage(folder).free
+    if existing:
+        text += f", of which {in_bytes(existing)} are there"
+    return f"{text}; {folder} has {in_bytes(free)} free", needs - existing <= free
 
 
 def checks(
@@ -277,66 +325,63 @@ def checks(
 ) -> Iterator[tuple[str, str, bool]]:
     """Yield (name, finding, whether it is good) of the data, the disk and the host's memory."""
     yield from _check_data(config, assembly, target)
-    state = assembly.abstract.state
-    keep, saved = checkpoints(config, state)
-    text, fits = free_space(
-        disk_usage.folder_of(config.workdir, config.checkpoint.folder), keep, saved
-    )
-    # A plan for devices elsewhere is for a disk elsewhere.
-    yield "disk", text if target.here else f"{text} here", not target.here or fits
-
-    local = (
-        jax.local_device_count()
-        if target.here
-        else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
-    )
-    # a save is written from a copy on the host
-    copy = min(local * state_lib.bytes_per_device(state), saved)
-    # The rows are the feed's, and the loader's.
-    rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.abstract.batch.values())
-    away = local * offloaded(assembly.abstract)
-    need = copy + rows + away
-    if target.here and jax.devices()[0].platform == "cpu":
-        yield (
-            "host memory",
-            f"{in_bytes(need)} for a save and batches on their way, besides what the devices hold",
-            True,
-        )
-        return
-    own = f"{in_bytes(away)} of it for the optimizer's state, the rest " if away else ""
-    text = (
-        f"{in_bytes(need)}, {own}for a save and batches on their way, on a host of {local} devices"
-    )
+    count, n_bytes = checkpoints(config, assembly.abstract.state)
+    folder = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
+    text, fits = free_space(folder, count, n_bytes)
     if target.here:
-        yield (
-            "host memory",
-            f"{text}; {in_bytes(host_memory())} are available",
-            need <= host_memory(),
-        )
-    else:
-        yield "host memory", text, True
+        yield "disk", text, fits
+    else:  # a plan for devices elsewhere is for a disk elsewhere
+        yield "disk", f"{text} here", True
+    yield "host memory", *_check_host_memory(assembly, target, n_bytes)
+
+
+def _check_host_memory(
+    assembly: Assembly, target: Target, bytes_of_checkpoint: int
+) -> tuple[str, bool]:
+    abstract = assembly.abstract
+    local_devices = _local_devices(target)
+    # A save is written from a copy on the host.
+    state = state_lib.bytes_per_device(abstract.state)
+    copy = min(local_devices * state, bytes_of_checkpoint)
+    # The rows are the feed's, and the loader's.
+    batch = sum(device_bytes(x, tiled=False) for x in abstract.batch.values())
+    rows = 4 * local_devices * batch
+    optimizer = local_devices * offloaded(abstract)
+    needs = copy + rows + optimizer
+    use = "for a save and batches on their way"
+    if target.here and jax.devices()[0].platform == "cpu":
+        return f"{in_bytes(needs)} {use}, besides what the devices hold", True
+    if optimizer:
+        use = f"{in_bytes(optimizer)} of it for the optimizer's state, the rest {use}"
+    text = f"{in_bytes(needs)}, {use}, on a host of {local_devices} devices"
+    if not target.here:
+        return text, True
+    available = host_memory()
+    return f"{text}; {in_bytes(available)} are available", needs <= available
+
+
+def _local_devices(target: Target) -> int:
+    if target.here:
+        return jax.local_device_count()
+    return min(target.count, CHIPS_OF_TPU_HOST if target.tiled else GPUS_PER_NODE)
 
 
 def _check_data(
     config: config_lib.Config, assembly: Assembly, target: Target
 ) -> Iterator[tuple[str, str, bool]]:
     """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
-    source, findings, rate = base.module(config.loader), [], ""
+    findings = []
+    rate = ""
     for split in ("train", "test"):
         began = time.perf_counter()
-        loader = source.make_loader(
-            config.data,
-            split=split,
-            rows=feed.rows_of_one(assembly.abstract.batch),
-            seed=config.seed,
-        )
+        loader = _make_loader(assembly, split)
         try:
             if not loader.n_batches:
                 findings.append(f"{split} has no rows")
                 continue
             loader.seek(0)
             next(loader)
-            took = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             if split == "train":
                 rate = _rate(loader, assembly, target)
         except ValueError as error:
@@ -344,30 +389,40 @@ def _check_data(
             return
         finally:
             loader.close()
-        count = (
-            f"{loader.n_batches:,} batches, the first of them"
-            if loader.n_batches > 1
-            else "1 batch,"
-        )
-        findings.append(f"{split} has {count} read in {took:.1f} s")
+        batches = "1 batch,"
+        if loader.n_batches > 1:
+            batches = f"{loader.n_batches:,} batches, the first of them"
+        findings.append(f"{split} has {batches} read in {seconds:.1f} s")
     yield "data", "; ".join(findings), True
     if rate:
         yield "loader", rate, True
 
 
+def _make_loader(assembly: Assembly, split: str) -> base.Loader:
+    config = assembly.config
+    make_loader = base.module(config.loader).make_loader
+    rows = feed.rows_of_one(assembly.abstract.batch)
+    return make_loader(config.data, split=split, rows=rows, seed=config.seed)
+
+
 def _rate(loader: base.Loader, assembly: Assembly, target: Target) -> str:
     """Compare the rows/s that the loader gives here with those that a step asks for."""
-    given, threads = feed.measure(loader, READING), loader.diagnostics().get("threads")
-    text = f"{given:,.0f} rows/s, measured here for {READING:g} s"
+    measured = feed.measure(loader, READING)
+    threads = loader.diagnostics().get("threads")
+    text = f"{measured:,.0f} rows/s, measured here for {READING:g} s"
     if threads:
-        cores = min(threads, machine.cores())
-        text += f" on {cores} core{'s' * (cores > 1)}"
-    if not (target.chip and given):
+        text += f" on {_cores(min(threads, machine.cores()))}"
+    if not (target.chip and measured):
         return text
-    asked = assembly.config.train.batch / max(_ideal(assembly, target.chip, target.count)) * MFU
-    text += f"; a step asks for {asked:,.0f}"
-    if threads and (missing := machine.cores_missing(asked, given, threads)):
-        text += f": {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
-    elif asked > given:
+    ideal = max(_ideal(assembly, target.chip, target.count))
+    demand = assembly.config.train.batch / ideal * MFU
+    text += f"; a step asks for {demand:,.0f}"
+    if threads and (missing := machine.cores_missing(demand, measured, threads)):
+        return f"{text}: {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
+    if demand > measured:
         text += ": steps will wait for data, if a process gives no more there"
     return text
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"

@@ -32,10 +32,12 @@ class Target:
 
     @property
     def kind(self) -> str:
-        return "" if not self.chip else "tpu" if self.tiled else "gpu"
+        if not self.chip:
+            return ""
+        return "tpu" if self.tiled else "gpu"
 
     @property
-    def known(self) -> chips.Chip:
+    def known_chip(self) -> chips.Chip:
         assert self.chip is not None, self.name
         return self.chip
 
@@ -46,68 +48,81 @@ class Target:
     @property
     def memory(self) -> float:
         """The bytes that a program may use on one device."""
-        if (
-            self.here
-            and (stats := jax.local_devices()[0].memory_stats())
-            and "bytes_limit" in stats
-        ):
-            return float(stats["bytes_limit"])
-        return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
+        if self.here:
+            stats = jax.local_devices()[0].memory_stats() or {}
+            if "bytes_limit" in stats:
+                return float(stats["bytes_limit"])
+        if self.chip:
+            return self.chip.memory
+        return host_memory() / jax.local_device_count()
 
 
 def parse_target(text: str) -> Target:
     """Parse a target as in --plan=. Raises PlanError, with the known ones."""
     if not text:
-        device = jax.devices()[0]
-        return Target(
-            f"{jax.device_count()} × {device.device_kind}",
-            chips.find(device.device_kind),
-            jax.device_count(),
-            True,
+        return _this_machine()
+    platform, _, devices = text.lower().partition(":")
+    target = None
+    if platform == "gpu":
+        target = _parse_gpus(text, devices)
+    elif platform == "tpu":
+        target = _parse_tpus(text, devices)
+    if target is None:
+        tpus = ", ".join(_names("TPU"))
+        gpus = ", ".join(_names("NVIDIA"))
+        raise PlanError(
+            f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({tpus})"
+            f" or --plan=gpu:h100x8 ({gpus}), followed by *2 for two slices or nodes"
         )
-    platform, _, rest = text.lower().partition(":")
-    known = {
-        p: [c.name for c in chips.CHIPS if c.kind.startswith(k)]
-        for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))
-    }
-    if (
-        platform == "gpu"
-        and (match := re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", rest))
-        and match[1] in known["gpu"]
-    ):
-        each, nodes = int(match[2]), int(match[3] or 1)
-        if match[3] is None and each > GPUS_PER_NODE and each % GPUS_PER_NODE == 0:
-            each, nodes = GPUS_PER_NODE, each // GPUS_PER_NODE
-        if each * nodes:
-            return Target(
-                text, chips.by_name(match[1]), each * nodes, False, f"1x{nodes}x{each}", nodes
-            )
-    if (
-        platform == "tpu"
-        and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest))
-        and match[1] in known["tpu"]
-    ):
-        count, slices = math.prod(int(n) for n in match[2].split("x")), int(match[3] or 1)
-        if count * slices:
-            return Target(
-                text,
-                chips.by_name(match[1]),
-                count * slices,
-                False,
-                f"{match[1]}:{match[2]}",
-                slices,
-            )
-    raise PlanError(
-        f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4"
-        f" ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 ({', '.join(known['gpu'])}), followed"
-        " by *2 for two slices or nodes"
-    )
+    return target
+
+
+def _this_machine() -> Target:
+    kind = jax.devices()[0].device_kind
+    count = jax.device_count()
+    return Target(f"{count} × {kind}", chips.find(kind), count, here=True)
+
+
+def _names(vendor: str) -> list[str]:
+    return [chip.name for chip in chips.CHIPS if chip.kind.startswith(vendor)]
+
+
+def _parse_gpus(text: str, devices: str) -> Target | None:
+    """Parse CARDxCOUNT or CARDxCOUNT*NODES."""
+    match = re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", devices)
+    if not match or match[1] not in _names("NVIDIA"):
+        return None
+    per_node = int(match[2])
+    nodes = int(match[3] or 1)
+    if match[3] is None and per_node > GPUS_PER_NODE and per_node % GPUS_PER_NODE == 0:
+        nodes = per_node // GPUS_PER_NODE
+        per_node = GPUS_PER_NODE
+    count = per_node * nodes
+    if not count:
+        return None
+    topology = f"1x{nodes}x{per_node}"
+    return Target(text, chips.by_name(match[1]), count, False, topology, nodes)
+
+
+def _parse_tpus(text: str, devices: str) -> Target | None:
+    """Parse VERSION:AxB, VERSION:AxBxC or one of them and *SLICES."""
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", devices)
+    if not match or match[1] not in _names("TPU"):
+        return None
+    slices = int(match[3] or 1)
+    count = slices * math.prod(int(n) for n in match[2].split("x"))
+    if not count:
+        return None
+    topology = f"{match[1]}:{match[2]}"
+    return Target(text, chips.by_name(match[1]), count, False, topology, slices)
 
 
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:
     """Assemble a run on an abstract mesh of the target's devices. Raises as `assemble` does."""
-    m = config.mesh
-    mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+    mesh = layout_lib.abstract_mesh(*sizes, count=target.count, what=target.name)
     if target.here:
-        return assemble(config, mesh, devices=layout_lib.devices_like(jax.devices()[0]))
-    return assemble(config, mesh, devices=layout_lib.devices_of(target.known.kind))
+        devices = layout_lib.devices_like(jax.devices()[0])
+    else:
+        devices = layout_lib.devices_of(target.known_chip.kind)
+    return assemble(config, mesh, devices=devices)

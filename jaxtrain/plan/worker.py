@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,7 +30,7 @@ from jaxtrain.plan.compile import (
     gpu_devices,
     tpu_devices,
 )
-from jaxtrain.plan.target import PlanError, parse_target
+from jaxtrain.plan.target import PlanError, Target, parse_target
 
 # With "-m" the module would be __main__ there, and its classes not those of this module.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
@@ -55,54 +55,54 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
     Raises PlanError without its environment, and if the process ends before it answers.
     """
     [kind] = {parse_target(job.target).kind for job in jobs}
-    place = environment.find(kind)
-    if place is None:
-        raise PlanError(
-            f"no compiler for --plan={kind}:… is here; jaxtrain plan --setup {kind} fetches it,"
-            " once"
-        )
+    packages = environment.find(kind)
+    if packages is None:
+        remedy = f"jaxtrain plan --setup {kind} fetches it, once"
+        raise PlanError(f"no compiler for --plan={kind}:… is here; {remedy}")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
-        asked, answered = pathlib.Path(folder, "jobs"), pathlib.Path(folder, "answers")
-        asked.write_bytes(pickle.dumps(list(jobs)))
+        jobs_file = pathlib.Path(folder, "jobs")
+        answers_file = pathlib.Path(folder, "answers")
+        jobs_file.write_bytes(pickle.dumps(list(jobs)))
         # It sees CPUs only. Else it would wait for an accelerator of this machine, or take it.
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
-        command = [
-            sys.executable,
-            "-c",
-            START,
-            str(asked),
-            str(answered),
-            environment.versions(place),
-        ]
-        done = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(packages)}
+        arguments = [str(jobs_file), str(answers_file), environment.versions(packages)]
+        process = subprocess.run(
+            [sys.executable, "-c", START, *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        if done.returncode or not answered.exists():
-            last = "; ".join(done.stdout.strip().splitlines()[-3:])
+        if process.returncode or not answers_file.exists():
+            last_lines = "; ".join(process.stdout.strip().splitlines()[-3:])
             raise PlanError(
                 f"the process that compiles for --plan={jobs[0].target} ended with code"
-                f" {done.returncode}: {last}"
+                f" {process.returncode}: {last_lines}"
             )
-        answers: list[Answer] = pickle.loads(answered.read_bytes())
+        answers: list[Answer] = pickle.loads(answers_file.read_bytes())
         return answers
 
 
 def answer(job: Job, versions: str = "") -> Answer:
     """Trace and compile a step in this process. ``versions`` is as for `compiled`."""
-    target, is_traced = parse_target(job.target), False
-    of_gpus = target.kind == "gpu" and not target.here
+    target = parse_target(job.target)
+    is_traced = False
+    for_gpus_elsewhere = target.kind == "gpu" and not target.here
     try:
-        devices = None if target.here else gpu_devices(target) if of_gpus else tpu_devices(target)
-        m = job.config.mesh
-        mesh = layout_lib.make_mesh(m.data, m.fsdp, m.model, devices=devices)
+        sizes = job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model
+        mesh = layout_lib.make_mesh(*sizes, devices=_devices(target))
         assembly = assemble(job.config, mesh)
-        stage = assembly.task.stage(job.config.train.steps - 1) if job.stage == LAST else job.stage
-        with for_kernels(mesh.devices.flat[0]) if of_gpus else contextlib.nullcontext():
+        stage = job.stage
+        if stage == LAST:
+            stage = assembly.task.stage(job.config.train.steps - 1)
+        with contextlib.ExitStack() as stack:
+            options = None
+            if for_gpus_elsewhere:
+                stack.enter_context(for_kernels(mesh.devices.flat[0]))
+                options = UNTUNED
             traced = assembly.trace(stage)
             is_traced = True
-            return Answer(
-                compiled(assembly, traced, options=UNTUNED if of_gpus else None, versions=versions)
-            )
+            return Answer(compiled(assembly, traced, options=options, versions=versions))
     except PlanError as error:
         return Answer(None, str(error), too_large=is_traced)
     except Exception as error:  # of the compiler or the trace; other jobs go on
@@ -110,9 +110,16 @@ def answer(job: Job, versions: str = "") -> Answer:
         return Answer(None, f"{type(error).__name__}: {lines[0][:300]}")
 
 
+def _devices(target: Target) -> list[Any] | None:
+    if target.here:
+        return None
+    return gpu_devices(target) if target.kind == "gpu" else tpu_devices(target)
+
+
 def main(jobs: str, answers: str, versions: str) -> None:
     ask_for_no_chips()
     # A kernel's text has the lines of its source. Without them its figures survive edits elsewhere.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    every = [answer(job, versions) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
-    pathlib.Path(answers).write_bytes(pickle.dumps(every))
+    every_job: list[Job] = pickle.loads(pathlib.Path(jobs).read_bytes())
+    every_answer = [answer(job, versions) for job in every_job]
+    pathlib.Path(answers).write_bytes(pickle.dumps(every_answer))

@@ -19,7 +19,7 @@ from tests.compiled import compiled_configs
 
 target, folder = plan.parse_target("tpu:v4:2x2x2"), pathlib.Path(sys.argv[1])
 config = compiled_configs.WORKLOADS["trm"].config("small", "mixed", target.count, folder)
-mesh = layout.make_mesh(2, 2, 2, devices=plan.tpu_devices(target))
+mesh = layout.make_mesh(2, 2, 2, devices=plan.compile.tpu_devices(target))
 assembly = assemble(config, mesh)
 evaluate = step.make_eval_step(assembly.task, assembly.layout)
 lowered = evaluate.lower(assembly.abstract.state.variables, assembly.abstract.batch)

@@ -126,7 +126,7 @@ def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(
     )
     assembly = plan.abstractly(config, devices := plan.parse_target(target))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    least = plan.bound(assembly, traced, devices)
+    least = plan.bound.bound(assembly, traced, devices)
     assert least.arguments == answer.compiled.arguments and least.peak <= answer.compiled.peak
 
 

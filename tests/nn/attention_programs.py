@@ -46,7 +46,7 @@ CASE = dict(
 
 def devices(chips: str) -> list:
     target = plan.parse_target(chips)
-    return plan.tpu_devices(target) if target.kind == "tpu" else compile.gpu_devices(target)
+    return plan.compile.tpu_devices(target) if target.kind == "tpu" else compile.gpu_devices(target)
 
 
 def program(case: dict) -> jax.stages.Lowered:

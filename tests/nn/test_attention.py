@@ -292,7 +292,7 @@ def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(
 def test_a_tpu_is_given_splash():
     """XLA compiles for four chips, with heads and rows split over them. The kernel is in the
     program, forward and back."""
-    devices = plan.tpu_devices(plan.parse_target("tpu:v5e:2x2"))
+    devices = plan.compile.tpu_devices(plan.parse_target("tpu:v5e:2x2"))
     shard = make_layout(make_mesh(1, 2, 2, devices=devices), {}).shard
     c = transformer.Decoder(embed=512, heads=8, kv_heads=1, head_dim=64)
     mix = transformer.mixer(c, jnp.ones((4, 512), jnp.int32), shard)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import plan
+from jaxtrain.assembly import assemble
 from jaxtrain.plan.bound import kept_by_loops
 from tests.plan.cases import DTYPE, LARGE, load, on
 
@@ -20,12 +21,12 @@ def compare(config, mesh, target, versions=""):
 
     Returns the bound's temporaries as a share of the compiler's, and the compiler's figures.
     """
-    assembly = plan.assemble(config, mesh)
+    assembly = assemble(config, mesh)
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     # of the machine code alone
     options = {} if target.tiled else {"xla_backend_optimization_level": 0}
-    found = plan.compiled(assembly, traced, options=options, versions=versions)
-    least = plan.bound(assembly, traced, target)
+    found = plan.compile.compiled(assembly, traced, options=options, versions=versions)
+    least = plan.bound.bound(assembly, traced, target)
     assert least.arguments == found.arguments
     assert least.certain <= least.peak <= found.peak
     return least.temporaries / found.temporaries, found
@@ -81,7 +82,7 @@ def test_a_step_takes_no_less_on_tpus(
     config = load(workload, tmp_path, monkeypatch, *LARGE[workload], batch)
     target = plan.parse_target(f"tpu:{topology}")
     versions = plan.environment.versions(tpu_compiler)
-    _, found = compare(config, on(mesh, plan.tpu_devices(target)), target, versions)
+    _, found = compare(config, on(mesh, plan.compile.tpu_devices(target)), target, versions)
     if found.collectives is not None:  # whether jaxlib can read it depends on libtpu's version
         spanned = {axis for _, axes in found.collectives for axis in axes}
         wanted = {

@@ -1,6 +1,5 @@
 """The figures of a plan, and the configs that it refuses."""
 
-import importlib
 import math
 import re
 import types
@@ -10,6 +9,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan
+from jaxtrain.assembly import assemble
 from jaxtrain.commands import train as train_command
 from jaxtrain.plan.bound import Array
 from jaxtrain.run import loop
@@ -20,12 +20,12 @@ from tests.support import installed, small_runs
 @pytest.fixture(autouse=True)
 def short_reading(monkeypatch):
     """Count a loader's rows for a moment only."""
-    monkeypatch.setattr(importlib.import_module("jaxtrain.plan.summary"), "READING", 0.05)
+    monkeypatch.setattr(plan.summary, "READING", 0.05)
 
 
 def only(monkeypatch, name):
     """Let remedies try the changes of one field alone."""
-    remedies = importlib.import_module("jaxtrain.plan.remedies")
+    remedies = plan.remedies
     every = remedies._changes
     monkeypatch.setattr(
         remedies, "_changes", lambda *of: (change for change in every(*of) if name in change[0])
@@ -35,7 +35,7 @@ def only(monkeypatch, name):
 @pytest.mark.usefixtures("libtpu")
 def test_an_unknown_topology_is_an_error():
     with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
-        plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
+        plan.compile.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
 
 
 @installed.needs("trm")
@@ -141,7 +141,7 @@ def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_pat
     config = load(
         "bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1")
     )
-    checks = importlib.import_module("jaxtrain.plan.summary").checks
+    checks = plan.summary.checks
     for name, verdict in (("", False), ("gpu:h100x8", True)):
         target = plan.parse_target(name)
         found = {
@@ -160,7 +160,7 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
     def small(folder):
         return types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)
 
-    report = importlib.import_module("jaxtrain.plan.summary")
+    report = plan.summary
     monkeypatch.setattr(report.shutil, "disk_usage", small)
     monkeypatch.setattr(report, "checkpoints", lambda config, state: (3, 1000))
     target = plan.parse_target("")
@@ -204,7 +204,7 @@ def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit
     for name, value, more, size in ways:  # each remedy, if applied, gives the stated figure
         changes = [(name, value), *re.findall(r"--config\.([\w.]+)=(\S+)", more)]
         changed = plan.abstractly(load("bird", tmp_path, monkeypatch, *TIGHT, *changes), target)
-        needed = plan.bound(changed, changed.trace(None), target)
+        needed = plan.bound.bound(changed, changed.trace(None), target)
         assert needed.peak <= target.memory and f"{needed.peak / 1e9:.2f}" == size
 
 
@@ -245,16 +245,14 @@ def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
     large."""
     changes = ("model.depth", "1"), ("train.steps", "1"), ("optim.warmup", "0")
     config = load("language", tmp_path, monkeypatch, *changes)
-    assembly = plan.assemble(config, on((8, 1, 1), jax.devices()))
+    assembly = assemble(config, on((8, 1, 1), jax.devices()))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    right = plan.bound(assembly, traced, plan.parse_target(""))
-    found = plan.compiled(assembly, traced).peak
+    right = plan.bound.bound(assembly, traced, plan.parse_target(""))
+    found = plan.compile.compiled(assembly, traced).peak
     wrong = right._replace(kept=[Array(3 * found, "nothing")])
     for module in ("remedies", "summary"):
-        monkeypatch.setattr(
-            importlib.import_module(f"jaxtrain.plan.{module}"), "bound", lambda *_: wrong
-        )
-    remedies = importlib.import_module("jaxtrain.plan.remedies")
+        monkeypatch.setattr(getattr(plan, module), "bound", lambda *_: wrong)
+    remedies = plan.remedies
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
     with_memory(monkeypatch, 2 * found)
     plan.refuse_if_too_large(assembly)
@@ -273,9 +271,9 @@ def test_without_a_compiler_a_plan_has_a_lower_bound_and_names_the_command_that_
 ):
     config = load("language", tmp_path, monkeypatch, ("mesh.data", "1"))
     assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
-    needed = plan.bound(assembly, assembly.trace(None), target)
+    needed = plan.bound.bound(assembly, assembly.trace(None), target)
     assert needed.certain < 0.5 * needed.peak
-    remedies = importlib.import_module("jaxtrain.plan.remedies")
+    remedies = plan.remedies
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
     for memory, verdict in (
         (1.1, "this run has no problem"),
@@ -302,7 +300,7 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
     state = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(assembly.abstract.state)
     )
-    needed = plan.bound(assembly, assembly.trace(None), target)
+    needed = plan.bound.bound(assembly, assembly.trace(None), target)
     assert needed.second == state and needed.peak == needed.arguments + needed.temporaries + state
     with_memory(monkeypatch, needed.peak - state / 2)
     text, well = plan.report(config, target.name)
@@ -312,7 +310,10 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
         load("language", tmp_path, monkeypatch, ("mesh.fsdp", "8"), verified),
         plan.parse_target("gpu:h100x8"),
     )
-    assert plan.bound(split, split.trace(None), plan.parse_target("gpu:h100x8")).second < state / 4
+    assert (
+        plan.bound.bound(split, split.trace(None), plan.parse_target("gpu:h100x8")).second
+        < state / 4
+    )
 
 
 def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monkeypatch):
@@ -322,13 +323,13 @@ def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monke
         "trm", tmp_path, monkeypatch, ("model.cycles_high", "1"), ("model.cycles_low", "1")
     )
     assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
-    least = plan.bound(
+    least = plan.bound.bound(
         assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target
     ).peak
     only(monkeypatch, "accumulate")
     with_memory(monkeypatch, 1e9)
-    [way] = plan.remedies(config, target, 3e9)
+    [way] = plan.remedies.remedies(config, target, 3e9)
     assert re.fullmatch(r"--config.train.accumulate=4 would make it about 75\d.\d\d MB", way)
-    [way] = plan.remedies(config, target)
+    [way] = plan.remedies.remedies(config, target)
     size = re.fullmatch(r"--config.train.accumulate=2 would make it at least (\S+) MB", way)[1]
     assert 1e6 * float(size) > least, "sums of gradients come on top"

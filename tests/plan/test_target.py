@@ -64,9 +64,9 @@ def test_memory_of_the_host_is_known_without_proc(tmp_path, monkeypatch):
     """Linux estimates the available memory. macOS has no /proc, so the machine's whole memory is
     taken."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < plan.host_memory() <= whole
+    assert 0 < plan.memory.host_memory() <= whole
     (tmp_path / "meminfo").write_text("MemTotal:  16000 kB\nMemAvailable:  12345 kB\n")
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-    assert plan.host_memory() == 12345 * 1024
+    assert plan.memory.host_memory() == 12345 * 1024
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "nothing")
-    assert plan.host_memory() == whole
+    assert plan.memory.host_memory() == whole

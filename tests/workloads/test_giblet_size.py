@@ -9,6 +9,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain import main, specs
 from jaxtrain import plan as plan_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state
 
@@ -36,7 +37,7 @@ def per_device(config, target):
     """The bytes of one device for parameters, gradients and moments. The rest is small at a batch
     of 16."""
     assembly = plan_lib.abstractly(config, target)
-    parts = plan_lib.held(assembly.abstract, assembly.layout, tiled=False)
+    parts = plan_lib.memory.held(assembly.abstract, assembly.layout, tiled=False)
     assert sum(parts.values()) - parts["parameters"] - parts["optimizer"] < 0.2e9
     return 2 * parts["parameters"] + parts["optimizer"]
 
@@ -79,7 +80,7 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
     assert (
-        plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False))
+        plan_lib.memory.least(plan_lib.memory.held(assembly.abstract, assembly.layout, tiled=False))
         <= where.memory
     ) == fits
 
@@ -96,7 +97,7 @@ def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrid
     """The bound counts state and gradients. The compiler's figure below is only slightly larger."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
-    needed = plan_lib.bound(assembly, assembly.trace(None), where)
+    needed = plan_lib.bound.bound(assembly, assembly.trace(None), where)
     assert needed.peak == pytest.approx(peak, rel=0.01)
 
 
@@ -150,10 +151,10 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     ``beside``: the compiler's temporaries in units of the parameters. Gradients have their type.
     """
     target = plan_lib.parse_target("tpu:v4:2x2x2")
-    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
-    assembly = plan_lib.assemble(load(*overrides), mesh)
-    found = plan_lib.compiled(assembly, assembly.trace(None))
-    held = plan_lib.held(assembly.abstract, assembly.layout, tiled=True)
+    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.compile.tpu_devices(target))
+    assembly = assemble(load(*overrides), mesh)
+    found = plan_lib.compile.compiled(assembly, assembly.trace(None))
+    held = plan_lib.memory.held(assembly.abstract, assembly.layout, tiled=True)
     print(
         f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it"
         " runs"
@@ -171,8 +172,8 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
 @pytest.mark.slow
 def test_the_start_makes_every_part_where_it_stays(load):
     target = plan_lib.parse_target("tpu:v4:2x2x2")
-    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
-    assembly = plan_lib.assemble(load(), mesh)
+    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.compile.tpu_devices(target))
+    assembly = assemble(load(), mesh)
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=assembly.layout.replicated())
     init = state.make_init(
         assembly.task, assembly.tx, assembly.abstract, start=lambda params, given: params

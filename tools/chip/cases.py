@@ -22,9 +22,11 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain import plan as plan_lib
 from jaxtrain import specs
+from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.compile import xla_options
 from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Batch
@@ -231,8 +233,8 @@ MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 class Chosen(NamedTuple):
     """A case, put together on one device."""
 
-    assembly: plan_lib.Assembly
-    bound: plan_lib.Bound
+    assembly: Assembly
+    bound: Bound
     choice: Overrides
 
     @property
@@ -257,9 +259,9 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
     """Raise LayoutError and OptimError."""
-    assembly = plan_lib.assemble(config, on(device))
+    assembly = assemble(config, on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    return Chosen(assembly, plan_lib.bound(assembly, traced, plan_lib.parse_target("")), choice)
+    return Chosen(assembly, bound(assembly, traced, plan_lib.parse_target("")), choice)
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:
@@ -271,12 +273,12 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
     return replace(config, train=replace(config.train, batch=config.train.batch // 2))
 
 
-def first_batch(assembly: plan_lib.Assembly) -> Batch:
+def first_batch(assembly: Assembly) -> Batch:
     """Return a training batch of the loader, on the device, of the largest shape."""
     return batches(assembly, 1)[0]
 
 
-def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
+def batches(assembly: Assembly, n: int) -> list[Batch]:
     """Return the first ones of the largest shape."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(
