@@ -2,7 +2,8 @@
 
     python -m tests.docs_notebooks [NAME …]      # writes docs/notebooks/NAME.md and NAME-N.png
 
-A notebook is plain Python with cells (`# %%` and `# %% [markdown]`).
+A notebook is plain Python with cells (`# %%` and `# %% [markdown]`). The page shows the output of a
+cell `# %% [hidden]`, which draws a picture, and leaves out its code.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ import pathlib
 import re
 import sys
 import tempfile
+import textwrap
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "notebooks"
+WIDTH = 100  # columns of code that a page shows without scrolling
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
@@ -24,6 +27,7 @@ class Cell(NamedTuple):
 
     is_text: bool
     source: str
+    is_hidden: bool = False
 
 
 def cells(name: str) -> list[Cell]:
@@ -31,10 +35,20 @@ def cells(name: str) -> list[Cell]:
     for part in re.split(r"^# %%", (FOLDER / f"{name}.py").read_text(), flags=re.M)[1:]:
         kind, _, source = part.partition("\n")
         text = "markdown" in kind
-        found.append(
-            Cell(text, re.sub(r"^# ?", "", source, flags=re.M).strip() if text else source.strip())
-        )
+        source = re.sub(r"^# ?", "", source, flags=re.M) if text else source
+        found.append(Cell(text, source.strip(), is_hidden="hidden" in kind))
     return found
+
+
+def wrapped(text: str) -> str:
+    """Break the lines that are wider than the page's box of code."""
+    lines = [
+        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        if len(line) > WIDTH
+        else [line]
+        for line in text.splitlines()
+    ]
+    return "\n".join(part for parts in lines for part in parts)
 
 
 def run(name: str, folder: pathlib.Path, pictures: pathlib.Path) -> str:
@@ -49,13 +63,14 @@ def run(name: str, folder: pathlib.Path, pictures: pathlib.Path) -> str:
     os.chdir(folder)
     try:
         for cell in cells(name):
-            parts.append(cell.source if cell.is_text else f"```python\n{cell.source}\n```")
+            if not cell.is_hidden:
+                parts.append(cell.source if cell.is_text else f"```python\n{cell.source}\n```")
             if cell.is_text:
                 continue
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 exec(compile(cell.source, f"{name}.py", "exec"), space)
             text = output.getvalue().replace(f"{folder}/", "").replace(f"{ROOT}/", "").rstrip()
-            parts += [f"```text\n{text}\n```"] if text else []
+            parts += [f"```text\n{wrapped(text)}\n```"] if text else []
             for number in pyplot.get_fignums():
                 shown += 1
                 pyplot.figure(number).savefig(pictures / f"{name}-{shown}.png", dpi=80)

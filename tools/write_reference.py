@@ -18,12 +18,13 @@ import loaders
 from jaxtrain import workload
 from jaxtrain.config import Config, gloss
 from jaxtrain.telemetry import glossary
+from loaders.audio.recordings import annotations
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# Reference: every field of a config
 
-After this page you know every field of a config, its default, unit and meaning, and every metric.
+After this page you know every field of a config, its default, unit and meaning, every metric, and every error in recordings.
 
 ```
 jaxtrain explain --config=xcm              # the fields of one config with its own values
@@ -40,6 +41,10 @@ METRICS = (
     "X, N and K stand for a\nname or a number. `jaxtrain explain` prints those of one config, and "
     "the card of an export has them beside their values."
 )
+
+
+ERRORS = """`jaxtrain index` lists these errors ([recordings](recordings.md#errors-in-the-data)). `--on KIND=drop` leaves their
+rows out, and `--on KIND=keep` keeps them if the column "keep" says yes."""
 
 
 def page() -> str:
@@ -62,20 +67,31 @@ def page() -> str:
         ]
     parts += ['Of the order of the examples, split "data":', glossary_table(glossary.DATA)]
     parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
+    parts += ["## Errors in recordings", ERRORS, errors_table()]
     return "\n\n".join(parts) + "\n"
 
 
 def glossary_table(entries: Sequence[glossary.Entry]) -> str:
     rows = [
-        f"| {', '.join(f'`{name}`' for name in e.names.split(', '))} | {e.meaning} |"
-        for e in entries
+        (", ".join(f"`{name}`" for name in entry.names.split(", ")), sentences(entry.meaning))
+        for entry in entries
     ]
-    return "\n".join(["| name | meaning |", "|---|---|", *rows])
+    return markdown(("name", "meaning"), rows)
+
+
+def errors_table() -> str:
+    """Return the kinds of errors that `jaxtrain index` lists."""
+    done = {annotations.REFUSE: "refused", annotations.DROP: "dropped", annotations.KEEP: "kept"}
+    rows = [
+        (f"`{kind}`", done[policy], "yes" if may_keep else "no", sentences(meaning))
+        for kind, (meaning, policy, may_keep) in annotations.KINDS.items()
+    ]
+    return markdown(("kind", "default", "keep", "meaning"), rows)
 
 
 def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
     """One Markdown table for each section: that of ``cls``, then those inside it."""
-    rows: list[str] = []
+    rows = []
     inner: list[str] = []
     glosses = gloss(cls)
     leave_out += getattr(cls, "facts", ())
@@ -88,16 +104,23 @@ def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[
             continue
         unit, meaning = glosses[f.name]
         default = "required" if value is dataclasses.MISSING else f"`{value!r}`"
-        rows.append(
-            "| "
-            + " | ".join(
-                x.replace("|", "\\|") for x in (f"`{path}{f.name}`", default, unit, meaning)
-            )
-            + " |"
-        )
+        rows.append((f"`{path}{f.name}`", default, unit, sentences(meaning)))
     if rows:
-        yield "\n".join(["| field | default | unit | meaning |", "|---|---|---|---|", *rows])
+        yield markdown(("field", "default", "unit", "meaning"), rows)
     yield from inner
+
+
+def sentences(meaning: str) -> str:
+    """Write a comment as sentences: its clauses after a semicolon are some, too."""
+    clauses = [clause.rstrip(".") for clause in meaning.split("; ")]
+    return " ".join(f"{clause[:1].upper()}{clause[1:]}." for clause in clauses)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [
+        [cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:

@@ -3,9 +3,8 @@
 #
 # After this page you can go from a folder of recordings to a Raven table of detections, in four
 # commands.
-# It takes two minutes on two cores.
-# [The notebook](birds.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with
-# `python`.
+# It takes two minutes on two cores. [The notebook](birds.py) is plain Python with cells,
+# and has the code of the pictures too.
 
 # %%
 import csv
@@ -84,7 +83,7 @@ run(
 # Each evaluation counts, for each class, the answers that were right and the pairs that were
 # confused.
 
-# %%
+# %% [hidden]
 last = json.loads(pathlib.Path("runs/folder-index/classes.jsonl").read_text().splitlines()[-1])
 names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["model"][
     "class_names"
@@ -126,7 +125,7 @@ print(pathlib.Path("found/raven/morning.wav.selections.txt").read_text())
 # The selections open in Raven.
 # The lines above the spectrogram are detections, and the crosses are the true songs.
 
-# %%
+# %% [hidden]
 rows = list(csv.DictReader(open("found/detections.csv")))
 sound, _ = soundfile.read("field/morning.wav")
 figure, axis = plt.subplots(figsize=(9, 3.5))

@@ -3,9 +3,8 @@
 #
 # After this page you can train a language model on text files, continue prompts, and export it for
 # transformers.
-# It takes two minutes on two cores.
-# [The notebook](language.py) is plain Python with cells: open it in Jupyter or VS Code, or run it
-# with `python`.
+# It takes two minutes on two cores. [The notebook](language.py) is plain Python with cells,
+# and has the code of the pictures too.
 
 # %%
 import pathlib
@@ -109,7 +108,7 @@ print(done.step, {name: round(value, 3) for name, value in done.evaluation.items
 # The loops' arrays are a lower bound, which a compiler's figure replaces after `jaxtrain plan
 # --setup gpu`.
 
-# %%
+# %% [hidden]
 PARTS = ("parameters", "optimizer", "arrays that its loops keep")
 figure, axis = plt.subplots(figsize=(7, 1.8))
 for row, remat in enumerate(("none", "full")):

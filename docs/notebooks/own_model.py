@@ -3,9 +3,8 @@
 #
 # After this page you have trained a model of your own on data of your own, killed it, and resumed
 # it without a difference.
-# It takes two minutes on two cores.
-# [The notebook](own_model.py) is plain Python with cells: open it in Jupyter or VS Code, or run it
-# with `python`.
+# It takes two minutes on two cores. [The notebook](own_model.py) is plain Python with cells,
+# and has the code of the pictures too.
 
 # %%
 import json
@@ -54,7 +53,8 @@ class Curve(Loader):
     fingerprint = "noisy values of a curve, 1"
 
     def __init__(self, config, *, split, rows, seed):
-        super().__init__(element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=8)
+        train = split == "train"
+        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=8)
         self.noise = config.noise
 
     def _part(self, position, row):
@@ -100,7 +100,8 @@ def make_task(config, shard, batch):
 
     def predict(v, rows):
         p = v.params
-        return (jnp.tanh(rows["x"] @ p["w_in"] + p["b_in"][None]) @ p["w_out"] + p["b_out"][None])[:, 0]
+        hidden = jnp.tanh(rows["x"] @ p["w_in"] + p["b_in"][None])
+        return (hidden @ p["w_out"] + p["b_out"][None])[:, 0]
 
     def evaluate(v, rows):
         error = (predict(v, rows) - rows["y"]) ** 2
@@ -121,8 +122,8 @@ WORKLOAD = Workload(config=Config, make_task=make_task)
 
     train, optim = dict(steps=2_000, batch=64, eval_every=500), dict(lr=0.01, weight_decay=0.0)
     return ConfigDict(dict(
-        workload="curve_model", loader="curve_loader", train=train, optim=optim, checkpoint=dict(every=200),
-        metrics=dict(every=20),
+        workload="curve_model", loader="curve_loader", train=train, optim=optim,
+        checkpoint=dict(every=200), metrics=dict(every=20),
     ))
 ''')  # fmt: skip
 sys.path.insert(0, ".")
@@ -140,6 +141,8 @@ print(
     "steps; the noise alone is 0.0025",
 )
 model = jaxtrain.load("runs/undisturbed", workload="curve_model")
+
+# %% [hidden]
 x = np.linspace(-3, 3, 200, dtype="f4")[:, None]
 figure, axis = plt.subplots(figsize=(7, 2.6))
 axis.plot(x, np.sin(2 * x), color="0.7", linewidth=5, label="the curve")
@@ -180,6 +183,8 @@ def losses(workdir):
 
 undisturbed, killed = losses("runs/undisturbed"), losses("runs/killed")
 print("the same losses, to the last bit:", undisturbed == killed)
+
+# %% [hidden]
 figure, axis = plt.subplots(figsize=(7, 2.6))
 axis.semilogy(
     undisturbed.keys(), undisturbed.values(), color="0.7", linewidth=5, label="undisturbed"

@@ -68,7 +68,7 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
 
 def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
     """No Docker or cluster is needed: the commands are compared with the files that they name."""
-    page = (FOLDER.parents[1] / "docs" / "install.md").read_text()
+    page = (FOLDER.parents[1] / "docs" / "install.md").read_text().replace("\\\n", " ")
     build, run, secret, apply = [
         shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)
     ]
