@@ -148,43 +148,32 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
     """Return the rules for a restored run's frozen weights, at their place, and their record."""
     rules = config.warm_start
     base = base_weights.recorded(restored.history._asdict())
-    saved_source = base.named if base else _saved_source(restored)
-    change = f"config.warm_start.source: {saved_source!r} saved, {rules.source!r} now"
-    if saved_source and not rules.source:
+    if base is None:
+        raise CheckpointError(f"{restored.source} does not record which weights the run froze")
+    change = f"config.warm_start.source: {base.named!r} saved, {rules.source!r} now"
+    if base.named and not rules.source:
         raise CheckpointError(
-            f"the frozen weights of {restored.source} are those of"
-            f" {base.source if base else saved_source}, and without a source they would be random"
-            f" ({change}); set --config.warm_start.source={saved_source}"
+            f"the frozen weights of {restored.source} are those of {base.source}, and without a"
+            f" source they would be random ({change}); set --config.warm_start.source={base.named}"
         )
-    is_same = base.is_named(rules.source) if base else rules.source == saved_source
-    if base and is_same and not _is_step(base, rules):
+    is_same = base.is_named(rules.source)
+    if is_same and not _is_step(base, rules):
         is_same = False
         change = f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
-    may_change = any(field in config.resume.allow for field in BASE_FIELDS)
-    if base and base.source and not may_change:
+    if any(field in config.resume.allow for field in BASE_FIELDS):
+        exact = _exact(rules)
+        return exact, _record(exact, config.warm_start.source)
+    if base.source:
         problem = "" if is_same else f"{change}; "
         place = _place_of_base(config, restored, base, is_same=is_same, problem=problem)
         return base_weights.at(rules, place), base._asdict()
-    if not is_same and not may_change:
+    if not is_same:
         raise CheckpointError(
             f"the frozen weights of {restored.source} are others ({change}); set it back, choose"
             " another config.workdir, or train on with these by"
             " --config.resume.allow=warm_start.source"
         )
-    exact = _exact(rules)
-    if not base and exact.source:
-        log.warning(
-            "%s does not record which step it froze: the run continues with %s",
-            restored.source,
-            exact.source,
-        )
-    return exact, _record(exact, config.warm_start.source)
-
-
-def _saved_source(restored: Restored) -> str:
-    """Return config.warm_start.source of the checkpoint's run, or ""."""
-    rules = _saved_config(restored).get("warm_start") or {}
-    return str(rules.get("source") or "")
+    return rules, base._asdict()  # they are initialised again, from the same seed
 
 
 def _is_step(base: base_weights.Base, rules: WarmStart) -> bool:
