@@ -201,7 +201,7 @@ make_loader = Spiky
                 *command,
                 "--config.guard.patience=3",
                 "--config.guard.rewinds=1",
-                "--config.guard.settle=5",
+                "--config.guard.decay=0.8",
             ]
         )
         == 0

@@ -310,8 +310,6 @@ class Checkpointer:
             return ""
         try:
             orbax_steps.check_files(path)
-            if not self._config.checkpoint.verify:
-                return ""
             return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
             log.warning(

@@ -435,8 +435,6 @@ class Checkpoint(Section):
     every: int = 500
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
-    # [bool] compare every byte of a checkpoint with its checksums before resuming from it
-    verify: bool = True
     # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
     best: str = ""
     # [name] content of the last step: resumable, or weights (which nothing can resume from)
@@ -539,8 +537,8 @@ class Guard(Section):
     # [ratio] of gradient norm to its running average above which a step is skipped; 0 = non-finite
     # only
     spike: float = 0.0
-    decay: float = 0.99  # [1] of that average
-    settle: int = 100  # [steps] at the start, during which no spike is looked for
+    # [1] decay of that average. No spike is looked for in the first 1 / (1 - decay) steps
+    decay: float = 0.99
     patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
     # [times] to return to the last checkpoint instead of stopping; all batches since count as
     # skipped
@@ -557,7 +555,7 @@ class Guard(Section):
                 f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit",
             )
         yield from checks.within(self, "[0, 1)", "decay")
-        yield from checks.not_negative(self, "settle", "rewinds", "verify_every")
+        yield from checks.not_negative(self, "rewinds", "verify_every")
         yield from checks.choice(self, ("stop", "continue"), "on_mismatch")
         yield from checks.at_least(self, 1, "patience")
 
@@ -588,16 +586,19 @@ class Distributed(Section):
     on_resume = OnResume(FREE)
 
     init_timeout: int = 300  # [s] within which all processes must have met
-    # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
-    start_timeout: int = 3600
     heartbeat_timeout: int = 120  # [s] without a heartbeat after which a process counts as dead
     # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 =
-    # never
+    # never. A part of the start (restore, compilation) may take an hour, or this if it is longer
     step_timeout: int = 1800
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "init_timeout", "heartbeat_timeout")
-        yield from checks.not_negative(self, "start_timeout", "step_timeout")
+        yield from checks.not_negative(self, "step_timeout")
+
+    @property
+    def start_timeout(self) -> int:
+        """Seconds for each part of the start, after which the job is ended; 0 = never."""
+        return max(3600, self.step_timeout) if self.step_timeout else 0
 
 
 Model = TypeVar("Model", bound=ModelSection, default=Any)

@@ -147,7 +147,8 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
     is_spike = jnp.zeros((), bool)
     if guard.spike:
         is_spike = norm > guard.spike * state.average
-    good = is_finite & ~(is_spike & (state.steps >= guard.settle))
+    is_settled = state.steps >= round(1 / (1 - guard.decay))
+    good = is_finite & ~(is_spike & is_settled)
     # a plain mean until the decay takes over
     decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))
     average = decay * state.average + (1 - decay) * norm
