@@ -63,12 +63,12 @@ def pin(rules: WarmStart) -> WarmStart:
     """Replace the run that ``rules`` name by the step that they mean now. Raises StoredError."""
     if not rules.source or safetensors_reader.is_safetensors(rules.source):
         return rules
-    return at(rules, os.fspath(orbax_steps.find_step(rules.source, rules.step)))
+    return at(rules, os.fspath(orbax_steps.find_step(rules.source)))
 
 
 def at(rules: WarmStart, place: str) -> WarmStart:
     """Return the same rules for a step directory, or for safetensors, at another place."""
-    return dataclasses.replace(rules, source=place, step=None)
+    return dataclasses.replace(rules, source=place)
 
 
 def digest(rules: WarmStart) -> str:

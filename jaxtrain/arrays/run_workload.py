@@ -100,7 +100,7 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
         rules = section_of(config, "warm_start", config_lib.WarmStart)
         workdirs = base_weights.workdirs(source.path, config.get("workdir"))
         places = [named] if named else base_weights.places(record, workdirs)
-        section |= {"source": base_weights.find(record, rules, places), "step": None}
+        section["source"] = base_weights.find(record, rules, places)
     elif named or section.get("source"):
         section["source"] = named or section["source"]
         print(

@@ -99,7 +99,7 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     try:
         if safetensors_reader.is_safetensors(config.source):
             return _open_safetensors(config.source)
-        step_dir = orbax_steps.find_step(config.source, config.step)
+        step_dir = orbax_steps.find_step(config.source)
         arrays = orbax_steps.open_step(step_dir)
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
@@ -137,7 +137,7 @@ def config_of(config: WarmStart) -> dict[str, Any]:
     meta: dict[str, Any] = {}
     try:
         if not safetensors_reader.is_safetensors(config.source):
-            step_dir = orbax_steps.find_step(config.source, config.step)
+            step_dir = orbax_steps.find_step(config.source)
             meta = orbax_steps.read_json(step_dir, "meta") or {}
         else:
             folder = epath.Path(config.source).expanduser()
@@ -155,7 +155,7 @@ def damage(config: WarmStart) -> list[str]:
     if safetensors_reader.is_safetensors(config.source):
         return []
     try:
-        return checksums.verify(orbax_steps.find_step(config.source, config.step))
+        return checksums.verify(orbax_steps.find_step(config.source))
     except checksums.NoManifest as error:
         log.warning("%s: the warm start reads it unverified", error)
         return []

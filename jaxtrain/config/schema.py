@@ -339,11 +339,10 @@ class WarmStart(Section):
     """Parameters to start from if there is no checkpoint, by `jaxtrain.arrays.warm_start`."""
 
     # the source by its digest
-    on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))
+    on_resume = OnResume(FUNCTION, free=("source", "keep", "other_front_end"))
 
     # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
     source: str = ""
-    step: int | None = None  # [step] of a run; None = its newest
     ema: bool = False  # [bool] take the run's average of the parameters
     # [(regex, replacement)] applied in order to the source's paths
     renames: tuple[tuple[str, str], ...] = ()
@@ -386,9 +385,7 @@ class WarmStart(Section):
                         " to 16x8'"
                     ),
                 )
-        if not self.source and (
-            patterns or self.ema or self.keep or self.step is not None or self.other_front_end
-        ):
+        if not self.source and (patterns or self.ema or self.keep or self.other_front_end):
             yield (
                 "source",
                 "is empty, but there are rules for it; name a run or a folder of safetensors",

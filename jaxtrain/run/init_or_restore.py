@@ -27,7 +27,7 @@ from loaders.io import files
 
 log = logging.getLogger("jaxtrain")
 Overlay = Callable[[PyTree, PyTree], PyTree]
-BASE_FIELDS = ("warm_start", "warm_start.source", "warm_start.step")  # of config.resume.allow
+BASE_FIELDS = ("warm_start", "warm_start.source")  # of config.resume.allow
 
 
 class Start(NamedTuple):
@@ -157,9 +157,6 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
             f" source they would be random ({change}); set --config.warm_start.source={base.named}"
         )
     is_same = base.is_named(rules.source)
-    if is_same and not _is_step(base, rules):
-        is_same = False
-        change = f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
     if any(field in config.resume.allow for field in BASE_FIELDS):
         exact = _exact(rules)
         return exact, _record(exact, config.warm_start.source)
@@ -174,11 +171,6 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
             " --config.resume.allow=warm_start.source"
         )
     return rules, base._asdict()  # they are initialised again, from the same seed
-
-
-def _is_step(base: base_weights.Base, rules: WarmStart) -> bool:
-    """Whether ``rules`` allow the step that the run froze."""
-    return rules.step is None or pathlib.PurePath(base.source).name == str(rules.step)
 
 
 def _place_of_base(

@@ -382,9 +382,8 @@ def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
     whole = data.read_bytes()
     data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert data.name in warm_start.damage(WarmStart(source=str(copy)))[0]
-    for bad in (WarmStart(source=str(tmp_path)), WarmStart(source=str(run), step=6)):
-        with pytest.raises(warm_start.WarmStartError, match="no step"):
-            warm_start.open_source(bad)
+    with pytest.raises(warm_start.WarmStartError, match="no step"):
+        warm_start.open_source(WarmStart(source=str(tmp_path)))
 
 
 def test_an_export_of_another_format_is_refused_by_name(tmp_path):

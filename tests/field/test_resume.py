@@ -163,10 +163,6 @@ def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
             {"warm_start__source": "A/checkpoints/4"},
             r"'A' saved, 'A/checkpoints/4' now; .* holds other weights",
         ),
-        (
-            {"warm_start__step": "4"},
-            r"config.warm_start.step: the run froze .*/A/checkpoints/2, 4 now",
-        ),
     ],
     ids=str,
 )
