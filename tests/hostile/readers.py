@@ -304,7 +304,7 @@ def read_film(folder: pathlib.Path) -> None:
 
 def read_embeddings(folder: pathlib.Path) -> None:
     found = embeddings.read(folder)
-    found.array("mean"), found.places()
+    found.array("mean", 2), found.places()
 
 
 def read_report(folder: pathlib.Path) -> None:

@@ -140,31 +140,30 @@ def _detect(args: argparse.Namespace) -> int:
     }
     data = encoder.data_config(model, **changes)
     head = _head(args, model, data)
-    chosen_classes = list(range(len(head.names)))
+    classes = list(range(len(head.names)))
     if args.classes:
         names = detect.read_classes(args.classes)
-        chosen_classes = sorted(set(heads.read_names(names, head.names, "--classes")))
-    bounds = detections.thresholds(
-        args.threshold,
-        [head.names[i] for i in chosen_classes],
-        None if head.thresholds is None else head.thresholds[chosen_classes],
-    )
+        classes = sorted(set(heads.read_names(names, head.names, "--classes")))
+    class_names = [head.names[i] for i in classes]
+    fitted = None if head.thresholds is None else head.thresholds[classes]
+    bounds = detections.thresholds(args.threshold, class_names, fitted)
     if not 0 <= args.min_duration < float("inf"):
         raise InferenceError(
             f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0"
         )
+    note = _note if membership.process == 0 else lambda text: None
     windows, errors = encoder.cut_windows(
         args.recordings,
         data.clip_seconds,
         overlap=args.overlap,
         root=args.root,
         links=args.follow_links,
-        note=_note if membership.process == 0 else lambda text: None,
+        note=note,
         reading=commands.table_options(args),
     )
     data = encoder.data_config(model, **changes, audio_root=windows.root)
     parts, made_of = detect.prepare(
-        model, head, windows, args.out, chosen=chosen_classes, batch=args.batch
+        model, head, windows, args.out, chosen=classes, batch=args.batch
     )
     console = console_lib.start_console(process=membership.process)
     try:
@@ -174,17 +173,18 @@ def _detect(args: argparse.Namespace) -> int:
             data,
             parts,
             made_of,
-            chosen=chosen_classes,
+            chosen=classes,
             share=(membership.process, membership.processes),
             progress=console.progress,
         )
     finally:
         console.finish()
     if timing["windows"]:
-        seconds = windows.total * timing["windows"] / windows.n
+        recorded = windows.total * timing["windows"] / windows.n
+        speed = recorded / timing["seconds"]
         print(
-            f"{timing['windows']} windows, {seconds / 3600:.2f} h of recordings in"
-            f" {timing['seconds']:.0f} s: {seconds / timing['seconds']:.0f} × real time,"
+            f"{timing['windows']} windows, {recorded / 3600:.2f} h of recordings in"
+            f" {timing['seconds']:.0f} s: {speed:.0f} × real time,"
             f" {timing['waiting']:.0%} of the time waiting for the loader"
         )
     if not detections.complete(parts):
@@ -202,15 +202,14 @@ def _detect(args: argparse.Namespace) -> int:
         counts = detections.write(parts, options, errors)
     commands.show_errors(errors)
     n = len(windows.recordings)
-    unreadable = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
+    n_unreadable = counts["unreadable"]
+    unreadable = f" ({n_unreadable} unreadable)" if n_unreadable else ""
+    summary = errors.summary(f"{args.out}/errors.csv")
     print(
         f"{args.out}: {counts['detections']} detections in {n} recordings,"
         f" {windows.n} windows{unreadable}"
     )
-    print(
-        f"{n} recordings used, {counts['silent']} without detections;"
-        f" {errors.summary(f'{args.out}/errors.csv')}"
-    )
+    print(f"{n} recordings used, {counts['silent']} without detections; {summary}")
     return 1 if counts["errors"] else 0
 
 

@@ -189,7 +189,7 @@ def _print_classes(examples: "Examples", fitted: "Fitted") -> None:
     """Print a table: for each class its rows, average precision and threshold."""
     import numpy as np
 
-    width = max(len(name) for name in (*examples.names, "class"))
+    width = max(map(len, (*examples.names, "class")))
     print(f"{'class':{width}}  examples  others  average precision  threshold")
     bounds = fitted.head.thresholds
     assert bounds is not None

@@ -24,7 +24,7 @@ from jaxtrain.workloads.bird import commands
 from loaders.io import files
 
 if TYPE_CHECKING:  # JAX is not imported for the help of the command
-    from jaxtrain.workloads.bird.inference.embeddings import Embeddings
+    from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
     from jaxtrain.workloads.bird.inference.search import Hit
 
 MANY = 5_000_000  # rows beyond which an index is advised
@@ -105,30 +105,30 @@ def _search(args: argparse.Namespace) -> int:
         hits = _hits_of_queries(args, folders)
     rows = []
     for hit in hits:
-        place = places[hit.folder]
-        rows.append(
-            Row(
-                file=place.paths[hit.row],
-                start=_seconds(place.start[hit.row]),
-                end=_seconds(place.end[hit.row]),
-                clock=place.clock[hit.row],
-                score=f"{hit.score:.4f}",
-                query=queries[hit.query],
-                embeddings=str(folders[hit.folder].folder),
-                row=str(hit.row),
-            )
-        )
+        folder = str(folders[hit.folder].folder)
+        rows.append(_table_row(hit, places[hit.folder], queries[hit.query], folder))
     if args.out:
         atomic_write.write_csv(args.out, [Row._fields, *rows])
     for row in rows[: 20 if args.out else args.top]:
         clock = f"  {row.clock}" if row.clock else ""
-        print(
-            f"{row.score}  {row.file}  {row.start or '?'} to {row.end or '?'} s{clock}"
-            f"  ({row.query})"
-        )
+        times = f"{row.start or '?'} to {row.end or '?'} s"
+        print(f"{row.score}  {row.file}  {times}{clock}  ({row.query})")
     if args.out:
         print(f"{args.out}: {len(rows)} windows", file=sys.stderr)
     return 0
+
+
+def _table_row(hit: "Hit", places: "Places", query: str, folder: str) -> Row:
+    return Row(
+        file=places.paths[hit.row],
+        start=_seconds(places.start[hit.row]),
+        end=_seconds(places.end[hit.row]),
+        clock=places.clock[hit.row],
+        score=f"{hit.score:.4f}",
+        query=query,
+        embeddings=folder,
+        row=str(hit.row),
+    )
 
 
 def _seconds(value: float) -> str:

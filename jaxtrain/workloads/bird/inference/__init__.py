@@ -10,6 +10,7 @@ class InferenceError(UserError, ValueError):
 
 def refuse(errors: Errors) -> None:
     """Raise InferenceError for the first error of a kind that is refused."""
-    if refused := errors.refused():
-        text = next(text for kind, text in errors.lines if kind in refused)
-        raise InferenceError(f"{text} ({refused[0]}); correct the line")
+    refused_kinds = errors.refused()
+    for kind, text in errors.lines:
+        if kind in refused_kinds:
+            raise InferenceError(f"{text} ({refused_kinds[0]}); correct the line")

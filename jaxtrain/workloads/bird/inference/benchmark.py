@@ -186,8 +186,9 @@ def _head_scores(
         )
     scores = np.full((len(logits), len(test.names)), UNKNOWN, np.float32)
     for c, name in enumerate(test.names):
-        if name in columns_by_name:
-            scores[:, c] = logits[:, columns_by_name[name]]
+        column = columns_by_name.get(name)
+        if column is not None:
+            scores[:, c] = logits[:, column]
     return scores, missing
 
 
@@ -225,14 +226,16 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
         codes |= _codes_in(path)
     class_file = out / "classes.txt"
     out.mkdir(parents=True, exist_ok=True)
-    atomic_write.write(class_file, "".join(f"{code}\n" for code in sorted(codes)))
+    lines = [f"{code}\n" for code in sorted(codes)]
+    atomic_write.write(class_file, "".join(lines))
+    index = out / "index"
     _index(
         [str(path) for path in split_tables],
-        out / "index",
+        index,
         audio=str(recordings),
         classes=str(class_file) if codes else "",
     )
-    return str(out / "index")
+    return str(index)
 
 
 def _codes_in(path: pathlib.Path) -> set[str]:
@@ -289,8 +292,9 @@ def esc(
     if table.is_file():
         inside = files.inside(folder, "meta/esc50.csv")
         fold_by_file = _esc_table(inside, out, only_ten=name == "esc10")
-        _index([str(out / "table.csv")], out / "index", audio=str(folder / "audio"))
-        place = str(out / "index")
+        index = out / "index"
+        _index([str(out / "table.csv")], index, audio=str(folder / "audio"))
+        place = str(index)
         fold_columns = []
     elif folder.is_dir() and list(folder.glob("*/*.arrow")):
         place = f"{data}/*/*.arrow"
@@ -321,7 +325,8 @@ def esc(
     for classifier in ("linear", "knn"):
         accuracy = results[classifier]["accuracy"]
         content[classifier] = accuracy
-        by_fold = ", ".join(f"{100 * value:.1f}" for value in accuracy.get("folds", []))
+        folds = [f"{100 * value:.1f}" for value in accuracy.get("folds", [])]
+        by_fold = ", ".join(folds)
         interval = measures.percent(accuracy, 2)
         lines.append(f"{classifier:7} accuracy {interval}   by fold: {by_fold}")
     published_classes = 10 if name == "esc10" else 50

@@ -61,25 +61,30 @@ class Parts(NamedTuple):
 
     def between(self, number: int) -> tuple[int, int]:
         """Its first window, and the one behind its last."""
-        return number * self.rows, min(self.windows.n, (number + 1) * self.rows)
+        start = number * self.rows
+        return start, min(self.windows.n, start + self.rows)
+
+    def n_windows(self, number: int) -> int:
+        start, stop = self.between(number)
+        return stop - start
 
     def is_there(self, number: int) -> bool:
-        start, stop = self.between(number)
         try:
             with files.regular(self.path(number)) as file:
                 metadata = pq.read_metadata(file)
         except (files.FileError, pa.ArrowException, OSError):
             return False
-        n_columns = len(META) + len(self.names)
-        return bool(metadata.num_rows == stop - start and metadata.num_columns == n_columns)
+        has_rows = metadata.num_rows == self.n_windows(number)
+        has_columns = metadata.num_columns == len(META) + len(self.names)
+        return bool(has_rows and has_columns)
 
     def read(self, number: int) -> np.ndarray:
         """Return a part's scores, float32 [windows, classes], nan if bad. Raises InferenceError."""
-        start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:
                 table = pq.read_table(file)
-            if table.num_rows != stop - start or table.column_names != [*META, *self.names]:
+            has_rows = table.num_rows == self.n_windows(number)
+            if not has_rows or table.column_names != [*META, *self.names]:
                 raise ValueError("it has other windows or classes")
             score_columns = table.columns[len(META) :]
             if not score_columns:
@@ -247,7 +252,7 @@ def score(
         data = dataclasses.replace(data, train=str(folder))
         compute = compute_of(head, chosen)
         setup = encoder.set_up(model, data, compute, dict(head.arrays), batch=batch)
-        n_windows = sum(len(range(*parts.between(number))) for number in todo)
+        n_windows = sum(parts.n_windows(number) for number in todo)
         meter = _Meter(parts.windows, n_windows, progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
             writing: concurrent.futures.Future[Any] | None = None
@@ -292,7 +297,8 @@ def _computed(
                 stop = min(position * batch, end)
                 n_valid = stop - (position - 1) * batch
                 is_decoded = values["weight"][:n_valid, None] > 0
-                batches.append(np.where(is_decoded, values["scores"][:n_valid], np.nan))
+                scores = values["scores"][:n_valid]
+                batches.append(np.where(is_decoded, scores, np.nan))
                 meter.waited = stream.waited
                 meter.add(n_valid, stop)
                 number = (position - 1) // steps
@@ -331,15 +337,20 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 
 
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
-    rows = list(parts.windows.between(*parts.between(number)))
     recordings = parts.windows.recordings
-    used_recordings, codes = np.unique([k for k, _, _ in rows], return_inverse=True)
-    names = pa.array([recordings[k].name for k in used_recordings], pa.string())
-    starts = [start for _, start, _ in rows]
-    ends = [end for _, _, end in rows]
-    clocks = [recordings[k].clock(start) or None for k, start, _ in rows]
+    recording_numbers, starts, ends, clocks = [], [], [], []
+    for k, start, end in parts.windows.between(*parts.between(number)):
+        recording_numbers.append(k)
+        starts.append(start)
+        ends.append(end)
+        clocks.append(recordings[k].clock(start) or None)
+    used_recordings, codes = np.unique(recording_numbers, return_inverse=True)
+    names = [recordings[k].name for k in used_recordings]
+    files_column = pa.DictionaryArray.from_arrays(
+        pa.array(codes, pa.int32()), pa.array(names, pa.string())
+    )
     columns: dict[str, pa.Array] = {
-        "file": pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names),
+        "file": files_column,
         "start_time": pa.array(starts, pa.float64()),
         "end_time": pa.array(ends, pa.float64()),
         "clock_time": pa.array(clocks, pa.string()),

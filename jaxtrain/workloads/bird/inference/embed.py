@@ -89,7 +89,8 @@ def embed(
         with atomic_write.file(out / ROWS) as rows_file:
             pq.write_table(places.slice(0, n), rows_file)
         for name in columns:
-            atomic_write.save(out / f"{name}.npy", _column(data, split, name)[:n])
+            values = _column(data, split, name)
+            atomic_write.save(out / f"{name}.npy", values[:n])
     loader.seek(start // batch)
     stream = setup.stream()
     began = time.perf_counter()
@@ -130,7 +131,7 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], kind: str) -> d
     for name, value in made_of.items():
         earlier = notes.get(name)
         if earlier != value:
-            changes.append(f"{name} was {repr(earlier)[:60]} and is {repr(value)[:60]}")
+            changes.append(f"{name} was {earlier!r:.60} and is {value!r:.60}")
     if changes:
         raise InferenceError(
             f"{path.parent} holds {kind} of something else: {', '.join(changes)}; choose another"
@@ -228,7 +229,10 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
         def rows(z: jax.Array) -> jax.Array:
             return z.reshape(-1, views, *z.shape[1:])
 
-        outputs = {name: rows(pooled[name]).mean(1) for name in kinds if name in pooled}
+        outputs = {}
+        for name in kinds:
+            if name in pooled:
+                outputs[name] = rows(pooled[name]).mean(1)
         if "patches" in kinds:
             outputs["patches"] = rows(patches).astype(jnp.float16)
         if head:

@@ -58,8 +58,8 @@ class Embeddings(NamedTuple):
     def has(self, name: str) -> bool:
         return (self.folder / f"{name}.npy").exists()
 
-    def array(self, name: str, *dimensions: int) -> np.ndarray:
-        """Return NAME.npy, mapped, of so many dimensions (1 or 2). Raises InferenceError."""
+    def array(self, name: str, n_axes: int) -> np.ndarray:
+        """Return NAME.npy, mapped, of so many axes. Raises InferenceError."""
         path = self.folder / f"{name}.npy"
         if not path.exists():
             stored = sorted(p.stem for p in self.folder.glob("*.npy"))
@@ -70,28 +70,40 @@ class Embeddings(NamedTuple):
             x = files.array(files.inside(self.folder, path.name))
         except files.FileError as error:
             raise InferenceError(f"{error}; embed again") from error
-        has_rows = x.ndim in (dimensions or (1, 2)) and len(x) == self.n and 0 not in x.shape[1:]
+        has_rows = x.ndim == n_axes and len(x) == self.n and 0 not in x.shape[1:]
         if not has_rows or x.dtype.kind not in "fiu":
             raise InferenceError(
                 f"{path} holds {x.dtype} {x.shape}; expected {self.n} rows of numbers; embed again"
             )
         return x
 
+    def all_features(self, kind: str) -> np.ndarray:
+        """Return the features of all rows, mapped. Raises InferenceError.
+
+        The shape is [n, D], or of patches [n, V, N, D] with V views.
+        """
+        return self.array(kind, 4 if kind == "patches" else 2)
+
     def features(self, kind: str, rows: np.ndarray) -> np.ndarray:
         """Return the features of some rows, float32 [n, …]. Raises InferenceError."""
-        dimensions = 4 if kind == "patches" else 2
-        x = np.asarray(self.array(kind, dimensions)[rows], np.float32)
+        x = np.asarray(self.all_features(kind)[rows], np.float32)
         if not (np.abs(x) < MAX_FEATURE).all():
             raise InferenceError(
                 f"{self.folder} holds features that are no numbers, or too large ones; embed again"
             )
         return x
 
+    def decoded(self) -> np.ndarray:
+        """Return whether each row's recording could be read, bool [n]. Raises InferenceError."""
+        weight = np.array(self.array("weight", 1))
+        return weight > 0
+
     def labels(self) -> tuple[np.ndarray, np.ndarray]:
         """Return classes, uint8 [n, C], and which are known, bool [n]. Raises InferenceError."""
-        is_known = np.array(self.array("weight", 1)) > 0
+        is_decoded = self.decoded()
         if self.metadata["multilabel"]:
-            return (np.array(self.array("labels", 2)) > 0).astype(np.uint8), is_known
+            y = np.array(self.array("labels", 2)) > 0
+            return y.astype(np.uint8), is_decoded
         label = np.array(self.array("label", 1))
         largest = label.max(initial=0)
         n_names = len(self.names)
@@ -100,7 +112,8 @@ class Embeddings(NamedTuple):
                 f"{self.folder}/label.npy has class {largest}, but names for {n_names}; embed again"
             )
         classes = np.arange(n_names or label.max() + 1)
-        return (label[:, None] == classes).astype(np.uint8), is_known & (label >= 0)
+        y = label[:, None] == classes
+        return y.astype(np.uint8), is_decoded & (label >= 0)
 
     def places(self) -> Places:
         """Path, times and clock of every row. Raises InferenceError."""
@@ -150,7 +163,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
         )
     names: Any = metadata.get("class_names")
     has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    has_counts = type(metadata.get("done")) is int and type(metadata.get("rows")) is int
+    has_counts = all(type(metadata.get(name)) is int for name in ("done", "rows"))
     if not has_names or not has_counts or type(metadata.get("multilabel")) is not bool:
         raise InferenceError(
             f"{folder / ABOUT} does not describe embeddings; make them with `jaxtrain embed`"

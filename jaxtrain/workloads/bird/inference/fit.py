@@ -88,6 +88,7 @@ def fit(
     factor = "w" if method == "linear" else "scale"
     arrays[factor] = arrays[factor] * scale
     arrays["b"] = arrays["b"] * scale + offset
+    float_arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
     n_examples = (y * examples.known).sum(0)
     about = {
         "method": method,
@@ -102,7 +103,7 @@ def fit(
         kind=method,
         pool="mean" if method == "patches" else pool,
         scores="softmax" if softmax else "sigmoid",
-        arrays={name: np.asarray(value, np.float32) for name, value in arrays.items()},
+        arrays=float_arrays,
         names=examples.names,
         name="",
         thresholds=bounds,
@@ -145,8 +146,9 @@ def _features(folders: Sequence[Embeddings], examples: Examples, kind: str) -> n
     parts = []
     n_bytes = 0
     for folder, rows in zip(folders, examples.rows, strict=True):
-        shape = folder.array(kind, 4 if kind == "patches" else 2).shape
-        n_bytes += len(rows) * int(np.prod(shape[1:])) * 4
+        shape = folder.all_features(kind).shape
+        values_of_row = int(np.prod(shape[1:]))
+        n_bytes += len(rows) * values_of_row * 4
         if n_bytes > MAX_BYTES:
             raise InferenceError(
                 f"the patches of {len(examples.y)} rows take more than {MAX_BYTES >> 30} GiB; give"
@@ -223,7 +225,8 @@ def logits(method: str, arrays: Mapping[str, np.ndarray], x: np.ndarray) -> np.n
     parts = []
     for first in range(0, len(x), 64):
         part = jnp.asarray(x[first : first + 64])
-        parts.append(np.asarray(heads.logits(method, on_device, part[:, 0], part)))
+        part_logits = heads.logits(method, on_device, part[:, 0], part)
+        parts.append(np.asarray(part_logits))
     return np.concatenate(parts)
 
 
@@ -238,8 +241,10 @@ def calibrated(
 
     def total(log_scale_and_offset: np.ndarray) -> float:
         log_scale, offset = log_scale_and_offset
-        loss = logistic.loss(np.exp(log_scale) * z + offset, y, softmax=softmax, known=known)
-        return float(loss + PRIOR * (log_scale**2 + offset**2 / 100))
+        scaled = np.exp(log_scale) * z + offset
+        loss = logistic.loss(scaled, y, softmax=softmax, known=known)
+        distance = log_scale**2 + offset**2 / 100  # from the prior's mode
+        return float(loss + PRIOR * distance)
 
     bounds = ((-4, 4), (0, 0) if softmax else (None, None))
     log_scale, offset = minimize(total, (0.0, 0.0), bounds=bounds).x
@@ -257,7 +262,8 @@ def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
         above_all = np.nextafter(np.float32(bounds[-1]), np.float32(2))
         return float(min(1.0, above_all))
     recall = recalls[precise]
-    best = precise[np.flatnonzero(recall == recall.max())[-1]]
+    most_complete = np.flatnonzero(recall == recall.max())
+    best = precise[most_complete[-1]]
     below = bounds[best - 1] if best else 0.0
     return float((bounds[best] + below) / 2)
 

@@ -34,6 +34,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "prototypes": ("mean", "prototypes", "scale", "b"),
     "patches": ("mean", "prototypes", "scale", "b"),
 }
+# The array of each kind that a file may hold, whose first axis is that of the features.
+_INPUT = {"linear": "w", "prototypes": "mean", "patches": "mean"}
 FITTED = ("linear", "prototypes", "patches")  # kinds that a file may hold
 POOLS = ("mean", "cls")
 SCORES = ("softmax", "sigmoid")
@@ -97,7 +99,9 @@ def scores(
 ) -> Array:
     """Scores in [0, 1], [B, C]. ``pooled``: the features "mean" and "cls", [B, D] each."""
     z = logits(head.kind, arrays, pooled[head.pool], patches_bnd)
-    return jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z)
+    if head.scores == "softmax":
+        return jax.nn.softmax(z)
+    return jax.nn.sigmoid(z)
 
 
 def save(path: str | os.PathLike[str], head: Head) -> None:
@@ -108,7 +112,8 @@ def save(path: str | os.PathLike[str], head: Head) -> None:
     arrays = {name: np.asarray(x, np.float32) for name, x in head.arrays.items()}
     if head.thresholds is not None:
         arrays["thresholds"] = np.asarray(head.thresholds, np.float32)
-    arrays["json"] = np.frombuffer(json.dumps(description, ensure_ascii=False).encode(), np.uint8)
+    text = json.dumps(description, ensure_ascii=False)
+    arrays["json"] = np.frombuffer(text.encode(), np.uint8)
     with atomic_write.file(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -118,7 +123,8 @@ def read(path: str | os.PathLike[str]) -> Head:
     path = files.expanded(path)
     try:
         arrays = files.arrays(path)
-        description = files.parse(bytes(arrays.pop("json")).decode(), str(path))
+        text = bytes(arrays.pop("json")).decode()
+        description = files.parse(text, str(path))
     except files.FileError as error:
         raise InferenceError(f"{error}; name a file of `jaxtrain fit`") from error
     except (KeyError, UnicodeDecodeError, TypeError, ValueError) as error:
@@ -173,7 +179,7 @@ def _check(
             raise InferenceError(
                 f"{path}: its {name} holds values that are no numbers of 32 bits; fit it again"
             )
-    width = (arrays["w"] if kind == "linear" else arrays["mean"]).shape[:1]
+    width = arrays[_INPUT[kind]].shape[:1]
     shapes = {
         "w": (*width, n_classes),
         "b": (n_classes,),
@@ -194,7 +200,7 @@ def refuse_other(
     head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str
 ) -> None:
     """Raise InferenceError unless a fitted head belongs to this encoder and front end."""
-    head_width = head.arrays["w" if head.kind == "linear" else "mean"].shape[0]
+    head_width = head.arrays[_INPUT[head.kind]].shape[0]
     differences = []
     if head_width != width:
         differences.append(f"{head_width} features, and {run} has {width}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from loaders.audio.recordings import class_names, columns, lines, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
@@ -50,7 +50,8 @@ class Examples(NamedTuple):
     def exclusive(self) -> bool:
         """Whether every row has exactly one class, all of them known."""
         has_one_class = (self.y.sum(1) == 1).all()
-        return self.y.shape[1] > 1 and bool(has_one_class and (self.known == 1).all())
+        is_known = (self.known == 1).all()
+        return self.y.shape[1] > 1 and bool(has_one_class and is_known)
 
 
 def own(folders: Sequence[Embeddings]) -> Examples:
@@ -101,12 +102,13 @@ def of_table(
     """
     errors = errors or Errors()
     parts = _read(path, reading or columns.Options(), errors)
-    matches = [list(_matches(each.places(), each.root, parts, errors)) for each in folders]
+    matches = [list(_matches(folder, parts, errors)) for folder in folders]
     inference.refuse(errors)
     matched_lines = {part.where for of_folder in matches for _, part in of_folder}
     for part in parts:
         if part.where not in matched_lines:
-            times = f"[{part.start:g}, {part.end:g}) s of " if np.isfinite(part.end) else ""
+            has_end = np.isfinite(part.end)
+            times = f"[{part.start:g}, {part.end:g}) s of " if has_end else ""
             errors.add("absent-recording", f"{part.where}: {times}{part.file}")
     if not matched_lines:
         first = parts[0].file if parts else "no file"
@@ -124,14 +126,16 @@ def of_table(
     rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
     for number, (folder, of_folder) in enumerate(zip(folders, matches, strict=True)):
-        is_decoded = np.array(folder.array("weight", 1)) > 0
+        is_decoded = folder.decoded()
         answers = _answers(of_folder, is_decoded)
         unlabelled = np.setdiff1d(np.flatnonzero(is_decoded), list(answers))
-        n_background = background // len(folders) + (number < background % len(folders))
+        n_background = background // len(folders)
+        if number < background % len(folders):
+            n_background += 1
         background_rows = np.sort(rng.permutation(unlabelled)[:n_background])
         labelled_rows = np.array(sorted(answers), np.int64)
         y, known = _targets([answers[row] for row in labelled_rows.tolist()], names)
-        y_background = np.zeros((len(background_rows), len(names)), np.float32)
+        y_background = np.zeros((len(background_rows), y.shape[1]), np.float32)
         folder_rows = np.concatenate([labelled_rows, background_rows]).astype(np.int64)
         rows.append(folder_rows)
         ys += [y, y_background]
@@ -216,15 +220,17 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
             labels = ("",)
             answer = 1
         parts += [Part(line.where, line.file, start, end, label, answer) for label in labels]
-    class_names.refuse_joined([(part.where, (part.label,)) for part in parts if part.label], errors)
+    lines_and_labels = [(part.where, (part.label,)) for part in parts if part.label]
+    class_names.refuse_joined(lines_and_labels, errors)
     inference.refuse(errors)
     return parts
 
 
 def _matches(
-    places: Places, root: str, parts: Iterable[Part], errors: Errors
+    folder: Embeddings, parts: Iterable[Part], errors: Errors
 ) -> Iterator[tuple[int, Part]]:
     """Yield the rows that hold enough of a part. A name of several recordings is an error."""
+    places = folder.places()
     rows_by_path: dict[str, list[int]] = defaultdict(list)
     for row, path in enumerate(places.paths):
         rows_by_path[path].append(row)
@@ -232,7 +238,7 @@ def _matches(
     recordings: dict[str, str] = {}  # by the name that the table has for them
     for part in parts:
         if part.file not in recordings:
-            recordings[part.file] = _recording(part.file, root, names, part.where, errors)
+            recordings[part.file] = _recording(part, folder.root, names, errors)
         for row in rows_by_path.get(recordings[part.file], ()):
             start = places.start[row]
             end = places.end[row]
@@ -244,8 +250,10 @@ def _matches(
                 yield row, part
 
 
-def _recording(file: str, root: str, names: Names, where: str, errors: Errors) -> str:
-    """Return the recording that a name means, or "". A name of several is an error."""
+def _recording(part: Part, root: str, names: Names, errors: Errors) -> str:
+    """Return the recording that a part's name means, or "". A name of several is an error."""
+    where = part.where
+    file = part.file
     name = file.replace("\\", "/")
     if root and os.path.isabs(name):
         name = os.path.relpath(name, root).replace(os.sep, "/")

@@ -35,7 +35,7 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
     w, y, last = _sorted(score, positive, weight)
     hits = np.cumsum(w * y, 1)[:, last]
     n_rows = np.cumsum(w, 1)[:, last]
-    gained = np.diff(hits, axis=1, prepend=0)
+    gained = _steps(hits)
     with np.errstate(invalid="ignore", divide="ignore"):
         terms = np.where(gained > 0, gained * hits / n_rows, 0)
         precision: np.ndarray = terms.sum(1) / hits[:, -1]
@@ -45,12 +45,19 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
 def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return the chance that a positive scores higher, ties half, [R, n] -> [R], or nan."""
     w, y, last = _sorted(score, positive, weight)
-    hits = np.diff(np.cumsum(w * y, 1)[:, last], axis=1, prepend=0)
-    misses = np.diff(np.cumsum(w * (1 - y), 1)[:, last], axis=1, prepend=0)
-    below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2
+    positives = _steps(np.cumsum(w * y, 1)[:, last])
+    negatives = _steps(np.cumsum(w * (1 - y), 1)[:, last])
+    n_positives = positives.sum(1)
+    n_negatives = negatives.sum(1)
+    below = n_negatives[:, None] - np.cumsum(negatives, 1) + negatives / 2
     with np.errstate(invalid="ignore", divide="ignore"):
-        area: np.ndarray = (hits * below).sum(1) / (hits.sum(1) * misses.sum(1))
+        area: np.ndarray = (positives * below).sum(1) / (n_positives * n_negatives)
     return area
+
+
+def _steps(totals: np.ndarray) -> np.ndarray:
+    """Undo a cumulative sum, [R, m]."""
+    return np.diff(totals, axis=1, prepend=0)
 
 
 def _sorted(
@@ -58,15 +65,18 @@ def _sorted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights and labels from the highest score down, and the last place of each distinct score."""
     order = np.argsort(-score, kind="stable")
+    y = positive[order].astype(np.float64)
     is_last = np.append(np.diff(score[order]) != 0, True)
-    return weight[:, order], positive[order].astype(np.float64), np.flatnonzero(is_last)
+    return weight[:, order], y, np.flatnonzero(is_last)
 
 
 def over_classes(
     of_class: Callable[..., Any], score: np.ndarray, y: np.ndarray, weight: np.ndarray
 ) -> np.ndarray:
     """Mean of a measure over the classes that have it, [R]."""
-    columns = [of_class(score[:, c], y[:, c], weight) for c in range(y.shape[1])]
+    columns = []
+    for of_score, of_y in zip(score.T, y.T, strict=True):
+        columns.append(of_class(of_score, of_y, weight))
     by_class = np.stack(columns, 1)
     is_finite = np.isfinite(by_class)
     total = np.where(is_finite, by_class, 0).sum(1)
@@ -102,7 +112,8 @@ def summary(values: np.ndarray) -> dict[str, float]:
 
 def summarised(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, dict[str, float]]:
     """Return the `summary` of each measure."""
-    return {name: summary(values) for name, values in measure(score, y, weight).items()}
+    measured = measure(score, y, weight)
+    return {name: summary(values) for name, values in measured.items()}
 
 
 def percent(interval: dict[str, float], digits: int) -> str:

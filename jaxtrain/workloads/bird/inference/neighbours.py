@@ -21,14 +21,28 @@ class Window(NamedTuple):
     end: float
 
 
+class _Row(NamedTuple):
+    """A row of a folder of embeddings."""
+
+    start: float  # [s] of its recording
+    end: float  # infinite if it is not known
+    folder: int  # number of its folder
+    number: int
+
+
 class _Rows(NamedTuple):
     """The rows of a recording in all folders, by their start."""
 
+    rows: Sequence[_Row]
     start: np.ndarray  # float64 [n] s
-    end: np.ndarray  # infinite if it is not known
-    folder: list[int]  # number of each row's folder
-    row: list[int]
+    end: np.ndarray
     longest: float  # [s] of a row
+
+    @classmethod
+    def of(cls, rows: Sequence[_Row]) -> "_Rows":
+        start = np.array([row.start for row in rows])
+        end = np.array([row.end for row in rows])
+        return cls(rows, start, end, float((end - start).max()))
 
 
 class Neighbours:
@@ -83,7 +97,7 @@ def _overlap(a: Window, b: Window) -> bool:
 
 def _rows_by_recording(folders: Sequence[Embeddings]) -> dict[str, _Rows]:
     """Return the decoded rows by absolute path. Raises InferenceError: unlike encoders."""
-    spans: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
+    rows_by_path: dict[str, list[_Row]] = defaultdict(list)
     for number, folder in enumerate(folders):
         if folder.encoder != folders[0].encoder:
             raise InferenceError(
@@ -91,34 +105,28 @@ def _rows_by_recording(folders: Sequence[Embeddings]) -> dict[str, _Rows]:
                 " one run"
             )
         places = folder.places()
-        is_decoded = np.asarray(folder.array("weight", 1)) > 0
         starts = np.nan_to_num(places.start).tolist()
         ends = np.where(np.isnan(places.end), np.inf, places.end).tolist()
-        for row in np.flatnonzero(is_decoded).tolist():
+        for row in np.flatnonzero(folder.decoded()).tolist():
             path = os.path.normpath(os.path.join(folder.root, places.paths[row]))
-            spans[path].append((starts[row], ends[row], number, row))
-    rows = {}
-    for path, of_recording in spans.items():
-        start, end, folder_number, row_number = zip(*sorted(of_recording), strict=True)
-        starts, ends = np.array(start), np.array(end)
-        longest = float((ends - starts).max())
-        rows[path] = _Rows(starts, ends, list(folder_number), list(row_number), longest)
-    return rows
+            rows_by_path[path].append(_Row(starts[row], ends[row], number, row))
+    return {path: _Rows.of(sorted(rows)) for path, rows in rows_by_path.items()}
 
 
 def _best_row(rows: Mapping[str, _Rows], window: Window) -> tuple[int, int] | None:
     """Return folder and row that hold most of a window, or None."""
     if window.path not in rows:
         return None
-    of_recording = rows[window.path]
-    bounds = (window.start - of_recording.longest, window.end)
-    first, stop = np.searchsorted(of_recording.start, bounds)
-    end = np.minimum(of_recording.end[first:stop], window.end)
-    overlap = end - np.maximum(of_recording.start[first:stop], window.start)
+    candidates = rows[window.path]
+    bounds = (window.start - candidates.longest, window.end)
+    first, stop = np.searchsorted(candidates.start, bounds)
+    end = np.minimum(candidates.end[first:stop], window.end)
+    start = np.maximum(candidates.start[first:stop], window.start)
+    overlap = end - start
     if overlap.max(initial=0) <= 0:
         return None
-    best = int(first + overlap.argmax())
-    return of_recording.folder[best], of_recording.row[best]
+    best = candidates.rows[int(first + overlap.argmax())]
+    return best.folder, best.number
 
 
 def _unit_features(folders: Sequence[Embeddings], rows: list[tuple[int, int]]) -> np.ndarray:

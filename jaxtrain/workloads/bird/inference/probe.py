@@ -66,9 +66,14 @@ def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool
     is_held_out = _fifth(y)
     softmax = not multilabel
 
+    x_train = x[~is_held_out]
+    y_train = y[~is_held_out]
+    x_held_out = x[is_held_out]
+    y_held_out = y[is_held_out]
+
     def held_out_loss(penalty: float) -> float:
-        w, b = logistic.fit(x[~is_held_out], y[~is_held_out], penalty, softmax=softmax)
-        return logistic.loss(x[is_held_out] @ w + b, y[is_held_out], softmax=softmax)
+        w, b = logistic.fit(x_train, y_train, penalty, softmax=softmax)
+        return logistic.loss(x_held_out @ w + b, y_held_out, softmax=softmax)
 
     penalty = min(logistic.PENALTIES, key=held_out_loss)
     w, b = logistic.fit(x, y, penalty, softmax=softmax)
@@ -117,12 +122,14 @@ def prototypes(
         if len(rows):
             examples = rng.permutation(rows)[:shots]
             prototype = x[examples].mean(0)
-            scores[:, c] = x_test @ (prototype / max(np.linalg.norm(prototype), 1e-9))
+            length = max(np.linalg.norm(prototype), 1e-9)
+            scores[:, c] = x_test @ (prototype / length)
     return scores
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
-    unit: np.ndarray = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+    length = np.linalg.norm(x, axis=1, keepdims=True)
+    unit: np.ndarray = x / np.maximum(length, 1e-9)
     return unit
 
 
@@ -166,12 +173,9 @@ def evaluate(
     few_shot = {}
     for n in shots:
         values = [_few_shot(splits, n, seed) for seed in range(trials)]
-        low, high = np.percentile(values, [2.5, 97.5])
-        few_shot[str(n)] = {
-            "value": float(np.mean(values)),
-            "low": float(low),
-            "high": float(high),
-        }
+        value = float(np.mean(values))
+        low, high = np.percentile(values, [2.5, 97.5]).tolist()
+        few_shot[str(n)] = {"value": value, "low": low, "high": high}
     return {**results, "few shot": few_shot}
 
 
@@ -219,13 +223,17 @@ def folds_of(features: Features) -> list[tuple[Features, Features]]:
     group = features.group
     assert group is not None  # as `read` with ``group`` leaves it
 
-    def part(rows: np.ndarray) -> Features:
-        scores = None if features.scores is None else features.scores[rows]
-        return features._replace(
-            x=features.x[rows], y=features.y[rows], scores=scores, group=group[rows]
-        )
+    splits = []
+    for fold in np.unique(group):
+        is_test = group == fold
+        splits.append((_part(features, ~is_test), _part(features, is_test)))
+    return splits
 
-    return [(part(group != fold), part(group == fold)) for fold in np.unique(group)]
+
+def _part(features: Features, rows: np.ndarray) -> Features:
+    scores = None if features.scores is None else features.scores[rows]
+    group = None if features.group is None else features.group[rows]
+    return features._replace(x=features.x[rows], y=features.y[rows], scores=scores, group=group)
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -234,15 +242,16 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         "| features | classifier | " + " | ".join(MEASURES) + " |",
         "|---|---|" + "---:|" * len(MEASURES),
     ]
+    other_cells = " |" * (len(MEASURES) - 1)
     for name, result in results.items():
         for classifier in CLASSIFIERS:
             if classifier in result:
-                intervals = [measures.percent(result[classifier][key], 1) for key in MEASURES]
-                lines.append(f"| {name} | {classifier} | {' | '.join(intervals)} |")
+                values = result[classifier]
+                cells = [measures.percent(values[key], 1) for key in MEASURES]
+                lines.append(f"| {name} | {classifier} | {' | '.join(cells)} |")
         for n, interval in result["few shot"].items():
-            cells = measures.percent(interval, 1) + " |" * (len(MEASURES) - 1)
-            shots = "shot" if n == "1" else "shots"
-            lines.append(f"| {name} | {n} {shots} | {cells} |")
+            shots = "1 shot" if n == "1" else f"{n} shots"
+            lines.append(f"| {name} | {shots} | {measures.percent(interval, 1)}{other_cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -264,7 +273,8 @@ def _measures_figure(results: Mapping[str, Mapping[str, Any]]) -> Any:
     """Draw a panel for each measure: a row for each result, a point for each classifier."""
     from matplotlib import pyplot
 
-    size = (4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6)
+    height = 1.2 + 0.7 * len(results)
+    size = (4 * len(MEASURES), height)
     figure, axes = pyplot.subplots(1, len(MEASURES), figsize=size, sharey=True)
     for axis, measure in zip(axes, MEASURES, strict=True):
         for offset, classifier in enumerate(CLASSIFIERS):

@@ -28,7 +28,6 @@ from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Finder
 from loaders.io import atomic_write, files
 
-COLUMNS = ("file", "start", "end", "label", "answer", "asked", "score")
 ANSWERS = ("yes", "no", "skip")
 CONTEXT = 1.0  # [s] of sound before and after a window
 LONGEST = 60.0  # [s] of a window that is played and drawn
@@ -53,6 +52,31 @@ class Item(NamedTuple):
     clock: str
 
 
+class Answer(NamedTuple):
+    """A line of the table of answers."""
+
+    file: str
+    start: str
+    end: str
+    label: str  # the class that is heard, or ""
+    answer: str  # of `ANSWERS`
+    asked: str  # the class of the question
+    score: str
+
+    @property
+    def question(self) -> "Question":
+        return Question(self.file, self.start, self.end, self.asked)
+
+
+class Question(NamedTuple):
+    """A window and its class, as the table of answers names them."""
+
+    file: str
+    start: str
+    end: str
+    label: str
+
+
 class Session:
     """The windows of a table in their order, and the answers. Safe for several threads."""
 
@@ -64,25 +88,27 @@ class Session:
         self._out = out
         self._neighbours = neighbours
         self._lock = threading.Lock()
-        self._keys = {self._key(item) for item in items}
+        self._questions = {self._question(item) for item in items}
         self._by_recording: dict[str, list[int]] = defaultdict(list)
         for number in sorted(range(len(items)), key=self._start):
             self._by_recording[items[number].name].append(number)
-        self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
+        self._answers: dict[Question, Answer] = {}
         if out.exists():
             table = tables.read(out)
-            if table.columns != list(COLUMNS):
+            if table.columns != list(Answer._fields):
                 raise InferenceError(f"--out {out} is no table of answers; name a new file")
             for _, row in table.rows():
-                key = (row["file"], row["start"], row["end"], row["asked"])
-                self._answers[key] = dict(row)
+                earlier = Answer(**row)
+                self._answers[earlier.question] = earlier
         labels = {item.label for item in items}
-        labels |= {row["label"] for row in self._answers.values()}
+        labels |= {answer.label for answer in self._answers.values()}
         self.labels = sorted(labels - {""})
 
     @staticmethod
-    def _key(item: Item) -> tuple[str, str, str, str]:
-        return item.name, detections.seconds(item.start), detections.seconds(item.end), item.label
+    def _question(item: Item) -> Question:
+        start = detections.seconds(item.start)
+        end = detections.seconds(item.end)
+        return Question(item.name, start, end, item.label)
 
     def _start(self, number: int) -> float:
         return self.items[number].start
@@ -106,27 +132,29 @@ class Session:
 
     def _brief(self, number: int) -> dict[str, Any]:
         item = self.items[number]
-        row = self._answers.get(self._key(item), {})
+        answer = self._answers.get(self._question(item))
         return {
             "number": number,
             "start": item.start,
             "label": item.label,
             "score": None if np.isnan(item.score) else item.score,
-            "answer": row.get("answer", ""),
-            "said": row.get("label", ""),
+            "answer": answer.answer if answer else "",
+            "said": answer.label if answer else "",
         }
 
     def counts(self) -> dict[str, int]:
         """Return the number of windows, and of those with each answer."""
         with self._lock:
-            answers = [self._answers[key]["answer"] for key in self._keys if key in self._answers]
-        return {"items": len(self.items), **{kind: answers.count(kind) for kind in ANSWERS}}
+            answered = self._questions & self._answers.keys()
+            answers = [self._answers[question].answer for question in answered]
+        counts = {kind: answers.count(kind) for kind in ANSWERS}
+        return {"items": len(self.items), **counts}
 
     def first_open(self) -> int:
         """Return the first window without an answer, or the last one."""
         with self._lock:
             for number, item in enumerate(self.items):
-                if self._key(item) not in self._answers:
+                if self._question(item) not in self._answers:
                     return number
         return len(self.items) - 1
 
@@ -145,27 +173,25 @@ class Session:
             heard = label or item.label
             if not heard:
                 raise InferenceError("nothing says which class it is; name one")
-        key = self._key(item)
-        file, start, end, asked_label = key
-        row = {
-            "file": file,
-            "start": start,
-            "end": end,
-            "label": heard,
-            "answer": answer,
-            "asked": asked_label,
-            "score": "" if np.isnan(item.score) else f"{item.score:.4f}",
-        }
+        question = self._question(item)
+        row = Answer(
+            file=question.file,
+            start=question.start,
+            end=question.end,
+            label=heard,
+            answer=answer,
+            asked=question.label,
+            score="" if np.isnan(item.score) else f"{item.score:.4f}",
+        )
         with self._lock:
-            earlier = self._answers.pop(key, None)
-            self._answers[key] = row
+            earlier = self._answers.pop(question, None)
+            self._answers[question] = row
             try:
-                rows = [[row[name] for name in COLUMNS] for row in self._answers.values()]
-                atomic_write.write_csv(self._out, [COLUMNS, *rows])
+                atomic_write.write_csv(self._out, [Answer._fields, *self._answers.values()])
             except OSError:
-                self._answers.pop(key)
+                self._answers.pop(question)
                 if earlier:
-                    self._answers[key] = earlier
+                    self._answers[question] = earlier
                 raise
             if heard and heard not in self.labels:
                 self.labels = sorted([*self.labels, heard])

@@ -67,11 +67,12 @@ def nearest_by_index(
         count = min(max(2 * top, 64), len(index))
         index.expansion_search = max(4 * count, 256)
         candidates = [index.search(unit, count).keys for unit in units]
-        rows = np.unique(np.concatenate(candidates or [np.zeros(0)])).astype(np.int64)
+        rows = np.unique(np.concatenate(candidates)).astype(np.int64)
         features = np.asarray(folder.array(kind, 2)[rows], np.float32)
         cosine = _unit(features) @ units.T
-        for i, query in enumerate(cosine.argmax(1)):
-            hits.append(Hit(float(cosine[i, query]), number, int(rows[i]), int(query)))
+        for row, of_queries in zip(rows.tolist(), cosine, strict=True):
+            query = int(of_queries.argmax())
+            hits.append(Hit(float(of_queries[query]), number, row, query))
     return heapq.nsmallest(top, hits, key=_rank)
 
 
@@ -84,7 +85,7 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
             "--approximate needs usearch: pip install 'jaxtrain[search]'"
         ) from error
     x = folder.array(kind, 2)
-    weight = folder.array("weight", 1)
+    is_decoded = folder.decoded()
     path = _index_path(folder, kind)
     if path.is_file() and (stored_index := Index.restore(path, view=True)) is not None:
         return stored_index
@@ -93,8 +94,8 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
     for first in range(0, folder.n, step):
         end = min(first + step, folder.n)
         features = np.asarray(x[first:end], np.float32)
-        is_decoded = np.asarray(weight[first:end]) > 0
-        rows = np.flatnonzero(is_decoded & np.isfinite(features).all(1))
+        is_finite = np.isfinite(features).all(1)
+        rows = np.flatnonzero(is_decoded[first:end] & is_finite)
         if len(rows):
             index.add(rows + first, features[rows], threads=machine.cores())
         note(f"{folder.folder}: {end} of {folder.n} rows are in the index {path}")
@@ -131,7 +132,7 @@ def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) 
         heads.refuse_other(
             head,
             digest=folder.encoder,
-            width=_features(folder, kind).shape[-1],
+            width=folder.all_features(kind).shape[-1],
             front_end=folder.front_end,
             run=str(folder.folder),
         )
@@ -156,24 +157,21 @@ def _best(
 ) -> list[Hit]:
     best: list[Hit] = []
     for number, folder in enumerate(folders):
-        x = _features(folder, kind)
-        weight = folder.array("weight", 1)
-        step = max(1, CHUNK // int(np.prod(x.shape[1:])))
+        x = folder.all_features(kind)
+        is_decoded = folder.decoded()
+        values_of_row = int(np.prod(x.shape[1:]))
+        step = max(1, CHUNK // values_of_row)
         for first in range(0, folder.n, step):
             part = slice(first, first + step)
             scores, query = score(np.asarray(x[part], np.float32))
-            is_valid = (np.asarray(weight[part]) > 0) & np.isfinite(scores)
+            is_valid = is_decoded[part] & np.isfinite(scores)
             scores = np.where(is_valid, scores, -np.inf)
-            hits = []
-            for i in np.argpartition(-scores, min(top, len(scores)) - 1)[:top]:
+            hits = list(best)
+            for i in np.argpartition(-scores, min(top, len(scores)) - 1)[:top].tolist():
                 if np.isfinite(scores[i]):
-                    hits.append(Hit(float(scores[i]), number, first + int(i), int(query[i])))
-            best = heapq.nsmallest(top, [*best, *hits], key=_rank)
+                    hits.append(Hit(float(scores[i]), number, first + i, int(query[i])))
+            best = heapq.nsmallest(top, hits, key=_rank)
     return best
-
-
-def _features(folder: Embeddings, kind: str) -> np.ndarray:
-    return folder.array(kind, 4 if kind == "patches" else 2)
 
 
 def _rank(hit: Hit) -> tuple[float, int, int]:
