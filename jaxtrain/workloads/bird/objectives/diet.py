@@ -28,12 +28,13 @@ class Diet(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION, free=("chunk",), state=("rank",))
 
-    rank: int = 64  # [values] between the features and the recordings
+    rank: int = 64  # [values] size of the layer between the features and the recordings
     label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
-    chunk: int = 1024  # [views] on each device whose logits exist at the same time
-    # [name] of the values before the table: batch (over the global batch), layer or none
+    chunk: int = 1024  # [views] views on each device whose logits exist at the same time
+    # [name] norm before the table: batch (over the global batch), layer or none
     norm: str = "batch"
-    # [1] logits are cosines over it (Wu et al. 2018); 0 = plain products, as published
+    # [1] temperature, by which cosines are divided (Wu et al. 2018); 0 = plain products, as
+    # published
     temperature: float = 0.1
 
 

@@ -31,11 +31,11 @@ class Lejepa(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("size", "hidden"))
 
-    trade: float = 0.02  # [1] share of SIGReg
-    size: int = 16  # [values] of a projection
+    trade: float = 0.02  # [1] share of SIGReg in the objective
+    size: int = 16  # [values] size of a projection
     hidden: int = 2048  # [values] width of the projector's two hidden layers
-    norm: str = "batch"  # [name] of these: batch (over the global batch) or layer
-    slices: int = 256  # [directions] drawn in every step
+    norm: str = "batch"  # [name] norm of the projector: batch (over the global batch) or layer
+    slices: int = 256  # [directions] number of directions drawn in every step
 
 
 def problems(c: Settings, s: Lejepa) -> Iterator[tuple[str, str]]:

@@ -22,13 +22,15 @@ class Supervised(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    weight: float = 1.0  # [1] in the loss; 0 = off
-    loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
-    label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes
-    # [1] asymmetric: focusing exponent of negatives: the larger, the less easy ones weigh
+    weight: float = 1.0  # [1] weight in the loss; 0 = off
+    # [name] kind of loss: softmax of one class, or asymmetric (a binary loss of each class)
+    loss: str = "softmax"
+    label_smoothing: float = 0.0  # [1] share of softmax's target that is spread over all classes
+    # [1] focusing exponent of negatives in the asymmetric loss: the larger, the less easy ones
+    # weigh
     gamma_negative: float = 4.0
-    gamma_positive: float = 1.0  # [1] asymmetric: focusing exponent of positives
-    # [1] asymmetric: negative margin, subtracted from the probability of negatives
+    gamma_positive: float = 1.0  # [1] focusing exponent of positives in the asymmetric loss
+    # [1] margin of the asymmetric loss, subtracted from the probability of negatives
     clip: float = 0.05
 
 
