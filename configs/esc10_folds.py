@@ -91,7 +91,6 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
         loader="loaders.audio.spectrogram",
         workdir=f"runs/esc10_folds/{objective}_{fold}",
         model=dict(
-            n_frames=frames,
             patch=(32, 32),
             embed=192 if long else 128,
             depth=4,

@@ -36,9 +36,12 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
     if weights:
         from jaxtrain.workloads.bird.export import timm
 
-        model, start = timm.from_folder(weights)
+        model, config.warm_start = timm.from_folder(weights)
+        # The frames and bands that the weights read are settings of the data.
+        for name in ("n_frames", "n_mels"):
+            if name in model:
+                config.data[name] = model.pop(name)
         config.model.update(model)
-        config.warm_start = start
         config.optim.lr = 3e-4
     return config
 

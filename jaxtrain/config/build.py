@@ -133,9 +133,10 @@ def _checked(
             problems.append((field, f"is {module_name!r}: {error}"))
         except TypeError as error:
             problems.append((field, str(error)))
-    parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
+    parts = {name: tree.pop(name, {}) for name in ("model", "data")}
     if not facts and "model" in classes and isinstance(parts["model"], Mapping):
-        parts["model"] = _without_facts(classes["model"], parts["model"], problems)
+        parts["model"] = _without_facts(classes, parts["model"], problems)
+    parts = _with_facts(classes, parts)
     sections: dict[str, Any] = {
         name: _build(cls, parts[name], name, problems) for name, cls in classes.items()
     }
@@ -167,36 +168,31 @@ def _checked(
     return config
 
 
-def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections model and data as given. A field of both is copied to the other."""
+def _with_facts(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections model and data, the model with the facts that are fields of the data."""
     parts = dict(parts)
     if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
         return parts
-    for name in getattr(classes["model"], "shared", ()):
-        has = {section: name in parts[section] for section in parts}
-        fields = {
-            section: name in getattr(cls, "__dataclass_fields__", {})
-            for section, cls in classes.items()
-        }
-        if all(has.values()):  # the command line wins over the other side's value in the file
-            has = {section: isinstance(parts[section][name], _Text) for section in parts}
-        if all(fields.values()) and has["model"] != has["data"]:
-            given, other = ("model", "data") if has["model"] else ("data", "model")
-            parts[other] = {key: value for key, value in parts[other].items() if key != name}
-            # if not, it is an error of one side
-            if _is_of_kind(classes[given], name, parts[given][name]):
-                parts[other][name] = parts[given][name]
+    data_class: Any = classes["data"]
+    fields = {f.name: f.default for f in dataclasses.fields(data_class)}
+    for name in getattr(classes["model"], "facts", ()):
+        value = parts["data"].get(name, fields.get(name))
+        # if it is of another kind, it is an error of the section data alone
+        if name in fields and _is_of_kind(data_class, name, value):
+            parts["model"] = {name: value, **parts["model"]}
     return parts
 
 
 def _without_facts(
-    cls: type[Section], model: Mapping[str, Any], problems: list[tuple[str, str]]
+    classes: Mapping[str, type[Section]], model: Mapping[str, Any], problems: list[tuple[str, str]]
 ) -> dict[str, Any]:
     """Return the section ``model`` without its facts of the data, each of which is an error."""
-    facts = getattr(cls, "facts", ())
-    problems += [
-        (f"model.{name}", "is decided by the data; omit it") for name in model if name in facts
-    ]
+    facts = getattr(classes["model"], "facts", ())
+    fields = getattr(classes.get("data"), "__dataclass_fields__", {})
+    for name in model:
+        if name in facts:
+            remedy = f"set data.{name}" if name in fields else "omit it"
+            problems.append((f"model.{name}", f"is decided by the data; {remedy}"))
     return {name: value for name, value in model.items() if name not in facts}
 
 

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 AUDIO = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 BIRDS = dict(embed=16, depth=1, heads=1, patch=(16, 16), n_frames=32, n_mels=128, dtype="float32")
 SMALL = (
-    "--config.model.n_frames=32 --config.model.embed=16 --config.model.depth=1"
+    "--config.model.embed=16 --config.model.depth=1"
     " --config.model.heads=1 --config.model.patch=(16,16) --config.data.clip_seconds=0.3"
     " --config.data.n_frames=32 --config.data.threads=1 --config.data.label=label"
     " --config.data.test_share=0 --config.train.batch=2 --config.train.steps=1"

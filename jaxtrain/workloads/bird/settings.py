@@ -23,7 +23,7 @@ class Mask(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    ratio: float = 0.75  # [1] share of the patches that are masked
+    ratio: float = 0.75  # [1] share of the patches
     block: int = 2  # [patches] side of the squares that are masked together
 
 
@@ -33,8 +33,9 @@ class Settings(vit.Encoder, ModelSection):
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("n_classes", "n_recordings"))
 
-    shared = ("n_frames", "n_mels")
     facts = (
+        "n_frames",
+        "n_mels",
         "n_classes",
         "class_names",
         "multilabel",
@@ -48,7 +49,7 @@ class Settings(vit.Encoder, ModelSection):
     class_names: tuple[str, ...] | None = None  # [names] of the classes
     multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes
     n_recordings: int | None = None  # [recordings] that diet distinguishes
-    views: OfData[int] = OF_DATA  # [views] seconds of a recording in a row
+    views: OfData[int] = OF_DATA  # [views] of a recording in a row
     form: OfData[str] = OF_DATA  # [name] of a view's values: spectrogram, or waveform, int16
     front_end: OfData[FrontEnd] = OF_DATA  # [section] of the spectrograms that the encoder reads
     # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
@@ -61,7 +62,8 @@ class Settings(vit.Encoder, ModelSection):
         yield from checks.under("augment", self.augment.validate())
         yield from checks.choice(self, POOLS, "pool")
         yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
-        if all(part > 0 for part in self.patch) and not 0 < self.n_masked < self.n_patches:
+        has_patches = all(side > 0 for side in self.patch)
+        if has_patches and not 0 < self.n_masked < self.n_patches:
             yield (
                 "mask.ratio",
                 f"is {self.mask.ratio}, which masks {self.n_masked} of {self.n_patches} patches",
@@ -76,32 +78,22 @@ class Settings(vit.Encoder, ModelSection):
                 "augment.background",
                 f"is {self.augment.background}, and data.background names no recordings",
             )
-        for name in self.shared:
-            if getattr(self, name) != info.get(name, getattr(self, name)):
-                yield (
-                    name,
-                    (
-                        f"is {getattr(self, name)}, and data.{name} is {info[name]}; give one of"
-                        " them, or both the same"
-                    ),
-                )
 
     def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
-        is_ours = workload.is_kind(source.get("workload"), __package__)
-        if not is_ours or not isinstance(data := source.get("data"), Mapping):
+        data = source.get("data")
+        is_bird = workload.is_kind(source.get("workload", ""), __package__)
+        if not is_bird or not isinstance(data, Mapping):
             return
         try:
-            if unlike := front_end_lib.saved(data).differences(self.spectrograms):
-                remedy = (
-                    "set config.data as the source has it, or"
-                    " config.warm_start.other_front_end=true"
-                )
-                yield (
-                    f"its encoder was trained on other spectrograms than this run's: {unlike};"
-                    f" {remedy}"
-                )
+            differences = front_end_lib.saved(data).differences(self.spectrograms)
         except ValueError as error:
             yield f"its config's {error}"
+            return
+        if differences:
+            yield (
+                f"its encoder was trained on other spectrograms than this run's: {differences};"
+                " set config.data as the source has it, or config.warm_start.other_front_end=true"
+            )
 
     @property
     def spectrograms(self) -> FrontEnd:

@@ -188,49 +188,15 @@ FRAMES = """def get_config():
 """
 
 
-@pytest.mark.parametrize("given", ["model", "data"])
-def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path):
+def test_the_model_has_the_frames_and_bands_of_the_data(tmp_path):
     (tmp_path / "frames.py").write_text(FRAMES)
-    overrides = [(f"{given}.n_frames", "256"), (f"{given}.n_mels", "64")]
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
-    assert (
-        config.model.n_frames,
-        config.data.n_frames,
-        config.model.n_mels,
-        config.data.n_mels,
-    ) == (256, 256, 64, 64)
-    # The command line overrides the value that the file gives for the other side.
-    text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace(
-        "data=", "model=dict(n_mels=96), data="
-    )
-    (tmp_path / "frames.py").write_text(text)
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
-    assert (config.model.n_mels, config.data.n_mels) == (64, 64)
-    both = [("model.n_frames", "512"), ("data.n_frames", "256")]
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
-    assert (config.model.n_frames, config.data.n_frames) == (
-        512,
-        256,
-    ), "two that differ are both kept, and refused"
-
-
-@pytest.mark.parametrize("given", ["model", "data"])
-@pytest.mark.parametrize("of_file", ["", "model", "data"])
-def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(
-    given, of_file, tmp_path
-):
-    """This holds for any text of the file, on either side."""
-    text = (
-        FRAMES
-        if of_file != "data"
-        else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
-    )
-    text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
-    (tmp_path / "frames.py").write_text(text)
-    _, [(path, problem)] = config_lib.read(
-        str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False
-    )
-    assert path == f"{given}.n_mels" and "is 'x'" in problem
+    overrides = [("data.n_frames", "256"), ("data.n_mels", "64"), ("data.form", "waveform")]
+    config, problems = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
+    assert not problems
+    assert (config.model.n_frames, config.model.n_mels, config.model.form) == (256, 64, "waveform")
+    wrong = [("data.n_mels", "x")]
+    _, [(path, problem)] = config_lib.read(str(tmp_path / "frames.py"), wrong, make_data=False)
+    assert path == "data.n_mels" and "is 'x'" in problem
 
 
 @pytest.mark.parametrize(
@@ -257,7 +223,7 @@ def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("views=2", "config.model.views is decided by the data; omit it"),
+        ("views=2", "config.model.views is decided by the data; set data.views"),
         ("n_classes=5", "config.model.n_classes is decided by the data; omit it"),
         ("veiws=2", "config.model.veiws does not exist"),
     ],
