@@ -313,7 +313,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (
         r"^--config\.data\.views|lejepa",
-        Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16 --config.model.lejepa.size=8"),
+        Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16"),
     ),
     (r"^--config\.model", Run(f"{BIRD} {SMALL_DATA}")),
     (r"=lm:(path/to/|exported)", Run(PRETRAINED)),

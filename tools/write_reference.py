@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import pathlib
 import pkgutil
-import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -40,7 +39,7 @@ The section `model` has the fields of the config's `workload`, and `data` those 
 METRICS = (
     'Each line of `metrics.jsonl` is a record, `{"step": 10, "split": "train", "loss": 2.3, …}`. '
     "X, N and K stand for a\nname or a number. `jaxtrain explain` prints those of one config, and "
-    "the card of an export has them with their values."
+    "the card of an export has them beside their values."
 )
 
 
@@ -60,19 +59,14 @@ def page() -> str:
         module = importlib.import_module(name)
         if callable(getattr(module, "make_loader", None)):
             parts += [f"## `data` of loader `{name}`", *table(module.Config, "data.")]
-    parts += [
-        "## Metrics",
-        METRICS,
-        'Metrics of each step, split "train":',
-        glossary_table(glossary.STEP),
-    ]
+    parts += ["## Metrics", METRICS, 'Of each step, split "train":', glossary_table(glossary.STEP)]
     for name in workload.shipped():
         parts += [
-            f'Metrics of `{name}`, splits "train" and "test":',
+            f'Of `{name}`, splits "train" and "test":',
             glossary_table(glossary.of_workload(name)),
         ]
-    parts += ['Metrics of the order of the examples, split "data":', glossary_table(glossary.DATA)]
-    parts += ['Metrics of saves, split "save":', glossary_table(glossary.SAVE)]
+    parts += ['Of the order of the examples, split "data":', glossary_table(glossary.DATA)]
+    parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
     parts += ["## Errors in recordings", ERRORS, errors_table()]
     return "\n\n".join(parts) + "\n"
 
@@ -89,10 +83,10 @@ def errors_table() -> str:
     """Return the kinds of errors that `jaxtrain index` lists."""
     done = {annotations.REFUSE: "refused", annotations.DROP: "dropped", annotations.KEEP: "kept"}
     rows = [
-        (f"`{kind}`", sentences(meaning), done[policy], "yes" if may_keep else "no")
+        (f"`{kind}`", done[policy], "yes" if may_keep else "no", sentences(meaning))
         for kind, (meaning, policy, may_keep) in annotations.KINDS.items()
     ]
-    return markdown(("kind", "meaning", "default", "keep"), rows)
+    return markdown(("kind", "default", "keep", "meaning"), rows)
 
 
 def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
@@ -117,16 +111,9 @@ def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[
 
 
 def sentences(meaning: str) -> str:
-    """Write a comment as sentences: its clauses after a semicolon are some, too.
-
-    A first word that is a name, as in `lora.alpha`, keeps its spelling.
-    """
-    clauses = [clause.rstrip(".") for clause in re.split(r"; (?![^(]*\))", meaning)]
-    named = [re.match(r"[\w.]*[._=]\w", clause) for clause in clauses]
-    return " ".join(
-        f"{clause}." if name else f"{clause[:1].upper()}{clause[1:]}."
-        for clause, name in zip(clauses, named, strict=True)
-    )
+    """Write a comment as sentences: its clauses after a semicolon are some, too."""
+    clauses = [clause.rstrip(".") for clause in meaning.split("; ")]
+    return " ".join(f"{clause[:1].upper()}{clause[1:]}." for clause in clauses)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -82,7 +82,7 @@ class Classifier(torch.nn.Module):
         b, (f, w), (m, n) = len(x_bfw), self.c.patch, self.c.grid
         x_bnp = x_bfw.view(b, m, f, n, w).transpose(2, 3).reshape(b, m * n, f * w)
         x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)
-        pooled = self.norm(self.layers(x))[:, self.c.n_cls :].mean(1)
+        pooled = self.norm(self.layers(x))[:, 1:].mean(1)
         smoothed = F.cross_entropy(
             self.head(pooled), label_b, label_smoothing=self.c.supervised.label_smoothing
         )

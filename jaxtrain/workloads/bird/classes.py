@@ -18,9 +18,9 @@ from jaxtrain.workloads.bird.settings import Settings
 class Labels(NamedTuple):
     """The classes of R spectrograms, with mixup of two recordings each."""
 
-    own: Array  # int32 [R]; or of several classes uint8 [R, C]
-    other: Array | None  # the partner's
-    share: Array | None  # float32 [R]: weight of `own`, of which `other` has the rest
+    label: Array  # int32 [R]; or of several classes uint8 [R, C]
+    partner_label: Array | None  # of the recording that is mixed in
+    own_share: Array | None  # float32 [R]: weight of `label`; `partner_label` has the rest
     weight: Array  # float32 [R]; 0 = no label
 
 
@@ -42,9 +42,8 @@ def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -
     """Return -sum_c target_c log softmax(logits)_c, [B], with ``smoothing`` spread evenly."""
     log_p_bc = jax.nn.log_softmax(logits_bc)
     # A masked sum, not a gather: classes may be split over devices, and each then adds its own.
-    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(
-        -1
-    )
+    is_label_bc = jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None]
+    picked_b = jnp.where(is_label_bc, log_p_bc, 0).sum(-1)
     return -(1 - smoothing) * picked_b - smoothing * log_p_bc.mean(-1)
 
 
@@ -56,7 +55,8 @@ def asymmetric_loss(
     -sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0). With both exponents
     and the clip 0 it is the binary cross-entropy, summed over the classes.
     """
-    log_p_bc, log_not_p_bc = jax.nn.log_sigmoid(logits_bc), jax.nn.log_sigmoid(-logits_bc)
+    log_p_bc = jax.nn.log_sigmoid(logits_bc)
+    log_not_p_bc = jax.nn.log_sigmoid(-logits_bc)
     p_bc = jax.nn.sigmoid(logits_bc)
     positive_bc = log_p_bc * _power(1 - p_bc, gamma_positive)
     q_bc = p_bc
@@ -69,13 +69,11 @@ def asymmetric_loss(
 
 def _power(x: Array, exponent: float) -> Array:
     """x^exponent, with a derivative at 0 that is not nan."""
-    return (
-        jnp.ones_like(x)
-        if exponent == 0
-        else x
-        if exponent == 1
-        else jnp.maximum(x, 1e-12) ** exponent
-    )
+    if exponent == 0:
+        return jnp.ones_like(x)
+    if exponent == 1:
+        return x
+    return jnp.maximum(x, 1e-12) ** exponent
 
 
 MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
@@ -84,34 +82,34 @@ MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
 def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
     """Return `jaxtrain.types.COUNTS` of an evaluation: answers are best, or above 1/2."""
     if c.multilabel:
-        own_bc, answer_bc = labels.own > 0, logits_bc > 0
+        label_bc = labels.label > 0
+        answer_bc = logits_bc > 0
     else:
-        class_c = jnp.arange(c.n_classes)[None]
-        own_bc, answer_bc = class_c == labels.own[:, None], class_c == logits_bc.argmax(-1)[:, None]
-    own_bc, answer_bc, n = (
-        own_bc * labels.weight[:, None],
-        answer_bc.astype(jnp.float32),
-        labels.weight.sum(),
-    )
+        class_1c = jnp.arange(c.n_classes)[None]
+        label_bc = class_1c == labels.label[:, None]
+        answer_bc = class_1c == logits_bc.argmax(-1)[:, None]
+    label_bc = label_bc * labels.weight[:, None]
+    answer_bc = answer_bc.astype(jnp.float32)
+    n = labels.weight.sum()
     answers_bc = answer_bc * labels.weight[:, None]
-    found = {
-        "classes": Mean(
-            jnp.stack([x_bc.sum(0) for x_bc in (own_bc, own_bc * answer_bc, answers_bc)]), n
-        )
-    }
+    right_bc = label_bc * answer_bc
+    sums_3c = jnp.stack([label_bc.sum(0), right_bc.sum(0), answers_bc.sum(0)])
+    metrics = {"classes": Mean(sums_3c, n)}
     if not c.multilabel and logits_bc.shape[1] <= MAX_CONFUSED:
-        found["confusions"] = Mean(jnp.einsum("bc,bd->cd", own_bc, answer_bc), n)
-    return found
+        metrics["confusions"] = Mean(jnp.einsum("bc,bd->cd", label_bc, answer_bc), n)
+    return metrics
 
 
 def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
     """Return the share of rows whose largest score is of one of their classes, if they have any."""
     best_r = logits_rc.argmax(-1)
     if not c.multilabel:
-        return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())
-    right_r = ((jnp.arange(c.n_classes)[None] == best_r[:, None]) & (labels.own > 0)).any(-1)
-    weight_r = labels.weight * (labels.own > 0).any(-1)
-    return Mean((right_r * weight_r).sum(), weight_r.sum())
+        is_right_r = best_r == labels.label
+        return Mean((is_right_r * labels.weight).sum(), labels.weight.sum())
+    is_best_rc = jnp.arange(c.n_classes)[None] == best_r[:, None]
+    is_right_r = (is_best_rc & (labels.label > 0)).any(-1)
+    weight_r = labels.weight * (labels.label > 0).any(-1)
+    return Mean((is_right_r * weight_r).sum(), weight_r.sum())
 
 
 def probe_specs(c: Settings) -> PyTree:
@@ -135,8 +133,8 @@ def probe_scores(params: PyTree, pooled_rd: Array) -> Array:
 def probe_loss(c: Settings, logits_rc: Array, labels: Labels) -> Array:
     """Cross-entropy with the recording's class, or binary ones with each of its classes, [R]."""
     if c.multilabel:
-        target_rc = labels.own.astype(jnp.float32)
+        target_rc = labels.label.astype(jnp.float32)
         return asymmetric_loss(
             logits_rc, target_rc, gamma_positive=0.0, gamma_negative=0.0, clip=0.0
         )
-    return cross_entropy(logits_rc, labels.own)
+    return cross_entropy(logits_rc, labels.label)

@@ -30,8 +30,8 @@ class Decoder(Section):
     on_resume = checks.OnResume(checks.STATE)
 
     embed: int = 512  # [values] width of a token
-    depth: int = 8  # [layers] number of layers of the decoder
-    heads: int = 8  # [heads] number of heads of the attention
+    depth: int = 8  # [layers] of the decoder
+    heads: int = 8  # [heads] of the attention
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads")
@@ -39,9 +39,13 @@ class Decoder(Section):
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
 
     def stack(self, c: vit.Encoder) -> vit.Stack:
-        remat = "none" if c.remat == "none" else "full"
         return vit.Stack(
-            self.embed, self.depth, self.heads, 4 * self.embed, dtype=c.dtype, remat=remat
+            embed=self.embed,
+            depth=self.depth,
+            heads=self.heads,
+            hidden=4 * self.embed,
+            dtype=c.dtype,
+            remat="none" if c.remat == "none" else "full",
         )
 
 
@@ -57,36 +61,38 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
     """
     rows, columns = grid
     n = rows * columns
-    high, wide = min(block, rows), min(block, columns)
+    high = min(block, rows)
+    wide = min(block, columns)
     # Blocks may stand over the edges, or patches there would be masked less often than others.
     places = (rows + high - 1, columns + wide - 1)
     n_blocks = n_masked // (high * wide)
 
     def mask(key: Key) -> Array:
-        key_blocks, key_rest = jax.random.split(key)
-        drawn = (rank(jax.random.uniform(key_blocks, (places[0] * places[1],))) < n_blocks).reshape(
-            places
-        )
+        key_blocks, key_single = jax.random.split(key)
+        block_order = rank(jax.random.uniform(key_blocks, (places[0] * places[1],)))
+        is_block = (block_order < n_blocks).reshape(places)
         covered = jnp.zeros(grid, bool)
         for i in range(high):
             for j in range(wide):
-                covered |= drawn[i : i + rows, j : j + columns]
+                covered |= is_block[i : i + rows, j : j + columns]
         # Covered patches come first, and they are never too many.
-        return rank(jax.random.uniform(key_rest, (n,)) - covered.reshape(n)) < n_masked
+        return rank(jax.random.uniform(key_single, (n,)) - covered.reshape(n)) < n_masked
 
     masked_bn = jax.vmap(mask)(key_b)
     place_bn = jnp.cumsum(~masked_bn, axis=1) - 1
-    visible_bvn = ~masked_bn[:, None] & (
-        place_bn[:, None] == jnp.arange(n - n_masked)[None, :, None]
-    )
+    is_visible_b1n = ~masked_bn[:, None]
+    place_b1n = place_bn[:, None]
+    visible_bvn = is_visible_b1n & (place_b1n == jnp.arange(n - n_masked)[None, :, None])
     return Masks(masked_bn.astype(jnp.float32), visible_bvn.astype(jnp.float32))
 
 
 def rank(x_n: Array) -> Array:
     """Return each value's place in ascending order, int32 [N]. Sorting would gather."""
     i = jnp.arange(x_n.shape[0])
-    before_nm = (x_n[None] < x_n[:, None]) | ((x_n[None] == x_n[:, None]) & (i[None] < i[:, None]))
-    return before_nm.sum(1)
+    is_less_nm = x_n[None] < x_n[:, None]
+    is_equal_nm = x_n[None] == x_n[:, None]
+    is_before_nm = is_less_nm | (is_equal_nm & (i[None] < i[:, None]))
+    return is_before_nm.sum(1)
 
 
 def decoder_specs(c: vit.Encoder, d: Decoder, size: int) -> PyTree:
@@ -114,30 +120,34 @@ def decode(
     """
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
-    x_btd = jnp.concatenate([seen.cls.mean(1, keepdims=True), filled_bnd], axis=1)
+    cls_b1d = seen.cls.mean(1, keepdims=True)
+    x_btd = jnp.concatenate([cls_b1d, filled_bnd], axis=1)
     x_bte = product("btd,de->bte", x_btd, params["w_in"], shard)
     x_bte += spread(params["b_in"], x_bte.shape, shard)
-    x_bte += spread(jnp.pad(params["bias_pos"], ((1, 0), (0, 0))), x_bte.shape, shard)
-    x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)[:, 1:]
-    x_bne = layer_norm(x_bte.astype(jnp.float32), params["scale"], params["bias"], vit.EPS, shard)
+    position_te = jnp.pad(params["bias_pos"], ((1, 0), (0, 0)))
+    x_bte += spread(position_te, x_bte.shape, shard)
+    x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)
+    x_bne = x_bte[:, 1:].astype(jnp.float32)
+    x_bne = layer_norm(x_bne, params["scale"], params["bias"], vit.EPS, shard)
     y_bnp = product("bne,ep->bnp", x_bne, params["w_out"], shard)
     return y_bnp + spread(params["b_out"], y_bnp.shape, shard)
 
 
 def decoder_flops(c: vit.Encoder, d: Decoder, size: int) -> int:
     """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
-    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (
-        c.embed + size
-    )
+    layers = vit.stack_flops(d.stack(c), 1 + c.n_patches)
+    projections = 2 * c.n_patches * d.embed * (c.embed + size)
+    return layers + projections
 
 
 def normalised(patches_bnp: Array) -> Array:
     """(x - mean) / sqrt(var + 1e-6) of each patch, with the variance over its P values."""
-    centred = patches_bnp - patches_bnp.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + VARIANCE_EPS)
+    centred_bnp = patches_bnp - patches_bnp.mean(-1, keepdims=True)
+    variance_bn1 = jnp.square(centred_bnp).mean(-1, keepdims=True)
+    return centred_bnp * jax.lax.rsqrt(variance_bn1 + VARIANCE_EPS)
 
 
 def masked_error(pred_bnp: Array, target_bnp: Array, masked_bn: Array) -> Array:
     """float32 [B]: mean square over the masked patches of each row."""
-    each_bn = jnp.square(pred_bnp - target_bnp).mean(-1)
-    return (each_bn * masked_bn).sum(1) / masked_bn.sum(1)
+    error_bn = jnp.square(pred_bnp - target_bnp).mean(-1)
+    return (error_bn * masked_bn).sum(1) / masked_bn.sum(1)

@@ -95,28 +95,28 @@ class Config(Settings):
 
 def make_specs(c: Config) -> PyTree:
     """Return the specs of encoder, objective/NAME of those in use, probe if there are classes."""
-    table = {
-        "encoder": vit.make_specs(c),
-        "objective": {
-            name: objective.specs(c, c.section(name)) for name, objective in c.on.items()
-        },
-    }
-    return {**table, "probe": classes.probe_specs(c)} if c.n_classes else table
+    objectives = {name: objective.specs(c, c.section(name)) for name, objective in c.on.items()}
+    table = {"encoder": vit.make_specs(c), "objective": objectives}
+    if c.n_classes:
+        table["probe"] = classes.probe_specs(c)
+    return table
 
 
 def make_model_state(c: Config, table: PyTree) -> PyTree:
     """Return a table for each objective with a state, or ()."""
-    return {
+    states = {
         name: objective.model_state(table)
         for name, objective in c.on.items()
         if objective.model_state
-    } or ()
+    }
+    return states or ()
 
 
 def forward_flops(c: Config) -> int:
     """Floating-point operations of a spectrogram's products in the encoder and heads of classes."""
-    heads = (("supervised" in c.on) + 1) * bool(c.n_classes)
-    return vit.forward_flops(c) + heads * 2 * c.embed * (c.n_classes or 0)
+    head = 2 * c.embed * (c.n_classes or 0)
+    n_heads = 2 if "supervised" in c.on else 1
+    return vit.forward_flops(c) + n_heads * head
 
 
 def train_flops(c: Config) -> int:
@@ -126,9 +126,8 @@ def train_flops(c: Config) -> int:
         forward += vit.forward_flops(c)
     if c.reads(VISIBLE):
         forward += vit.forward_flops(c, c.n_patches - c.n_masked)
-    return 3 * forward + sum(
-        objective.flops(c, c.section(name)) for name, objective in c.on.items()
-    )
+    objectives = sum(objective.flops(c, c.section(name)) for name, objective in c.on.items())
+    return 3 * forward + objectives
 
 
 class Model(NamedTuple):
@@ -141,7 +140,8 @@ class Model(NamedTuple):
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
     announce_microbatches(c, batch, config.train.accumulate)
-    model, table = Model(c, shard, config.seed, config.train.steps), make_specs(c)
+    model = Model(c, shard, config.seed, config.train.steps)
+    table = make_specs(c)
     return Task(
         specs=Variables(table, model_state=make_model_state(c, table)),
         loss=functools.partial(loss, model),
@@ -157,19 +157,21 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    name = next(iter(c.on))
-    return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
+    first, *others = c.on
+    if not others and c.section(first).weight == 1:
+        return f"{first}_loss"
+    return "objective_loss"
 
 
 def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
     """Log the parts of a loss that do not decompose over microbatches."""
     if accumulate == 1:
         return
-    for name, objective in c.on.items():
-        if statistic := objective.batch_statistic(c.section(name)):
+    for objective in c.on.values():
+        if objective.batch_statistic:
             log.warning(
                 "%s is over a microbatch's %d rows, not the batch's %d",
-                statistic,
+                objective.batch_statistic,
                 batch // accumulate,
                 batch,
             )
@@ -178,43 +180,54 @@ def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
 
 
 def batch_axes(c: Config) -> dict[str, Axes]:
-    view = (None,) * (c.n_views > 1)
-    clip = ("batch", *view, None) if c.form == "waveform" else ("batch", *view, None, None)
-    axes: dict[str, Axes] = {
-        c.form or "spectrogram": clip,
-        **({"background": clip} if c.augment.background else {}),
-    }
-    if c.n_classes:
-        axes |= {"labels": ("batch", None)} if c.multilabel else {"label": ("batch",)}
-    return {**axes, **{name: ("batch",) for name in ("index", "epoch", "weight")}}
+    view_axis = (None,) if c.n_views > 1 else ()
+    clip_axes = (None,) if c.form == "waveform" else (None, None)
+    clip: Axes = ("batch", *view_axis, *clip_axes)
+    axes: dict[str, Axes] = {c.form or "spectrogram": clip}
+    if c.augment.background:
+        axes["background"] = clip
+    if c.n_classes and c.multilabel:
+        axes["labels"] = ("batch", None)
+    elif c.n_classes:
+        axes["label"] = ("batch",)
+    return axes | {"index": ("batch",), "epoch": ("batch",), "weight": ("batch",)}
 
 
 def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    c, params, weight_b = model.c, variables.params, batch["weight"]
+    c, weight_b = model.c, batch["weight"]
     batch = views.with_spectrograms(c, batch, model.shard)
     augmented = augment_lib.augment(c.augment, model.seed, batch, c.spectrograms)
-    labels = views.labels_of_views(c, batch, augmented.own) if c.n_classes else None
-    make = functools.partial(
-        inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own
+    labels = None
+    if c.n_classes:
+        labels = views.labels_of_views(c, batch, augmented.own_share)
+    encode = functools.partial(
+        encoded_inputs,
+        model,
+        variables,
+        batch,
+        augmented.x,
+        key=key,
+        labels=labels,
+        share_bv=augmented.own_share,
     )
-    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
+    passes = {needs: encode(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
     # Sums over the rows: the term of each objective.
     sums: dict[str, Array] = {}
     metrics: dict[str, Mean] = {}
     for name, objective in c.on.items():
         with jax.named_scope(name):
-            sums[name], more = objective.loss(
-                c.section(name), of_objective(passes[objective.needs], variables, name)
-            )
-        metrics |= more
-    total, n = sum(c.section(name).weight * x for name, x in sums.items()), weight_b.sum()
-    metrics |= {f"{name}_loss": Mean(x, n) for name, x in sums.items()}
+            own_inputs = of_objective(passes[objective.needs], variables, name)
+            sums[name], own_metrics = objective.loss(c.section(name), own_inputs)
+        metrics |= own_metrics
+    total = sum(c.section(name).weight * term for name, term in sums.items())
+    n = weight_b.sum()
+    metrics |= {f"{name}_loss": Mean(term, n) for name, term in sums.items()}
     metrics["objective_loss"] = Mean(total, n)
     if labels is not None:
         # The features of all patches if some objective reads them, else of the visible ones.
-        logits_rc = classes.probe_scores(
-            params["probe"], next(iter(passes.values())).features.pooled_rd
-        )
+        first_pass = next(iter(passes.values()))
+        probe = variables.params["probe"]
+        logits_rc = classes.probe_scores(probe, first_pass.features.pooled_rd)
         probe_total = (classes.probe_loss(c, logits_rc, labels) * labels.weight).sum()
         metrics["probe_loss"] = Mean(probe_total, labels.weight.sum())
         metrics["probe_accuracy"] = classes.accuracy(c, logits_rc, labels)
@@ -227,32 +240,40 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     c, weight_b = model.c, batch["weight"]
     batch = views.with_spectrograms(c, batch, model.shard)
     labels = views.labels_of_rows(c, batch) if c.n_classes else None
-    make = functools.partial(inputs, model, variables, batch, batch["spectrogram"], labels=labels)
-    terms = {name: (o.needs, o.evaluate) for name, o in c.on.items() if o.evaluate}
-    needed = {needs for needs, _ in terms.values()} | ({ALL} if labels is not None else set())
-    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if needs in needed}
+    terms = {name: objective for name, objective in c.on.items() if objective.evaluate}
+    needed = {objective.needs for objective in terms.values()}
+    if labels is not None:
+        needed.add(ALL)
+    encode = functools.partial(
+        encoded_inputs, model, variables, batch, batch["spectrogram"], labels=labels
+    )
+    passes = {needs: encode(needs) for needs in (ALL, VISIBLE) if needs in needed}
     metrics: dict[str, Mean] = {}
     if labels is not None:
-        logits_bc = (
-            passes[ALL]
-            .by_view(
-                classes.probe_scores(variables.params["probe"], passes[ALL].features.pooled_rd)
-            )
-            .mean(1)
-        )
-        metrics["probe_loss"] = Mean(
-            (classes.probe_loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum()
-        )
-        metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
-        if "supervised" not in c.on:  # which counts the answers of its own head
-            metrics |= classes.counts(c, logits_bc, labels)
-    for name, (needs, term_of) in terms.items():
+        metrics |= evaluate_probe(c, variables.params["probe"], passes[ALL], labels)
+    for name, objective in terms.items():
+        assert objective.evaluate is not None
         with jax.named_scope(name):
-            term, more = term_of(c.section(name), of_objective(passes[needs], variables, name))
-        metrics |= {f"{name}_loss": term, **more}
+            own_inputs = of_objective(passes[objective.needs], variables, name)
+            term, own_metrics = objective.evaluate(c.section(name), own_inputs)
+        metrics |= {f"{name}_loss": term, **own_metrics}
     if terms.keys() == c.on.keys():
         total = sum(c.section(name).weight * metrics[f"{name}_loss"].total for name in terms)
         metrics["objective_loss"] = Mean(total, weight_b.sum())
+    return metrics
+
+
+def evaluate_probe(c: Config, probe: PyTree, x: Inputs, labels: Labels) -> dict[str, Mean]:
+    """Return the probe's metrics of rows, whose scores are averaged over the views."""
+    logits_rc = classes.probe_scores(probe, x.features.pooled_rd)
+    logits_bc = x.by_view(logits_rc).mean(1)
+    total = (classes.probe_loss(c, logits_bc, labels) * labels.weight).sum()
+    metrics = {
+        "probe_loss": Mean(total, labels.weight.sum()),
+        "probe_accuracy": classes.accuracy(c, logits_bc, labels),
+    }
+    if "supervised" not in c.on:  # which counts the answers of its own head
+        metrics |= classes.counts(c, logits_bc, labels)
     return metrics
 
 
@@ -261,15 +282,13 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
     c, encoder = model.c, variables.params["encoder"]
     encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
     features_bd = views.pooled(c, encoder, encoded)
-    scores = (
-        {"scores": classes.probe_scores(variables.params["probe"], features_bd)}
-        if c.n_classes
-        else {}
-    )
-    return {"features": features_bd, **scores}
+    if not c.n_classes:
+        return {"features": features_bd}
+    scores_bc = classes.probe_scores(variables.params["probe"], features_bd)
+    return {"features": features_bd, "scores": scores_bc}
 
 
-def inputs(
+def encoded_inputs(
     model: Model,
     variables: Variables,
     batch: Batch,
@@ -282,14 +301,14 @@ def inputs(
 ) -> Inputs:
     """One pass of the encoder over spectrograms ``x``; `of_objective` adds what one objective has.
 
-    ``key``: of the step; without it, in an evaluation, there is no stochastic depth.
+    ``key``: of the step; None in an evaluation.
     """
-    c, x_rfw = model.c, views.flat(c=model.c, x=x)
+    c = model.c
+    x_rfw = views.flat(c, x)
     masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
-    keep = views.survival(c, batch, key, needs) if key is not None else None
     visible_rvn = masks.visible if masks else None
     encoder = variables.params["encoder"]
-    encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
+    encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn)
     weight_b = batch["weight"]
     return Inputs(
         c=c,
@@ -316,42 +335,44 @@ def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
 def advance(model: Model, params: PyTree, model_state: PyTree, step: Array) -> PyTree:
     """Return the model state after a step, by the new parameters."""
     c = model.c
-    moved = {
-        name: objective.advance(c.section(name), params, model_state[name], step, model.steps)
-        for name, objective in c.on.items()
-        if objective.advance
-    }
-    return {**model_state, **moved} if moved else model_state
+    for name, objective in c.on.items():
+        if objective.advance:
+            section = c.section(name)
+            state = objective.advance(section, params, model_state[name], step, model.steps)
+            model_state = {**model_state, name: state}
+    return model_state
 
 
 def pictures(model: Model, batch: Batch) -> dict[str, Array]:
     """Return first views, mel up and time to the right, from quietest to loudest value of each."""
     c = model.c
-    first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
-    shown = {
-        "input": first["spectrogram"],
-        "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x,
-    }
+    first_rows: Batch = {name: x[:8] for name, x in batch.items()}
+    first_rows = views.with_spectrograms(c, first_rows, model.shard)
+    augmented = augment_lib.augment(c.augment, model.seed, first_rows, c.spectrograms).x
+    images = {"input": first_rows["spectrogram"], "augmented": augmented}
     if c.reads(VISIBLE):
-        x_rnp = vit.patchify(c, views.flat(c, shown["augmented"]))
-        hidden_rn1 = views.masks(c, model.seed, first).masked[:, :, None]
-        shown["masked"] = views.unpatchify(
-            c, jnp.where(hidden_rn1 > 0, x_rnp.min((1, 2), keepdims=True), x_rnp)
-        )
-    return {name: views.as_picture(views.flat(c, x)[:: c.n_views]) for name, x in shown.items()}
+        x_rnp = vit.patchify(c, views.flat(c, augmented))
+        is_masked_rn1 = views.masks(c, model.seed, first_rows).masked[:, :, None] > 0
+        quietest_r11 = x_rnp.min((1, 2), keepdims=True)
+        masked_rnp = jnp.where(is_masked_rn1, quietest_r11, x_rnp)
+        images["masked"] = views.unpatchify(c, masked_rnp)
+    return {name: views.as_picture(views.flat(c, x)[:: c.n_views]) for name, x in images.items()}
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """Return the pictures of each objective that draws some, of the first rows of an evaluation."""
     c = model.c
-    images: dict[str, Array] = {}
-    drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}
+    drawing = {name: objective for name, objective in c.on.items() if objective.progress}
     if not drawing:
-        return images
-    # rows that divide over the devices
-    n = math.lcm(4, model.shard.size("batch", next(iter(batch.values())).shape[0]))
-    first = views.with_spectrograms(c, {name: x[:n] for name, x in batch.items()}, model.shard)
-    for name, (needs, draw) in drawing.items():
-        shared = inputs(model, variables, first, first["spectrogram"], needs)
-        images |= draw(c.section(name), of_objective(shared, variables, name))
+        return {}
+    n_rows = next(iter(batch.values())).shape[0]
+    n_first = math.lcm(4, model.shard.size("batch", n_rows))  # they divide over the devices
+    first_rows: Batch = {name: x[:n_first] for name, x in batch.items()}
+    first_rows = views.with_spectrograms(c, first_rows, model.shard)
+    images: dict[str, Array] = {}
+    for name, objective in drawing.items():
+        assert objective.progress is not None
+        x = first_rows["spectrogram"]
+        shared = encoded_inputs(model, variables, first_rows, x, objective.needs)
+        images |= objective.progress(c.section(name), of_objective(shared, variables, name))
     return images

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 
 from jaxtrain import config as config_lib
 from jaxtrain.nn.batch_norm import batch_norm
-from jaxtrain.nn.layers import layer_norm
 from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
 from jaxtrain.workloads.bird import masked, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 
-NORMS = ("batch", "layer")  # of hidden values, by `normed`
 # the passes of the encoder: over every patch, or over the visible ones
 ALL, VISIBLE = "all", "visible"
 
@@ -35,7 +33,7 @@ class Section(config_lib.Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    weight: float = 0.0  # [1] weight in the loss; 0 = off
+    weight: float = 0.0  # [1] in the loss; 0 = off
 
 
 class Features(NamedTuple):
@@ -91,19 +89,19 @@ class Objective(NamedTuple):
     )
     # the model's table of parameters -> the table of its state
     model_state: Callable[[PyTree], PyTree] | None = None
-    advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = (
-        None  # (…, new params, model state, step, steps) -> model state
-    )
+    # (…, new params, model state, step, steps) -> model state
+    advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
     # name of a statistic of the global batch; "" = none
-    batch_statistic: Callable[[Any], str] = lambda section: ""
+    batch_statistic: str = ""
 
 
-def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
-    """Normalise hidden values [R, H] by channel over the global batch ("batch") or by row."""
-    if norm == "layer":
-        return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
-    zero, valid_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]
-    return batch_norm(
-        x_rh, scale_h, bias_h, {"mean": zero, "var": zero}, valid_r1, momentum=0.0, eps=vit.EPS
-    )[0]
+def batch_normed(x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
+    """Normalise hidden values [R, H] by channel over the rows of weight of the global batch."""
+    zeros_h = jnp.zeros(x_rh.shape[1])
+    valid_r1 = (weight_r > 0).astype(x_rh.dtype)[:, None]
+    no_average = {"mean": zeros_h, "var": zeros_h}
+    normed_rh, _ = batch_norm(
+        x_rh, scale_h, bias_h, no_average, valid_r1, momentum=0.0, eps=vit.EPS
+    )
+    return normed_rh

@@ -26,10 +26,12 @@ from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
 from jaxtrain.parallel import one_device
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import Array, Key, PyTree, Shard, Spec
+from jaxtrain.types import Array, PyTree, Shard, Spec
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
+MLP_RATIO = 4  # inner width of the MLP, over embed
+ROPE_BASE = 100.0  # longest wavelength over 2 pi, in patches, nearly
 SAVED = ("attention", "mlp")  # activations that remat may keep
 EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 EXACT = jax.lax.Precision.HIGHEST
@@ -64,82 +66,66 @@ class Encoder(checks.Section):
             "embed",
             "depth",
             "heads",
-            "mlp_ratio",
             "mlp",
-            "n_cls",
             "n_registers",
         ),
     )
 
-    n_frames: int = 512  # [frames] frames of a spectrogram, 10 ms each
-    n_mels: int = 128  # [bands] mel bands of a spectrogram
-    # [frames, bands] size of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
+    n_frames: int = 512  # [frames] of a spectrogram
+    n_mels: int = 128  # [bands] of a spectrogram
+    # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
     patch: tuple[int, int] = (16, 16)
-    # [name] size ti, s, b, l or h, which sets embed, depth and heads if they are 0
-    preset: str = "s"
+    preset: str = "s"  # [name] ti, s, b, l or h: the embed, depth and heads for fields that are 0
     embed: int = 0  # [values] width of a token; 0 = the preset's
-    depth: int = 0  # [layers] number of layers of the encoder; 0 = the preset's
-    heads: int = 0  # [heads] number of heads of the attention; 0 = the preset's
-    mlp_ratio: int = 4  # [1] inner width of the MLP, over embed
-    # [name] kind of MLP: gelu (by tanh), gelu_exact (by erf, as in timm), or swiglu (gated, no
-    # biases, 2/3 as wide)
+    depth: int = 0  # [layers] of the encoder; 0 = the preset's
+    heads: int = 0  # [heads] of the attention; 0 = the preset's
+    # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3
+    # as wide
     mlp: str = "gelu"
-    eps: float = EPS  # [1] number added to the variance in the layer norms (timm: 1e-6)
+    eps: float = EPS  # [1] added to the variance in the layer norms (timm: 1e-6)
     # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
     norm: str = "tokens"
-    n_cls: int = 1  # [tokens] CLS tokens, whose mean is the feature "cls"
-    n_registers: int = 0  # [tokens] extra tokens, which nothing reads
-    # [name] kind of positions: learned, or rope (rotary along time and mel)
-    positions: str = "learned"
-    rope_base: float = 100.0  # [1] longest wavelength of rope over 2 pi, in patches, nearly
+    n_registers: int = 0  # [tokens] that nothing reads
+    positions: str = "learned"  # [name] learned, or rope: rotary along time and mel
     qk_norm: bool = False  # [bool] layer norm of each head's queries and keys
     # [1] initial factor of a layer's output, learned for each channel; 0 = none, 1e-4 is usual
     layer_scale: float = 0.0
-    # [1] stochastic depth: share of the rows that skip the last layer, and evenly less before it
-    drop_path: float = 0.0
-    # [name] type of activations and matrix products; parameters, norms and losses are float32
+    # [name] of activations and matrix products; parameters, norms and losses are float32
     dtype: str = "bfloat16"
     # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
     remat: str = "none"
-    # [layers] number of layers of the stack's loop that are compiled one after the other; depth =
-    # no loop
+    # [layers] of the stack's loop that are compiled one after the other; depth = no loop
     unroll: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in zip(
-            ("embed", "depth", "heads"), PRESETS.get(self.preset, (1, 1, 1)), strict=True
-        ):
+        embed, depth, heads = PRESETS.get(self.preset, (1, 1, 1))
+        for name, value in (("embed", embed), ("depth", depth), ("heads", heads)):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(
-            self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll"
+            self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "unroll"
         )
         yield from checks.not_negative(self, "n_registers", "layer_scale")
         for name, allowed in CHOICES.items():
             yield from checks.choice(self, allowed, name)
         yield from checks.positive(self, "eps")
-        for size, part, axis in zip(
-            (self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True
-        ):
-            if part < 1 or size % part:
-                yield "patch", f"is {self.patch}, which does not divide {axis}={size}"
+        sides = (("n_frames", self.patch[0]), ("n_mels", self.patch[1]))
+        for name, side in sides:
+            size = getattr(self, name)
+            if side < 1 or size % side:
+                yield "patch", f"is {self.patch}, which does not divide {name}={size}"
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
         elif self.positions == "rope" and self.heads > 0 and self.embed // self.heads % 4:
-            values = f"a head has {self.embed // self.heads} values"
             yield (
                 "positions",
-                (
-                    f"is 'rope', which turns pairs along two axes, and {values}; it takes a"
-                    " multiple of 4"
-                ),
+                "is 'rope', which turns pairs along two axes, and a head has"
+                f" {self.embed // self.heads} values; it takes a multiple of 4",
             )
-        if self.rope_base <= 1:
-            yield "rope_base", f"is {self.rope_base}; it must be above 1"
-        yield from checks.within(self, "[0, 1)", "drop_path")
-        yield from (("remat", text) for text in remat.problems(self.remat, SAVED))
+        for text in remat.problems(self.remat, SAVED):
+            yield "remat", text
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -151,33 +137,38 @@ class Encoder(checks.Section):
         return self.grid[0] * self.grid[1]
 
     @property
+    def n_tokens(self) -> int:
+        """CLS, patches and registers."""
+        return 1 + self.n_patches + self.n_registers
+
+    @property
     def patch_size(self) -> int:
         return self.patch[0] * self.patch[1]
 
     @property
     def stack(self) -> "Stack":
-        hidden = self.embed * self.mlp_ratio
+        hidden = self.embed * MLP_RATIO
         gated = self.mlp == "swiglu"
         return Stack(
-            self.embed,
-            self.depth,
-            self.heads,
-            int(2 / 3 * hidden) if gated else hidden,
-            gated,
-            self.qk_norm,
-            self.layer_scale,
-            self.dtype,
-            self.remat,
-            self.unroll,
-            self.mlp == "gelu_exact",
-            self.eps,
+            embed=self.embed,
+            depth=self.depth,
+            heads=self.heads,
+            hidden=int(2 / 3 * hidden) if gated else hidden,
+            gated=gated,
+            qk_norm=self.qk_norm,
+            layer_scale=self.layer_scale,
+            dtype=self.dtype,
+            remat=self.remat,
+            unroll=self.unroll,
+            exact=self.mlp == "gelu_exact",
+            eps=self.eps,
         )
 
 
 def from_saved(section: Mapping[str, Any]) -> Encoder:
     """Return the encoder of a run's saved config.json, of which ``section`` is "model"."""
-    known = {name: section[name] for name in Encoder.__dataclass_fields__ if name in section}
-    return Encoder(**{**known, "patch": tuple(known["patch"])})
+    saved = {name: section[name] for name in Encoder.__dataclass_fields__ if name in section}
+    return Encoder(**{**saved, "patch": tuple(saved["patch"])})
 
 
 class Stack(NamedTuple):
@@ -200,7 +191,7 @@ class Stack(NamedTuple):
 class Encoded(NamedTuple):
     """float32, after the last layer norm if it is of the tokens."""
 
-    cls: Array  # [B, n_cls, D]
+    cls: Array  # [B, 1, D]
     patches: Array  # [B, N, D], or of the visible ones [B, V, D]
 
 
@@ -224,14 +215,14 @@ def stack_specs(s: Stack) -> PyTree:
         table["b_up"] = Spec((l, m), ("layer", "mlp"), zeros)
         table["b_down"] = Spec((l, d), ("layer", "embed"), zeros)
     if s.qk_norm:
-        for name in ("q", "k"):
-            table[f"scale_{name}"] = Spec((l, k), ("layer", "head_dim"), ones)
-            table[f"bias_{name}"] = Spec((l, k), ("layer", "head_dim"), zeros)
+        table["scale_q"] = Spec((l, k), ("layer", "head_dim"), ones)
+        table["bias_q"] = Spec((l, k), ("layer", "head_dim"), zeros)
+        table["scale_k"] = Spec((l, k), ("layer", "head_dim"), ones)
+        table["bias_k"] = Spec((l, k), ("layer", "head_dim"), zeros)
     if s.layer_scale:
-        for name in SAVED:
-            table[f"scale_added_{name}"] = Spec(
-                (l, d), ("layer", "embed"), jax.nn.initializers.constant(s.layer_scale)
-            )
+        factor = jax.nn.initializers.constant(s.layer_scale)
+        table["scale_added_attention"] = Spec((l, d), ("layer", "embed"), factor)
+        table["scale_added_mlp"] = Spec((l, d), ("layer", "embed"), factor)
     return table
 
 
@@ -240,7 +231,7 @@ def make_specs(c: Encoder) -> PyTree:
     table = {
         "w_patch": Spec((p, d), ("patch", "embed"), fan_in(p)),
         "b_patch": Spec((d,), ("embed",), zeros),
-        "cls": Spec((c.n_cls, d), (None, "embed"), truncated_normal(0.02)),
+        "cls": Spec((1, d), (None, "embed"), truncated_normal(0.02)),
         "blocks": stack_specs(c.stack),
         "scale": Spec((d,), ("embed",), ones),
         "bias": Spec((d,), ("embed",), zeros),
@@ -263,31 +254,28 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
     """Return an encoder, float32, of a model.safetensors of `jaxtrain export`, by numpy alone."""
     with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
         data = file.read()
     params: dict[str, Any] = {}
-    layers: dict[str, dict[int, np.ndarray]] = {}
+    layers: dict[str, dict[int, np.ndarray]] = {}  # name of a weight -> layer -> its array
     for name, entry in header.items():
-        part, _, rest = name.partition(".")
+        part, _, path_in_encoder = name.partition(".")
         if part != "encoder":
             continue
         start, stop = entry["data_offsets"]
-        x = (
-            np.frombuffer(data[start:stop], EXPORTED[entry["dtype"]])
-            .reshape(entry["shape"])
-            .astype(np.float32)
-        )
-        if rest.startswith("blocks."):
-            _, i, leaf = rest.split(".")
-            layers.setdefault(leaf, {})[int(i)] = x
+        stored = np.frombuffer(data[start:stop], EXPORTED[entry["dtype"]])
+        array = stored.reshape(entry["shape"]).astype(np.float32)
+        if path_in_encoder.startswith("blocks."):
+            _, layer, weight = path_in_encoder.split(".")
+            layers.setdefault(weight, {})[int(layer)] = array
         else:
-            params[rest] = x
-    return {
-        **params,
-        "blocks": {
-            leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()
-        },
+            params[path_in_encoder] = array
+    params["blocks"] = {
+        weight: np.stack([by_layer[i] for i in sorted(by_layer)])
+        for weight, by_layer in layers.items()
     }
+    return params
 
 
 def encode(
@@ -297,41 +285,50 @@ def encode(
     shard: Shard = one_device.shard,
     *,
     visible_bvn: Array | None = None,
-    keep_l2b: Array | None = None,
 ) -> Encoded:
     """Spectrograms [B, F, W] through the encoder.
 
-    It sees all patches in order, or those of ``visible_bvn``, one-hot along N. ``keep_l2b``:
-    `survival` in training with stochastic depth.
+    It sees all patches in order, or those of ``visible_bvn``, one-hot along N.
     """
     with jax.named_scope("patchify"):
-        x_bnp = patchify(c, x_bfw)
-        # Half precision would round the measurements at the input.
-        x_bnd = product(
-            "bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT
-        )
-        x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
-        if c.positions == "learned":
-            x_bnd += spread(params["pos"], x_bnd.shape, shard)
-        if visible_bvn is not None:
-            x_bnd = select(visible_bvn, x_bnd)
-        tokens = [jnp.broadcast_to(params["cls"], (x_bfw.shape[0], *params["cls"].shape)), x_bnd]
-        if c.n_registers:
-            registers = params["embed_registers"]
-            tokens.append(jnp.broadcast_to(registers, (x_bfw.shape[0], *registers.shape)))
-        x_btd = jnp.concatenate(tokens, axis=1)
+        x_btd = embed(c, params, x_bfw, shard, visible_bvn)
     turns = axial_rope(c, visible_bvn) if c.positions == "rope" else None
-    x_btd = run_stack(c.stack, params["blocks"], x_btd, shard, turns=turns, keep_l2b=keep_l2b)
+    x_btd = run_stack(c.stack, params["blocks"], x_btd, shard, turns=turns)
     x_btd = x_btd.astype(jnp.float32)
     if c.norm == "tokens":
         x_btd = layer_norm(x_btd, params["scale"], params["bias"], c.eps, shard)
-    return Encoded(x_btd[:, : c.n_cls], x_btd[:, c.n_cls : x_btd.shape[1] - c.n_registers])
+    last = x_btd.shape[1] - c.n_registers
+    return Encoded(cls=x_btd[:, :1], patches=x_btd[:, 1:last])
+
+
+def embed(
+    c: Encoder, params: PyTree, x_bfw: Array, shard: Shard, visible_bvn: Array | None
+) -> Array:
+    """Return the tokens [B, T, D] of spectrograms: CLS, patches, registers."""
+    n_rows = x_bfw.shape[0]
+    x_bnp = patchify(c, x_bfw)
+    # Half precision would round the measurements at the input.
+    x_bnd = product(
+        "bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT
+    )
+    x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
+    if c.positions == "learned":
+        x_bnd += spread(params["pos"], x_bnd.shape, shard)
+    if visible_bvn is not None:
+        x_bnd = select(visible_bvn, x_bnd)
+    tokens = [jnp.broadcast_to(params["cls"], (n_rows, *params["cls"].shape)), x_bnd]
+    if c.n_registers:
+        registers = params["embed_registers"]
+        tokens.append(jnp.broadcast_to(registers, (n_rows, *registers.shape)))
+    return jnp.concatenate(tokens, axis=1)
 
 
 def pooled(c: Encoder, params: PyTree, x_bnd: Array) -> Array:
     """Return the mean [B, D] of an `Encoded`'s CLS or patches, by the encoder's ``params``."""
     x_bd = x_bnd.mean(1)
-    return x_bd if c.norm == "tokens" else layer_norm(x_bd, params["scale"], params["bias"], c.eps)
+    if c.norm == "tokens":
+        return x_bd
+    return layer_norm(x_bd, params["scale"], params["bias"], c.eps)
 
 
 def run_stack(
@@ -341,28 +338,103 @@ def run_stack(
     shard: Shard,
     *,
     turns: tuple[Array, Array] | None = None,
-    keep_l2b: Array | None = None,
 ) -> Array:
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
-    dtype, cheap = jnp.dtype(s.dtype), remat.cheap(s.remat)
 
-    def add(x_btd: Array, y_btd: Array, w: PyTree, i: int, keep_2b: Array | None) -> Array:
-        y_btd = remat.name(y_btd, SAVED[i])
+    def layer(x_btd: Array, w: PyTree) -> tuple[Array, None]:
+        x_btd = attend(s, w, x_btd, shard, turns)
+        x_btd = feed_forward(s, w, x_btd, shard)
+        return shard(x_btd, "batch", "seq", None), None
+
+    x_btd = shard(x_btd.astype(jnp.dtype(s.dtype)), "batch", "seq", None)
+    x_btd, _ = remat.scan(layer, x_btd, stack, s.remat, unroll=s.unroll)
+    return x_btd
+
+
+def attend(
+    s: Stack, w: PyTree, x_btd: Array, shard: Shard, turns: tuple[Array, Array] | None
+) -> Array:
+    """Compute x + attention(norm(x))."""
+    dtype = x_btd.dtype
+    with jax.named_scope("attention"):
+        norm = (w["scale_attention"], w["bias_attention"])
+        (qkv_bt3hk,) = normed_products(s, "btd,dchk->btchk", x_btd, norm, (w["w_qkv"],), shard)
+        qkv_bt3hk += spread(w["b_qkv"].astype(dtype), qkv_bt3hk.shape, shard)
+        qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
+        q_bthk, k_bthk, v_bthk = (z[:, :, 0] for z in jnp.split(qkv_bt3hk, 3, axis=2))
+        if s.qk_norm or turns is not None:
+            q_bthk = placed(s, q_bthk, (w.get("scale_q"), w.get("bias_q")), shard, turns)
+            k_bthk = placed(s, k_bthk, (w.get("scale_k"), w.get("bias_k")), shard, turns)
+        y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=s.remat)
+        y_btd = product("bthk,hkd->btd", y_bthk, w["w_out"], shard)
+        y_btd += spread(w["b_out"].astype(dtype), y_btd.shape, shard)
+        y_btd = remat.name(y_btd, "attention")
         if s.layer_scale:
-            y_btd = scaled(y_btd, w[f"scale_added_{SAVED[i]}"].astype(dtype), shard)
-        if keep_2b is not None:
-            y_btd *= keep_2b[i].astype(dtype)[:, None, None]
+            y_btd = scaled(y_btd, w["scale_added_attention"].astype(dtype), shard)
         return x_btd + y_btd
 
-    @cheap
-    def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
-        y_btd = layer_norm(x_btd, scale, bias, s.eps, shard)
-        return [
-            product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard)
-            for m in matrices
-        ]
 
-    @cheap
+def feed_forward(s: Stack, w: PyTree, x_btd: Array, shard: Shard) -> Array:
+    """Compute x + MLP(norm(x))."""
+    dtype = x_btd.dtype
+
+    @remat.cheap(s.remat)
+    def activate(up_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
+        if gate_btm is not None:
+            y_btm = shard(jax.nn.silu(gate_btm) * up_btm, "batch", "seq", "mlp")
+        elif s.exact:
+            y_btm = gelu(up_btm)
+        else:
+            y_btm = jax.nn.gelu(up_btm, approximate=True)
+        return product("btm,md->btd", y_btm, w_down, shard)
+
+    with jax.named_scope("mlp"):
+        norm = (w["scale_mlp"], w["bias_mlp"])
+        equation = "btd,dm->btm"
+        if s.gated:
+            matrices = (w["w_up"], w["w_gate"])
+            up_btm, gate_btm = normed_products(s, equation, x_btd, norm, matrices, shard)
+            y_btd = activate(up_btm, gate_btm, w["w_down"])
+        else:
+            (up_btm,) = normed_products(s, equation, x_btd, norm, (w["w_up"],), shard)
+            up_btm += spread(w["b_up"].astype(dtype), up_btm.shape, shard)
+            up_btm = shard(up_btm, "batch", "seq", "mlp")
+            y_btd = activate(up_btm, None, w["w_down"])
+            y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
+        y_btd = remat.name(y_btd, "mlp")
+        if s.layer_scale:
+            y_btd = scaled(y_btd, w["scale_added_mlp"].astype(dtype), shard)
+        return x_btd + y_btd
+
+
+def normed_products(
+    s: Stack,
+    equation: str,
+    x_btd: Array,
+    norm: tuple[Array, Array],
+    matrices: tuple[Array, ...],
+    shard: Shard,
+) -> list[Array]:
+    """Multiply the layer norm of x, of scale and bias ``norm``, by each of the matrices."""
+
+    @remat.cheap(s.remat)
+    def products(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
+        y_btd = layer_norm(x_btd, scale, bias, s.eps, shard)
+        return [product(equation, y_btd, matrix, shard) for matrix in matrices]
+
+    return products(x_btd, *norm, *matrices)
+
+
+def placed(
+    s: Stack,
+    z_bthk: Array,
+    norm: tuple[Array | None, Array | None],
+    shard: Shard,
+    turns: tuple[Array, Array] | None,
+) -> Array:
+    """Norm and rotate queries or keys, if the stack does so."""
+
+    @remat.cheap(s.remat)
     def place(
         z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None
     ) -> Array:
@@ -370,59 +442,15 @@ def run_stack(
             z_bthk = layer_norm(z_bthk, scale, bias, s.eps, shard)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
-    @cheap
-    def activate(y_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
-        if gate_btm is not None:
-            y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
-        else:
-            y_btm = gelu(y_btm) if s.exact else jax.nn.gelu(y_btm, approximate=True)
-        return product("btm,md->btd", y_btm, w_down, shard)
-
-    def layer(x_btd: Array, xs: tuple[PyTree, Array | None]) -> tuple[Array, None]:
-        w, keep_2b = xs
-        with jax.named_scope("attention"):
-            (qkv_bt3hk,) = project(x_btd, w["scale_attention"], w["bias_attention"], w["w_qkv"])
-            qkv_bt3hk += spread(w["b_qkv"].astype(dtype), qkv_bt3hk.shape, shard)
-            qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
-            q, k, v = (z[:, :, 0] for z in jnp.split(qkv_bt3hk, 3, axis=2))
-            if s.qk_norm or turns is not None:
-                q, k = (
-                    place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns)
-                    for z, n in ((q, "q"), (k, "k"))
-                )
-            y_btd = product(
-                "bthk,hkd->btd", attention.within(shard, q, k, v, policy=s.remat), w["w_out"], shard
-            )
-            x_btd = add(
-                x_btd, y_btd + spread(w["b_out"].astype(dtype), y_btd.shape, shard), w, 0, keep_2b
-            )
-        with jax.named_scope("mlp"):
-            norm = (w["scale_mlp"], w["bias_mlp"])
-            if s.gated:
-                y_btm, gate_btm = project(x_btd, *norm, w["w_up"], w["w_gate"])
-            else:
-                (y_btm,), gate_btm = project(x_btd, *norm, w["w_up"]), None
-                y_btm = shard(
-                    y_btm + spread(w["b_up"].astype(dtype), y_btm.shape, shard),
-                    "batch",
-                    "seq",
-                    "mlp",
-                )
-            y_btd = activate(y_btm, gate_btm, w["w_down"])
-            if not s.gated:
-                y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
-            x_btd = add(x_btd, y_btd, w, 1, keep_2b)
-        return shard(x_btd, "batch", "seq", None), None
-
-    x_btd = shard(x_btd.astype(dtype), "batch", "seq", None)
-    return remat.scan(layer, x_btd, (stack, keep_l2b), s.remat, unroll=s.unroll)[0]
+    return place(z_bthk, *norm, turns)
 
 
 def patchify(c: Encoder, x_bfw: Array) -> Array:
     """[B, F, W] -> [B, N, P], patches and their values both row by row in time."""
-    (f, w), b = c.patch, x_bfw.shape[0]
-    x = x_bfw.reshape(b, c.n_frames // f, f, c.n_mels // w, w)
-    return x.transpose(0, 1, 3, 2, 4).reshape(b, c.n_patches, f * w)
+    n_rows = x_bfw.shape[0]
+    f, w = c.patch
+    x = x_bfw.reshape(n_rows, c.n_frames // f, f, c.n_mels // w, w)
+    return x.transpose(0, 1, 3, 2, 4).reshape(n_rows, c.n_patches, f * w)
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:
@@ -436,43 +464,28 @@ def axial_rope(c: Encoder, visible_bvn: Array | None) -> tuple[Array, Array]:
     Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and
     registers do not turn.
     """
-    axis = c.embed // c.heads // 2
-    f = c.rope_base ** (-np.arange(0, axis, 2) / axis)
-    place_n2 = np.stack(np.meshgrid(*map(np.arange, c.grid), indexing="ij"), -1).reshape(-1, 2)
-    angle_nk = (place_n2[:, :, None] * f).reshape(c.n_patches, -1)
+    axis_size = c.embed // c.heads // 2
+    frequency_k = ROPE_BASE ** (-np.arange(0, axis_size, 2) / axis_size)
+    rows, columns = c.grid
+    row_n, column_n = np.divmod(np.arange(rows * columns), columns)
+    angle_nk = np.concatenate([row_n[:, None] * frequency_k, column_n[:, None] * frequency_k], 1)
     angle_bnk = jnp.asarray(angle_nk, jnp.float32)[None]
     if visible_bvn is not None:
         angle_bnk = jnp.einsum("bvn,nk->bvk", visible_bvn, angle_bnk[0], precision=EXACT)
-    angle_btk = jnp.pad(angle_bnk, ((0, 0), (c.n_cls, c.n_registers), (0, 0)))
+    angle_btk = jnp.pad(angle_bnk, ((0, 0), (1, c.n_registers), (0, 0)))
     return jnp.cos(angle_btk)[:, :, None], jnp.sin(angle_btk)[:, :, None]
 
 
-def survival(c: Encoder, key_b: Key) -> Array | None:
-    """float32 [L, 2, B]: factors of attention's and MLP's outputs, 0 or 1 / (1 - rate), or None.
-
-    The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016).
-    """
-    if not c.drop_path:
-        return None
-    rate_l = (
-        np.linspace(0, c.drop_path, c.depth, dtype=np.float32)[:, None]
-        if c.depth > 1
-        else np.array([[c.drop_path]])
-    )
-    rate_l2 = jnp.broadcast_to(jnp.asarray(rate_l, jnp.float32), (c.depth, 2))
-    kept_bl2 = jax.vmap(lambda key: jax.random.uniform(key, (c.depth, 2)) >= rate_l2)(key_b)
-    return jnp.where(kept_bl2, (1 / (1 - rate_l2))[None], 0.0).transpose(1, 2, 0)
-
-
-def stack_flops(s: Stack, tokens: int) -> int:
+def stack_flops(s: Stack, n_tokens: int) -> int:
     """Floating-point operations of a stack's matrix products for one row, forward."""
-    matrices = s.embed * (4 * s.embed + (3 if s.gated else 2) * s.hidden)
-    return s.depth * (2 * tokens * matrices + 4 * tokens * tokens * s.embed)
+    mlp_matrices = 3 if s.gated else 2
+    weights = s.embed * (4 * s.embed + mlp_matrices * s.hidden)
+    attention_flops = 4 * n_tokens * n_tokens * s.embed
+    return s.depth * (2 * n_tokens * weights + attention_flops)
 
 
-def forward_flops(c: Encoder, visible: int | None = None) -> int:
-    """Return the same of the encoder, of whose patches ``visible`` enter (None: all)."""
-    seen = c.n_patches if visible is None else visible
-    return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(
-        c.stack, c.n_cls + seen + c.n_registers
-    )
+def forward_flops(c: Encoder, n_visible: int | None = None) -> int:
+    """Return the same of the encoder, of whose patches ``n_visible`` enter (None: all)."""
+    n_hidden = 0 if n_visible is None else c.n_patches - n_visible
+    patch_flops = 2 * c.n_patches * c.patch_size * c.embed
+    return patch_flops + stack_flops(c.stack, c.n_tokens - n_hidden)

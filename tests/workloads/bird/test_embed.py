@@ -29,11 +29,9 @@ MODEL = dict(
     embed=32,
     depth=2,
     heads=2,
-    n_cls=2,
     patch=(32, 32),
     n_frames=256,
     dtype="float32",
-    drop_path=0.2,
     pool="patches",
 )
 FRONT_END = dict(sample_rate=16_000, n_mels=64, f_max=7_500.0, mean=-6.0)

@@ -45,7 +45,7 @@ MODELS = {
     # Several classes, from the probe, the features that timm's models lack, and a front end without
     # bands above 6 kHz.
     "probe": dict(
-        n_cls=2, positions="rope", mlp="swiglu", supervised=dict(weight=0.0), diet=dict(weight=1.0)
+        positions="rope", mlp="swiglu", supervised=dict(weight=0.0), diet=dict(weight=1.0)
     ),
     "pooled": dict(norm="pooled", mlp="gelu_exact", eps=1e-6, pool="patches"),
 }

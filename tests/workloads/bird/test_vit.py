@@ -19,13 +19,11 @@ TINY = vit.Encoder(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="fl
 FULL = replace(
     TINY,
     patch=(8, 16),
-    n_cls=2,
     n_registers=3,
     positions="rope",
     qk_norm=True,
     mlp="swiglu",
     layer_scale=0.5,
-    mlp_ratio=3,
 )
 
 
@@ -67,7 +65,7 @@ def reference(c, params, x, visible=None):
         tokens.append(patch @ p["w_patch"] + p["b_patch"] + (p["pos"][i] if "pos" in p else 0))
         places.append((row, column))
     tokens = [*p["cls"], *tokens, *p.get("embed_registers", ())]
-    places = [None] * c.n_cls + places + [None] * c.n_registers
+    places = [None] + places + [None] * c.n_registers
     k = c.embed // c.heads
 
     def turned(z, place):
@@ -76,7 +74,7 @@ def reference(c, params, x, visible=None):
         if c.positions != "rope" or place is None:
             return z
         half = k // 2
-        f = c.rope_base ** (-np.arange(0, half, 2) / half)
+        f = vit.ROPE_BASE ** (-np.arange(0, half, 2) / half)
         angle = np.concatenate([place[0] * f, place[1] * f])
         a, b = z[:half], z[half:]
         return np.concatenate(
@@ -125,9 +123,9 @@ def test_equals_a_plain_encoder(c, partly):
     found = encode(c, params, x, visible_bvn=one_hot)
     for i in range(2):
         expected = reference(c, params, x[i], None if visible is None else visible[i])
-        np.testing.assert_allclose(found.cls[i], expected[: c.n_cls], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(found.cls[i], expected[:1], rtol=0, atol=2e-4)
         np.testing.assert_allclose(
-            found.patches[i], expected[c.n_cls : len(expected) - c.n_registers], rtol=0, atol=2e-4
+            found.patches[i], expected[1 : len(expected) - c.n_registers], rtol=0, atol=2e-4
         )
 
 
@@ -147,7 +145,6 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
     assert specs.count(vit.make_specs(plain)) == rest + l * block
     rich = replace(
         plain,
-        n_cls=2,
         n_registers=4,
         positions="rope",
         qk_norm=True,
@@ -156,7 +153,7 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
     )
     hidden = int(2 / 3 * 4 * d)
     block = 2 * 2 * d + 3 * d * d + 3 * d + d * d + d + 3 * d * hidden + 4 * k + 2 * d
-    assert specs.count(vit.make_specs(rich)) == 256 * d + d + 6 * d + 2 * d + l * block
+    assert specs.count(vit.make_specs(rich)) == 256 * d + d + 5 * d + 2 * d + l * block
 
 
 def test_explicit_sizes_override_a_preset():
@@ -178,30 +175,6 @@ def test_patches_are_cut_row_by_row_in_time():
     x = np.arange(24).reshape(1, 4, 6)
     expected = [x[0, i : i + 2, j : j + 3].ravel() for i in (0, 2) for j in (0, 3)]
     np.testing.assert_array_equal(vit.patchify(c, jnp.asarray(x))[0], expected)
-
-
-def test_a_row_skips_layers_with_the_rate_that_rises_with_depth():
-    c = replace(TINY, depth=3, drop_path=0.5)
-    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(4000))
-    keep = np.asarray(vit.survival(c, keys))
-    assert keep.shape == (3, 2, 4000)
-    for rate, factors in zip((0.0, 0.25, 0.5), keep, strict=True):
-        assert set(np.unique(factors)) <= {0.0, np.float32(1 / (1 - rate))}
-        np.testing.assert_allclose((factors == 0).mean(1), rate, atol=0.03)
-        np.testing.assert_allclose(factors.mean(), 1, atol=0.05)
-    assert vit.survival(TINY, keys) is None
-
-
-def test_a_row_that_skips_every_layer_is_its_patches_alone():
-    params, x = params_of(TINY), frames(TINY, 2)
-    keep = jnp.ones((2, 2, 2)).at[:, :, 1].set(0)
-    found, whole = encode(TINY, params, x, keep_l2b=keep), encode(TINY, params, x)
-    np.testing.assert_allclose(found.patches[0], whole.patches[0], rtol=0, atol=1e-5)
-    blank = replace(TINY, depth=1)
-    only = {**params, "blocks": jax.tree.map(lambda w: 0 * w[:1], params["blocks"])}
-    np.testing.assert_allclose(
-        found.patches[1], encode(blank, only, x).patches[1], rtol=0, atol=1e-5
-    )
 
 
 def test_recomputing_layers_changes_no_gradient():
@@ -242,13 +215,11 @@ def test_every_parameter_has_its_place_in_the_optimizer():
         ("heads", 5),
         ("dtype", "float16"),
         ("embed", -1),
-        ("n_cls", 0),
     ]
     + [
         ("preset", "xl"),
         ("mlp", "relu"),
         ("positions", "none"),
-        ("drop_path", 1.0),
         ("remat", "all"),
         ("n_registers", -1),
     ],

@@ -203,7 +203,7 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
             f"the run's config.data makes {frames} frames of {of.n_mels} mels, and its model reads"
             f" {c.n_frames} of {c.n_mels}"
         )
-    if (tokens := c.n_patches + c.n_cls + c.n_registers) > MAX_TOKENS:
+    if (tokens := c.n_tokens) > MAX_TOKENS:
         raise StoredError(
             f"the run's model has {tokens:,} tokens; --onnx writes models of up to {MAX_TOKENS:,}"
         )
@@ -243,7 +243,7 @@ def _spectrogram(graph: Graph, of: FrontEnd, n_frames: int, samples: int) -> str
 
 
 def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]:
-    """`vit.encode`: the names of CLS [B, n_cls, D] and of the patches."""
+    """`vit.encode`: the names of CLS [B, 1, D] and of the patches."""
     (f, w), (rows, columns) = c.patch, c.grid
     x = graph("Reshape", x_bfw, [0, rows, f, columns, w])
     x_bnp = graph(
@@ -252,11 +252,7 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     x_bnd = graph("MatMul", x_bnp, params["w_patch"])
     # Places for the other tokens, and then every token's constant at once.
     registers = params["embed_registers"] if c.n_registers else np.zeros((0, c.embed), np.float32)
-    x_btd = (
-        graph("Pad", x_bnd, [0, c.n_cls, 0, 0, c.n_registers, 0])
-        if c.n_cls + c.n_registers
-        else x_bnd
-    )
+    x_btd = graph("Pad", x_bnd, [0, 1, 0, 0, c.n_registers, 0])
     constant = np.broadcast_to(params["b_patch"] + params.get("pos", 0), (c.n_patches, c.embed))
     x_btd = graph("Add", x_btd, np.concatenate([params["cls"], constant, registers]))
     turns = (
@@ -270,7 +266,7 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
         x_btd = _layer(graph, c, weights, x_btd, turns, f"encoder/blocks/{i}")
     if c.norm == "tokens":
         x_btd = graph("LayerNormalization", x_btd, params["scale"], params["bias"], epsilon=c.eps)
-    return graph.slice(x_btd, 0, c.n_cls, 1), graph.slice(x_btd, c.n_cls, c.n_cls + c.n_patches, 1)
+    return graph.slice(x_btd, 0, 1, 1), graph.slice(x_btd, 1, 1 + c.n_patches, 1)
 
 
 def _layer(

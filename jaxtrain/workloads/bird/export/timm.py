@@ -66,16 +66,15 @@ def _model(
     problems = []
     inner = ours.get(f"{timm_names.ENCODER}blocks/w_up")
     ratio = inner.shape[2] / width if inner and len(inner.shape) == 3 else 4
-    if ratio != int(ratio):
+    if ratio != vit.MLP_RATIO:
         problems.append(
-            f"mlp.fc1 is {ratio:g} times as wide as a token; expected a whole number of times"
+            f"mlp.fc1 is {ratio:g} times as wide as a token; expected {vit.MLP_RATIO} times"
         )
     model: dict[str, Any] = dict(
         embed=width,
         depth=len(layers),
         heads=says.heads,
         patch=tuple(sides),
-        mlp_ratio=max(1, int(ratio)),
         mlp=timm_names.ACTIVATIONS[says.activation],
         eps=says.eps,
         norm="tokens",
@@ -275,7 +274,7 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
         "embed_dim": c.embed,
         "depth": c.depth,
         "num_heads": c.heads,
-        "mlp_ratio": c.mlp_ratio,
+        "mlp_ratio": vit.MLP_RATIO,
         "no_embed_class": True,
         "reg_tokens": c.n_registers,
         "qk_norm": c.qk_norm,

@@ -238,13 +238,11 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     and every array that is missing.
     """
     c = vit.from_saved(model)
-    wrong = {"n_cls": c.n_cls != 1, "positions": c.positions != "learned", "mlp": c.mlp == "swiglu"}
-    has = {"n_cls": "one CLS token", "positions": "learned ones", "mlp": "gelu or gelu_exact"}
-    problems = [
-        f"model.{name} is {getattr(c, name)!r}, and timm's has {has[name]}"
-        for name, bad in wrong.items()
-        if bad
-    ]
+    problems = []
+    if c.positions != "learned":
+        problems.append(f"model.positions is {c.positions!r}, and timm's has learned ones")
+    if c.mlp == "swiglu":
+        problems.append("model.mlp is 'swiglu', and timm's has gelu or gelu_exact")
     sides, d = c.patch, c.embed
     places: dict[str, tuple[str, tuple[int, ...], Any]] = {
         PATCH: ("w_patch", (d, 1, *sides), lambda x: x.T.reshape(d, 1, *sides)),

@@ -245,7 +245,7 @@ def set_up(
     loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
     info = spectrogram.dataset_info(data)
     weights = jax.device_put((model.params, weights), layout.replicated())
-    c = dataclasses.replace(model.config, drop_path=0.0)
+    c = model.config
 
     @jax.jit
     def run(weights: tuple[Any, ...], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -12,10 +12,12 @@ _FIRST = ("supervised", "lejepa", "diet", "mae", "teacher")
 
 def _find() -> dict[str, Objective]:
     """Name -> objective. Raises TypeError for a module without one."""
-    others = sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(_FIRST))
+    names = {module.name for module in pkgutil.iter_modules(__path__)}
+    later = sorted(names - set(_FIRST))
     objectives = {}
-    for name in (*_FIRST, *others):
-        objective = getattr(importlib.import_module(f"{__name__}.{name}"), "OBJECTIVE", None)
+    for name in (*_FIRST, *later):
+        module = importlib.import_module(f"{__name__}.{name}")
+        objective = getattr(module, "OBJECTIVE", None)
         if not isinstance(objective, Objective):
             raise TypeError(
                 f"{__name__}.{name} has to define OBJECTIVE, an {Objective.__module__}.Objective"

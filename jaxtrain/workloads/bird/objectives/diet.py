@@ -1,5 +1,7 @@
 """diet: classify the recording among all (Ibrahim et al. 2024).
 
+Features are normalised over the global batch, and logits are cosines (Wu et al. 2018).
+
 Shapes: B rows, V views, R spectrograms, D embed, K rank.
 """
 
@@ -14,35 +16,26 @@ from jaxtrain.nn.cross_entropy import Sums, cross_entropy
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
 from jaxtrain.workloads.bird import augment, views
-from jaxtrain.workloads.bird.objective import ALL, NORMS, Inputs, Objective, Section, normed
+from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section, batch_normed
 from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 
-# rows of the table of recordings come in these, so that devices can share them
-TABLE_MULTIPLE = 128
+TABLE_MULTIPLE = 128  # the table of recordings has a multiple of these rows: devices share them
+CHUNK = 1024  # [views] on each device whose logits exist at the same time
+TEMPERATURE = 0.1  # of the cosines
 
 
 @dataclass(frozen=True)
 class Diet(Section):
     """A softmax over all recordings, from features of a low rank."""
 
-    on_resume = checks.OnResume(checks.FUNCTION, free=("chunk",), state=("rank",))
+    on_resume = checks.OnResume(checks.FUNCTION, state=("rank",))
 
-    rank: int = 64  # [values] size of the layer between the features and the recordings
-    label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
-    chunk: int = 1024  # [views] views on each device whose logits exist at the same time
-    # [name] norm before the table: batch (over the global batch), layer or none
-    norm: str = "batch"
-    # [1] temperature, by which cosines are divided (Wu et al. 2018); 0 = plain products, as
-    # published
-    temperature: float = 0.1
+    rank: int = 64  # [values] between the features and the recordings
 
 
 def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
-    yield from checks.choice(s, (*NORMS, "none"), "norm")
-    yield from checks.within(s, "[0, 1)", "label_smoothing")
-    yield from checks.not_negative(s, "temperature")
-    yield from checks.at_least(s, 1, "rank", "chunk")
+    yield from checks.at_least(s, 1, "rank")
 
 
 def validate_data(c: Settings, s: Diet, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -52,66 +45,56 @@ def validate_data(c: Settings, s: Diet, info: Mapping[str, Any]) -> Iterator[tup
 
 def table_rows(c: Settings) -> int:
     """Rows of the table of recordings, of which those beyond ``n_recordings`` are never read."""
-    return -(-(c.n_recordings or 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+    n_multiples = -(-(c.n_recordings or 1) // TABLE_MULTIPLE)
+    return n_multiples * TABLE_MULTIPLE
 
 
 def specs(c: Settings, s: Diet) -> PyTree:
     d, k = c.embed, s.rank
-    norm = {"scale_low": Spec((k,), (None,), ones), "bias_low": Spec((k,), (None,), zeros)}
     return {
         "w_low": Spec((d, k), ("embed", None), fan_in(d)),
         "b_low": Spec((k,), (None,), zeros),
         "w_recordings": Spec((table_rows(c), k), ("vocab", None), fan_in(k)),
-        **(norm if s.norm != "none" else {}),
+        "scale_low": Spec((k,), (None,), ones),
+        "bias_low": Spec((k,), (None,), zeros),
     }
 
 
 def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     """Cross-entropy with the recording's index, under mixup with both, by their shares."""
     index_b = x.batch["index"]
-    weight_bv = jnp.broadcast_to(x.weight_b[:, None] / x.c.n_views, (index_b.shape[0], x.c.n_views))
+    weight_b1 = x.weight_b[:, None] / x.c.n_views
+    weight_bv = jnp.broadcast_to(weight_b1, (index_b.shape[0], x.c.n_views))
     low_bvk, table = head(s, x)
 
     def entropy(index_b: Array, weight_bv: Array) -> Sums:
         label_bv = jnp.broadcast_to(index_b[:, None], weight_bv.shape)
-        size, smoothing = x.c.n_recordings, s.label_smoothing
         return cross_entropy(
-            low_bvk,
-            table,
-            label_bv,
-            weight_bv,
-            x.shard,
-            chunk=s.chunk,
-            size=size,
-            smoothing=smoothing,
+            low_bvk, table, label_bv, weight_bv, x.shard, chunk=CHUNK, size=x.c.n_recordings
         )
 
     if x.share_bv is None:
         own = entropy(index_b, weight_bv)
         return own.loss, {"diet_accuracy": Mean(own.correct, weight_bv.sum())}
-    own_bv, other_bv = weight_bv * x.share_bv, weight_bv * (1 - x.share_bv)
-    own, other = entropy(index_b, own_bv), entropy(augment.partner(index_b), other_bv)
-    return own.loss + other.loss, {"diet_accuracy": Mean(own.correct, own_bv.sum())}
+    own_weight_bv = weight_bv * x.share_bv
+    partner_weight_bv = weight_bv * (1 - x.share_bv)
+    own = entropy(index_b, own_weight_bv)
+    partner = entropy(augment.partner(index_b), partner_weight_bv)
+    return own.loss + partner.loss, {"diet_accuracy": Mean(own.correct, own_weight_bv.sum())}
 
 
 def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
     """Features of low rank [B, V, K], and the table [rows, K]: their products are logits."""
     low_rk = x.features.pooled_rd @ x.params["w_low"] + x.params["b_low"][None]
-    if s.norm != "none":
-        low_rk = normed(
-            s.norm,
-            low_rk,
-            x.params["scale_low"],
-            x.params["bias_low"],
-            views.repeated(x.c, x.weight_b),
-        )
-    low_rk, table = jax.nn.relu(low_rk), x.params["w_recordings"]
-    if s.temperature:
-        low_rk, table = unit(low_rk) / s.temperature, unit(table)
+    weight_r = views.repeated(x.c, x.weight_b)
+    low_rk = batch_normed(low_rk, x.params["scale_low"], x.params["bias_low"], weight_r)
+    low_rk = unit(jax.nn.relu(low_rk)) / TEMPERATURE
+    table = unit(x.params["w_recordings"])
     return x.by_view(low_rk.astype(jnp.dtype(x.c.dtype))), table
 
 
 def unit(x: Array) -> Array:
+    """Scale the vectors along the last axis to length 1."""
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
 
 
@@ -127,5 +110,5 @@ OBJECTIVE = Objective(
     flops,
     problems=problems,
     validate_data=validate_data,
-    batch_statistic=lambda s: "diet's batch norm" if s.norm == "batch" else "",
+    batch_statistic="diet's batch norm",
 )

@@ -32,28 +32,32 @@ def specs(c: Settings, s: Mae) -> PyTree:
 def predictions(s: Mae, x: Inputs) -> tuple[Array, Array]:
     """float32 [R, N, P] of every patch, and which are masked, [R, N]."""
     assert x.masks is not None  # of a pass over visible patches, which it needs
-    return masked.decode(
-        x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard
-    ), x.masks.masked
+    pred_rnp = masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
+    return pred_rnp, x.masks.masked
 
 
 def loss(s: Mae, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     target_rnp = masked.normalised(vit.patchify(x.c, x.x_rfw))
     pred_rnp, masked_rn = predictions(s, x)
-    each_r = masked.masked_error(pred_rnp, target_rnp, masked_rn)
-    return (each_r * x.weight_r).sum(), {}
+    error_r = masked.masked_error(pred_rnp, target_rnp, masked_rn)
+    return (error_r * x.weight_r).sum(), {}
 
 
 def evaluate(s: Mae, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
-    return Mean(loss(s, x)[0], x.weight_b.sum()), {}
+    total, _ = loss(s, x)
+    return Mean(total, x.weight_b.sum()), {}
 
 
 def progress(s: Mae, x: Inputs) -> dict[str, Array]:
     """Return first views, masked patches as predicted, with their own mean and spread."""
-    (pred_rnp, masked_rn), x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
-    mean_rn1, std_rn1 = x_rnp.mean(-1, keepdims=True), x_rnp.std(-1, keepdims=True)
-    restored_rnp = jnp.where(masked_rn[:, :, None] > 0, pred_rnp * std_rn1 + mean_rn1, x_rnp)
-    return {"restored": views.as_picture(views.unpatchify(x.c, restored_rnp)[:: x.c.n_views])}
+    pred_rnp, masked_rn = predictions(s, x)
+    x_rnp = vit.patchify(x.c, x.x_rfw)
+    mean_rn1 = x_rnp.mean(-1, keepdims=True)
+    std_rn1 = x_rnp.std(-1, keepdims=True)
+    is_masked_rn1 = masked_rn[:, :, None] > 0
+    restored_rnp = jnp.where(is_masked_rn1, pred_rnp * std_rn1 + mean_rn1, x_rnp)
+    restored_rfw = views.unpatchify(x.c, restored_rnp)
+    return {"restored": views.as_picture(restored_rfw[:: x.c.n_views])}
 
 
 def flops(c: Settings, s: Mae) -> int:

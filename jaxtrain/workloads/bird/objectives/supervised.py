@@ -14,6 +14,10 @@ from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 
 LOSSES = ("softmax", "asymmetric")
+# Of the asymmetric loss, as BirdSet trains with it.
+GAMMA_NEGATIVE = 4.0  # focusing exponent of negatives: the larger, the less easy ones weigh
+GAMMA_POSITIVE = 1.0  # focusing exponent of positives
+CLIP = 0.05  # negative margin, subtracted from the probability of negatives
 
 
 @dataclass(frozen=True)
@@ -22,21 +26,14 @@ class Supervised(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    weight: float = 1.0  # [1] weight in the loss; 0 = off
-    # [name] kind of loss: softmax of one class, or asymmetric (a binary loss of each class)
-    loss: str = "softmax"
-    label_smoothing: float = 0.0  # [1] share of softmax's target that is spread over all classes
-    # [1] focusing exponent of negatives in the asymmetric loss: the larger, the less easy ones
-    # weigh
-    gamma_negative: float = 4.0
-    gamma_positive: float = 1.0  # [1] focusing exponent of positives in the asymmetric loss
-    # [1] margin of the asymmetric loss, subtracted from the probability of negatives
-    clip: float = 0.05
+    weight: float = 1.0  # [1] in the loss; 0 = off
+    loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
+    label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes
 
 
 def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:
     yield from checks.choice(s, LOSSES, "loss")
-    yield from checks.within(s, "[0, 1)", "label_smoothing", "clip")
+    yield from checks.within(s, "[0, 1)", "label_smoothing")
     if s.label_smoothing and s.loss != "softmax":
         yield "label_smoothing", f"is {s.label_smoothing}, which only loss='softmax' has"
 
@@ -71,20 +68,20 @@ def specs(c: Settings, s: Supervised) -> PyTree:
 def loss(s: Supervised, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     assert x.labels is not None  # `validate_data` asks for classes
     logits_rc = classes.scores(x.params, x.features.pooled_rd)
-    each_r = class_loss(x.c, s, logits_rc, x.labels, smoothing=s.label_smoothing)
-    return (each_r * x.weight_r).sum(), {"accuracy": classes.accuracy(x.c, logits_rc, x.labels)}
+    loss_r = class_loss(x.c, s, logits_rc, x.labels, smoothing=s.label_smoothing)
+    total = (loss_r * x.weight_r).sum()
+    return total, {"accuracy": classes.accuracy(x.c, logits_rc, x.labels)}
 
 
 def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
     """Scores are averaged over the views of a recording, without smoothing."""
     assert x.labels is not None
-    logits_bc = x.by_view(classes.scores(x.params, x.features.pooled_rd)).mean(1)
-    each_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)
-    mean = Mean((each_b * x.labels.weight).sum(), x.labels.weight.sum())
-    return mean, {
-        "accuracy": classes.accuracy(x.c, logits_bc, x.labels),
-        **classes.counts(x.c, logits_bc, x.labels),
-    }
+    logits_rc = classes.scores(x.params, x.features.pooled_rd)
+    logits_bc = x.by_view(logits_rc).mean(1)
+    loss_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)
+    mean = Mean((loss_b * x.labels.weight).sum(), x.labels.weight.sum())
+    accuracy = {"accuracy": classes.accuracy(x.c, logits_bc, x.labels)}
+    return mean, accuracy | classes.counts(x.c, logits_bc, x.labels)
 
 
 def class_loss(
@@ -92,30 +89,34 @@ def class_loss(
 ) -> Array:
     """Return the loss of each spectrogram, [R]."""
     if s.loss == "asymmetric":
-        how = {
-            "gamma_positive": s.gamma_positive,
-            "gamma_negative": s.gamma_negative,
-            "clip": s.clip,
-        }
-        return classes.asymmetric_loss(logits_rc, targets(c, labels), **how)
-    own_r = classes.cross_entropy(logits_rc, labels.own, smoothing=smoothing)
-    if labels.other is None or labels.share is None:
+        return classes.asymmetric_loss(
+            logits_rc,
+            targets(c, labels),
+            gamma_positive=GAMMA_POSITIVE,
+            gamma_negative=GAMMA_NEGATIVE,
+            clip=CLIP,
+        )
+    own_r = classes.cross_entropy(logits_rc, labels.label, smoothing=smoothing)
+    if labels.partner_label is None or labels.own_share is None:
         return own_r
-    return labels.share * own_r + (1 - labels.share) * classes.cross_entropy(
-        logits_rc, labels.other, smoothing=smoothing
-    )
+    loss_r = labels.own_share * own_r
+    partner_share_r = 1 - labels.own_share
+    partner_r = classes.cross_entropy(logits_rc, labels.partner_label, smoothing=smoothing)
+    return loss_r + partner_share_r * partner_r
 
 
 def targets(c: Settings, labels: Labels) -> Array:
     """float32 [R, C]: 1 for each class of the recording, in a mixture of both recordings."""
 
-    def hot(label: Array) -> Array:
-        return (label if c.multilabel else label[:, None] == jnp.arange(c.n_classes)[None]).astype(
-            jnp.float32
-        )
+    def one_hot(label: Array) -> Array:
+        if not c.multilabel:
+            label = label[:, None] == jnp.arange(c.n_classes)[None]
+        return label.astype(jnp.float32)
 
-    own_rc = hot(labels.own)
-    return own_rc if labels.other is None else jnp.maximum(own_rc, hot(labels.other))
+    own_rc = one_hot(labels.label)
+    if labels.partner_label is None:
+        return own_rc
+    return jnp.maximum(own_rc, one_hot(labels.partner_label))
 
 
 def flops(c: Settings, s: Supervised) -> int:

@@ -19,7 +19,7 @@ class Teacher(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    momentum: float = 0.996  # [1] momentum of the average at the start, which rises linearly to 1
+    momentum: float = 0.996  # [1] of the average at the start, rising linearly to 1 at the end
     # [section] the predictor
     decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))
 
@@ -35,24 +35,28 @@ def specs(c: Settings, s: Teacher) -> PyTree:
 
 def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
     """Make the teacher the student after the first step, then a slower and slower average of it."""
-    momentum = jnp.where(
-        step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0)
-    )
-    return jax.tree.map(
-        lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"]
-    )
+    is_first = step == 0
+    progress = jnp.minimum(step / steps, 1.0)
+    momentum = jnp.where(is_first, 0.0, s.momentum + (1 - s.momentum) * progress)
+
+    def moved(teacher: Array, student: Array) -> Array:
+        return momentum * teacher + (1 - momentum) * student
+
+    return jax.tree.map(moved, average, params["encoder"])
 
 
 def loss(s: Teacher, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     assert x.masks is not None  # of a pass over visible patches, which it needs
     pred_rnd = masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
-    target_rnd = vit.encode(x.c, jax.lax.stop_gradient(x.model_state), x.x_rfw, x.shard).patches
-    each_r = masked.masked_error(pred_rnd, masked.normalised(target_rnd), x.masks.masked)
-    return (each_r * x.weight_r).sum(), {}
+    teacher = jax.lax.stop_gradient(x.model_state)
+    target_rnd = masked.normalised(vit.encode(x.c, teacher, x.x_rfw, x.shard).patches)
+    error_r = masked.masked_error(pred_rnd, target_rnd, x.masks.masked)
+    return (error_r * x.weight_r).sum(), {}
 
 
 def evaluate(s: Teacher, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
-    return Mean(loss(s, x)[0], x.weight_b.sum()), {}
+    total, _ = loss(s, x)
+    return Mean(total, x.weight_b.sum()), {}
 
 
 def flops(c: Settings, s: Teacher) -> int:
