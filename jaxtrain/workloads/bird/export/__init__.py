@@ -11,35 +11,42 @@ METRICS = ("accuracy", "probe_accuracy", "supervised_loss", "probe_loss")
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
 import json, pathlib, sys
 if len(sys.argv) != 2:
-    print(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=sys.stderr); sys.exit(2)
+    print(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=sys.stderr)
+    sys.exit(2)
 import jax
 from jaxtrain.workloads.bird import vit
 from jaxtrain.types import Export
 from loaders.audio import front_end, spectrogram
 here = pathlib.Path(__file__).parent
 config = json.loads((here / "config.json").read_text())
-c, data, params = vit.from_saved(config["model"]), config["data"], vit.read_exported(here / "model.safetensors")
+c, data = vit.from_saved(config["model"]), config["data"]
+params = vit.read_exported(here / "model.safetensors")
 wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
 rate, of = round(rate * data.get("time_expansion", 1)), front_end.saved(data)
-x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of)
-features = jax.jit(lambda params, x: vit.pooled(c, params, vit.encode(c, params, x).patches))(params, x[None])
+x = spectrogram.front_end(
+    wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of
+)
+encode = jax.jit(lambda params, x: vit.pooled(c, params, vit.encode(c, params, x).patches))
+features = encode(params, x[None])
 print(*features[0].tolist())
 '''
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """Return the model's part of a card, whose example names classes if the export has them."""
-    named = "objective/supervised/w" in files and (config.get("model") or {}).get("class_names")
-    example = (
-        "$ jaxtrain detect . bird.ogg --out found" if named else "$ python example.py bird.ogg"
-    )
+    example = "$ python example.py bird.ogg"
+    class_names = (config.get("model") or {}).get("class_names")
+    if class_names and "objective/supervised/w" in files:
+        example = "$ jaxtrain detect . bird.ogg --out found"
     return Hub("jaxtrain", task(config), METRICS, example)
 
 
 def task(config: Mapping[str, Any]) -> str:
     """Return the Hub's task of a run's model: classification if it was trained with labels."""
     supervised = (config.get("model") or {}).get("supervised") or {}
-    return "audio-classification" if supervised.get("weight", 0) > 0 else "feature-extraction"
+    if supervised.get("weight", 0) > 0:
+        return "audio-classification"
+    return "feature-extraction"
 
 
 def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:

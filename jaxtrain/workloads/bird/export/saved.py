@@ -23,14 +23,14 @@ HEADS = {
 def misfits(c: vit.Encoder, arrays: Mapping[str, Stored]) -> list[str]:
     """List the arrays of an encoder that are missing, or of another shape than by the config."""
     table = vit.make_specs(c)
-    leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
-    shapes = {f"encoder/{path}": spec.shape for path, spec in leaves}
-    found = {path: arrays[path].shape if path in arrays else "missing" for path in shapes}
-    return [
-        f"{path} is {found[path]}; expected {shape}"
-        for path, shape in shapes.items()
-        if found[path] != shape
-    ]
+    problems = []
+    leaves = jax.tree.leaves(table, is_leaf=specs.is_spec)
+    for name, spec in zip(specs.paths(table), leaves, strict=True):
+        path = f"encoder/{name}"
+        shape = arrays[path].shape if path in arrays else "missing"
+        if shape != spec.shape:
+            problems.append(f"{path} is {shape}; expected {spec.shape}")
+    return problems
 
 
 def encoder(c: vit.Encoder, arrays: Mapping[str, Stored]) -> PyTree:
@@ -40,20 +40,27 @@ def encoder(c: vit.Encoder, arrays: Mapping[str, Stored]) -> PyTree:
 
 def heads(c: vit.Encoder, arrays: Mapping[str, Stored]) -> dict[str, dict[str, np.ndarray]]:
     """Read a run's heads by kind, that of its labels and its probe. Raises StoredError: no fit."""
-    found = {}
+    heads: dict[str, dict[str, np.ndarray]] = {}
     for kind, (folder, names) in HEADS.items():
-        if any(f"{folder}/{name}" not in arrays for name in names):
+        paths = {name: f"{folder}/{name}" for name in names}
+        if any(path not in arrays for path in paths.values()):
             continue
-        n = arrays[f"{folder}/b"].shape
-        fits = {"scale": (c.embed,), "bias": (c.embed,), "w": (c.embed, *n), "b": (math.prod(n),)}
-        for name in names:
-            if (shape := arrays[f"{folder}/{name}"].shape) != fits[name] or 0 in shape:
+        n_classes = arrays[f"{folder}/b"].shape
+        expected = {
+            "scale": (c.embed,),
+            "bias": (c.embed,),
+            "w": (c.embed, *n_classes),
+            "b": (math.prod(n_classes),),
+        }
+        for name, path in paths.items():
+            shape = arrays[path].shape
+            if shape != expected[name] or 0 in shape:
                 raise StoredError(
-                    f"{folder}/{name} is {shape}; {c.embed} features and classes {n} expect"
-                    f" {fits[name]}"
+                    f"{path} is {shape}; {c.embed} features and classes {n_classes} expect"
+                    f" {expected[name]}"
                 )
-        found[kind] = {name: _read(arrays, f"{folder}/{name}") for name in names}
-    return found
+        heads[kind] = {name: _read(arrays, path) for name, path in paths.items()}
+    return heads
 
 
 def _read(arrays: Mapping[str, Stored], path: str) -> np.ndarray:

@@ -5,11 +5,12 @@ of a run that would have made it, and `FORMAT` the files of `jaxtrain export --f
 renaming is in `jaxtrain.workloads.bird.export.timm_names`.
 """
 
+import dataclasses
 import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -20,11 +21,18 @@ from jaxtrain.workloads.bird import export, vit
 from jaxtrain.workloads.bird.export import saved, timm_names
 from loaders.audio import front_end
 
-# arrays that the encoder of such a folder has no use for
-LEFT = ("head/", "norm/", "decoder", "mask_token")
+# beginnings of arrays that the encoder of such a folder has no use for
+UNUSED = ("head/", "norm/", "decoder", "mask_token")
 GRID = "^encoder/pos$"
 # next to the weights of others: fields of the section data that say which spectrograms they read
 FRONT_END = "front_end.json"
+ARCHITECTURES = {
+    "ti": "vit_tiny_patch16_224",
+    "s": "vit_small_patch16_224",
+    "b": "vit_base_patch16_224",
+    "l": "vit_large_patch16_224",
+    "h": "vit_huge_patch14_224",
+}
 
 
 def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,91 +46,92 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
         raise StoredError(
             f"{folder} holds no {patch}; expected a vision transformer under timm's names"
         )
-    model, unused, problems = _model(arrays, folder)
-    if problems:
+    found = _model(arrays, folder)
+    if found.problems:
         remedy = "set config.model yourself, and declare them by config.warm_start.skip and unused"
-        raise StoredError(
-            "\n".join(
-                [
-                    f"{folder} is not a transformer that is here; {remedy}:",
-                    *(f"  {p}" for p in problems),
-                ]
-            )
-        )
-    start = {"source": str(folder), "skip": ("^(objective|probe)/",)}
-    return model, {**start, "unused": tuple(unused)} if unused else start
+        lines = [f"{folder} is not a transformer that is here; {remedy}:"]
+        lines += [f"  {problem}" for problem in found.problems]
+        raise StoredError("\n".join(lines))
+    start: dict[str, Any] = {"source": str(folder), "skip": ("^(objective|probe)/",)}
+    if found.unused:
+        start["unused"] = tuple(found.unused)
+    return found.section, start
 
 
-def _model(
-    arrays: Mapping[str, Stored], folder: str | os.PathLike[str]
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the section ``model``, patterns of arrays that have no use, and the problems."""
-    there = timm_names.unprefixed(arrays)
-    patch = there[timm_names.PATCH]
+class Found(NamedTuple):
+    """A folder's transformer, as a section ``model``."""
+
+    section: dict[str, Any]
+    unused: list[str]  # patterns of arrays that have no use
+    problems: list[str]
+
+
+def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Found:
+    theirs = timm_names.unprefixed(arrays)
     ours = timm_names.as_ours(arrays, folder)
-    width, _, *sides = patch.shape
-    says = timm_names.about(folder, width)
-    layers = {int(m[1]) for path in there if (m := re.match(r"blocks/(\d+)/", path))}
-    problems = []
-    inner = ours.get(f"{timm_names.ENCODER}blocks/w_up")
-    ratio = inner.shape[2] / width if inner and len(inner.shape) == 3 else 4
-    if ratio != vit.MLP_RATIO:
-        problems.append(
-            f"mlp.fc1 is {ratio:g} times as wide as a token; expected {vit.MLP_RATIO} times"
-        )
-    model: dict[str, Any] = dict(
+    width, _, *sides = theirs[timm_names.PATCH].shape
+    settings = timm_names.about(folder, width)
+    layers = {int(m[1]) for path in theirs if (m := re.match(r"blocks/(\d+)/", path))}
+    section: dict[str, Any] = dict(
         embed=width,
         depth=len(layers),
-        heads=says.heads,
+        heads=settings.heads,
         patch=tuple(sides),
-        mlp=timm_names.ACTIVATIONS[says.activation],
-        eps=says.eps,
+        mlp=timm_names.ACTIVATIONS[settings.activation],
+        eps=settings.eps,
         norm="tokens",
         positions="learned",
         qk_norm=f"{timm_names.ENCODER}blocks/scale_q" in ours,
         n_registers=0,
-        pool="patches" if says.averages else "cls",
+        pool="patches" if settings.averages else "cls",
         layer_scale=1e-4 if f"{timm_names.ENCODER}blocks/scale_added_mlp" in ours else 0.0,
     )
-    if "fc_norm/weight" in there:
-        model |= dict(norm="pooled", pool="patches")
-    if (registers := ours.get(f"{timm_names.ENCODER}embed_registers")) is not None:
-        model["n_registers"] = registers.shape[0]
+    if "fc_norm/weight" in theirs:
+        section |= dict(norm="pooled", pool="patches")
+    registers = ours.get(f"{timm_names.ENCODER}embed_registers")
+    if registers is not None:
+        section["n_registers"] = registers.shape[0]
     positions = ours.get(f"{timm_names.ENCODER}pos")
-    image = says.image
+    problems = _width_problems(ours, width)
+    image = settings.image
     if image and any(n % side for n, side in zip(image, sides, strict=True)):
         problems.append(f"its image is {list(image)}, which patches of {sides} do not divide")
     elif image:
-        grid = (image[0] // sides[0], image[1] // sides[1])
-        model |= dict(n_frames=image[0], n_mels=image[1])
-        if positions is not None and positions.shape[0] != grid[0] * grid[1]:
-            problems.append(
-                f"pos_embed has {positions.shape[0]} patches, and config.json says a grid of"
-                f" {grid[0]}x{grid[1]}"
-            )
+        section |= dict(n_frames=image[0], n_mels=image[1])
+        problems += _grid_problems((image[0] // sides[0], image[1] // sides[1]), positions)
     elif positions is not None and positions.shape[0] % 8 == 0 and sides == [16, 16]:
         # as AudioMAE and Bird-MAE have it: 128 mels
-        model |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)
+        section |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)
     if problems:
-        return model, [], problems
-    c = vit.Encoder(**{name: value for name, value in model.items() if name != "pool"})
-    wrong = [f"model.{name} {text}" for name, text in c.validate()]
-    if not wrong:
-        wrong += saved.misfits(c, ours)
-    rest = [path for path in ours if not path.startswith(timm_names.ENCODER)]
-    unused = [f"^{name}" for name in LEFT if any(path.startswith(name) for path in rest)]
-    extra = [path for path in rest if not path.startswith(LEFT)]
-    return (
-        model,
-        unused,
-        [
-            *wrong,
-            *(
-                f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here"
-                for path in extra
-            ),
-        ],
-    )
+        return Found(section, [], problems)
+    c = vit.Encoder(**{name: value for name, value in section.items() if name != "pool"})
+    problems = [f"model.{name} {text}" for name, text in c.validate()]
+    problems = problems or saved.misfits(c, ours)
+    others = [path for path in ours if not path.startswith(timm_names.ENCODER)]
+    unused = [f"^{name}" for name in UNUSED if any(path.startswith(name) for path in others)]
+    for path in others:
+        if not path.startswith(UNUSED):
+            name = path.replace("/", ".")
+            problems.append(f"{name} {list(ours[path].shape)} has no place here")
+    return Found(section, unused, problems)
+
+
+def _width_problems(ours: Mapping[str, Stored], width: int) -> list[str]:
+    w_up = ours.get(f"{timm_names.ENCODER}blocks/w_up")
+    if not w_up or len(w_up.shape) != 3:
+        return []
+    ratio = w_up.shape[2] / width
+    if ratio == vit.MLP_RATIO:
+        return []
+    return [f"mlp.fc1 is {ratio:g} times as wide as a token; expected {vit.MLP_RATIO} times"]
+
+
+def _grid_problems(grid: tuple[int, int], positions: Stored | None) -> list[str]:
+    rows, columns = grid
+    if positions is None or positions.shape[0] == rows * columns:
+        return []
+    n_patches = positions.shape[0]
+    return [f"pos_embed has {n_patches} patches, and config.json says a grid of {rows}x{columns}"]
 
 
 def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
@@ -133,34 +142,31 @@ def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
         arrays = safetensors_reader.open_safetensors(rules.source)
         if not timm_names.unprefixed(arrays):
             return
-        model, _, _ = _model(arrays, rules.source)
-        says = timm_names.about(rules.source, model["embed"])
+        section = _model(arrays, rules.source).section
+        image = timm_names.about(rules.source, section["embed"]).image
     except (StoredError, OSError):
         return  # the warm start itself reports the error
-    expected = {name: model[name] for name in ("mlp", "eps", "norm", "heads") if model[name]}
-    for name, value in expected.items():
-        if getattr(c, name) != value:
+    for name in ("mlp", "eps", "norm", "heads"):
+        value = getattr(c, name)
+        if section[name] and value != section[name]:
             yield (
                 name,
-                (
-                    f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set"
-                    f" config.model.{name}={value}"
-                ),
+                f"is {value!r}, and {rules.source} has {section[name]!r}; set"
+                f" config.model.{name}={section[name]}",
             )
-    if not says.image or "n_frames" not in model or c.positions != "learned":
+    if not image or "n_frames" not in section or c.positions != "learned":
         return
-    grid = tuple(n // side for n, side in zip(says.image, model["patch"], strict=True))
-    declared = any(re.search(pattern, "encoder/pos") for pattern in (*rules.reshape, *rules.skip))
-    if grid != c.grid and not declared:
-        theirs = f"{grid[0]}x{grid[1]}"
+    rows, columns = (n // side for n, side in zip(image, section["patch"], strict=True))
+    patterns = (*rules.reshape, *rules.skip)
+    is_declared = any(re.search(pattern, "encoder/pos") for pattern in patterns)
+    if (rows, columns) != c.grid and not is_declared:
+        theirs = f"{rows}x{columns}"
         ours = f"{c.grid[0]}x{c.grid[1]}"
         yield (
             "patch",
-            (
-                f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the"
-                f" positions of {rules.source} are of {theirs}; resample them:"
-                f" \"--config.warm_start.reshape={{'{GRID}': 'grid {theirs} to {ours}'}}\""
-            ),
+            f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the"
+            f" positions of {rules.source} are of {theirs}; resample them:"
+            f" \"--config.warm_start.reshape={{'{GRID}': 'grid {theirs} to {ours}'}}\"",
         )
 
 
@@ -173,43 +179,42 @@ def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     model, _ = from_folder(folder)
     place = epath.Path(folder).expanduser()
     place = place if place.is_dir() else place.parent
-    size = (model.get("n_frames"), model.get("n_mels"))
-    if None in size:
+    if "n_frames" not in model:
         raise StoredError(
             f'{folder}: config.json does not say the size of its image; write {{"img_size":'
             " [frames, mels]}"
         )
+    n_frames, n_mels = model["n_frames"], model["n_mels"]
     data: dict[str, Any] = {}
     if (place / FRONT_END).exists():
         data = stored.read_object(place, FRONT_END)
-    elif size != (512, 128):
+    elif (n_frames, n_mels) != (512, 128):
         raise StoredError(
-            f"{folder} reads {size[0]} frames of {size[1]} mels, and which spectrograms they are is"
-            " not known; write them to "
-            f'{FRONT_END} there, for example {{"sample_rate": 16000, "mean": -4.27, "std": 4.57,'
-            ' "clip_seconds": 10.0}'
+            f"{folder} reads {n_frames} frames of {n_mels} mels, and which spectrograms they are is"
+            f" not known; write them to {FRONT_END} there, for example"
+            ' {"sample_rate": 16000, "mean": -4.27, "std": 4.57, "clip_seconds": 10.0}'
         )
     try:
-        of = front_end.saved({"n_mels": size[1], **data})
+        of = front_end.saved({"n_mels": n_mels, **data})
     except ValueError as error:
         raise StoredError(f"{place / FRONT_END}: {error}") from error
-    if of.n_mels != size[1]:
+    if of.n_mels != n_mels:
         raise StoredError(
-            f"{place / FRONT_END}: n_mels is {of.n_mels}, and the weights read {size[1]}"
+            f"{place / FRONT_END}: n_mels is {of.n_mels}, and the weights read {n_mels}"
         )
-    seconds = data.get("clip_seconds", 5.0 if of == front_end.DEFAULT and size[0] == 512 else None)
+    is_bird_mae = of == front_end.DEFAULT and n_frames == 512
+    seconds = data.get("clip_seconds", 5.0 if is_bird_mae else None)
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < 1e6:
         raise StoredError(
             f"{place / FRONT_END}: clip_seconds is {str(seconds)[:40]}; expected the seconds of a"
             " clip"
         )
-    settings = {name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__}
     return {
         "workload": "jaxtrain.workloads.bird",
         "model": {**model, "dtype": "float32"},  # as its authors compute its features
         "data": {
-            **settings,
-            "n_frames": size[0],
+            **dataclasses.asdict(of),
+            "n_frames": n_frames,
             "clip_seconds": float(seconds),
             "short": "origin",
             "label": "",
@@ -225,7 +230,8 @@ import soundfile, timm, torch, torchaudio
 from safetensors.torch import load_file
 here = pathlib.Path(__file__).parent
 config = json.loads((here / "config.json").read_text())
-model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
+model = timm.create_model(
+    config["architecture"], num_classes=config["num_classes"], **config["model_args"])
 model.load_state_dict(load_file(here / "model.safetensors"))
 model.eval()
 for module in model.modules():
@@ -233,17 +239,20 @@ for module in model.modules():
         module.eps = config["norm_eps"]
 of = config["spectrogram"]
 wave, rate = soundfile.read(sys.argv[1], dtype="float32", always_2d=True)
-x = torchaudio.functional.resample(torch.from_numpy(wave.mean(1)), rate, of["sample_rate"])[: of["samples"]]
+x = torchaudio.functional.resample(torch.from_numpy(wave.mean(1)), rate, of["sample_rate"])
+x = x[: of["samples"]]
 x = torch.nn.functional.pad(x, (0, of["samples"] - len(x)))
 x = torchaudio.compliance.kaldi.fbank(
-    (x - x.mean())[None], htk_compat=True, use_energy=False, window_type="hanning", dither=0.0, num_mel_bins=of["n_mels"],
-    sample_frequency=of["sample_rate"], frame_length=of["window_ms"], frame_shift=of["hop_ms"], low_freq=of["f_min"],
-    high_freq=of["f_max"])[: of["n_frames"]]
+    (x - x.mean())[None], htk_compat=True, use_energy=False, window_type="hanning", dither=0.0,
+    num_mel_bins=of["n_mels"], sample_frequency=of["sample_rate"], frame_length=of["window_ms"],
+    frame_shift=of["hop_ms"], low_freq=of["f_min"], high_freq=of["f_max"])
+x = x[: of["n_frames"]]
 x = torch.nn.functional.pad(x, (0, 0, 0, of["n_frames"] - len(x)), value=float(x.min()))
 with torch.no_grad():
     x = ((x - of["mean"]) / (2 * of["std"]))[None, None]
     patches = model.forward_features(x)
-    features, logits = model.forward_head(patches, pre_logits=True)[0], model.forward_head(patches)[0]
+    features = model.forward_head(patches, pre_logits=True)[0]
+    logits = model.forward_head(patches)[0]
 if not config["num_classes"]:
     print(*features.tolist())
 else:
@@ -256,17 +265,24 @@ else:
 
 def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return config.json as timm reads it, and example.py without JAX. Raises ValueError."""
-    model, data = config["model"], config.get("data") or {}
+    model = config["model"]
+    data = config.get("data") or {}
+    supervised = model.get("supervised") or {}
+    n_classes = int(model.get("n_classes") or 0) if supervised.get("weight", 0) > 0 else 0
+    fields = _config(model, data, n_classes)
+    example = EXAMPLE
+    if n_classes and supervised.get("loss", "softmax") != "softmax":
+        example = EXAMPLE.replace("softmax(0)", "sigmoid()")
+    return {
+        "config.json": (json.dumps(fields, indent=2) + "\n").encode(),
+        "example.py": example.encode(),
+    }
+
+
+def _config(model: Mapping[str, Any], data: Mapping[str, Any], n_classes: int) -> dict[str, Any]:
+    """Return config.json of timm."""
     c = vit.from_saved(model)
     of = front_end.saved(data)
-    names = list(model.get("class_names") or ())
-    heads = (
-        "supervised" in model
-        and (model["supervised"] or {}).get("weight", 0) > 0
-        and model.get("n_classes")
-    )
-    n_classes = int(model["n_classes"]) if heads else 0
-    patches = model.get("pool") == "patches"
     arguments: dict[str, Any] = {
         "img_size": [c.n_frames, c.n_mels],
         "patch_size": list(c.patch),
@@ -279,21 +295,14 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
         "reg_tokens": c.n_registers,
         "qk_norm": c.qk_norm,
         "init_values": c.layer_scale or None,
-        "global_pool": "avg" if patches else "token",
+        "global_pool": "avg" if model.get("pool") == "patches" else "token",
         "fc_norm": timm_names.norm_of(model) == "fc_norm",
         "act_layer": "gelu" if c.mlp == "gelu_exact" else "gelu_tanh",
     }
-    size = next((name for name, (width, _, _) in vit.PRESETS.items() if width == c.embed), "b")
-    architecture = {
-        "ti": "vit_tiny",
-        "s": "vit_small",
-        "b": "vit_base",
-        "l": "vit_large",
-        "h": "vit_huge",
-    }[size]
+    presets = [name for name, (width, _, _) in vit.PRESETS.items() if width == c.embed]
+    preset = presets[0] if presets else "b"
     fields: dict[str, Any] = {
-        # its sizes are those of model_args
-        "architecture": f"{architecture}_patch{14 if size == 'h' else 16}_224",
+        "architecture": ARCHITECTURES[preset],  # its sizes are those of model_args
         "num_classes": n_classes,
         "num_features": c.embed,
         "model_args": arguments,
@@ -308,19 +317,15 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
             "classifier": "head",
         },
         "spectrogram": {
-            **{name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__},
+            **dataclasses.asdict(of),
             "n_frames": c.n_frames,
             "samples": round(of.sample_rate * data.get("clip_seconds", 5.0)),
         },
     }
+    names = list(model.get("class_names") or ())
     if n_classes and len(names) == n_classes:
         fields["label_names"] = names
-    several = n_classes and model["supervised"].get("loss", "softmax") != "softmax"
-    example = EXAMPLE.replace("softmax(0)", "sigmoid()") if several else EXAMPLE
-    return {
-        "config.json": (json.dumps(fields, indent=2) + "\n").encode(),
-        "example.py": example.encode(),
-    }
+    return fields
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
@@ -332,8 +337,8 @@ def _arrays(
     arrays: Mapping[str, Stored], folder: str | os.PathLike[str], ours: bool
 ) -> dict[str, Stored]:
     """Arrays by the paths of an encoder, and of an export by jaxtrain with its head."""
-    named = timm_names.as_ours(arrays, folder)
-    return timm_names.with_head(named) if ours else named
+    renamed = timm_names.as_ours(arrays, folder)
+    return timm_names.with_head(renamed) if ours else renamed
 
 
 FORMAT = Format(rename=timm_names.as_timm, export=Export(files=files, hub=hub))

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import saved
 
 PATCH = "patch_embed/proj/weight"
-ENCODER, HEAD = "encoder/", "objective/supervised/"
+ENCODER = "encoder/"
+HEAD = "objective/supervised/"
 LAYER = {
     "scale_attention": "norm1/weight",
     "bias_attention": "norm1/bias",
@@ -74,36 +75,23 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
 
     They are {} if they are no transformer under timm's names.
     """
-    prefix = next(
-        (path.removesuffix(PATCH) for path in arrays if f"/{path}".endswith(f"/{PATCH}")), None
-    )
-    return (
-        {} if prefix is None else {path.removeprefix(prefix): one for path, one in arrays.items()}
-    )
+    for path in arrays:
+        if f"/{path}".endswith(f"/{PATCH}"):
+            prefix = path.removesuffix(PATCH)
+            return {path.removeprefix(prefix): array for path, array in arrays.items()}
+    return {}
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
     """Read config.json of timm, for tokens of a ``width``. Raises StoredError: no sense in it."""
     place = epath.Path(folder).expanduser()
     place = place if place.is_dir() else place.parent
-    found = stored.read_object(place, "config.json") if (place / "config.json").exists() else {}
-    parts = [found.get(name) for name in ("pretrained_cfg", "model_args")]
-    flat: dict[str, Any] = {
-        **found,
-        **{k: v for part in parts if isinstance(part, dict) for k, v in part.items()},
-    }
-    flat = {name: value for name, value in flat.items() if value is not None}
+    fields = _fields(place)
 
-    def first(*names: str, default: Any = None) -> Any:
-        return next((flat[name] for name in names if name in flat), default)
+    def first(*names: str, default: Any) -> Any:
+        return next((fields[name] for name in names if name in fields), default)
 
-    channels_first = flat.get("input_size")
-    size = first(
-        "img_size", default=channels_first[1:] if isinstance(channels_first, list) else None
-    )
-    if "img_size_x" in flat and "img_size_y" in flat:
-        size = [flat["img_size_x"], flat["img_size_y"]]
-    size = [size, size] if isinstance(size, int) else size
+    size = _image_size(fields)
     heads = first("num_heads", "num_attention_heads", "n_heads", default=WIDTHS.get(width, 0))
     eps = first("norm_layer_eps", "layer_norm_eps", "norm_eps", default=EPS)
     activation = first("act_layer", "hidden_act", default="gelu")
@@ -114,9 +102,8 @@ def about(folder: str | os.PathLike[str], width: int) -> About:
         problems.append(f"num_heads is {heads}, which does not divide the width {width}")
     if type(eps) is not float or not 0 < eps < 1:
         problems.append(f"the norms' epsilon is {str(eps)[:40]!r}; expected a number in (0, 1)")
-    if size is not None and not (
-        isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))
-    ):
+    is_image = isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))
+    if size is not None and not is_image:
         problems.append(f"img_size is {str(size)[:40]!r}; expected [frames, mels]")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         problems.append(
@@ -124,9 +111,36 @@ def about(folder: str | os.PathLike[str], width: int) -> About:
         )
     if problems:
         raise StoredError(f"{place / 'config.json'}: {'; '.join(problems)}")
-    image = (size[0], size[1]) if size is not None else None
-    averages = flat.get("global_pool") in ("avg", "mean")
-    return About(heads, activation, eps, image, not flat.get("no_embed_class"), averages)
+    return About(
+        heads=heads,
+        activation=activation,
+        eps=eps,
+        image=(size[0], size[1]) if size is not None else None,
+        own_position=not fields.get("no_embed_class"),
+        averages=fields.get("global_pool") in ("avg", "mean"),
+    )
+
+
+def _fields(folder: epath.Path) -> dict[str, Any]:
+    """Return the values of a folder's config.json, those of its parts by their own names."""
+    path = folder / "config.json"
+    config = stored.read_object(folder, "config.json") if path.exists() else {}
+    fields = dict(config)
+    for name in ("pretrained_cfg", "model_args"):
+        if isinstance(config.get(name), dict):
+            fields |= config[name]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _image_size(fields: Mapping[str, Any]) -> Any:
+    """Return the image as config.json has it: [frames, mels] if it is valid, None if it is none."""
+    if "img_size_x" in fields and "img_size_y" in fields:
+        return [fields["img_size_x"], fields["img_size_y"]]
+    size = fields.get("img_size")
+    channels_first = fields.get("input_size")
+    if size is None and isinstance(channels_first, list):
+        size = channels_first[1:]
+    return [size, size] if isinstance(size, int) else size
 
 
 def _is_size(value: Any) -> bool:
@@ -139,75 +153,103 @@ def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dic
     An array of a wrong shape stays as it is: the reader of the table refuses it. Raises
     StoredError: odd patches, an unknown number of heads, layers that differ, an odd config.json.
     """
-    there = unprefixed(arrays)
-    patch = there.pop(PATCH)
+    theirs = unprefixed(arrays)
+    patch = theirs.pop(PATCH)
     if len(patch.shape) != 4 or patch.shape[1] not in (1, 3):
         raise StoredError(
             f"{folder}: {PATCH} is {list(patch.shape)}; expected [width, 1 or 3 channels, frames,"
             " mels]"
         )
     width, _, *sides = patch.shape
-    says = about(folder, width)
+    settings = about(folder, width)
     ours = {f"{ENCODER}w_patch": _view(patch, (math.prod(sides), width), _patches)}
-    names = {"patch_embed/proj/bias": "b_patch"}
-    norm = "fc_norm" if "fc_norm/weight" in there else "norm"
-    names |= {f"{norm}/weight": "scale", f"{norm}/bias": "bias"}
-    ours |= {f"{ENCODER}{name}": there.pop(path) for path, name in names.items() if path in there}
+    norm = "fc_norm" if "fc_norm/weight" in theirs else "norm"
+    for path, name in (
+        ("patch_embed/proj/bias", "b_patch"),
+        (f"{norm}/weight", "scale"),
+        (f"{norm}/bias", "bias"),
+    ):
+        if path in theirs:
+            ours[f"{ENCODER}{name}"] = theirs.pop(path)
+    ours |= _tokens(theirs, width, settings)
 
-    named = {"cls_token": "cls", "reg_token": "embed_registers", "pos_embed": "pos"}
-    tokens = {name: there.pop(path) for path, name in named.items() if path in there}
-    odd = {
-        name for name, one in tokens.items() if len(one.shape) != 3 or one.shape[::2] != (1, width)
+    names = {path: name for name, path in LAYER.items()}
+    for path in list(theirs):
+        layer = re.fullmatch(r"blocks/(\d+)/(.*)", path)
+        if layer and layer[2] in names:
+            name = names[layer[2]]
+            array = _of_layer(name, theirs.pop(path), width, settings.heads, f"{folder}: {path}")
+            ours[f"{ENCODER}blocks/{name}[{layer[1]}]"] = array
+    ours |= theirs
+    return {
+        path: array._replace(keys=tuple(path.split("/")))
+        for path, array in stored.stack(ours).items()
     }
-    ours |= {f"{ENCODER}{name}": tokens.pop(name) for name in odd}
+
+
+def _tokens(theirs: dict[str, Stored], width: int, settings: About) -> dict[str, Stored]:
+    """Take CLS, registers and positions out of timm's arrays, and return them by our paths.
+
+    If CLS and registers have positions, the first of all, these are added to them.
+    """
+    ours: dict[str, Stored] = {}
+    tokens: dict[str, Stored] = {}
+    for path, name in (
+        ("cls_token", "cls"),
+        ("reg_token", "embed_registers"),
+        ("pos_embed", "pos"),
+    ):
+        if path not in theirs:
+            continue
+        array = theirs.pop(path)
+        if len(array.shape) == 3 and array.shape[0] == 1 and array.shape[2] == width:
+            tokens[name] = array
+        else:
+            ours[f"{ENCODER}{name}"] = array
     positions = tokens.pop("pos", None)
-    before = sum(one.shape[1] for one in tokens.values()) if says.own_position else 0
-    if positions is not None and positions.shape[1] <= before:
+    n_before = 0
+    if settings.own_position:
+        n_before = sum(array.shape[1] for array in tokens.values())
+    if positions is not None and positions.shape[1] <= n_before:
         ours[f"{ENCODER}pos"], positions = positions, None
     if positions is not None:
-        ours[f"{ENCODER}pos"] = _view(
-            positions, (positions.shape[1] - before, width), lambda x: x[0, before:]
-        )
-    at = 0
-    for name, one in tokens.items():
-        n = one.shape[1]
-        read = functools.partial(_token, one, positions if before else None, slice(at, at + n))
-        ours[f"{ENCODER}{name}"] = Stored((n, width), one.dtype, _indexed(read), (), (n, width))
-        at += n
-
-    by_name = {path: name for name, path in LAYER.items()}
-    for path in list(there):
-        layer = re.fullmatch(r"blocks/(\d+)/(.*)", path)
-        if not layer or layer[2] not in by_name:
-            continue
-        name, one = by_name[layer[2]], there.pop(path)
-        ours[f"{ENCODER}blocks/{name}[{layer[1]}]"] = _of_layer(
-            name, one, width, says.heads, f"{folder}: {path}"
-        )
-    ours |= there
-    return {
-        path: one._replace(keys=tuple(path.split("/"))) for path, one in stored.stack(ours).items()
-    }
+        shape = (positions.shape[1] - n_before, width)
+        ours[f"{ENCODER}pos"] = _view(positions, shape, lambda x: x[0, n_before:])
+    start = 0
+    for name, array in tokens.items():
+        stop = start + array.shape[1]
+        of_tokens = positions if n_before else None
+        read = functools.partial(_token, array, of_tokens, slice(start, stop))
+        shape = (array.shape[1], width)
+        ours[f"{ENCODER}{name}"] = Stored(shape, array.dtype, _indexed(read), (), shape)
+        start = stop
+    return ours
 
 
-def _of_layer(name: str, one: Stored, width: int, heads: int, where: str) -> Stored:
+def _of_layer(name: str, array: Stored, width: int, heads: int, source: str) -> Stored:
+    """Return one layer's array in our shape, or as it is if its own shape is a wrong one."""
     sizes = {"w_qkv": (3 * width, width), "b_qkv": (3 * width,), "w_out": (width, width)}
-    if one.shape != sizes.get(name, one.shape) or name.startswith("w_") and len(one.shape) != 2:
-        return one
+    if array.shape != sizes.get(name, array.shape):
+        return array
+    if name.startswith("w_") and len(array.shape) != 2:
+        return array
     if name in sizes and not heads:
-        known = ", ".join(f"{w} ({h})" for w, h in sorted(WIDTHS.items()))
+        presets = ", ".join(f"{w} ({h})" for w, h in sorted(WIDTHS.items()))
         raise StoredError(
-            f"{where}: how many heads it has is not known: config.json has no num_heads, and its"
-            f" width {width} is none of "
-            f'{known}; write {{"num_heads": …}} there'
+            f"{source}: how many heads it has is not known: config.json has no num_heads, and its"
+            f' width {width} is none of {presets}; write {{"num_heads": …}} there'
         )
-    if name.startswith("w_"):
-        shape = one.shape[::-1]
-        k = width // heads if heads else 0
-        shape = {"w_qkv": (width, 3, heads, k), "w_out": (heads, k, width)}.get(name, shape)
-        return _view(one, shape, lambda x: x.T.reshape(shape))
-    shape = (3, heads, width // heads) if name == "b_qkv" else one.shape
-    return _view(one, shape, lambda x: x.reshape(shape))
+    head_dim = width // heads if heads else 0
+    if name == "b_qkv":
+        return _view(array, (3, heads, head_dim), lambda x: x.reshape(3, heads, head_dim))
+    if not name.startswith("w_"):
+        return _view(array, array.shape, lambda x: x)
+    shape = array.shape[::-1]
+    if name == "w_qkv":
+        shape = (width, 3, heads, head_dim)
+    elif name == "w_out":
+        shape = (heads, head_dim, width)
+    return _view(array, shape, lambda x: x.T.reshape(shape))
 
 
 def _patches(x_dchw: np.ndarray) -> np.ndarray:
@@ -215,20 +257,22 @@ def _patches(x_dchw: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1).T.astype(x_dchw.dtype)
 
 
-def _token(one: Stored, positions: Stored | None, place: slice) -> np.ndarray:
-    x: np.ndarray = one.read(())[0]
-    if positions is not None:
-        x = (x.astype(np.float32) + positions.read(())[0, place].astype(np.float32)).astype(x.dtype)
-    return x
+def _token(array: Stored, positions: Stored | None, place: slice) -> np.ndarray:
+    x: np.ndarray = array.read(())[0]
+    if positions is None:
+        return x
+    position = positions.read(())[0, place].astype(np.float32)
+    return (x.astype(np.float32) + position).astype(x.dtype)
 
 
-def _indexed(read: Any) -> Any:
+def _indexed(read: Callable[[], np.ndarray]) -> Callable[[Any], np.ndarray]:
     return lambda index: read()[index] if index else read()
 
 
-def _view(one: Stored, shape: tuple[int, ...], change: Any) -> Stored:
+def _view(array: Stored, shape: tuple[int, ...], change: Any) -> Stored:
     """Return an array that is read whole and then changed."""
-    return Stored(shape, one.dtype, _indexed(lambda: change(one.read(()))), one.keys, shape)
+    read = _indexed(lambda: change(array.read(())))
+    return Stored(shape, array.dtype, read, array.keys, shape)
 
 
 def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str, Stored]:
@@ -243,65 +287,71 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
         problems.append(f"model.positions is {c.positions!r}, and timm's has learned ones")
     if c.mlp == "swiglu":
         problems.append("model.mlp is 'swiglu', and timm's has gelu or gelu_exact")
-    sides, d = c.patch, c.embed
-    places: dict[str, tuple[str, tuple[int, ...], Any]] = {
-        PATCH: ("w_patch", (d, 1, *sides), lambda x: x.T.reshape(d, 1, *sides)),
-        "patch_embed/proj/bias": ("b_patch", (d,), None),
-        "cls_token": ("cls", (1, 1, d), lambda x: x[None]),
-        "pos_embed": ("pos", (1, c.n_patches, d), lambda x: x[None]),
-    }
-    norm = norm_of(model)
-    places |= {f"{norm}/weight": ("scale", (d,), None), f"{norm}/bias": ("bias", (d,), None)}
-    if c.n_registers:
-        places["reg_token"] = ("embed_registers", (1, c.n_registers, d), lambda x: x[None])
-    if problems := problems + saved.misfits(c, arrays):
+    problems += saved.misfits(c, arrays)
+    if problems:
         raise StoredError(f"timm has no such transformer: {'; '.join(problems)}; omit --timm")
-    there = {
-        path.removeprefix(ENCODER): one for path, one in arrays.items() if path.startswith(ENCODER)
+    ours = {
+        path.removeprefix(ENCODER): array
+        for path, array in arrays.items()
+        if path.startswith(ENCODER)
     }
-    found = {
-        path: _view(there[name], shape, change or (lambda x: x))
-        for path, (name, shape, change) in places.items()
+    d = c.embed
+    patch_shape = (d, 1, *c.patch)
+    norm = norm_of(model)
+    theirs = {
+        PATCH: _view(ours["w_patch"], patch_shape, lambda x: x.T.reshape(patch_shape)),
+        "patch_embed/proj/bias": ours["b_patch"],
+        "cls_token": _view(ours["cls"], (1, 1, d), lambda x: x[None]),
+        "pos_embed": _view(ours["pos"], (1, c.n_patches, d), lambda x: x[None]),
+        f"{norm}/weight": ours["scale"],
+        f"{norm}/bias": ours["bias"],
     }
+    if c.n_registers:
+        shape = (1, c.n_registers, d)
+        theirs["reg_token"] = _view(ours["embed_registers"], shape, lambda x: x[None])
+    blocks = vit.make_specs(c)["blocks"]
     for name, path in LAYER.items():
-        if name in vit.make_specs(c)["blocks"]:
-            found |= {
-                f"blocks/{i}/{path}": _one_layer(name, there[f"blocks/{name}"], i)
-                for i in range(c.depth)
-            }
-    w, b = (arrays.get(f"{HEAD}{name}") for name in ("w", "b"))
+        if name in blocks:
+            for i in range(c.depth):
+                theirs[f"blocks/{i}/{path}"] = _one_layer(name, ours[f"blocks/{name}"], i)
+    w, b = arrays.get(f"{HEAD}w"), arrays.get(f"{HEAD}b")
     if w is not None and b is not None:
-        found["head/weight"], found["head/bias"] = _view(w, w.shape[::-1], lambda x: x.T), b
-    return {path: one._replace(keys=tuple(path.split("/"))) for path, one in found.items()}
+        theirs["head/weight"] = _view(w, w.shape[::-1], lambda x: x.T)
+        theirs["head/bias"] = b
+    return {path: array._replace(keys=tuple(path.split("/"))) for path, array in theirs.items()}
 
 
 def norm_of(model: Mapping[str, Any]) -> str:
     """Return timm's name of the last norm, the same before and after pooling CLS alone."""
-    return "fc_norm" if model.get("norm") == "pooled" and model.get("pool") == "patches" else "norm"
+    if model.get("norm") == "pooled" and model.get("pool") == "patches":
+        return "fc_norm"
+    return "norm"
 
 
-def _one_layer(name: str, one: Stored, i: int) -> Stored:
+def _one_layer(name: str, stack: Stored, i: int) -> Stored:
     """Entry ``i`` of a stack as timm has it: (out, in), or one axis."""
-    inner = one.shape[1:]
-    split = 2 if name == "w_out" else 1
-    out, width = math.prod(inner[split:]), math.prod(inner[:split])
-    shape = (out, width) if name.startswith("w_") else (math.prod(inner),)
+    inner = stack.shape[1:]
 
-    def read() -> np.ndarray:
-        x = one.read((slice(i, i + 1), *(slice(0, n) for n in inner)))[0]
-        return (
-            np.ascontiguousarray(x.reshape(width, out).T)
-            if name.startswith("w_")
-            else x.reshape(shape)
-        )
+    def read_entry() -> np.ndarray:
+        entry: np.ndarray = stack.read((slice(i, i + 1), *(slice(0, n) for n in inner)))[0]
+        return entry
 
-    return Stored(shape, one.dtype, _indexed(read), one.keys, shape)
+    if not name.startswith("w_"):
+        shape: tuple[int, ...] = (math.prod(inner),)
+        read = _indexed(lambda: read_entry().reshape(shape))
+        return Stored(shape, stack.dtype, read, stack.keys, shape)
+    n_in_axes = 2 if name == "w_out" else 1
+    n_in = math.prod(inner[:n_in_axes])
+    n_out = math.prod(inner[n_in_axes:])
+    read = _indexed(lambda: np.ascontiguousarray(read_entry().reshape(n_in, n_out).T))
+    return Stored((n_out, n_in), stack.dtype, read, stack.keys, (n_out, n_in))
 
 
 def with_head(arrays: dict[str, Stored]) -> dict[str, Stored]:
     """Return the arrays of an export of ours by `as_ours`, with its head if the run has one."""
     if not {"head/weight", "head/bias"} <= arrays.keys():
         return arrays
-    rest = dict(arrays)
-    w, b = rest.pop("head/weight"), rest.pop("head/bias")
-    return {**rest, f"{HEAD}w": _view(w, w.shape[::-1], lambda x: x.T), f"{HEAD}b": b}
+    arrays = dict(arrays)
+    w = arrays.pop("head/weight")
+    b = arrays.pop("head/bias")
+    return {**arrays, f"{HEAD}w": _view(w, w.shape[::-1], lambda x: x.T), f"{HEAD}b": b}
