@@ -19,11 +19,11 @@ from loaders.io import files
 
 def get_config(path: str = "") -> config_dict.ConfigDict:
     if not path:  # to read the fields; for a run, data.train is reported as empty
-        return recipe("", several=False, seconds=5.0)
-    folder = files.expanded(path)
+        return recipe("", multilabel=False, seconds=5.0)
+    index_file = files.expanded(path) / "index.json"
     try:
-        found = json.loads((folder / "index.json").read_text())
-        splits = found["splits"]
+        index = json.loads(index_file.read_text())
+        splits = index["splits"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out"
@@ -35,24 +35,26 @@ def get_config(path: str = "") -> config_dict.ConfigDict:
             " --split recording=0.2. Of few recordings a hash may choose none for a split: then"
             " try another --seed"
         )
-    counts = [
-        split.get(name, 0)
-        for split in splits.values()
-        for name in ("rows_of_several_classes", "rows_of_no_class")
-    ]
-    several = any(counts) and len(found["classes"]) > 0
-    return recipe(
-        path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"]))
-    )
+    has_one_class = True
+    for split in splits.values():
+        if split.get("rows_of_several_classes") or split.get("rows_of_no_class"):
+            has_one_class = False
+    multilabel = not has_one_class and len(index["classes"]) > 0
+    seconds = min(5.0, max(0.1, splits["train"]["median_seconds"]))
+    return recipe(path, multilabel=multilabel, seconds=seconds)
 
 
-def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDict:
-    """Return the recipe on an index of clips of ``seconds``, with ``several`` classes or one."""
-    frames = 1 + int((round(seconds * 32_000) - 800) // 320)
+def recipe(path: str, *, multilabel: bool, seconds: float) -> config_dict.ConfigDict:
+    """Return the recipe on an index of clips of ``seconds``, one class in a row or any number."""
+    n_samples = round(seconds * 32_000)
+    frames = 1 + int((n_samples - 800) // 320)
+    workdir = "runs/folder"
+    if path:
+        workdir = f"runs/folder-{files.expanded(path).resolve().name}"
     return config_dict.create(
         workload="jaxtrain.workloads.bird",
         loader="loaders.audio.spectrogram",
-        workdir=f"runs/folder-{files.expanded(path).resolve().name}" if path else "runs/folder",
+        workdir=workdir,
         model=dict(
             embed=128,
             depth=3,
@@ -60,12 +62,12 @@ def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDic
             patch=(32, 32),
             pool="patches",
             dtype="float32",
-            supervised=dict(loss="asymmetric") if several else dict(label_smoothing=0.1),
+            supervised=dict(loss="asymmetric") if multilabel else dict(label_smoothing=0.1),
             augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
         ),
         data=dict(
             train=path,
-            multilabel=several,
+            multilabel=multilabel,
             clip_seconds=seconds,
             n_frames=32 * math.ceil(frames / 32),
         ),

@@ -21,7 +21,8 @@ from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Shard
 from loaders.audio.front_end import DEFAULT, FrontEnd
 
-EMPHASIS, FLOOR = 0.97, 2.0**-23
+EMPHASIS = 0.97
+FLOOR = 2.0**-23
 FULL = 32768  # the int16 that would be 1.0
 PARTS = 16  # slices of a frame, at most, given by samples that window and hop share
 
@@ -31,12 +32,13 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
 
     Missing frames hold the minimum of the others. Then (x - mean) / (2 std).
     """
-    x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
-    missing = n_frames - x_rfw.shape[1]
+    n_samples = of.window + (n_frames - 1) * of.hop
+    wave_rn = wave.reshape(-1, wave.shape[-1])[:, :n_samples]
+    x_rfw = log_mel(wave_rn, of)
+    n_rows, n_whole, _ = x_rfw.shape
     least_r11 = x_rfw.min((1, 2), keepdims=True)
-    x_rfw = jnp.concatenate(
-        [x_rfw, jnp.broadcast_to(least_r11, (x_rfw.shape[0], missing, of.n_mels))], axis=1
-    )
+    padding_rfw = jnp.broadcast_to(least_r11, (n_rows, n_frames - n_whole, of.n_mels))
+    x_rfw = jnp.concatenate([x_rfw, padding_rfw], axis=1)
     return ((x_rfw - of.mean) / of.scale).reshape(*wave.shape[:-1], n_frames, of.n_mels)
 
 
@@ -55,12 +57,11 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
     y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
     y_rfn = y_rfn.astype(jnp.float32) / (of.window * FULL)
     # the first has weight 0
-    before_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)
+    previous_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)
     window_n, bands_kw = tables(of)
-    n_fft = 2 * bands_kw.shape[0]
-    spectrum_rfk = jnp.fft.rfft((y_rfn - EMPHASIS * before_rfn) * window_n[None, None], n_fft)[
-        ..., : n_fft // 2
-    ]
+    half = bands_kw.shape[0]
+    y_rfn = (y_rfn - EMPHASIS * previous_rfn) * window_n[None, None]
+    spectrum_rfk = jnp.fft.rfft(y_rfn, 2 * half)[..., :half]
     power_rfk = jnp.square(spectrum_rfk.real) + jnp.square(spectrum_rfk.imag)
     energy_rfw = jnp.einsum("rfk,kw->rfw", power_rfk, bands_kw, precision=jax.lax.Precision.HIGHEST)
     return jnp.log(jnp.maximum(energy_rfw, FLOOR))
@@ -68,15 +69,18 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
 
 def _frames(x_rn: Array, window: int, hop: int) -> Array:
     """Return frames [R, F, window] as slices side by side: devices could not split a gather."""
-    f = 1 + (x_rn.shape[1] - window) // hop
+    n_rows, n_samples = x_rn.shape
+    n_frames = 1 + (n_samples - window) // hop
     part = math.gcd(window, hop)
     if window // part > PARTS:
         part = hop  # and the last slice holds more than the window
-    n_slices, each = -(-window // part), hop // part
-    n = (each * (f - 1) + n_slices) * part
-    x_rn = jnp.pad(x_rn[:, :n], ((0, 0), (0, max(0, n - x_rn.shape[1]))))
-    parts_rmp = x_rn.reshape(x_rn.shape[0], -1, part)
-    slices = [parts_rmp[:, j : j + each * (f - 1) + 1 : each] for j in range(n_slices)]
+    parts_of_window = -(-window // part)
+    parts_of_hop = hop // part
+    last_start = parts_of_hop * (n_frames - 1)
+    n_read = (last_start + parts_of_window) * part
+    x_rn = jnp.pad(x_rn[:, :n_read], ((0, 0), (0, max(0, n_read - n_samples))))
+    parts_rmp = x_rn.reshape(n_rows, -1, part)
+    slices = [parts_rmp[:, i : i + last_start + 1 : parts_of_hop] for i in range(parts_of_window)]
     return jnp.concatenate(slices, axis=-1)[..., :window]
 
 
@@ -91,9 +95,8 @@ def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
 
     low = mel(of.f_min)
     step = (mel(of.highest) - low) / (of.n_mels + 1)
-    at_kw = ((mel(np.arange(half) * of.sample_rate / (2 * half)) - low) / step)[
-        :, None
-    ] - np.arange(of.n_mels)[None]
-    return window_n.astype(np.float32), np.maximum(np.minimum(at_kw, 2 - at_kw), 0).astype(
-        np.float32
-    )
+    hz_k = np.arange(half) * of.sample_rate / (2 * half)
+    place_k = (mel(hz_k) - low) / step  # of a bin, in bands
+    place_kw = place_k[:, None] - np.arange(of.n_mels)[None]
+    bands_kw = np.maximum(np.minimum(place_kw, 2 - place_kw), 0)
+    return window_n.astype(np.float32), bands_kw.astype(np.float32)
