@@ -13,7 +13,7 @@ from typing import Any, TextIO
 # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
 WORTH_NAMING = 0.05
 
-
+CLEAR = "\r\x1b[2K"  # clears the line of a terminal
 # Characters that steer a terminal or order text, and halves of them, as in odd names of files.
 STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -25,8 +25,9 @@ def plain(text: str) -> str:
 
     A name in a file from elsewhere may hold anything.
     """
-    back = "\r" if text.startswith("\r") else ""
-    return back + STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text[len(back) :])
+    start = "\r" if text.startswith("\r") else ""
+    rest_of_line = text.removeprefix("\r")
+    return start + STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", rest_of_line)
 
 
 class Plain:
@@ -50,11 +51,15 @@ class Console:
     """
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
-        error = sys.stderr  # or the stream below it: the escapes that clear a line are ours
-        self._stream = stream or (error.stream if isinstance(error, Plain) else error)
-        self._live = self._stream.isatty()
+        if stream is None:
+            # The stream below a `Plain` one: the escapes that clear a line are ours.
+            stream = sys.stderr.stream if isinstance(sys.stderr, Plain) else sys.stderr
+        self._stream = stream
+        self._live = stream.isatty()
         self._every = 0.1 if self._live else every  # [s] between lines
-        self._line, self._shown, self._printed = "", "", -math.inf
+        self._line = ""
+        self._shown = ""
+        self._printed = -math.inf  # [s] when, by the monotonic clock
 
     def progress(self, line: str, *, passing: bool = False) -> None:
         """Show a line, unless the last one was shown just now.
@@ -62,10 +67,11 @@ class Console:
         ``passing``: it belongs to an interlude, such as an evaluation. The line before it comes
         back with the next message.
         """
-        # A line that wraps could not be cleared.
         line = plain(line)
-        line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
-        self._line = self._line if passing else line
+        if self._live:  # a line that wraps could not be cleared
+            line = line[: shutil.get_terminal_size().columns - 1]
+        if not passing:
+            self._line = line
         if time.monotonic() - self._printed >= self._every:
             self._print(line)
 
@@ -74,20 +80,23 @@ class Console:
         if self._line:
             if self._live or self._shown != self._line:
                 self._print(self._line)
-            self._stream.write("\n" if self._live else "")
+            if self._live:
+                self._stream.write("\n")
             self._stream.flush()
-        self._line = self._shown = ""
+        self._line = ""
+        self._shown = ""
 
     def _print(self, line: str) -> None:
-        self._printed, self._shown = time.monotonic(), line
-        self._stream.write(f"\r\x1b[2K{line}" if self._live else line + "\n")
+        self._printed = time.monotonic()
+        self._shown = line
+        self._stream.write(f"{CLEAR}{line}" if self._live else line + "\n")
         self._stream.flush()
 
     def message(self, text: str) -> None:
-        clear, back = (
-            ("\r\x1b[2K", self._line) if self._live and (self._line or self._shown) else ("", "")
-        )
-        self._stream.write(f"{clear}{plain(text)}\n{back}")
+        text = f"{plain(text)}\n"
+        if self._live and (self._line or self._shown):
+            text = f"{CLEAR}{text}{self._line}"
+        self._stream.write(text)
         self._stream.flush()
 
 
@@ -111,9 +120,8 @@ def _is_of_a_save(record: logging.LogRecord) -> bool:
 
     They are in the log files. The save's own failure is reported by its waiter.
     """
-    return record.levelno >= logging.ERROR and (
-        record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname
-    )
+    is_of_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
+    return record.levelno >= logging.ERROR and (record.name == "asyncio" or is_of_orbax)
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
@@ -125,13 +133,10 @@ def start_console(*, process: int = 0, folder: str = "") -> Console:
     console = Console() if process == 0 else Console(open(os.devnull, "w"))
     root = logging.getLogger()
     # Ours replace older ones, and the plain handler that some library has set up.
-    for old in [
-        h
-        for h in root.handlers
-        if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler
-    ]:
-        root.removeHandler(old)
-        old.close()
+    for handler in list(root.handlers):
+        if isinstance(handler, ConsoleHandler | LogFile) or type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
+            handler.close()
     root.addHandler(ConsoleHandler(console))
     if folder:
         root.addHandler(LogFile(folder, process))
@@ -176,23 +181,31 @@ def progress_line(
     ``terms``: of the loss, by the metrics' names. ``slowest``: the loader's slowest stage, which is
     named after a long wait.
     """
-    each = " + ".join(
-        f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items()
-    )
-    why = [f"most in {slowest}"] if slowest else []
+    loss_text = f"loss {loss:.4f}"
+    if terms:
+        values = [f"{name.removesuffix('_loss')} {value:.4f}" for name, value in terms.items()]
+        loss_text += f" = {' + '.join(values)}"
+    waiting = f"waiting for data {rates['data_wait_share']:.0%}"
+    reasons = _reasons_of_waiting(rates, slowest)
+    if reasons and rates["data_wait_share"] >= WORTH_NAMING:
+        waiting += f" ({'; '.join(reasons)})"
+    pace = f"{rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}"
+    left = f"{duration(rates['eta_seconds'])} left"
+    return f"step {step}/{steps}  {loss_text}  {pace}  {waiting}  {left}"
+
+
+def _reasons_of_waiting(rates: Mapping[str, float], slowest: str | None) -> list[str]:
+    reasons = []
+    if slowest:
+        reasons.append(f"most in {slowest}")
     if "rows_asked_per_second" in rates:
-        asked, given, cores = (
-            rates[name]
-            for name in ("rows_asked_per_second", "rows_given_per_second", "cores_missing")
-        )
-        more = f": {cores:.0f} more core{'s' * (cores != 1)} for each process" if cores else ""
-        why.append(f"steps take {asked:,.0f} rows/s, the loader gives {given:,.0f}{more}")
-    blame = f" ({'; '.join(why)})" if why and rates["data_wait_share"] >= WORTH_NAMING else ""
-    return (
-        f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''} "
-        f" {rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}  waiting for data"
-        f" {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
-    )
+        demand = f"steps take {rates['rows_asked_per_second']:,.0f} rows/s"
+        supply = f"the loader gives {rates['rows_given_per_second']:,.0f}"
+        cores = rates["cores_missing"]
+        if cores:
+            supply += f": {cores:.0f} more core{'s' * (cores != 1)} for each process"
+        reasons.append(f"{demand}, {supply}")
+    return reasons
 
 
 def in_bytes(n: float, form: str = ".3g") -> str:
@@ -207,7 +220,9 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterato
     """Yield the lines of a table, whose columns ``right`` are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        cells = []
+        for i, cell in enumerate(row):
+            cells.append(cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]))
         yield "  ".join(cells).rstrip()
 
 
@@ -215,6 +230,6 @@ def duration(seconds: float) -> str:
     """Format a duration as 2:05:07, or "?" without one."""
     if not math.isfinite(seconds):
         return "?"
-    minutes, s = divmod(round(seconds), 60)
+    minutes, full_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}"
+    return f"{hours}:{minutes:02}:{full_seconds:02}"

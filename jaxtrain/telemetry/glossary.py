@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxtrain import workload as workload_lib
 
@@ -19,9 +19,9 @@ class Entry:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            text = f"the glossary's Entry {self.names!r} has the pattern {self.pattern!r}"
             raise workload_lib.WorkloadError(
-                f"{text}, which is no regular expression: {error}"
+                f"the glossary's Entry {self.names!r} has the pattern {self.pattern!r},"
+                f" which is no regular expression: {error}"
             ) from error
 
 
@@ -138,51 +138,60 @@ def is_known(workload: str) -> bool:
 
 def of_workload(name: str) -> tuple[Entry, ...]:
     """Return the entries of a workload, () of one that is not known. Raises WorkloadError."""
-    found = workload_lib.of(name).glossary if is_known(name) else ()
-    if wrong := [entry for entry in found if not isinstance(entry, Entry)]:
-        raise workload_lib.WorkloadError(
-            f"the glossary of {name} has {wrong[0]!r}; expected a jaxtrain.Entry"
-        )
-    return found
+    if not is_known(name):
+        return ()
+    glossary = workload_lib.of(name).glossary
+    for entry in glossary:
+        if not isinstance(entry, Entry):
+            raise workload_lib.WorkloadError(
+                f"the glossary of {name} has {entry!r}; expected a jaxtrain.Entry"
+            )
+    return glossary
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:
     """Return a workload's entries for a ``split``: "train", "data", "save" or "test"."""
     if split == "data":
         return DATA
-    return SAVE if split == "save" else (*of_workload(workload), *STEP)
+    if split == "save":
+        return SAVE
+    return (*of_workload(workload), *STEP)
 
 
 def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
     """List the entries that match none of ``names``, a run's metrics: for a workload's tests."""
     names = list(names)
-    return [
-        entry.names
-        for entry in entries
-        if not any(re.fullmatch(entry.pattern, name) for name in names)
-    ]
+    unmatched = []
+    for entry in entries:
+        if not any(re.fullmatch(entry.pattern, name) for name in names):
+            unmatched.append(entry.names)
+    return unmatched
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
     """Return the meaning of a metric, with X, N and K filled in, or "" if none is known."""
     for entry in entries(workload, split):
-        if found := re.fullmatch(entry.pattern, name):
-            return re.sub(
-                r"\b[XNK]\b",
-                lambda letter: found.groupdict().get(letter[0]) or letter[0],
-                entry.meaning,
-            )
+        if match := re.fullmatch(entry.pattern, name):
+            return _fill_in(entry.meaning, match.groupdict())
     return ""
+
+
+def _fill_in(meaning: str, values: Mapping[str, str | None]) -> str:
+    """Replace the letters X, N and K by their values in a metric's name."""
+    return re.sub(r"\b[XNK]\b", lambda letter: values.get(letter[0]) or letter[0], meaning)
 
 
 def explained(workload: str) -> str:
     """Lines for `jaxtrain explain`: the names in the records of a run, by split."""
+    titles = {
+        "train": "train and test",
+        "data": "data: how well the examples are shuffled",
+        "save": "save",
+    }
     lines = []
-    for split, parts in (
-        ("train and test", (*of_workload(workload), *STEP)),
-        ("data: how well the examples are shuffled", DATA),
-        ("save", SAVE),
-    ):
-        width = max(len(e.names) for e in parts)
-        lines += [f"metrics of {split}", *(f"  {e.names:{width}}  {e.meaning}" for e in parts)]
+    for split, title in titles.items():
+        lines.append(f"metrics of {title}")
+        listed = entries(workload, split)
+        width = max(len(entry.names) for entry in listed)
+        lines += [f"  {entry.names:{width}}  {entry.meaning}" for entry in listed]
     return "\n".join(lines)

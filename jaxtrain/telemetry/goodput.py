@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.parallel import lease
 from jaxtrain.parallel.lease import WorkdirError
@@ -31,22 +31,21 @@ log = logging.getLogger("jaxtrain")
 
 FOLDER = "goodput"
 # The phases, in the order of a run.
-QUEUE, IMPORTS, OTHERS, MODEL, PLAN = (
-    "queue",
-    "imports and config",
-    "other processes",
-    "devices and model",
-    "plan",
-)
-INDEX, RESTORE, COMPILATION = "data index", "init or restore", "compilation"
-STEPS, AGAIN, WAIT, SAVES, EVALUATION = (
-    "steps",
-    "steps made again",
-    "waiting for data",
-    "saves",
-    "evaluation",
-)
-ENDING, STOPPED = "ending", "stopped"
+QUEUE = "queue"
+IMPORTS = "imports and config"
+OTHERS = "other processes"
+MODEL = "devices and model"
+PLAN = "plan"
+INDEX = "data index"
+RESTORE = "init or restore"
+COMPILATION = "compilation"
+STEPS = "steps"
+AGAIN = "steps made again"
+WAIT = "waiting for data"
+SAVES = "saves"
+EVALUATION = "evaluation"
+ENDING = "ending"
+STOPPED = "stopped"
 PHASES = (
     QUEUE,
     IMPORTS,
@@ -65,6 +64,7 @@ PHASES = (
     STOPPED,
 )
 MAX_BYTES = 100_000_000  # of a file that is read
+NEWEST = 3600.0  # [s] before the newest start, within which another process's is compared with it
 # Fields of the first line of a start and of its totals, with the values of a start without one.
 HEAD = {"id": "", "host": "", "process": 0, "processes": 0, "pid": 0, "began": 0.0, "queued": 0.0}
 TOTALS: dict[str, Any] = {
@@ -93,42 +93,47 @@ class Clock:
 
     def __init__(self) -> None:
         self.began = _process_start()
-        # the start, by the clock that never jumps
+        # The start, by the clock that never jumps.
         self._zero = time.perf_counter() - (time.time() - self.began)
-        self._last, self._phase, self._seconds = self._zero, IMPORTS, {IMPORTS: 0.0}
-        self._lock, self._writing, self._closed = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.Event(),
-        )
+        self._switched = self._zero
+        self._phase = IMPORTS
+        self._seconds = {IMPORTS: 0.0}
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._path: pathlib.Path | None = None
         self._file: jsonl.Appended | None = None
-        self._id, self._highest = uuid.uuid4().hex, 0
+        self._id = uuid.uuid4().hex
+        self._highest_step = 0  # of earlier starts
         self._totals = dict(TOTALS)
-        self._first: int | None = None
+        self._first_step: int | None = None
         self._read_at = math.nan
         self._data: dict[str, str] = {}
-        self._before: dict[str, float] = {}  # seconds until this start, by phase
+        self._earlier_seconds: dict[str, float] = {}  # until this start, by phase
 
     def switch(self, phase: str) -> str:
         """Begin a phase. Returns the one before."""
         with self._lock:
-            before, self._phase = self._phase, phase
             now = time.perf_counter()
-            self._seconds[before] = self._seconds.get(before, 0.0) + now - self._last
-            self._last = now
-        return before
+            last_phase = self._phase
+            seconds = self._seconds.get(last_phase, 0.0) + now - self._switched
+            self._seconds[last_phase] = seconds
+            self._phase = phase
+            self._switched = now
+        return last_phase
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Make a context a phase. The one before follows, unless an error ends the process."""
-        before = self.switch(phase)
+        last_phase = self.switch(phase)
         yield
-        self.switch(before)
+        self.switch(last_phase)
 
     def resumed(self, step: int) -> None:
         """Record the step that this start resumes from, at once: a kill may come."""
-        self._first = self._totals["step"] = step
+        self._first_step = step
+        self._totals["step"] = step
         self._write()
 
     def reads(self, data: str) -> None:
@@ -137,48 +142,51 @@ class Clock:
 
     def steps(self, step: int) -> None:
         """Begin the steps after ``step``."""
-        self.switch(AGAIN if step < self._highest else STEPS)
-        self._totals["step"], self._read_at = step, math.nan
-        self._first = step if self._first is None else self._first
+        self.switch(AGAIN if step < self._highest_step else STEPS)
+        self._totals["step"] = step
+        self._read_at = math.nan
+        if self._first_step is None:
+            self._first_step = step
 
     def read(self, step: int, blocked: float) -> None:
         """Note at every step that ``step`` was read, after the loop waited ``blocked`` seconds."""
-        now, totals = time.perf_counter(), self._totals
-        if (seconds := now - self._read_at) > 0:
+        now = time.perf_counter()
+        totals = self._totals
+        seconds = now - self._read_at
+        if seconds > 0:  # it is nan at the first step
             totals["timed"] += 1
             totals["total"] += seconds
             totals["squares"] += seconds * seconds
             totals["longest"] = max(totals["longest"], seconds)
             totals["blocked"] += blocked
-        totals["step"], self._read_at = step, now
-        if self._phase == AGAIN and step >= self._highest:
+        totals["step"] = step
+        self._read_at = now
+        if self._phase == AGAIN and step >= self._highest_step:
             self.switch(STEPS)
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds until now. They add up to the age of the process."""
         with self._lock:
-            return {
-                **self._seconds,
-                self._phase: self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._last,
-            }
+            seconds = dict(self._seconds)
+            since_switch = time.perf_counter() - self._switched
+            seconds[self._phase] = seconds.get(self._phase, 0.0) + since_switch
+            return seconds
 
     def goodput(self) -> float:
         """Return this process's goodput until now, over all its starts that are known."""
-        seconds = self.seconds()
-        return goodput(
-            {phase: self._before.get(phase, 0.0) + seconds.get(phase, 0.0) for phase in PHASES}
-        )
+        seconds = collections.Counter(self._earlier_seconds)
+        seconds.update(self.seconds())
+        return goodput(seconds)
 
     def line(self) -> str:
         """How long each part of the start took, once the first step is read."""
-        parts = {
-            ("first step" if name in (STEPS, AGAIN) else name): s
-            for name, s in self.seconds().items()
-        }
-        each = ", ".join(
-            f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05
-        )
-        return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
+        parts = {}
+        for phase, seconds in self.seconds().items():
+            name = "first step" if phase in (STEPS, AGAIN) else phase
+            parts[name] = seconds
+        listing = [f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05]
+        total = sum(parts.values())
+        return f"{total:.1f} s from the command to the first step: {', '.join(listing)}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
         """Begin to write into ``workdir``, with ``facts`` in the first line.
@@ -186,11 +194,10 @@ class Clock:
         A full disk ends the file, not the run. Raises WorkdirError: something else than a file has
         its name.
         """
-        self._path = path = pathlib.Path(workdir) / FOLDER / f"process-{process}.jsonl"
+        path = pathlib.Path(workdir) / FOLDER / f"process-{process}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            before = starts(path)
-            self._highest = max((start.step for start in before), default=0)
+            earlier = starts(path)
             head = {
                 "id": self._id,
                 "began": round(self.began, 3),
@@ -198,69 +205,80 @@ class Clock:
                 "processes": processes,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "queued": _queued(self.began, before),
+                "queued": _queued(self.began, earlier),
                 **facts,
             }
-            self._before = totals([*before, _start(head, {})])
-            self._shorten()
+            self._highest_step = max((start.step for start in earlier), default=0)
+            self._earlier_seconds = totals([*earlier, _start(head, {})])
+            self._path = path
+            self._shorten(path)
         except OSError as error:
             log.warning("goodput is not recorded: %s cannot be written (%s)", path, error.strerror)
             return
         self._append(head)
         self._write()
-        self._thread = threading.Thread(target=self._run, name="goodput", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(path,), name="goodput", daemon=True)
         self._thread.start()
 
     def close(self, end: str) -> None:
         """Write the last totals, with the reason of the process's end in a few words."""
         self._closed.set()
-        if self._thread:
-            self._thread.join()
-            self._totals["end"] = end.encode()[:200].decode(errors="ignore")
-            self._write()
-            assert self._file
-            self._file.close()
-            self._thread = self._file = None
-            if self._path.name == "process-0.jsonl":
-                with contextlib.suppress(OSError, WorkdirError):
-                    if before := starts(self._path):  # none if the workdir was deleted
-                        log.info("%s", summary(totals(before)))
+        if not self._thread:
+            return
+        self._thread.join()
+        self._totals["end"] = end.encode()[:200].decode(errors="ignore")
+        self._write()
+        assert self._file
+        assert self._path
+        self._file.close()
+        self._thread = None
+        self._file = None
+        if self._path.name == "process-0.jsonl":
+            with contextlib.suppress(OSError, WorkdirError):
+                every_start = starts(self._path)
+                if every_start:  # none if the workdir was deleted
+                    log.info("%s", summary(totals(every_start)))
 
-    def _run(self) -> None:
-        for lines in itertools.count(1):
-            if self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
+    def _run(self, path: pathlib.Path) -> None:
+        for n_lines in itertools.count(1):
+            age = time.perf_counter() - self._zero
+            if self._closed.wait(min(max(1.0, age / 500), 10.0)):
                 return
             self._write()
-            if lines % MAX_LINES == 0:
+            if n_lines % MAX_LINES == 0:
                 with contextlib.suppress(OSError, WorkdirError):
-                    self._shorten()
+                    self._shorten(path)
 
-    def _shorten(self) -> None:
+    def _shorten(self, path: pathlib.Path) -> None:
         """Leave the first and the last line of each start, without a kill's incomplete ones."""
         with self._writing:
             if self._file and self._file.waiting:
                 return
-            jsonl.rewrite(
-                self._path, [line for pair in _pairs(self._path) for _, line in pair if line]
-            )
-            self._file = jsonl.Appended(self._path)
+            lines = []
+            for record in _records(path):
+                lines += [line for line in (record.head_line, record.last_line) if line]
+            jsonl.rewrite(path, lines)
+            self._file = jsonl.Appended(path)
 
     def _write(self) -> None:
         """Append the totals, which wait in memory while a disk is full, unless there is no file."""
         with self._writing:
             seconds = {phase: round(s, 3) for phase, s in self.seconds().items()}
-            now = round(self.began + sum(seconds.values()), 3)
-            known = {
-                "first": self._first or 0,
+            record = {
+                "id": self._id,
+                **self._totals,
+                "first": self._first_step or 0,
                 "phase": self._phase,
-                "now": now,
+                "now": round(self.began + sum(seconds.values()), 3),
                 "seconds": seconds,
+                **self._data,
             }
-            self._append({"id": self._id, **self._totals, **known, **self._data})
+            self._append(record)
 
     def _append(self, record: Mapping[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            line = json.dumps(record, ensure_ascii=False)
+            self._file.write(line.encode() + b"\n")
             self._file.flush()
 
 
@@ -296,66 +314,75 @@ class Start:
     @property
     def deviation(self) -> float:
         """Standard deviation of a step's time [s]."""
-        mean = self.total / self.timed if self.timed else math.nan
-        return (
-            math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
-        )
+        if not self.timed:
+            return math.nan
+        mean = self.total / self.timed
+        return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0))
 
 
-def restarts(each: Sequence[Start]) -> int:
+def restarts(every_start: Sequence[Start]) -> int:
     """Count the later starts that made a step or were killed before one, not refused ones."""
-    return max(
-        sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each)
-        - 1,
-        0,
-    )
+    made_steps = {STEPS, AGAIN}
+    counted = [s for s in every_start if not s.end or made_steps & s.seconds.keys()]
+    return max(len(counted) - 1, 0)
 
 
 def starts(path: pathlib.Path) -> list[Start]:
     """Read a file's starts by time, without odd lines. Raises WorkdirError: none, or huge."""
-    found = [_start(head, last) for (head, _), (last, _) in _pairs(path)]
-    return sorted(found, key=lambda start: start.began)
+    every_start = [_start(record.head, record.last) for record in _records(path)]
+    return sorted(every_start, key=lambda start: start.began)
 
 
-def _pairs(
-    path: pathlib.Path,
-) -> list[tuple[tuple[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]]:
-    """Return the first record of each start, with its line, and the last."""
+class _Record(NamedTuple):
+    """The first and the last record of a start, with their lines. It may have one alone."""
+
+    head: dict[str, Any]
+    head_line: bytes
+    last: dict[str, Any]
+    last_line: bytes
+
+
+def _records(path: pathlib.Path) -> list[_Record]:
     if path.is_file() and path.stat().st_size > MAX_BYTES:
-        raise WorkdirError(
-            f"{path} has {path.stat().st_size} bytes, which no run writes; move it away"
-        )
-    records = jsonl.read(path, _problem)[0]
-    heads = {record["id"]: (record, line) for record, line in records if "began" in record}
-    last = {record["id"]: (record, line) for record, line in records if "began" not in record}
-    return [(head, last.get(name, ({}, b""))) for name, head in heads.items()]
+        size = path.stat().st_size
+        raise WorkdirError(f"{path} has {size} bytes, which no run writes; move it away")
+    records, _ = jsonl.read(path, _problem)
+    heads: dict[str, tuple[dict[str, Any], bytes]] = {}
+    last: dict[str, tuple[dict[str, Any], bytes]] = {}
+    for record, line in records:
+        by_start = heads if "began" in record else last
+        by_start[record["id"]] = record, line
+    return [_Record(*head, *last.get(start, ({}, b""))) for start, head in heads.items()]
 
 
 def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
     facts = {name: value for name, value in head.items() if name not in HEAD}
-    facts |= {DATA: last[DATA]} if isinstance(last.get(DATA), str) else {}
-    known = {name: head[name] for name in HEAD if name not in ("id", "pid")} | {
-        n: last.get(n, TOTALS[n]) for n in TOTALS
-    }
-    return Start(**known | {"now": max(known["now"], head["began"]), "facts": facts})
+    if isinstance(last.get(DATA), str):
+        facts[DATA] = last[DATA]
+    fields = {name: head[name] for name in HEAD if name not in ("id", "pid")}
+    fields |= {name: last.get(name, default) for name, default in TOTALS.items()}
+    fields["now"] = max(fields["now"], head["began"])
+    return Start(**fields, facts=facts)
 
 
 def _problem(record: Mapping[str, Any]) -> str:
     expected = HEAD if "began" in record else {"id": "", **TOTALS}
-    wrong = [name for name, value in expected.items() if not _is(type(value), record.get(name))]
-    return f"its {wrong[0]} is not as a run writes it" if wrong else ""
+    for name, value in expected.items():
+        if not _is(type(value), record.get(name)):
+            return f"its {name} is not as a run writes it"
+    return ""
 
 
 def _is(kind: type, value: Any) -> bool:
+    """Tell whether a run could have written ``value`` for a field of this kind."""
     if kind is dict:
-        return (
-            type(value) is dict
-            and value.keys() <= set(PHASES)
-            and all(_is(float, s) for s in value.values())
-        )
+        if type(value) is not dict or not value.keys() <= set(PHASES):
+            return False
+        return all(_is(float, seconds) for seconds in value.values())
     if kind is str:
         return type(value) is str and len(value) <= 300
-    return type(value) in (int, kind) and 0 <= value < (2**31 if kind is int else 1e12)
+    limit = 2**31 if kind is int else 1e12
+    return type(value) in (int, kind) and 0 <= value < limit
 
 
 def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
@@ -363,53 +390,54 @@ def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}
-    files = {
-        int(m[1]): path
-        for path in folder.iterdir()
-        if (m := re.fullmatch(r"process-(\d{1,7})\.jsonl", path.name))
-    }
-    found = {process: starts(files[process]) for process in sorted(files)}
-    return {process: each for process, each in found.items() if each}
+    files = {}
+    for path in folder.iterdir():
+        if match := re.fullmatch(r"process-(\d{1,7})\.jsonl", path.name):
+            files[int(match[1])] = path
+    starts_by_process = {process: starts(path) for process, path in sorted(files.items())}
+    return {process: listed for process, listed in starts_by_process.items() if listed}
 
 
-def totals(each: Iterable[Start]) -> dict[str, float]:
+def totals(every_start: Iterable[Start]) -> dict[str, float]:
     """Phase -> seconds of a process from its first start or queue on; stopped for the rest."""
     seconds: collections.Counter[str] = collections.Counter()
     until = None
-    for start in each:
-        gap = max(start.began - until, 0.0) if until is not None else start.queued
+    for start in every_start:
+        gap = start.queued if until is None else max(start.began - until, 0.0)
         queued = min(start.queued, gap)
         seconds.update({QUEUE: queued, STOPPED: gap - queued})
         seconds.update(start.seconds)
         until = max(start.now, until or 0.0)
-    return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
+    return _in_order(seconds)
 
 
 def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
     """Phase -> seconds, added over all processes."""
     seconds: collections.Counter[str] = collections.Counter()
-    for each in processes.values():
-        seconds.update(totals(each))
+    for starts_of_process in processes.values():
+        seconds.update(totals(starts_of_process))
+    return _in_order(seconds)
+
+
+def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
     return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
     """Return the share of steps' wall time that was made first, or nan without time."""
-    whole = sum(seconds.values())
-    return seconds.get(STEPS, 0.0) / whole if whole else math.nan
+    total = sum(seconds.values())
+    return seconds.get(STEPS, 0.0) / total if total else math.nan
 
 
 def summary(seconds: Mapping[str, float]) -> str:
     """Return a line about one process: its goodput, and the largest other phases."""
-    whole = sum(seconds.values())
-    rest = sorted(
-        (s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole
-    )[::-1]
-    most = ", ".join(f"{phase} {s / whole:.0%}" for s, phase in rest[:4])
-    return (
-        f"goodput {goodput(seconds):.0%} of {whole:.0f} s over all"
-        f" starts{f'; {most}' if most else ''}"
-    )
+    total = sum(seconds.values())
+    losses = [(s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * total]
+    text = f"goodput {goodput(seconds):.0%} of {total:.0f} s over all starts"
+    if losses:
+        largest = sorted(losses, reverse=True)[:4]
+        text += f"; {', '.join(f'{phase} {s / total:.0%}' for s, phase in largest)}"
+    return text
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
@@ -418,22 +446,26 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
     Processes leave a step together. The one that comes late (its data, its host) waits least for
     the devices. A slow device does not show here: all wait for it alike.
     """
-    newest = [each[-1] for each in processes.values() if each[-1].timed]
-    newest = [start for start in newest if start.began >= max(s.began for s in newest) - 3600]
+    newest = [every_start[-1] for every_start in processes.values() if every_start[-1].timed]
+    began = max((start.began for start in newest), default=0.0)
+    newest = [start for start in newest if start.began >= began - NEWEST]
     if len(newest) < 2:
         return None
     by_own = sorted(newest, key=lambda start: start.own)
-    worst, median = by_own[-1], by_own[(len(by_own) - 1) // 2]
-    return worst if worst.own - median.own >= 0.1 * worst.total / worst.timed else None
+    slowest = by_own[-1]
+    median = by_own[(len(by_own) - 1) // 2]
+    seconds_per_step = slowest.total / slowest.timed
+    return slowest if slowest.own - median.own >= 0.1 * seconds_per_step else None
 
 
-def _queued(began: float, before: Sequence[Start]) -> float:
+def _queued(began: float, earlier: Sequence[Start]) -> float:
     """Seconds in a scheduler's queue, since its submission or the end of the start before."""
+    ended = earlier[-1].now if earlier else 0.0
+    if earlier and lease.slurm("SLURM_RESTART_COUNT"):
+        return round(max(began - ended, 0.0), 3)
     submitted = os.environ.get("JAXTRAIN_SUBMITTED", "")
-    if before and lease.slurm("SLURM_RESTART_COUNT"):
-        return round(max(began - before[-1].now, 0.0), 3)
     if re.fullmatch(r"\d{9,11}", submitted):
-        return round(max(began - max(int(submitted), before[-1].now if before else 0), 0.0), 3)
+        return round(max(began - max(int(submitted), ended), 0.0), 3)
     return 0.0
 
 
@@ -441,7 +473,9 @@ def _process_start() -> float:
     """Return the process's start [s since 1970] by proc(5): stat's field 22 in ticks; else now."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
-            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
-            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+            fields = stat.read().rsplit(")", 1)[1].split()
+            seconds_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            boot = time.time() - float(uptime.read().split()[0])
+            return boot + seconds_after_boot
     except OSError:
         return time.time()

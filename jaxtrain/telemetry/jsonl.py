@@ -24,23 +24,22 @@ Check = Callable[[dict[str, Any]], str]
 
 def record_problem(record: dict[str, Any]) -> str:
     """Check a record of metrics.jsonl: a step, a split, and numbers."""
-    step, split, numbers = (
-        record.get("step"),
-        record.get("split"),
-        {**record, "step": 0, "split": 0},
-    )
-    if type(step) is not int or step < 0:
-        return "it has no step"
-    if type(split) is not str:
+    if problem := step_problem(record):
+        return problem
+    if type(record.get("split")) is not str:
         return "it has no split"
-    odd = [name for name, value in numbers.items() if type(value) not in (int, float, type(None))]
-    return f"its {odd[0]!r} is no number" if odd else ""
+    for name, value in record.items():
+        if name != "split" and type(value) not in (int, float, type(None)):
+            return f"its {name!r} is no number"
+    return ""
 
 
 def step_problem(record: dict[str, Any]) -> str:
     """Check a line of generations.jsonl: a step, and anything else."""
     step = record.get("step")
-    return "" if type(step) is int and step >= 0 else "it has no step"
+    if type(step) is not int or step < 0:
+        return "it has no step"
+    return ""
 
 
 def read(
@@ -55,8 +54,11 @@ def read(
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return [], []
-    records, odd = [], []
-    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
+    if not lines[-1]:  # after the last newline
+        lines.pop()
+    records = []
+    odd = []
+    for number, line in enumerate(lines, start=1):
         record, reason = _parse(line, problem)
         if record is None:
             odd.append((line, f"line {number}: {reason}"))
@@ -73,14 +75,11 @@ def rewrite(
         aside = path.with_name(f"{path.name}.odd")
         with opened(aside) as file:
             file.write(b"".join(line + b"\n" for line, _ in odd))
-        which = "; ".join(reason for _, reason in odd[:3]) + ("; …" if len(odd) > 3 else "")
-        log.warning(
-            "%s: %d lines are no records and were moved to %s (%s)",
-            path,
-            len(odd),
-            aside.name,
-            which,
-        )
+        reasons = [reason for _, reason in odd[:3]]
+        if len(odd) > 3:
+            reasons.append("…")
+        text = "%s: %d lines are no records and were moved to %s (%s)"
+        log.warning(text, path, len(odd), aside.name, "; ".join(reasons))
     with atomic_write.file(path) as file:
         file.write(b"".join(line + b"\n" for line in lines))
 
@@ -109,8 +108,10 @@ class Appended:
     """A file to append to. What a full disk refuses waits in memory until a flush."""
 
     def __init__(self, path: pathlib.Path):
-        self._path, self.file = path, opened(path)
-        self.waiting, self._warned = b"", False
+        self._path = path
+        self.file = opened(path)
+        self.waiting = b""
+        self._warned = False
 
     @classmethod
     def open(cls, path: str) -> "Appended":
@@ -123,7 +124,8 @@ class Appended:
     def flush(self) -> None:
         try:
             while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
+                n_written = self.file.write(self.waiting)
+                self.waiting = self.waiting[n_written:]
             self._warned = False
         except OSError as error:
             if not self._warned:
@@ -156,5 +158,7 @@ def _parse(line: bytes, problem: Check) -> tuple[dict[str, Any] | None, str]:
         return None, "it is not UTF-8"
     except (ValueError, RecursionError):
         return None, "it is not JSON, or cut short"
-    reason = problem(record) if type(record) is dict else "it is no object"
+    if type(record) is not dict:
+        return None, "it is no object"
+    reason = problem(record)
     return (None, reason) if reason else (record, "")

@@ -25,7 +25,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, handler: "type[Handler]", port: int = 0):
         """``port``: 0 = one that is free."""
-        self.token, self._lock = secrets.token_urlsafe(24), threading.Lock()
+        self.token = secrets.token_urlsafe(24)
+        self._lock = threading.Lock()
         self._open: dict[Any, None] = {}  # the requests at hand, the oldest first
         super().__init__((HOSTS[0], port), handler)
 
@@ -33,7 +34,7 @@ class Server(http.server.ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_port}"
 
-    def process_request(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
@@ -44,14 +45,14 @@ class Server(http.server.ThreadingHTTPServer):
                     oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
                 self._open.pop(request, None)
 
-    def handle_error(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Print the traceback of an error here, but not of a connection that ended."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
@@ -59,13 +60,15 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     timeout = PATIENCE
-    server_version, sys_version = "jaxtrain", ""
+    server_version = "jaxtrain"
+    sys_version = ""
     server: Server
 
     def is_allowed(self, token: str) -> bool:
         """Whether who asks gave the server's token, and asked this machine by its own name."""
         host = self.headers.get("Host", "").rpartition(":")[0]
-        return host in HOSTS and secrets.compare_digest(token.encode(), self.server.token.encode())
+        expected = self.server.token
+        return host in HOSTS and secrets.compare_digest(token.encode(), expected.encode())
 
     def send(self, code: int, body: bytes, kind: str, *, policy: str = "") -> None:
         """Answers. ``policy``: a Content-Security-Policy, for a page that has none of its own."""
@@ -76,7 +79,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-        } | ({"Content-Security-Policy": policy} if policy else {})
+        }
+        if policy:
+            headers["Content-Security-Policy"] = policy
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

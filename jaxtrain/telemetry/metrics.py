@@ -31,35 +31,34 @@ class Sums:
     def pop(self, name: str) -> np.ndarray | None:
         """Take a sum out, undivided, or None if there is none of that name."""
         self._read()
-        return self._totals.pop(name, (None, 0.0))[0]
+        total, _ = self._totals.pop(name, (None, 0.0))
+        return total
 
     def means(self) -> dict[str, Any]:
         """Each sum, which may be an array, over its weight, a number. Without weight: nan."""
         self._read()
-        means = {
-            name: total / weight if weight else total * math.nan
-            for name, (total, weight) in self._totals.items()
-        }
-        return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
+        means: dict[str, Any] = {}
+        for name, (total, weight) in self._totals.items():
+            mean = total / weight if weight else total * math.nan
+            means[name] = mean if np.ndim(mean) else float(mean)
+        return means
 
     def _read(self) -> None:
         if self._pending is None:
             return
         for name, (total, weight) in jax.device_get(dict(self._pending)).items():
-            before, weight_before = self._totals.get(name, (0, 0.0))
-            self._totals[name] = (
-                before + np.asarray(total, np.float64),
-                weight_before + float(weight),
-            )
+            earlier_total, earlier_weight = self._totals.get(name, (0, 0.0))
+            new_total = earlier_total + np.asarray(total, np.float64)
+            self._totals[name] = new_total, earlier_weight + float(weight)
         self._pending = None
 
 
 def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
     """Return the means of batches (`Sums`). Waits for the device."""
-    added = Sums()
-    for each in sums:
-        added.add(each)
-    return added.means()
+    total = Sums()
+    for sums_of_batch in sums:
+        total.add(sums_of_batch)
+    return total.means()
 
 
 class Meter:
@@ -80,15 +79,17 @@ class Meter:
     ):
         """``local_rows``: of the batch, that this process's loader reads. 0 = all."""
         self.seconds_per_step = math.nan
-        self._local_rows, self._worked = local_rows or batch, (0, 0.0)
-        self._steps, self._batch, self._flops, self._full_flops, self._peak = (
-            steps,
-            batch,
-            flops,
-            full_flops,
-            peak,
-        )
-        self._start = self._last = (time.perf_counter(), 0, 0.0)
+        self._local_rows = local_rows or batch
+        self._steps = steps
+        self._batch = batch
+        self._flops = flops
+        self._full_flops = full_flops
+        self._peak = peak
+        # At the last call: the rows that the loader had made, and its threads' seconds of work.
+        self._loader_rows = 0
+        self._loader_seconds = 0.0
+        # At the last call: the time, the step, and the seconds waited for data.
+        self._last = (time.perf_counter(), 0, 0.0)
 
     def start(self, step: int, waited: float) -> None:
         """Start (again) to count here: after compilation, an evaluation, a restart."""
@@ -99,49 +100,48 @@ class Meter:
     ) -> dict[str, float]:
         """Return the rates since the last call. ``loader``: its diagnostics."""
         now = time.perf_counter()
-        then, first, waited_then = self._last
-        seconds, steps = max(now - then, 1e-9), step - first
+        last_time, last_step, last_waited = self._last
         self._last = (now, step, waited)
-        self.seconds_per_step = seconds / steps if steps else self.seconds_per_step
-        return {
+        seconds = max(now - last_time, 1e-9)
+        steps = step - last_step
+        if steps:
+            self.seconds_per_step = seconds / steps
+        rates = {
             "steps_per_second": steps / seconds,
             "examples_per_second": steps * self._batch / seconds,
             "mfu": steps * self._flops / seconds / self._peak,
-            **(
-                {"mfu_full_attention": steps * self._full_flops / seconds / self._peak}
-                if self._full_flops
-                else {}
-            ),
-            "data_wait_share": min((waited - waited_then) / seconds, 1.0),
-            **self._supply(
-                steps * self._batch / max(seconds - (waited - waited_then), 0.01 * seconds),
-                loader or {},
-            ),
-            "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
         }
+        if self._full_flops:
+            rates["mfu_full_attention"] = steps * self._full_flops / seconds / self._peak
+        waiting = waited - last_waited
+        rates["data_wait_share"] = min(waiting / seconds, 1.0)
+        demand = steps * self._batch / max(seconds - waiting, 0.01 * seconds)
+        rates |= self._supply(demand, loader or {})
+        rates["eta_seconds"] = (self._steps - step) * seconds / steps if steps else math.nan
+        return rates
 
-    def _supply(self, asked: float, loader: Mapping[str, Any]) -> dict[str, float]:
+    def _supply(self, demand: float, loader: Mapping[str, Any]) -> dict[str, float]:
         """Compare the rows/s that steps would take without a wait with those of the working loader.
 
         Nothing of a loader that does not count its rows and its threads' seconds, or made none
         since the last call.
         """
-        if not {"rows", "seconds", "threads"} <= loader.keys() or not asked:
+        if not {"rows", "seconds", "threads"} <= loader.keys() or not demand:
             return {}
-        worked = sum(
-            seconds for stage, seconds in loader["seconds"].items() if stage not in NOT_WORKING
-        )
-        (rows_then, worked_then), self._worked = self._worked, (loader["rows"], worked)
-        rows, seconds = loader["rows"] - rows_then, worked - worked_then
+        stages = loader["seconds"].items()
+        seconds_of_work = sum(seconds for stage, seconds in stages if stage not in NOT_WORKING)
+        rows = loader["rows"] - self._loader_rows
+        seconds = seconds_of_work - self._loader_seconds
+        self._loader_rows = loader["rows"]
+        self._loader_seconds = seconds_of_work
         if rows <= 0 or seconds <= 0:
             return {}
         # if other processes' are as fast
-        given = loader["threads"] * rows / seconds * self._batch / self._local_rows
-        missing = machine.cores_missing(asked, given, loader["threads"])
+        supply = loader["threads"] * rows / seconds * self._batch / self._local_rows
         return {
-            "rows_asked_per_second": asked,
-            "rows_given_per_second": given,
-            "cores_missing": missing,
+            "rows_asked_per_second": demand,
+            "rows_given_per_second": supply,
+            "cores_missing": machine.cores_missing(demand, supply, loader["threads"]),
         }
 
 
@@ -156,17 +156,18 @@ def peak_flops() -> tuple[float, str]:
     kind = devices[0].device_kind
     if chip := chips.find(kind):
         return chip.flops * len(devices), f"{kind} datasheet, bf16"
-    product, best = jax.jit(lambda x: x @ x), 0.0
+    product = jax.jit(lambda x: x @ x)
+    best = 0.0
     for n in (256, 1024):
-        x = jax.block_until_ready(
-            product(jax.device_put(jnp.zeros((n, n), jnp.float32), jax.local_devices()[0]))
-        )
+        zeros = jax.device_put(jnp.zeros((n, n), jnp.float32), jax.local_devices()[0])
+        x = jax.block_until_ready(product(zeros))
         start = time.perf_counter()
         end = start + 0.025
         while start < end:
             jax.block_until_ready(product(x))
-            seconds, start = time.perf_counter() - start, time.perf_counter()
-            best = max(best, 2 * n**3 / seconds)
+            now = time.perf_counter()
+            best = max(best, 2 * n**3 / (now - start))
+            start = now
     # Host devices share the cores that one product already uses all of.
     count = jax.process_count() if devices[0].platform == "cpu" else len(devices)
     return best * count, f"measured float32 products on {kind}"

@@ -20,7 +20,8 @@ from loaders.io import files
 
 log = logging.getLogger("jaxtrain")
 
-REQUEST, FOLDER = "profile.json", "traces"
+REQUEST = "profile.json"
+FOLDER = "traces"
 LOOK = 1.0  # [s] between looks for a request
 MAX_STEPS = 1000  # of a trace, which holds every operation of every step
 
@@ -30,10 +31,16 @@ class Traces:
 
     def __init__(self, workdir: str, steps: Sequence[int], *, process: int):
         """Trace process 0 in ``steps``, the first and the last; empty = only on request."""
-        self._workdir, self._process = pathlib.Path(workdir), process
-        self._first, self._last = (steps[0], steps[1]) if steps and process == 0 else (0, 0)
+        self._workdir = pathlib.Path(workdir)
+        self._process = process
+        self._first = 0
+        self._last = 0
+        if steps and process == 0:
+            self._first = steps[0]
+            self._last = steps[1]
         self._running: pathlib.Path | None = None
-        self._asked, self._seen = 0, self._request()[0]
+        self._requested_steps = 0
+        self._last_request, _, _ = self._request()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
@@ -42,15 +49,17 @@ class Traces:
         """Whether a trace begins or ends behind ``step``. Called at every step."""
         if self._running:
             return step >= self._last
-        return step + 1 == self._first or bool(self._asked)
+        return step + 1 == self._first or bool(self._requested_steps)
 
     def turn(self, step: int) -> None:
         """Begin the trace that is due behind ``step``, or end it. If it fails, the run goes on."""
         if self._running:
             self._end(step)
             return
-        if self._asked:
-            self._first, self._last, self._asked = step + 1, step + self._asked, 0
+        if self._requested_steps:
+            self._first = step + 1
+            self._last = step + self._requested_steps
+            self._requested_steps = 0
         self._running = self._workdir / FOLDER / f".steps-process-{self._process}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's work between two steps takes little time
@@ -59,25 +68,24 @@ class Traces:
             jax.profiler.start_trace(str(self._running), profiler_options=options)
         except (OSError, RuntimeError) as error:
             log.error("steps %d to %d cannot be traced: %s", self._first, self._last, error)
-            self._running, self._first = None, 0
+            self._running = None
+            self._first = 0
 
     def _end(self, step: int) -> None:
         assert self._running
-        made, self._running = self._running, None
-        final = made.with_name(f"steps-{self._first:06}-{step:06}-process-{self._process}")
+        partial = self._running
+        steps = f"{self._first:06}-{step:06}"
+        final = partial.with_name(f"steps-{steps}-process-{self._process}")
+        self._running = None
         self._first = 0
         try:
             jax.profiler.stop_trace()
             shutil.rmtree(final, ignore_errors=True)
-            made.rename(final)
+            partial.rename(final)
         except (OSError, RuntimeError) as error:
             log.error("the trace of steps up to %d cannot be written: %s", step, error)
         else:
-            log.info(
-                "steps %s are traced in %s",
-                final.name.split("-process")[0].removeprefix("steps-"),
-                final,
-            )
+            log.info("steps %s are traced in %s", steps, final)
 
     def close(self, step: int) -> None:
         """End a running trace after ``step``."""
@@ -88,11 +96,11 @@ class Traces:
 
     def _run(self) -> None:
         while not self._closed.wait(LOOK):
-            name, steps, everyone = self._request()
-            if name and name != self._seen:
-                self._seen = name
-                if everyone or self._process == 0:
-                    self._asked = steps
+            name, steps, in_every_process = self._request()
+            if name and name != self._last_request:
+                self._last_request = name
+                if in_every_process or self._process == 0:
+                    self._requested_steps = steps
 
     def _request(self) -> tuple[str, int, bool]:
         """Id, number of steps, whether for every process; "", 0, False without a request."""
@@ -100,13 +108,11 @@ class Traces:
         if not os.path.lexists(path):
             return "", 0, False
         with contextlib.suppress(files.FileError, OSError):
-            asked = files.read_json(files.inside(self._workdir, REQUEST), most=1000)
-            name, steps = asked.get("id"), asked.get("steps")
-            if (
-                type(name) is str
-                and re.fullmatch("[0-9a-f]{32}", name)
-                and type(steps) is int
-                and 1 <= steps <= MAX_STEPS
-            ):
-                return name, steps, asked.get("all") is True
+            request = files.read_json(files.inside(self._workdir, REQUEST), most=1000)
+            name = request.get("id")
+            steps = request.get("steps")
+            if type(name) is not str or not re.fullmatch("[0-9a-f]{32}", name):
+                return "", 0, False
+            if type(steps) is int and 1 <= steps <= MAX_STEPS:
+                return name, steps, request.get("all") is True
         return "", 0, False

@@ -31,6 +31,18 @@ log = logging.getLogger("jaxtrain")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
 GENERATIONS = "generations.jsonl"  # generations of the model at each evaluation
+MAX_PICTURES = 8  # of a name
+MAX_GENERATIONS = 32  # that TensorBoard shows of an evaluation
+MAX_PARAMS = 100  # that a request to MLflow may hold
+# The files and folders of a workdir, for a person.
+DESCRIPTIONS = {
+    "metrics.jsonl": "records of training and evaluations, a line each",
+    GENERATIONS: "generations of the model at each evaluation",
+    "classes.jsonl": "rows and answers by class at each evaluation",
+    "pictures": "inputs of the model",
+    "tensorboard": "the records, for TensorBoard",
+    "traces": "traces of steps, for Perfetto, XProf and jaxtrain report",
+}
 
 
 class Writer(Protocol):
@@ -65,31 +77,28 @@ class JsonlWriter(Writer):
         name: str = "metrics.jsonl",
         problem: jsonl.Check = jsonl.record_problem,
     ):
-        self._path = path = pathlib.Path(workdir) / name
+        path = pathlib.Path(workdir) / name
+        self._path = path
         records, odd = jsonl.read(path, problem)
         self.reached = {record.get("split", ""): record["step"] for record, _ in records}
-        kept = [line for record, line in records if record["step"] <= step]
-        if odd or len(kept) < len(records):
-            jsonl.rewrite(path, kept, odd)
+        lines = [line for record, line in records if record["step"] <= step]
+        if odd or len(lines) < len(records):
+            jsonl.rewrite(path, lines, odd)
         self._file = jsonl.Appended(path)
 
     def write(self, step: int, split: str, record: Mapping[str, Any]) -> None:
-        line = (
-            json.dumps(
-                {"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}
-            )
-            + "\n"
-        )
+        values = {name: _rounded(value) for name, value in record.items()}
+        line = json.dumps({"step": step, "split": split, **values})
         self._confirm()
-        self._file.write(line.encode())
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def _confirm(self) -> None:
         if not jsonl.is_there(self._path, self._file.file.fileno()):
             raise WorkdirError(
-                f"{self._path} was deleted or moved while the run wrote to it, and its records with"
-                " it; rerun the same command to resume from the newest checkpoint, if there is one"
-                " still"
+                f"{self._path} was deleted or moved while the run wrote to it,"
+                " and its records with it; rerun the same command"
+                " to resume from the newest checkpoint, if there is one still"
             )
 
     def close(self) -> None:
@@ -110,47 +119,46 @@ class TensorboardWriter(Writer):
         from tensorboardX import event_file_writer, record_writer, summary
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._event, self._summary = Event, summary
+        self._event = Event
+        self._summary = summary
         folder = pathlib.Path(workdir) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         record_writer.register_writer_factory("appended", jsonl.Appended)
-        self._events = event_file_writer.EventsWriter(
-            f"appended:{folder}/events", f".{os.getpid()}"
-        )
+        prefix = f"appended:{folder}/events"
+        self._events = event_file_writer.EventsWriter(prefix, f".{os.getpid()}")
         if step:
-            self._events.write_event(
-                Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-            )
+            restart = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(step=step + 1, session_log=restart))
         self._events.flush()
 
     def _add(self, step: int, summaries: Iterable[Any]) -> None:
         """Write them in one call: a file on a shared disk costs by the call."""
         for summary in summaries:
-            self._events.write_event(self._event(step=step, wall_time=time.time(), summary=summary))
+            event = self._event(step=step, wall_time=time.time(), summary=summary)
+            self._events.write_event(event)
         self._events.flush()
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        self._add(
-            step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items())
-        )
+        scalar = self._summary.scalar
+        self._add(step, [scalar(f"{split}/{name}", value) for name, value in record.items()])
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        named = (
-            (f"{name}/{i}", one)
-            for name, images in pictures.items()
-            for i, one in enumerate(pixels(images)[:8])
-        )
-        self._add(step, (self._summary.image(name, one, dataformats="HW") for name, one in named))
+        summaries = []
+        for name, images in pictures.items():
+            for i, image in enumerate(pixels(images)[:MAX_PICTURES]):
+                summaries.append(self._summary.image(f"{name}/{i}", image, dataformats="HW"))
+        self._add(step, summaries)
 
     def generations(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        texts = []
-        for generation in generations[:32]:
-            lines = (f"{name}: {value}" for name, value in generation.items())
+        summaries = []
+        for i, generation in enumerate(generations[:MAX_GENERATIONS]):
+            lines = []
+            for name, value in generation.items():
+                lines += f"{name}: {value}".splitlines()
             # Indented: TensorBoard renders Markdown, and a generation is plain text.
-            texts.append("\n".join(f"    {x}" for line in lines for x in line.splitlines()))
-        self._add(
-            step, (self._summary.text(f"generations/{i}", text) for i, text in enumerate(texts))
-        )
+            text = "\n".join(f"    {line}" for line in lines)
+            summaries.append(self._summary.text(f"generations/{i}", text))
+        self._add(step, summaries)
 
     def close(self) -> None:
         self._events.close()
@@ -176,7 +184,8 @@ class WandbWriter(Writer):
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         # the service takes rising steps only, and has a replayed one already
         if step >= self._run.step:
-            self._run.log({f"{split}/{name}": value for name, value in record.items()}, step=step)
+            values = {f"{split}/{name}": value for name, value in record.items()}
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -195,30 +204,30 @@ class MlflowWriter(Writer):
     ):
         import mlflow
 
-        self._mlflow, self._reached, path = (
-            mlflow,
-            dict(reached),
-            pathlib.Path(workdir) / "mlflow_id",
-        )
+        self._mlflow = mlflow
+        self._reached = dict(reached)
+        path = pathlib.Path(workdir) / "mlflow_id"
         with _reachable("metrics.mlflow_experiment", experiment):
             mlflow.set_experiment(experiment)
             if path.exists():
                 mlflow.start_run(run_id=path.read_text())
                 return
-            path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
-            flat = [(name, str(value)) for name, value in flatten(config).items()]
-            for i in range(0, len(flat), 100):  # the most that a request may hold
-                mlflow.log_params(dict(flat[i : i + 100]))
+            run = mlflow.start_run(run_name=pathlib.Path(workdir).name)
+            path.write_text(run.info.run_id)
+            fields = [(name, str(value)) for name, value in flatten(config).items()]
+            for i in range(0, len(fields), MAX_PARAMS):
+                mlflow.log_params(dict(fields[i : i + MAX_PARAMS]))
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        if step > self._reached.get(split, -1):
-            known = {name: float(value) for name, value in record.items() if math.isfinite(value)}
-            # as it asks
-            found = {
-                re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value
-                for name, value in known.items()
-            }
-            self._mlflow.log_metrics(found, step=step, synchronous=False)
+        if step <= self._reached.get(split, -1):
+            return
+        metrics = {}
+        for name, value in record.items():
+            if math.isfinite(value):
+                # The service takes these characters alone.
+                key = re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}")
+                metrics[key] = float(value)
+        self._mlflow.log_metrics(metrics, step=step, synchronous=False)
 
     def close(self) -> None:
         self._mlflow.flush_async_logging()
@@ -238,16 +247,18 @@ class TrackioWriter(Writer):
             path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
         self._reached = dict(reached)
         with _reachable("metrics.trackio_project", project):
-            given = {name: str(value) for name, value in flatten(config).items()}
             self._run = trackio.init(
-                project=project, name=path.read_text(), resume="allow", config=given, embed=False
+                project=project,
+                name=path.read_text(),
+                resume="allow",
+                config={name: str(value) for name, value in flatten(config).items()},
+                embed=False,
             )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
-            self._run.log(
-                {f"{split}/{name}": float(value) for name, value in record.items()}, step=step
-            )
+            values = {f"{split}/{name}": float(value) for name, value in record.items()}
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -259,33 +270,33 @@ def _reachable(field: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # clients raise what they like
-        why = first_line(error)
-        raise ConfigError(
-            [(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]
-        ) from error
+        problem = f"is {name!r}, which cannot be used now: {first_line(error)}; or unset it"
+        raise ConfigError([(field, problem)]) from error
 
 
 def make_writers(config: Config, step: int) -> list[Writer]:
     """Return the writers that a config asks for, continued after ``step``."""
-    records = JsonlWriter(config.workdir, step)
+    workdir, services = config.workdir, config.metrics
+    records = JsonlWriter(workdir, step)
     writers: list[Writer] = [records]
-    if config.metrics.tensorboard:
-        writers.append(TensorboardWriter(config.workdir, step))
-    if project := config.metrics.wandb_project:
-        writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config)))
-    if experiment := config.metrics.mlflow_experiment:
-        writers.append(
-            MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached)
-        )
-    if project := config.metrics.trackio_project:
-        writers.append(
-            TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached)
-        )
+    if services.tensorboard:
+        writers.append(TensorboardWriter(workdir, step))
+    if project := services.wandb_project:
+        writers.append(WandbWriter(workdir, project, dataclasses.asdict(config)))
+    if experiment := services.mlflow_experiment:
+        fields = dataclasses.asdict(config)
+        writers.append(MlflowWriter(workdir, experiment, fields, records.reached))
+    if project := services.trackio_project:
+        fields = dataclasses.asdict(config)
+        writers.append(TrackioWriter(workdir, project, fields, records.reached))
     return writers
 
 
 def write_pictures(
-    folder: str | os.PathLike[str], pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
+    folder: str | os.PathLike[str],
+    pictures: Mapping[str, np.typing.ArrayLike],
+    *,
+    limit: int = MAX_PICTURES,
 ) -> list[pathlib.Path]:
     """Write [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom.
 
@@ -297,23 +308,26 @@ def write_pictures(
     paths = []
     for name, images in pictures.items():
         for i, image in enumerate(pixels(images)[:limit]):
-            paths.append(folder / f"{name}_{i}.png")
-            Image.fromarray(image).save(paths[-1])
+            path = folder / f"{name}_{i}.png"
+            Image.fromarray(image).save(path)
+            paths.append(path)
     return paths
 
 
 def pixels(images: np.typing.ArrayLike) -> np.ndarray:
     """Grey pixels, the top row first, of arrays in 0..1."""
-    return np.asarray(np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255, np.uint8)[:, ::-1]
+    values = np.clip(np.nan_to_num(np.asarray(images)), 0, 1)
+    return np.asarray(values * 255, np.uint8)[:, ::-1]
 
 
 def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
     """Write lines {"step": 500, …} of the workdir. A step written again takes its own place."""
     path = pathlib.Path(workdir) / name
     records, odd = jsonl.read(path, jsonl.step_problem)
-    kept = [line for record, line in records if record["step"] < step]
-    kept += [json.dumps({"step": step, **line}, ensure_ascii=False).encode() for line in lines]
-    jsonl.rewrite(path, kept, odd)
+    content = [line for record, line in records if record["step"] < step]
+    for line in lines:
+        content.append(json.dumps({"step": step, **line}, ensure_ascii=False).encode())
+    jsonl.rewrite(path, content, odd)
 
 
 class Lines:
@@ -360,7 +374,8 @@ def write_schedule(
 ) -> None:
     """Write workdir/schedule.json: learning rates of some updates, unless ``rate`` gives None."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
-    if (rates := rate(step)) is None:
+    rates = rate(step)
+    if rates is None:
         return
     content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rates]}
     (pathlib.Path(workdir) / "schedule.json").write_text(json.dumps(content) + "\n")
@@ -369,22 +384,14 @@ def write_schedule(
 def left_behind(config: Config) -> list[tuple[str, str]]:
     """List the existing files of a run for a person to look at: (path, description)."""
     workdir = pathlib.Path(config.workdir)
-    saved = config.checkpoint.folder or str(workdir / "checkpoints")
-    found = [
-        (saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")
-    ]
-    for name, about in (
-        ("metrics.jsonl", "records of training and evaluations, a line each"),
-        (GENERATIONS, "generations of the model at each evaluation"),
-        ("classes.jsonl", "rows and answers by class at each evaluation"),
-        ("pictures", "inputs of the model"),
-        ("tensorboard", "the records, for TensorBoard"),
-        ("traces", "traces of steps, for Perfetto, XProf and jaxtrain report"),
-    ):
+    checkpoints = config.checkpoint.folder or str(workdir / "checkpoints")
+    is_resumable = config.checkpoint.final == "resumable"
+    files = [(checkpoints, "state and parameters" if is_resumable else "parameters")]
+    for name, description in DESCRIPTIONS.items():
         path = workdir / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            found.append((str(path), about))
-    return found
+            files.append((str(path), description))
+    return files
 
 
 def is_written(workdir: str, step: int, split: str) -> bool:
