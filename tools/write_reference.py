@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import pathlib
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -39,7 +40,7 @@ The section `model` has the fields of the config's `workload`, and `data` those 
 METRICS = (
     'Each line of `metrics.jsonl` is a record, `{"step": 10, "split": "train", "loss": 2.3, …}`. '
     "X, N and K stand for a\nname or a number. `jaxtrain explain` prints those of one config, and "
-    "the card of an export has them beside their values."
+    "the card of an export has them with their values."
 )
 
 
@@ -59,14 +60,19 @@ def page() -> str:
         module = importlib.import_module(name)
         if callable(getattr(module, "make_loader", None)):
             parts += [f"## `data` of loader `{name}`", *table(module.Config, "data.")]
-    parts += ["## Metrics", METRICS, 'Of each step, split "train":', glossary_table(glossary.STEP)]
+    parts += [
+        "## Metrics",
+        METRICS,
+        'Metrics of each step, split "train":',
+        glossary_table(glossary.STEP),
+    ]
     for name in workload.shipped():
         parts += [
-            f'Of `{name}`, splits "train" and "test":',
+            f'Metrics of `{name}`, splits "train" and "test":',
             glossary_table(glossary.of_workload(name)),
         ]
-    parts += ['Of the order of the examples, split "data":', glossary_table(glossary.DATA)]
-    parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
+    parts += ['Metrics of the order of the examples, split "data":', glossary_table(glossary.DATA)]
+    parts += ['Metrics of saves, split "save":', glossary_table(glossary.SAVE)]
     parts += ["## Errors in recordings", ERRORS, errors_table()]
     return "\n\n".join(parts) + "\n"
 
@@ -83,10 +89,10 @@ def errors_table() -> str:
     """Return the kinds of errors that `jaxtrain index` lists."""
     done = {annotations.REFUSE: "refused", annotations.DROP: "dropped", annotations.KEEP: "kept"}
     rows = [
-        (f"`{kind}`", done[policy], "yes" if may_keep else "no", sentences(meaning))
+        (f"`{kind}`", sentences(meaning), done[policy], "yes" if may_keep else "no")
         for kind, (meaning, policy, may_keep) in annotations.KINDS.items()
     ]
-    return markdown(("kind", "default", "keep", "meaning"), rows)
+    return markdown(("kind", "meaning", "default", "keep"), rows)
 
 
 def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
@@ -111,9 +117,16 @@ def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[
 
 
 def sentences(meaning: str) -> str:
-    """Write a comment as sentences: its clauses after a semicolon are some, too."""
-    clauses = [clause.rstrip(".") for clause in meaning.split("; ")]
-    return " ".join(f"{clause[:1].upper()}{clause[1:]}." for clause in clauses)
+    """Write a comment as sentences: its clauses after a semicolon are some, too.
+
+    A first word that is a name, as in `lora.alpha`, keeps its spelling.
+    """
+    clauses = [clause.rstrip(".") for clause in re.split(r"; (?![^(]*\))", meaning)]
+    named = [re.match(r"[\w.]*[._=]\w", clause) for clause in clauses]
+    return " ".join(
+        f"{clause}." if name else f"{clause[:1].upper()}{clause[1:]}."
+        for clause, name in zip(clauses, named, strict=True)
+    )
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -72,14 +72,16 @@ class Train(Section):
 
     steps: int = 10_000  # [steps] optimizer steps of the whole run
     batch: int = 64  # [rows] global batch, for any number of devices
-    accumulate: int = 1  # [microbatches] of a step, whose gradients are reduced once
+    # [microbatches] number of microbatches of a step, whose gradients are reduced once
+    accumulate: int = 1
     # [1] decay of the average of the parameters that evaluation uses; 0 = no average
     ema: float = 0.0
-    # [steps] between evaluations, or a share of the run: 0.1; 0 = only after the last step
+    # [steps] interval between evaluations, or a share of the run: 0.1; 0 = only after the last step
     eval_every: int = 1_000
-    # [batches] in an evaluation during the run; 0 = all, as after the last step
+    # [batches] number of batches in an evaluation during the run; 0 = all, as after the last step
     eval_batches: int = 0
-    # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
+    # [evaluations] number of evaluations in a row without progress of checkpoint.best, after which
+    # a run ends; 0 = never
     patience: int = 0
     # [1] improvement of checkpoint.best that must be exceeded to count as progress
     min_delta: float = 0.0
@@ -195,39 +197,42 @@ class Optim(Section):
 
     on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "groups"))
 
-    # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
+    # [name] rule: adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as
+    # optax:adamw
     name: str = "adamw"
-    # [parameter: value] of the optimizer's module:factory
+    # [parameter: value] arguments of the optimizer's module:factory
     arguments: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-4  # [1/step] peak learning rate
-    # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or
+    # [name] shape: constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or
     # module:factory
     schedule: str = "cosine"
-    # [parameter: value] of the schedule's module:factory
+    # [parameter: value] arguments of the schedule's module:factory
     schedule_arguments: dict[str, Any] = field(default_factory=dict)
     warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
     # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its
     # last 20 %
     decay: int = 0
-    decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
+    decay_shape: str = "linear"  # [name] shape of wsd's decay: linear, cosine, sqrt
     lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
     lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
-    weight_decay: float = 0.05  # [1] built-in rules: decoupled, times the learning rate
+    # [1] weight decay of the built-in rules, decoupled, times the learning rate
+    weight_decay: float = 0.05
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
     # [regex] all others: each parameter must match one of the two
     undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"
     b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
     b2: float = 0.999  # [1] decay of the second moment (adamw, adam_atan2) or of the first (lion)
-    eps: float = 1e-8  # [1] adamw: added to the root of the second moment
-    # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
+    eps: float = 1e-8  # [1] number that adamw adds to the root of the second moment
+    # [name] type of the built-in rules' moments: float32, bfloat16, int8 (8 bits, a scale for each
+    # row)
     moments: str = "float32"
     # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a
     # value
     masters: bool = False
     # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
     offload: bool = False
-    # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none.
+    # [1] factor of the learning rate from each layer to the one below, in built-in rules; 1 = none.
     # Parameters named w_patch, b_patch, embed…, pos… and cls… are below the first layer
     layer_decay: float = 1.0
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
@@ -338,15 +343,16 @@ class WarmStart(Section):
     # the source by its digest
     on_resume = OnResume(FUNCTION, free=("source", "keep", "other_front_end"))
 
-    # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
+    # [path] path of a run, of one of its steps, or of a folder of safetensors; empty = initialise
+    # all
     source: str = ""
     ema: bool = False  # [bool] take the run's average of the parameters
-    # [(regex, replacement)] applied in order to the source's paths
+    # [(regex, replacement)] renames of the source's paths, applied in order
     renames: tuple[tuple[str, str], ...] = ()
     skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
     # [regex] arrays of the source, by their new paths, that this model has no use for
     unused: tuple[str, ...] = ()
-    # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
+    # [regex: how] changes of shape: crop, pad, fold, or for example "grid 32x8 to 16x8"
     reshape: dict[str, str] = field(default_factory=dict)
     # [bool] copy the source into workdir/base, so that nothing else removes or changes it
     keep: bool = False
@@ -398,13 +404,13 @@ class Lora(Section):
 
     on_resume = OnResume(STATE, function=("alpha", "dtype"))
 
-    rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
-    alpha: float = 16.0  # [1] times B A over the rank
+    rank: int = 0  # [1] rank of the adapters; 0 = train the parameters themselves
+    alpha: float = 16.0  # [1] scale of the adapter: the update is alpha / rank · B A
     adapt: str = r"(^|/)blocks/w_"  # [regex] matrices that get adapters
     train: str = ""  # [regex] parameters that are trained without an adapter; empty = none
     # [regex] parameters that stay as they are
     freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"
-    # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
+    # [name] type of adapted and frozen parameters: float32 or bfloat16
     dtype: str = "float32"
 
     def validate(self) -> Problems:
@@ -420,20 +426,21 @@ class Checkpoint(Section):
 
     on_resume = OnResume(FREE)
 
-    # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty =
+    # [path or URL] folder of the checkpoints, for example gs://bucket/run/checkpoints; empty =
     # workdir/checkpoints
     folder: str = ""
 
-    # [steps] between saves, or a share: 0.05. The last step, and with best each evaluation, is
-    # saved as well
+    # [steps] interval between saves, or a share: 0.05. The last step, and with best each
+    # evaluation, is saved too
     every: int = 500
-    keep: int = 3  # [checkpoints] newest ones that stay on disk
+    keep: int = 3  # [checkpoints] number of newest checkpoints that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
-    # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
+    # [metric] metric whose best step is kept: the largest value, or with "-" before it the smallest
     best: str = ""
     # [name] content of the last step: resumable, or weights (which nothing can resume from)
     final: str = "resumable"
-    on_error: str = "stop"  # [name] when a save fails: stop the run, or continue without that save
+    # [name] reaction to a save that fails: stop the run, or continue without it
+    on_error: str = "stop"
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every", "keep")
@@ -453,7 +460,8 @@ class Resume(Section):
     # [name] "exact": the data must be those of the checkpoint; "restart": others, from their
     # beginning
     data: str = "exact"
-    # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
+    # [fields] fields, such as lora.alpha, that may differ from the checkpoint's and change the
+    # function
     allow: tuple[str, ...] = ()
 
     def validate(self) -> Problems:
@@ -466,11 +474,11 @@ class Metrics(Section):
 
     on_resume = OnResume(FREE)
 
-    every: int = 10  # [steps] between records
+    every: int = 10  # [steps] interval between records
     # [bool] each record has a digest of the whole state, for jaxtrain diff and jaxtrain replay
     digest: bool = False
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
-    # [steps] first and last that process 0 traces into workdir/traces; empty = none
+    # [steps] first and last step that process 0 traces into workdir/traces; empty = none
     profile: tuple[int, ...] = ()
     # [name] Weights & Biases project; empty = off (extra: wandb). WANDB_ENTITY, WANDB_RUN_GROUP,
     # WANDB_NAME, WANDB_TAGS and its other variables apply
@@ -500,10 +508,9 @@ class Card(Section):
 
     on_resume = OnResume(FREE)
 
-    # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty =
-    # unsaid
+    # [id] license of the weights, as the Hub names it: apache-2.0, cc-by-nc-4.0; empty = unsaid
     license: str = ""
-    datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example allenai/c4
+    datasets: tuple[str, ...] = ()  # [ids] names of the data on the Hub, for example allenai/c4
 
     def validate(self) -> Problems:
         if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):
@@ -528,18 +535,22 @@ class Guard(Section):
 
     on_resume = OnResume(FREE)
 
-    # [ratio] of gradient norm to its running average above which a step is skipped; 0 = non-finite
-    # only
+    # [ratio] ratio of gradient norm to its running average, above which a step is skipped; 0 =
+    # non-finite only
     spike: float = 0.0
-    # [1] decay of that average. No spike is looked for in the first 1 / (1 - decay) steps
+    # [1] decay of the running average of the gradient norm. No spike is looked for in the first
+    # 1 / (1 - decay) steps
     decay: float = 0.99
-    patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
-    # [times] to return to the last checkpoint instead of stopping; all batches since count as
+    # [steps] number of steps skipped in a row, after which the run rewinds or stops
+    patience: int = 10
+    # [times] returns to the last checkpoint before the run stops; all batches since count as
     # skipped
     rewinds: int = 0
-    # [steps] between steps that are computed twice, to find a device that computes wrong; 0 = none
+    # [steps] interval between verified steps, which are computed twice to find a device that
+    # computes wrong; 0 = none
     verify_every: int = 0
-    # [name] when the two differ: stop the run, or continue with the result that a third confirms
+    # [name] reaction to two different results: stop the run, or continue with the one that a third
+    # confirms
     on_mismatch: str = "stop"
 
     def validate(self) -> Problems:
@@ -560,8 +571,10 @@ class Preemption(Section):
 
     on_resume = OnResume(FREE)
 
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names] of the signals that ask for it
-    exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
+    # [names] signals that ask a run to save and end
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")
+    # [code] exit code after such a signal, for the scheduler to requeue the job
+    exit_code: int = 75
 
     def validate(self) -> Problems:
         for name in self.signals:
@@ -579,9 +592,10 @@ class Distributed(Section):
 
     on_resume = OnResume(FREE)
 
-    init_timeout: int = 300  # [s] within which all processes must have met
-    heartbeat_timeout: int = 120  # [s] without a heartbeat after which a process counts as dead
-    # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 =
+    init_timeout: int = 300  # [s] time within which all processes must have connected
+    # [s] time without a heartbeat, after which a process counts as dead
+    heartbeat_timeout: int = 120
+    # [s] time without a step, a batch of an evaluation or a save, after which the job ends; 0 =
     # never. A part of the start (restore, compilation) may take an hour, or this if it is longer
     step_timeout: int = 1800
 
@@ -615,10 +629,11 @@ class Config(Section, Generic[Model, Data]):
 
     on_resume = OnResume(FUNCTION, free=("workdir", "compiler"), state=("workload",))
 
-    workload: str = ""  # [module] of the trained model; its Config is the section `model`
-    loader: str = ""  # [module] of the data; its Config is the section `data`
-    workdir: str = ""  # [path] of all files of the run; empty = runs/<name of the config file>
-    seed: int = 0  # [1] of initialisation, order, crops and augmentation
+    workload: str = ""  # [module] module of the trained model; its Config is the section `model`
+    loader: str = ""  # [module] module of the data; its Config is the section `data`
+    # [path] folder of all files of the run; empty = runs/<name of the config file>
+    workdir: str = ""
+    seed: int = 0  # [1] seed of initialisation, order, crops and augmentation
     model: Model = None  # type: ignore[assignment]  # [section] of the workload
     data: Data = None  # type: ignore[assignment]  # [section] of the loader
     train: Train = field(default_factory=Train)  # [section]
@@ -633,7 +648,7 @@ class Config(Section, Generic[Model, Data]):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
-    # [option: value] of XLA, over those of jaxtrain.compile.xla_options
+    # [option: value] options of XLA, over those of jaxtrain.compile.xla_options
     compiler: dict[str, Any] = field(default_factory=dict)
 
     def validate(self) -> Problems:

@@ -23,7 +23,7 @@ class Rope(Section):
     on_resume = checks.OnResume(checks.FUNCTION)
 
     theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
-    # [1] by which wavelengths much longer than the original context are stretched; 1 = none
+    # [1] factor by which wavelengths much longer than the original context are stretched; 1 = none
     factor: float = 1.0
     # [1] original context over the wavelength from which on all of the factor applies
     low: float = 1.0

@@ -71,31 +71,36 @@ class Decoder(ModelSection):
     )
 
     embed: int = 768  # [values] width of a token
-    depth: int = 12  # [layers] of attention and a feed-forward net
-    heads: int = 12  # [heads] of the queries
-    # [heads] of keys and values, each for heads / kv_heads of the queries; 0 = heads
+    depth: int = 12  # [layers] number of layers of attention and a feed-forward net
+    heads: int = 12  # [heads] number of heads of the queries
+    # [heads] number of heads of keys and values, each for heads / kv_heads of the queries; 0 =
+    # heads
     kv_heads: int = 0
-    head_dim: int = 0  # [values] of a head; 0 = embed / heads
+    head_dim: int = 0  # [values] size of a head; 0 = embed / heads
     mlp: int = 2048  # [values] inner width of the feed-forward net
-    norm: str = "rms"  # [name] rms or layer
-    eps: float = 1e-5  # [1] added to the mean square in norms
-    activation: str = "swiglu"  # [name] swiglu (three matrices; Shazeer 2020) or gelu (two)
-    positions: str = "rope"  # [name] rope, or learned: one vector for each of the context's places
+    norm: str = "rms"  # [name] kind of norms: rms or layer
+    eps: float = 1e-5  # [1] number added to the mean square in norms
+    # [name] kind of feed-forward net: swiglu (three matrices, Shazeer 2020) or gelu (two)
+    activation: str = "swiglu"
+    # [name] kind of positions: rope, or learned (one vector for each of the context's places)
+    positions: str = "rope"
     rope: Rope = field(default_factory=Rope)  # [section]
-    context: OfData[int] = OF_DATA  # [tokens] of a row; None = as the data have
-    window: int = 0  # [tokens] that a query looks back, itself included; 0 = all
+    context: OfData[int] = OF_DATA  # [tokens] length of a row; None = as the data have
+    window: int = 0  # [tokens] places that a query looks back, itself included; 0 = all
     qkv_bias: bool = False  # [bool] biases of q, k and v
     bias: bool = False  # [bool] biases of everything else: output, feed-forward net, layer norms
     qk_norm: bool = False  # [bool] RMS norm of every head's query and key, before the rotation
     tied: bool = False  # [bool] the head is the embedding
-    # [1] standard deviation of initial weights; of those that end in the residual, over sqrt(2
-    # depth)
+    # [1] standard deviation of initial weights; divided by sqrt(2 depth) in the matrices that end
+    # in the residual
     init_std: float = 0.02
-    # [name] of activations and matrix products; parameters, norms, softmax and loss are float32
+    # [name] type of activations and matrix products; parameters, norms, softmax and loss are
+    # float32
     dtype: str = "bfloat16"
-    # [name] what the backward pass recomputes: none, full, or all but 'save attention,mlp'
+    # [name] recomputation in the backward pass: none, full, or all but 'save attention,mlp'
     remat: str = "none"
-    # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    # [layers] number of layers of the stack's loop that are compiled one after the other; depth =
+    # no loop
     unroll: int = 1
 
     def validate(self) -> Iterator[tuple[str, str]]:

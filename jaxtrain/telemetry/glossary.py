@@ -125,8 +125,8 @@ DATA = (
     Entry("window_unique", "window_unique", "different examples in the last 100 batches"),
 )
 SAVE = (
-    Entry("seconds", "seconds", "that the loop waited for a save"),
-    Entry("steps", "steps", "that would have fitted into this wait"),
+    Entry("seconds", "seconds", "seconds that the loop waited for a save"),
+    Entry("steps", "steps", "steps that would have fitted into the wait for a save"),
     Entry("failures", "failures", "saves of this run that failed"),
 )
 

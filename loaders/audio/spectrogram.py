@@ -146,7 +146,7 @@ class Config(FrontEnd, checks.DataSection):
     # [frames] number of frames of a row, hop_ms each. A clip's frames are padded with their minimum
     n_frames: int = 512
     views: int = 1  # [crops] number of crops of one recording in a row
-    # [name] what a row holds: a "spectrogram", or a "waveform", of which the device makes the
+    # [name] content of a row: a "spectrogram", or a "waveform", of which the device makes the
     # spectrogram
     form: str = "spectrogram"
     # [name] type of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16

@@ -46,25 +46,28 @@ class Config(checks.DataSection):
 
     manifest: str = ""  # [path] JSON list of examples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
-    # [share] of the examples kept for testing without a path for it, chosen by number
+    # [share] share of the examples that is held out if test is empty, chosen by number
     test_share: float = 0.05
-    tokenizer: str = ""  # [path] tokenizer.json with the special tokens
+    tokenizer: str = ""  # [path] path of a tokenizer.json with the special tokens
     # [path] folder that recordings' paths are relative to; empty = each manifest's own
     audio_root: str = ""
-    # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
+    # [path or module:function] path of a codec.npz, or your own function; empty = all codes are in
+    # ``codes``
     codec: str = ""
     # [path] codes made elsewhere: .npz, .arrow or .parquet; empty = the codec makes them
     codes: str = ""
     cache: str = ""  # [path] folder for the codec's codes; empty = next to the recordings
-    codebooks: int = 8  # [codebooks] of codes that do not come from a codec.npz
-    codebook_size: int = 1024  # [codes] of each of them
-    frame_rate: float = 25.0  # [1/s] of them
+    codebooks: int = 8  # [codebooks] number of codebooks of codes that do not come from a codec.npz
+    codebook_size: int = 1024  # [codes] number of codes of each codebook
+    frame_rate: float = 25.0  # [1/s] columns of codes per second
     delay: bool = True  # [bool] codebook k of a recording is delayed by k columns
-    buckets: int = 4  # [shapes] of batches, at most. A program is compiled for each
-    longest: int = 4096  # [places] of an example. Longer ones are left out
-    bad_budget: float = 0.01  # [share] of the examples that may be unusable before the run stops
+    buckets: int = 4  # [shapes] largest number of shapes of batches. A program is compiled for each
+    longest: int = 4096  # [places] largest length of an example. Longer ones are left out
+    # [share] share of the examples that may be unusable before the run stops
+    bad_budget: float = 0.01
     follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
-    threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
+    # [threads] number of threads that encode recordings; 0 = one for each core this process may use
+    threads: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:
         for name in ("manifest", "tokenizer"):

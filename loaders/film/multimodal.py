@@ -59,7 +59,7 @@ class Config(checks.DataSection):
     # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank":
     # `BLANK`
     path: str = "demo"
-    subjects: tuple[str, ...] = ()  # [names] of the viewers to read; empty = all
+    subjects: tuple[str, ...] = ()  # [names] viewers to read; empty = all
     # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each
     # viewer
     average: bool = False
@@ -73,10 +73,11 @@ class Config(checks.DataSection):
     # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is
     # 1
     hrf_norm: str = "sum"
-    hrf_seconds: float = 32.0  # [s] after which the response is cut off
-    test_share: float = 0.2  # [share] of the volumes, the last ones, that are tested on
+    hrf_seconds: float = 32.0  # [s] time after which the response is cut off
+    test_share: float = 0.2  # [share] share of the volumes, the last ones, that are tested on
     follow_links: bool = False  # [bool] links in the folder may lead out of it
-    threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
+    # [threads] number of threads that cut windows; 0 = one for each core this process may use
+    threads: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if self.path not in BUILT_IN and not (files.expanded(self.path) / "dataset.json").is_file():

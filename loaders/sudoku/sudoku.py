@@ -60,8 +60,8 @@ class Config(checks.DataSection):
     # the fingerprint and the order have those that change a row
     on_resume = checks.OnResume(checks.FREE)
 
-    sources: tuple[Source, ...] = (Source(),)  # [sources] of a batch
-    seed: int = 0  # [seed] of generated puzzles, and of the drawn rows of a CSV
+    sources: tuple[Source, ...] = (Source(),)  # [sources] sources of a batch
+    seed: int = 0  # [seed] seed of generated puzzles, and of the drawn rows of a CSV
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.sources:

@@ -81,7 +81,7 @@ class Config(checks.DataSection):
     follow_links: bool = False  # [bool] whether links in a folder of token files may lead out of it
     threads: int = 2  # [threads] threads that read batches ahead
     ahead: int = 4  # [batches] number of batches that are read ahead
-    # [name] what happens when a source has been read once: repeat, stop (the others take its
+    # [name] reaction to a source that has been read once: repeat, stop (the others take its
     # share) or error
     exhausted: str = "repeat"
 

@@ -43,17 +43,19 @@ class Config(transformer.Decoder):
         state=("vocab", "codebooks", "codebook_size", "audio_attention"),
     )
 
-    vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
-    codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
-    # [codes] of each, without begin and end; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [tokens] tokens known to the model; None = as the data have
+    # [codebooks] number of codebooks of a column; None = as the data have
+    codebooks: OfData[int] = OF_DATA
+    # [codes] number of codes of each codebook, without begin and end; None = as the data have
     codebook_size: OfData[int] = OF_DATA
     # [bool] a column's input is the mean of its codes' embeddings, not their sum
     average_codes: bool = False
-    # [bool] before the shared attention, one of columns alone, with its own weights
+    # [bool] whether an attention of columns alone, with its own weights, comes before the shared
+    # one
     audio_attention: bool = False
-    # [S, A, N, M, share] of rows; None = the data's
+    # [S, A, N, M, share] shapes of rows, and their share; None = the data's
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = None
-    chunk: int = 1024  # [labels] of each device whose logits exist at the same time
+    chunk: int = 1024  # [labels] places of each device whose logits exist at the same time
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()

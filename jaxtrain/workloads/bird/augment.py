@@ -38,18 +38,18 @@ class Augment(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    # [share] of the area that a random crop, resized to the whole, has at least; 1 = none
+    # [share] smallest share of the area in a random crop, which is resized to the whole; 1 = none
     crop: float = 1.0
     shift: int = 0  # [frames] largest rotation in time, either way
-    background: float = 0.0  # [share] of the views that one of data.background is added to
-    # [1] alpha: a share drawn from Beta(alpha, alpha) of the energy, and of the label, is the
-    # partner's
+    # [share] share of the views to which a recording of data.background is added
+    background: float = 0.0
+    # [1] alpha of mixup: a share drawn from Beta(alpha, alpha) of energy and label is the partner's
     mixup: float = 0.0
     gain: float = 0.0  # [2 std] largest change of level, either way
     noise: float = 0.0  # [2 std] standard deviation of noise on every value
-    time_masks: int = 0  # [masks] spans of frames set to the view's mean
+    time_masks: int = 0  # [masks] number of spans of frames that are set to the view's mean
     time_mask: int = 40  # [frames] longest time mask
-    mel_masks: int = 0  # [masks] spans of bands set to the view's mean
+    mel_masks: int = 0  # [masks] number of spans of bands that are set to the view's mean
     mel_mask: int = 16  # [bands] widest mel mask
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ GLOSSARY = (
     Entry(
         "probe_loss",
         "probe_loss",
-        "of the online probe: part of the loss, without a gradient for the encoder",
+        "loss of the online probe: part of the loss, without a gradient for the encoder",
     ),
     Entry(
         "objective_loss",
@@ -26,9 +26,9 @@ GLOSSARY = (
     Entry(
         "X_loss",
         r"(?P<X>supervised|mae|lejepa|diet|teacher)_loss",
-        "of objective X, before its weight",
+        "loss of objective X, before its weight",
     ),
-    Entry("lejepa_invariance", "lejepa_invariance", "how far the views of a recording are apart"),
-    Entry("lejepa_sigreg", "lejepa_sigreg", "how far the embeddings are from a Gaussian"),
+    Entry("lejepa_invariance", "lejepa_invariance", "distance between the views of a recording"),
+    Entry("lejepa_sigreg", "lejepa_sigreg", "distance of the embeddings from a Gaussian"),
     Entry("diet_accuracy", "diet_accuracy", "share of crops whose own recording is the likeliest"),
 )

@@ -30,8 +30,8 @@ class Decoder(Section):
     on_resume = checks.OnResume(checks.STATE)
 
     embed: int = 512  # [values] width of a token
-    depth: int = 8  # [layers] of the decoder
-    heads: int = 8  # [heads] of the attention
+    depth: int = 8  # [layers] number of layers of the decoder
+    heads: int = 8  # [heads] number of heads of the attention
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads")

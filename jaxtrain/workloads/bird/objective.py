@@ -33,7 +33,7 @@ class Section(config_lib.Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    weight: float = 0.0  # [1] in the loss; 0 = off
+    weight: float = 0.0  # [1] weight in the loss; 0 = off
 
 
 class Features(NamedTuple):

@@ -23,7 +23,7 @@ class Mask(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    ratio: float = 0.75  # [1] share of the patches
+    ratio: float = 0.75  # [1] share of the patches that are masked
     block: int = 2  # [patches] side of the squares that are masked together
 
 
@@ -49,7 +49,7 @@ class Settings(vit.Encoder, ModelSection):
     class_names: tuple[str, ...] | None = None  # [names] of the classes
     multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes
     n_recordings: int | None = None  # [recordings] that diet distinguishes
-    views: OfData[int] = OF_DATA  # [views] of a recording in a row
+    views: OfData[int] = OF_DATA  # [views] crops of a recording in a row
     form: OfData[str] = OF_DATA  # [name] of a view's values: spectrogram, or waveform, int16
     front_end: OfData[FrontEnd] = OF_DATA  # [section] of the spectrograms that the encoder reads
     # [name] the features that objectives and probe read: the mean of "cls" or of "patches"

@@ -71,30 +71,33 @@ class Encoder(checks.Section):
         ),
     )
 
-    n_frames: int = 512  # [frames] of a spectrogram
-    n_mels: int = 128  # [bands] of a spectrogram
-    # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
+    n_frames: int = 512  # [frames] frames of a spectrogram
+    n_mels: int = 128  # [bands] mel bands of a spectrogram
+    # [frames, bands] size of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
     patch: tuple[int, int] = (16, 16)
-    preset: str = "s"  # [name] ti, s, b, l or h: the embed, depth and heads for fields that are 0
+    # [name] size ti, s, b, l or h, which sets embed, depth and heads if they are 0
+    preset: str = "s"
     embed: int = 0  # [values] width of a token; 0 = the preset's
-    depth: int = 0  # [layers] of the encoder; 0 = the preset's
-    heads: int = 0  # [heads] of the attention; 0 = the preset's
-    # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3
-    # as wide
+    depth: int = 0  # [layers] number of layers of the encoder; 0 = the preset's
+    heads: int = 0  # [heads] number of heads of the attention; 0 = the preset's
+    # [name] kind of MLP: gelu (by tanh), gelu_exact (by erf, as in timm), or swiglu (gated, no
+    # biases, 2/3 as wide)
     mlp: str = "gelu"
-    eps: float = EPS  # [1] added to the variance in the layer norms (timm: 1e-6)
+    eps: float = EPS  # [1] number added to the variance in the layer norms (timm: 1e-6)
     # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
     norm: str = "tokens"
-    n_registers: int = 0  # [tokens] that nothing reads
-    positions: str = "learned"  # [name] learned, or rope: rotary along time and mel
+    n_registers: int = 0  # [tokens] extra tokens, which nothing reads
+    # [name] kind of positions: learned, or rope (rotary along time and mel)
+    positions: str = "learned"
     qk_norm: bool = False  # [bool] layer norm of each head's queries and keys
     # [1] initial factor of a layer's output, learned for each channel; 0 = none, 1e-4 is usual
     layer_scale: float = 0.0
-    # [name] of activations and matrix products; parameters, norms and losses are float32
+    # [name] type of activations and matrix products; parameters, norms and losses are float32
     dtype: str = "bfloat16"
     # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
     remat: str = "none"
-    # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+    # [layers] number of layers of the stack's loop that are compiled one after the other; depth =
+    # no loop
     unroll: int = 1
 
     def __post_init__(self) -> None:

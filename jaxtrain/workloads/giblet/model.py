@@ -84,48 +84,50 @@ class Config(ModelSection):
         ),
     )
 
-    # [frames] of a window; None = as the data have, like the next six
+    # [frames] frames of a window; None = as the data have
     n_frames: OfData[int] = OF_DATA
-    height: OfData[int] = OF_DATA  # [pixels] of a frame
-    width: OfData[int] = OF_DATA  # [pixels] of a frame
-    codebooks: OfData[int] = OF_DATA  # [codes] of audio at one time, or features
-    audio_frames: OfData[int] = OF_DATA  # [times] of audio in a window
-    n_text: OfData[int] = OF_DATA  # [values] of a window's text embeddings
-    n_voxels: OfData[int] = OF_DATA  # [voxels] predicted
-    # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
+    height: OfData[int] = OF_DATA  # [pixels] height of a frame
+    width: OfData[int] = OF_DATA  # [pixels] width of a frame
+    codebooks: OfData[int] = OF_DATA  # [codes] number of codes or features of audio at one time
+    audio_frames: OfData[int] = OF_DATA  # [times] times of audio in a window
+    n_text: OfData[int] = OF_DATA  # [values] size of a window's text embedding
+    n_voxels: OfData[int] = OF_DATA  # [voxels] number of predicted voxels
+    # [name] kind of audio: codes (integers up to 1023) or features (any numbers); None = as the
+    # data are
     audio: OfData[str] = OF_DATA
-    # [values] of the video encoder's layers
+    # [values] widths of the video encoder's layers
     video_widths: tuple[int, int, int] = (4096, 2048, 1024)
-    audio_widths: tuple[int, int] = (512, 256)  # [values] of the audio encoder's layers
-    text_widths: tuple[int, int] = (512, 256)  # [values] of the text encoder's layers
-    # [values] between the joined encoders and the bottleneck
+    audio_widths: tuple[int, int] = (512, 256)  # [values] widths of the audio encoder's layers
+    text_widths: tuple[int, int] = (512, 256)  # [values] widths of the text encoder's layers
+    # [values] widths between the joined encoders and the bottleneck
     trunk_widths: tuple[int, int] = (4096, 8000)
-    bottleneck: int = 2048  # [values] that everything passes through
-    head_width: int = 16384  # [values] between the bottleneck and the voxels
-    # [values] that the decoder's heads share
+    bottleneck: int = 2048  # [values] width of the bottleneck, which everything passes through
+    head_width: int = 16384  # [values] width between the bottleneck and the voxels
+    # [values] widths of the layers that the decoder's heads share
     decoder_widths: tuple[int, int, int, int] = (8000, 4096, 2048, 1536)
-    decode_video_widths: tuple[int, int] = (2048, 4096)  # [values] before the frame
-    decode_audio_widths: tuple[int, int] = (2048, 2048)  # [values] before the codes
-    decode_text_widths: tuple[int, int] = (1024, 1024)  # [values] before the embeddings
+    decode_video_widths: tuple[int, int] = (2048, 4096)  # [values] widths before the decoded frame
+    decode_audio_widths: tuple[int, int] = (2048, 2048)  # [values] widths before the decoded codes
+    # [values] widths before the decoded embeddings
+    decode_text_widths: tuple[int, int] = (1024, 1024)
     # [name] part of the video that the decoder makes: one frame, or the whole window
     reconstruct: str = "frame"
-    frame: int = 0  # [frames] which one, counted from the window's first; -1 = its last
-    dropout: float = 1.0  # [ratio] of the published rates, 0.2 and 0.3; 0 = none
-    # [groups] of rows that batch norm treats alone, in order; 8 with a batch of 16 = eight devices
-    # with 2 rows
+    frame: int = 0  # [frames] decoded frame, counted from the window's first; -1 = its last
+    dropout: float = 1.0  # [ratio] ratio to the published rates of dropout, 0.2 and 0.3; 0 = none
+    # [groups] number of groups of rows that batch norm normalises separately; 8 with a batch of 16
+    # = eight devices with 2 rows
     groups: int = 1
-    fmri_loss: str = "mse"  # [name] mse, mae, or cosine (1 - cosine similarity of a row)
+    # [name] kind of loss: mse, mae, or cosine (1 - cosine similarity of a row)
+    fmri_loss: str = "mse"
     # [bool] divide each mean error by the standard deviation of its targets in the batch
     normalised: bool = False
-    weight_video: float = 1.0  # [1] of its loss in the total
-    weight_audio: float = 1.0  # [1] of its loss in the total
-    weight_text: float = 1.0  # [1] of its loss in the total
-    weight_fmri: float = 1.0  # [1] of its loss in the total
-    # [name] of the matrix products' inputs; sums, norms and losses are float32
+    weight_video: float = 1.0  # [1] weight of the loss in the total
+    weight_audio: float = 1.0  # [1] weight of the loss in the total
+    weight_text: float = 1.0  # [1] weight of the loss in the total
+    weight_fmri: float = 1.0  # [1] weight of the loss in the total
+    # [name] type of the matrix products' inputs; sums, norms and losses are float32
     dtype: str = "bfloat16"
-    param_dtype: str = "float32"  # [name] of the parameters
-    # [name] none, or full: compute the forward pass again in the backward pass (statistics move
-    # once)
+    param_dtype: str = "float32"  # [name] type of the parameters
+    # [name] recomputation in the backward pass: none, or full (statistics move once)
     remat: str = "none"
 
     def validate(self) -> Iterator[tuple[str, str]]:

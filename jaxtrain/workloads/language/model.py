@@ -24,10 +24,12 @@ from loaders.io import checks
 class Generation:
     """Continuations that are written to generations.jsonl at every evaluation."""
 
-    prompts: tuple[str, ...] = ()  # [texts] to be continued; empty = none
-    tokens: int = 64  # [tokens] of each continuation
-    temperature: float = 0.8  # [1] by which logits are divided; 0 = always the likeliest token
-    top_p: float = 0.95  # [probability] that the tokens that may be drawn add up to
+    # [texts] prompts that are continued at an evaluation; empty = none
+    prompts: tuple[str, ...] = ()
+    tokens: int = 64  # [tokens] length of each continuation
+    # [1] temperature, by which logits are divided; 0 = always the likeliest token
+    temperature: float = 0.8
+    top_p: float = 0.95  # [probability] total probability of the tokens that may be drawn
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Target:
     arguments: dict[str, str] = field(default_factory=dict)  # [name: value] of load_environment
     prompts: int = 64  # [prompts] of its dataset, the first ones
     tokens: int = 64  # [tokens] of a completion
-    temperature: float = 0.0  # [1] by which logits are divided; 0 = always the likeliest token
+    # [1] temperature, by which logits are divided; 0 = always the likeliest token
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,22 @@ class Config(transformer.Decoder):
         files=("tokenizer",),
     )
 
-    vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
-    # [bytes] of text behind a token, for bits per byte; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [tokens] tokens known to the model; None = as the data have
+    # [bytes] bytes of text behind a token, for bits per byte; None = as the data have
     bytes_per_token: OfData[float] = OF_DATA
-    # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
+    # [1] factor of the squared log normaliser of the softmax in the loss; 0 = none
     z_loss: float = 0.0
-    chunk: int = 1024  # [tokens] of each device whose logits exist at the same time
-    # [documents] held out of each source, several also apart; None = the data's
+    chunk: int = 1024  # [tokens] places of each device whose logits exist at the same time
+    # [documents] documents held out of each source, and of several also separately; None = the
+    # data's
     n_test: OfData[tuple[int, ...]] = OF_DATA
     generation: Generation = field(default_factory=Generation)  # [section]
-    targets: tuple[Target, ...] = ()  # [environments] to evaluate on
-    # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
+    targets: tuple[Target, ...] = ()  # [environments] environments to evaluate on
+    # [path] path of a tokenizer.json for prompts, or "bytes"; None = as the data have
     tokenizer: OfData[str] = OF_DATA
-    # [tokens] that end a text, for prompts; None = as the data have
+    # [tokens] ids of the tokens that end a text, for prompts; None = as the data have
     ends: OfData[tuple[int, ...]] = OF_DATA
-    # [text] whose i-th character is token i; None = as the data have
+    # [text] characters of the vocabulary: the i-th is token i; None = as the data have
     symbols: OfData[str] = OF_DATA
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ GLOSSARY = (
     Entry(
         "q_halt_loss, q_continue_loss",
         "q_(halt|continue)_loss",
-        "of the heads that decide when to stop; half of it is in the loss",
+        "loss of the heads that decide when to stop; half of it is in the loss",
     ),
     Entry("accuracy", "accuracy", "share of cells that are right"),
     Entry("exact_accuracy", "exact_accuracy", "share of boards that are solved"),

@@ -67,61 +67,71 @@ class Config(ModelSection):
         ),
     )
 
-    n_cells: OfData[int] = OF_DATA  # [cells] of a puzzle; None = as the data have
-    vocab: OfData[int] = OF_DATA  # [symbols] in and out; 0 is padding
+    n_cells: OfData[int] = OF_DATA  # [cells] number of cells of a puzzle; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [symbols] number of symbols of inputs and outputs; 0 is padding
     n_puzzles: OfData[int] = OF_DATA  # [ids] rows of the puzzle embedding
-    n_difficulties: OfData[int] = OF_DATA  # [classes] by which the exact accuracy is reported
-    # [name] of the mixer of positions: mlp (a SwiGLU along the sequence) or attention
+    # [classes] number of classes of difficulty by which the exact accuracy is reported
+    n_difficulties: OfData[int] = OF_DATA
+    # [name] mixer of the cells: mlp (a SwiGLU along the sequence) or attention
     mixer: str = "mlp"
-    positions: str = "none"  # [name] none, rope (attention only) or learned
+    positions: str = "none"  # [name] kind of positions: none, rope (attention only) or learned
     embed: int = 512  # [values] width of a token
-    heads: int = 8  # [heads] of the attention
-    depth: int = 2  # [layers] of the net that both states share
+    heads: int = 8  # [heads] number of heads of the attention
+    depth: int = 2  # [layers] number of layers of the net that both states share
     # [1] inner width is two thirds of this times the width, rounded up to inner_multiple
     expansion: float = 4.0
-    inner_multiple: int = 256  # [values] see expansion
-    # [tokens] before the cells, which hold the puzzle's embedding, padded with zeros
+    inner_multiple: int = 256  # [values] multiple to which the inner width is rounded up
+    # [tokens] number of tokens before the cells, which hold the puzzle's embedding
     puzzle_tokens: int = 16
-    puzzle_embed: int = 512  # [values] of a puzzle's embedding
+    puzzle_embed: int = 512  # [values] size of a puzzle's embedding
     rope_theta: float = 1e4  # [1] longest wavelength of the rotary positions, over 2 pi
-    # [cycles] of the answer in a supervision step, of which the last is differentiated
+    # [cycles] number of cycles of the answer in a supervision step, of which the last is
+    # differentiated
     cycles_high: int = 3
-    cycles_low: int = 6  # [cycles] of the thought in each of them
-    first_high: int = 0  # [cycles] of the answer at step 0 of a curriculum; 0 = cycles_high
-    first_low: int = 0  # [cycles] of the thought at step 0 of a curriculum; 0 = cycles_low
-    growth: int = 0  # [steps] over which the cycles grow, linearly; 0 = no curriculum
-    # [steps] over which the cycles of the thought grow; None = growth
+    cycles_low: int = 6  # [cycles] number of cycles of the thought in each cycle of the answer
+    # [cycles] number of cycles of the answer at step 0 of a curriculum; 0 = cycles_high
+    first_high: int = 0
+    # [cycles] number of cycles of the thought at step 0 of a curriculum; 0 = cycles_low
+    first_low: int = 0
+    growth: int = 0  # [steps] length of the linear growth of the cycles; 0 = no curriculum
+    # [steps] length of the growth of the cycles of the thought; None = growth
     growth_low: int | None = None
-    # [name] deep: a loss after each supervision step; last: of a detached history, after its last
-    # one
+    # [name] kind of training: deep (a loss after each supervision step), or last (one after the
+    # last step of a detached history)
     contract: str = "deep"
-    # [supervision steps] after which a row is always done. An evaluation takes all
+    # [supervision steps] number of supervision steps after which a row is always done. An
+    # evaluation takes all
     halt_steps: int = 16
-    # [supervision steps] of contract last: drawn from these to halt_steps in each step; 0 =
+    # [supervision steps] smallest number of supervision steps that contract last draws; 0 =
     # halt_steps
     least_steps: int = 0
-    first_steps: int = 0  # [supervision steps] at most at step 0, of contract last; 0 = halt_steps
-    growth_steps: int = 0  # [steps] over which first_steps grows to halt_steps; 0 = no curriculum
-    explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
-    # [probability] at the end of the run, reached linearly; None = explore
+    # [supervision steps] largest number of supervision steps at step 0, of contract last; 0 =
+    # halt_steps
+    first_steps: int = 0
+    # [steps] length of the growth from first_steps to halt_steps; 0 = no curriculum
+    growth_steps: int = 0
+    # [probability] probability that a row ignores the q-head for a random number of steps
+    explore: float = 0.1
+    # [probability] the same probability at the end of the run, reached linearly; None = explore
     explore_end: float | None = None
     # [bool] halt by comparing with the value of another step, learned from one more forward pass
     q_continue: bool = False
-    # [passes] over a board in an evaluation, all but the first with noise or symmetry; the head
-    # chooses
+    # [passes] passes over a board in an evaluation, all but the first with noise or symmetry; the
+    # head chooses
     rollouts: int = 1
     # [1] standard deviation added to both states before each supervision step of rollouts, whose
     # size is 1
     noise: float = 0.0
     # [bool] each rollout sees the board with lines in another order, turned, or other digits
     symmetry: bool = False
-    test_steps: int = 0  # [supervision steps] of an evaluation; 0 = halt_steps
+    # [supervision steps] number of supervision steps of an evaluation; 0 = halt_steps
+    test_steps: int = 0
     # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
     residual: float = 0.0
-    loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
-    # [name] of activations and matrix products; parameters, norms and losses are float32
+    loss: str = "stablemax"  # [name] kind of cross-entropy of the cells: stablemax or softmax
+    # [name] type of activations and matrix products; parameters, norms and losses are float32
     dtype: str = "bfloat16"
-    # [name] none, or full: recompute each application of the net in the backward pass
+    # [name] recomputation in the backward pass: none, or full (each application of the net)
     remat: str = "none"
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ class Diet(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("rank",))
 
-    rank: int = 64  # [values] between the features and the recordings
+    rank: int = 64  # [values] size of the layer between the features and the recordings
 
 
 def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,7 @@ class Lejepa(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("hidden",))
 
-    trade: float = 0.02  # [1] share of SIGReg
+    trade: float = 0.02  # [1] share of SIGReg in the objective
     hidden: int = 2048  # [values] width of the projector's two hidden layers
 
 

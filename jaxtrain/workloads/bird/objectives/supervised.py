@@ -26,9 +26,10 @@ class Supervised(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    weight: float = 1.0  # [1] in the loss; 0 = off
-    loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
-    label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes
+    weight: float = 1.0  # [1] weight in the loss; 0 = off
+    # [name] kind of loss: softmax of one class, or asymmetric (a binary loss of each class)
+    loss: str = "softmax"
+    label_smoothing: float = 0.0  # [1] share of softmax's target that is spread over all classes
 
 
 def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:

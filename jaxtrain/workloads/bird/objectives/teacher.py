@@ -19,7 +19,7 @@ class Teacher(Section):
 
     on_resume = checks.OnResume(checks.FUNCTION)
 
-    momentum: float = 0.996  # [1] of the average at the start, rising linearly to 1 at the end
+    momentum: float = 0.996  # [1] momentum of the average at the start, which rises linearly to 1
     # [section] the predictor
     decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))
 
