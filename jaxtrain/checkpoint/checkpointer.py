@@ -401,12 +401,14 @@ class Checkpointer:
                 " back, or choose another workdir"
             )
         allow = self._config.resume.allow
-        refused = [change for change in fixed if not change.is_allowed(allow)]
-        if refused:
-            sections = ",".join(dict.fromkeys(change.path.partition("[")[0] for change in refused))
+        forbidden = [change for change in fixed if not change.is_allowed(allow)]
+        if forbidden:
+            sections = ",".join(
+                dict.fromkeys(change.path.partition("[")[0] for change in forbidden)
+            )
             raise CheckpointError(
                 f"checkpoint {path} was trained with another config:"
-                f" {'; '.join(map(str, refused))}. Set it back, choose another config.workdir, or"
+                f" {'; '.join(map(str, forbidden))}. Set it back, choose another config.workdir, or"
                 f" train on with the change by --config.resume.allow={sections}"
             )
         return changes

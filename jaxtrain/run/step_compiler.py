@@ -122,7 +122,7 @@ class StepCompiler:
         self._options = assembly.compiler_options()
         self._lowered: dict[tuple[Hashable, int], jax.stages.Lowered] = {}
         self._steps = CompileAhead(self._key_of, lambda key: self.compile(self._lower(key)))
-        self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
+        self.stop = {flag: step_lib.put_stop(assembly.layout, flag) for flag in (False, True)}
         if likely < assembly.config.train.steps:
             self._expect(likely)
 
