@@ -9,8 +9,7 @@ puzzles with one solution are generated. The published result of this recipe is 
 test boards (with attention, see `get_config`: less).
 
 For two CPU cores there are :deep and :last, the two contracts of training on graded boards, which
-`make trm-demo` compares, and :4x4, :9x9 and :maze11. :maze and :lights are other puzzles, in full
-size for one GPU.
+`make trm-demo` compares, and :4x4, :9x9 and :maze11. :maze is in full size for one GPU.
 
 What a step costs (--plan=gpu:h100x1 and, compiled for 16 chips, --plan=tpu:v4:2x2x4): an
 application of the net 1.22 GFLOP a row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last
@@ -157,7 +156,4 @@ DEMOS: dict[str, Callable[[], dict[str, Any]]] = {
     "maze11": functools.partial(last, "maze11", MAZES, steps=400, eval_every=100, growth=400),
     "extreme": extreme,
     "maze": functools.partial(other, kind="maze", n_train=1_000, n_test=1_000, side=30, views=7),
-    "lights": functools.partial(
-        other, kind="lights", n_train=20_000, n_test=1_000, side=10, views=7
-    ),
 }

@@ -325,10 +325,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"trm_sudoku(\.py)?:maze",
         Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy"),
     ),
-    (
-        r"trm_sudoku(\.py)?:lights",
-        Run(f"{PUZZLES} {OTHER.format('lights', 10)}", says="exact_accuracy"),
-    ),
     (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
     (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
     (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),

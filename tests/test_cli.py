@@ -229,10 +229,6 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
                 "'big' is not a size; expected for example 5GB",
             ),
             (
-                ["sudoku", "out", "--kind=lights", "--side=5"],
-                "--side is 5, at which lights have no answer or several; expected one of [6",
-            ),
-            (
                 ["sudoku", "out", "--kind=maze", "--grade=hard"],
                 "--grade is 'hard', of a generated Sudoku alone",
             ),

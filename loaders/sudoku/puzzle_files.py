@@ -23,17 +23,7 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
     Raises DataError, with the line and the cell.
     """
     try:
-        text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
-        with columnar.native(
-            files.inside(path.parent, path.name, remedy="; copy the file there")
-        ) as file:
-            table = pyarrow.csv.read_csv(file, convert_options=text)
-        questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
-        rating = (
-            np.zeros(len(questions))
-            if "rating" not in table.column_names
-            else np.asarray(table["rating"]).astype(float)
-        )
+        questions, answers, rating = _columns(path)
     except (KeyError, OSError, ValueError) as error:
         if isinstance(error, files.FileError):
             raise
@@ -44,27 +34,41 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
         raise DataError(
             f"{path} has no boards: no row follows its header; make some with `jaxtrain sudoku`"
         )
-    if not (np.abs(rating) < 2**53).all():
-        raise DataError(
-            f"{path}:{_line(path, int(np.argmin(np.abs(rating) < 2**53)))}: the rating is no number"
-        )
-    chosen = np.arange(len(questions))
-    if draw and draw < len(chosen):
-        chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
-    side = KINDS[source.kind] or math.isqrt(len(questions[chosen[0]] or ""))
+    is_number = np.abs(rating) < 2**53
+    if not is_number.all():
+        line = _line(path, int(np.argmin(is_number)))
+        raise DataError(f"{path}:{line}: the rating is no number")
+    rows = np.arange(len(questions))
+    if draw and draw < len(rows):
+        rows = np.sort(order.permutation(seed, 0, len(rows), np.arange(draw)))
+    side = KINDS[source.kind] or math.isqrt(len(questions[rows[0]] or ""))
 
     def where(i: int) -> str:
-        return f"{path}:{_line(path, chosen[i])}"
+        return f"{path}:{_line(path, rows[i])}"
 
-    boards, solutions = (
-        kinds.to_symbols(source.kind, side, [texts[i] or "" for i in chosen], where)
-        for texts in (questions, answers)
-    )
+    def symbols(texts: list[str | None]) -> np.ndarray:
+        return kinds.to_symbols(source.kind, side, [texts[row] or "" for row in rows], where)
+
+    boards = symbols(questions)
+    solutions = symbols(answers)
     check_answers(source.kind, boards, solutions, where)
-    # mazes may have more than one path, and lights have one answer by their size
-    if source.kind in BOXES:
+    if source.kind in BOXES:  # mazes may have more than one path
         check_boards(source.kind, boards, where)
-    return kinds.singles(boards, solutions, rating[chosen])
+    return kinds.ungrouped(boards, solutions, rating[rows])
+
+
+def _columns(path: pathlib.Path) -> tuple[list[str | None], list[str | None], np.ndarray]:
+    """Return questions, answers and ratings. Raises KeyError, OSError, ValueError, FileError."""
+    text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
+    table_file = files.inside(path.parent, path.name, remedy="; copy the file there")
+    with columnar.native(table_file) as file:
+        table = pyarrow.csv.read_csv(file, convert_options=text)
+    questions = table["question"].to_pylist()
+    answers = table["answer"].to_pylist()
+    rating = np.zeros(len(questions))
+    if "rating" in table.column_names:
+        rating = np.asarray(table["rating"]).astype(float)
+    return questions, answers, rating
 
 
 def _line(path: pathlib.Path, row: int) -> int:
@@ -79,22 +83,29 @@ def check_answers(
 ) -> None:
     """Raise DataError, with the line, if an answer is none. Arguments as of `check_boards`."""
     for start in range(0, len(inputs), CHUNK):
-        boards, answers = (x[start : start + CHUNK] for x in (inputs, labels))
-        if (bad := np.flatnonzero(~kinds.is_solved(kind, boards, answers))).size:
-            board, answer = boards[bad[0]], answers[bad[0]]
-            why = "it breaks a rule"
-            if kind in BOXES:
-                differs = np.flatnonzero(((board > 1) & (board != answer)) | (answer == 1))
-                why_not = (
-                    f"{kinds.name_of(differs[0], KINDS[kind])} is blank, or not as in the question"
-                    if differs.size
-                    else why
-                )
-                why = kinds.clash(kind, answer) or why_not
+        boards = inputs[start : start + CHUNK]
+        answers = labels[start : start + CHUNK]
+        wrong = np.flatnonzero(~kinds.is_solved(kind, boards, answers))
+        if wrong.size:
+            why = _why_unsolved(kind, boards[wrong[0]], answers[wrong[0]])
             raise DataError(
-                f"{where(start + bad[0])}: the answer is no solution: {why}; correct or remove"
+                f"{where(start + wrong[0])}: the answer is no solution: {why}; correct or remove"
                 " that row"
             )
+
+
+def _why_unsolved(kind: str, board: np.ndarray, answer: np.ndarray) -> str:
+    if kind not in BOXES:
+        return "it breaks a rule"
+    clash = kinds.clash(kind, answer)
+    if clash:
+        return clash
+    is_given = board > 1
+    differs = np.flatnonzero((is_given & (board != answer)) | (answer == 1))
+    if not differs.size:
+        return "it breaks a rule"
+    cell = kinds.cell_name(differs[0], KINDS[kind])
+    return f"{cell} is blank, or not as in the question"
 
 
 def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> None:
@@ -104,20 +115,23 @@ def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> 
     line.
     """
     side = KINDS[kind]
-    count, *_ = _rust.sudoku_solve(boards - np.uint8(1), threads=machine.cores())
-    if not (bad := np.flatnonzero(count != 1)).size:
+    n_solutions, *_ = _rust.sudoku_solve(boards - np.uint8(1), threads=machine.cores())
+    wrong = np.flatnonzero(n_solutions != 1)
+    if not wrong.size:
         return
-    board = boards[bad[0]]
-    if not count[bad[0]]:
+    board = boards[wrong[0]]
+    name = where(wrong[0])
+    if not n_solutions[wrong[0]]:
         why = kinds.clash(kind, board) or "its clues contradict each other"
-        raise DataError(f"{where(bad[0])}: the board has no solution: {why}; correct or remove it")
+        raise DataError(f"{name}: the board has no solution: {why}; correct or remove it")
     for cell in np.flatnonzero(board == 1):
-        tries = np.repeat(board[None] - np.uint8(1), side, axis=0)
+        tries = np.repeat(board[None] - np.uint8(1), side, axis=0)  # with each digit there
         tries[:, cell] = np.arange(1, side + 1)
-        if (_rust.sudoku_solve(tries, limit=1)[0] > 0).sum() > 1:  # with each digit there
-            differs = kinds.name_of(int(cell), side)
+        n_solutions, *_ = _rust.sudoku_solve(tries, limit=1)
+        if (n_solutions > 0).sum() > 1:
+            differs = kinds.cell_name(int(cell), side)
             raise DataError(
-                f"{where(bad[0])}: the board has several solutions, which differ in {differs}; add"
+                f"{name}: the board has several solutions, which differ in {differs}; add"
                 " clues or remove it"
             )
 
@@ -129,48 +143,44 @@ def read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
         loaded = [files.array(files.inside(folder, f"all__{name}.npy")) for name in names]
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
-    for name, x in zip(names, loaded, strict=True):
-        if x.ndim != (2 if name in names[:2] else 1) or x.dtype.kind not in "iu" or not len(x):
+    for name, array in zip(names, loaded, strict=True):
+        n_axes = 2 if name in ("inputs", "labels") else 1
+        if array.ndim != n_axes or array.dtype.kind not in "iu" or not len(array):
             raise DataError(
-                f"{folder}: all__{name}.npy holds {x.dtype} {x.shape}; expected integers"
+                f"{folder}: all__{name}.npy holds {array.dtype} {array.shape}; expected integers"
             )
     inputs, labels, ids, puzzles, groups = loaded
-    symbols, cells = kinds.n_symbols(source.kind), inputs.shape[1]
-    side = KINDS[source.kind] or math.isqrt(cells)
-    for name, x in (("inputs", inputs), ("labels", labels)):
-        if not 0 < x.shape[1] == side * side == cells:
-            expected = (
-                f"{side * side}"
-                if KINDS[source.kind]
-                else f"a square, and the {cells} of all__inputs.npy"
-            )
-            raise DataError(
-                f"{folder}: all__{name}.npy has {x.shape[1]} cells in a row; expected {expected}"
-            )
-        if x.max() >= symbols or x.min() < 0:
-            raise DataError(
-                f"{folder}: all__{name}.npy has symbols {x.min()} to {x.max()}; a {source.kind} has"
-                f" 0 to {symbols - 1}"
-            )
-    if any((np.diff(x.astype(np.int64)) < 0).any() or x[0] != 0 for x in (puzzles, groups)):
-        raise DataError(f"{folder}: puzzle_indices and group_indices must increase from 0")
-    if (
-        len(inputs) != len(labels)
-        or puzzles[-1] != len(inputs)
-        or groups[-1] != len(ids)
-        or len(puzzles) != len(ids) + 1
-    ):
+    for name, array in (("inputs", inputs), ("labels", labels)):
+        _check_symbols(f"{folder}: all__{name}.npy", array, inputs.shape[1], source.kind)
+    for starts in (puzzles, groups):
+        if (np.diff(starts.astype(np.int64)) < 0).any() or starts[0] != 0:
+            raise DataError(f"{folder}: puzzle_indices and group_indices must increase from 0")
+    are_as_many = len(inputs) == len(labels) == puzzles[-1] and len(puzzles) == len(ids) + 1
+    if not are_as_many or groups[-1] != len(ids):
         raise DataError(f"{folder}: rows, puzzles and groups differ in number")
     # of which training could take no row
-    if (empty := np.flatnonzero(np.diff(puzzles[groups]) == 0)).size:
+    empty = np.flatnonzero(np.diff(puzzles[groups]) == 0)
+    if empty.size:
         raise DataError(
             f"{folder}: group {empty[0]} has no row; leave it out of all__group_indices.npy"
         )
     puzzle = np.repeat(narrowed(ids, np.int32, f"the puzzles of {folder}"), np.diff(puzzles))
-    return Puzzles(
-        inputs,
-        labels,
-        puzzle,
-        np.zeros(len(inputs), np.int64),
-        np.asarray(puzzles, np.int64)[groups],
-    )
+    rating = np.zeros(len(inputs), np.int64)
+    first_rows = np.asarray(puzzles, np.int64)[groups]
+    return Puzzles(inputs, labels, puzzle, rating, first_rows)
+
+
+def _check_symbols(name: str, boards: np.ndarray, n_cells: int, kind: str) -> None:
+    """Refuse boards of another size than ``n_cells``, or of the kind, and unknown symbols."""
+    side = KINDS[kind] or math.isqrt(n_cells)
+    if not 0 < boards.shape[1] == side * side == n_cells:
+        expected = f"a square, and the {n_cells} of all__inputs.npy"
+        if KINDS[kind]:
+            expected = f"{side * side}"
+        raise DataError(f"{name} has {boards.shape[1]} cells in a row; expected {expected}")
+    n_symbols = kinds.n_symbols(kind)
+    if boards.max() >= n_symbols or boards.min() < 0:
+        raise DataError(
+            f"{name} has symbols {boards.min()} to {boards.max()}; a {kind} has"
+            f" 0 to {n_symbols - 1}"
+        )

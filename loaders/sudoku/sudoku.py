@@ -1,4 +1,4 @@
-"""Boards with one solution: Sudoku of 9 × 9, 6 × 6, 4 × 4, mazes, lights, and mixtures.
+"""Boards with one solution: Sudoku of 9 × 9, 6 × 6, 4 × 4, mazes, and mixtures.
 
 They are read or generated. A source is a folder or, if its path is empty, a generator. There are
 three formats, each with the splits "train" and "test":
@@ -23,6 +23,7 @@ order that is always the same and mixed: its first batches are a fair sample.
 import functools
 import hashlib
 import logging
+import pathlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ import numpy as np
 from loaders import order
 from loaders.base import DataError, DatasetInfo, Field, Loader, Rows, refuse_invalid
 from loaders.io import atomic_write, checks, files, machine
-from loaders.sudoku import puzzles as kinds
 from loaders.sudoku.puzzle_files import read_csv, read_npy
 from loaders.sudoku.puzzle_generators import GENERATOR, generate
 from loaders.sudoku.puzzles import (
@@ -51,7 +51,7 @@ from loaders.sudoku.puzzles import (
 log = logging.getLogger("jaxtrain")
 
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
-MAX_SIDE = 40  # [cells] of a maze or of lights
+MAX_SIDE = 40  # [cells] of a maze
 IGNORED = -100  # the label of a cell that is not predicted
 
 
@@ -66,45 +66,29 @@ class Config(checks.DataSection):
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
             yield "sources", "is empty; name at least one, for example ({'kind': 'sudoku'},)"
-        for i, s in enumerate(self.sources):
-            where = f"sources[{i}]"
-            yield from checks.under(where, checks.choice(s, KINDS, "kind"))
-            yield from checks.under(where, checks.positive(s, "share"))
-            yield from checks.under(where, checks.at_least(s, 0 if s.path else 1, "n_train"))
-            yield from checks.under(where, checks.not_negative(s, "n_test", "views"))
-            if not 5 <= s.side <= MAX_SIDE:
-                yield f"{where}.side", f"is {s.side}; expected 5 to {MAX_SIDE}"
-            if not 0 <= s.blanks[0] <= s.blanks[1]:
-                yield (
-                    f"{where}.blanks",
-                    f"is {s.blanks}; expected the fewest and the most, for example (46, 64)",
-                )
-            if s.grade:
-                yield from checks.under(where, checks.choice(s, GRADES, "grade"))
-                if s.path or s.kind not in BOXES:
-                    yield (
-                        f"{where}.grade",
-                        f"is {s.grade!r}, of a generated Sudoku alone; leave it empty",
-                    )
-            if (
-                s.kind == "lights"
-                and not s.path
-                and 5 <= s.side <= MAX_SIDE
-                and not kinds.has_one_answer(s.side)
-            ):
-                near = [side for side in range(5, MAX_SIDE + 1) if kinds.has_one_answer(side)]
-                yield (
-                    f"{where}.side",
-                    (
-                        f"is {s.side}, at which lights have no answer or several; expected one of"
-                        f" {near}"
-                    ),
-                )
-            if s.path and not files.expanded(s.path).is_dir():
-                yield (
-                    f"{where}.path",
-                    f"is {s.path!r}, which is no folder; leave it empty to generate puzzles",
-                )
+        for i, source in enumerate(self.sources):
+            for name, text in _source_errors(source):
+                yield f"sources[{i}].{name}", text
+
+
+def _source_errors(source: Source) -> Iterator[tuple[str, str]]:
+    yield from checks.choice(source, KINDS, "kind")
+    yield from checks.positive(source, "share")
+    yield from checks.at_least(source, 0 if source.path else 1, "n_train")
+    yield from checks.not_negative(source, "n_test", "views")
+    if not 5 <= source.side <= MAX_SIDE:
+        yield "side", f"is {source.side}; expected 5 to {MAX_SIDE}"
+    smallest, largest = source.blanks
+    if not 0 <= smallest <= largest:
+        example = "expected the fewest and the most, for example (46, 64)"
+        yield "blanks", f"is {source.blanks}; {example}"
+    if source.grade:
+        yield from checks.choice(source, GRADES, "grade")
+        if source.path or source.kind not in BOXES:
+            text = f"is {source.grade!r}, of a generated Sudoku alone; leave it empty"
+            yield "grade", text
+    if source.path and not files.expanded(source.path).is_dir():
+        yield "path", f"is {source.path!r}, which is no folder; leave it empty to generate puzzles"
 
 
 class Boards(Loader):
@@ -119,17 +103,19 @@ class Boards(Loader):
 
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
-        self._puzzles = [_split(source, config.seed, split) for source in config.sources]
-        self._first_id = np.cumsum([0, *(_n_ids(source, config.seed) for source in config.sources)])
-        shares = np.cumsum([0.0, *(source.share for source in config.sources)])
+        sources = config.sources
+        self._puzzles = [_split(source, config.seed, split) for source in sources]
+        self._first_id = np.cumsum([0, *(_n_ids(source, config.seed) for source in sources)])
+        shares = np.cumsum([0.0, *(source.share for source in sources)])
         # of each source's rows in a batch
         self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)
-        if split == "train" and (empty := np.flatnonzero(np.diff(self._bounds) == 0)).size:
+        empty = np.flatnonzero(np.diff(self._bounds) == 0)
+        if split == "train" and empty.size:
             raise DataError(
                 f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or"
                 " the batch"
             )
-        self._starts = np.cumsum([0, *(len(p.inputs) for p in self._puzzles)])
+        self._starts = np.cumsum([0, *(len(puzzles.inputs) for puzzles in self._puzzles)])
         n_batches = -(-int(self._starts[-1]) // rows.batch)
         super().__init__(
             element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches
@@ -155,63 +141,64 @@ class Boards(Loader):
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         batch = self._empty(len(row))
         batch["labels"][:] = IGNORED
-        (self._fill_train if self._train else self._fill_test)(batch, position, row)
+        if self._train:
+            self._fill_train(batch, position, row)
+        else:
+            self._fill_test(batch, position, row)
         return batch
 
     def _fill_train(self, batch: dict[str, np.ndarray], position: int, row: np.ndarray) -> None:
-        for k, (source, puzzles) in enumerate(
-            zip(self._config.sources, self._puzzles, strict=True)
-        ):
-            at = np.flatnonzero((row >= self._bounds[k]) & (row < self._bounds[k + 1]))
-            if not at.size:
+        for k, source in enumerate(self._config.sources):
+            first_row, end_row = self._bounds[k : k + 2]
+            places = np.flatnonzero((row >= first_row) & (row < end_row))
+            if not places.size:
                 continue
+            puzzles = self._puzzles[k]
             seed = self._seed + (k << 32)  # sources draw independently
-            example = position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
+            example = position * int(end_row - first_row) + row[places] - first_row
             epoch, group = order.epochs(seed, len(puzzles.groups) - 1, example)
-            first, size = puzzles.groups[group], np.diff(puzzles.groups)[group]
+            group_size = np.diff(puzzles.groups)[group].astype(np.uint64)
             draw = order.hash_of(VIEW, seed, epoch, group)
-            index = first + ((draw >> np.uint64(32)) % size.astype(np.uint64)).astype(np.int64)
-            boards, answers = puzzles.inputs[index], puzzles.labels[index]
+            index = puzzles.groups[group] + ((draw >> np.uint64(32)) % group_size).astype(np.int64)
+            boards = puzzles.inputs[index]
+            answers = puzzles.labels[index]
             if source.views:
                 view = (draw & np.uint64(0xFFFFFFFF)) % np.uint64(source.views + 1)
                 boards, answers = augment(source.kind, seed, index, view, boards, answers)
-            self._fill(batch, at, k, index, epoch, boards, answers)
+            self._fill(batch, places, k, index, epoch, boards, answers)
 
     def _fill_test(self, batch: dict[str, np.ndarray], position: int, row: np.ndarray) -> None:
         valid, number = order.once(int(self._starts[-1]), position * self._rows.batch + row)
         source = np.searchsorted(self._starts, number, side="right") - 1
         for k in np.unique(source):
-            at, index = valid[source == k], number[source == k] - self._starts[k]
             puzzles = self._puzzles[k]
-            self._fill(
-                batch,
-                at,
-                k,
-                index,
-                np.zeros_like(index),
-                puzzles.inputs[index],
-                puzzles.labels[index],
-            )
+            places = valid[source == k]
+            index = number[source == k] - self._starts[k]
+            boards, answers = puzzles.inputs[index], puzzles.labels[index]
+            self._fill(batch, places, k, index, np.zeros_like(index), boards, answers)
 
     def _fill(
         self,
         batch: dict[str, np.ndarray],
-        at: np.ndarray,
+        places: np.ndarray,
         k: int,
         index: np.ndarray,
         epoch: np.ndarray,
         boards: np.ndarray,
         answers: np.ndarray,
     ) -> None:
-        """Write puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
-        puzzles, cells = self._puzzles[k], boards.shape[1]
-        batch["inputs"][at, :cells] = boards
-        batch["labels"][at, :cells] = np.where(answers == 0, IGNORED, answers.astype(np.int32))
-        batch["puzzle"][at] = puzzles.puzzle[index] + self._first_id[k]
-        batch["difficulty"][at] = np.searchsorted(
-            EDGES[self._config.sources[k].kind], puzzles.rating[index], side="right"
-        )
-        batch["index"][at], batch["epoch"][at], batch["weight"][at] = index, epoch, 1
+        """Write puzzles ``index`` of source ``k`` into ``places`` of a batch."""
+        puzzles = self._puzzles[k]
+        n_cells = boards.shape[1]
+        edges = EDGES[self._config.sources[k].kind]
+        labels = np.where(answers == 0, IGNORED, answers.astype(np.int32))
+        batch["inputs"][places, :n_cells] = boards
+        batch["labels"][places, :n_cells] = labels
+        batch["puzzle"][places] = puzzles.puzzle[index] + self._first_id[k]
+        batch["difficulty"][places] = np.searchsorted(edges, puzzles.rating[index], side="right")
+        batch["index"][places] = index
+        batch["epoch"][places] = epoch
+        batch["weight"][places] = 1
 
 
 def element_spec(config: Config) -> dict[str, Field]:
@@ -219,12 +206,16 @@ def element_spec(config: Config) -> dict[str, Field]:
 
     Smaller boards of a mixture are padded to the largest.
     """
-    cells = Field((max(_n_cells(s, config.seed) for s in config.sources),), np.dtype(np.int32))
+    n_cells = max(_n_cells(source, config.seed) for source in config.sources)
+    cells = Field((n_cells,), np.dtype(np.int32))
     scalar = Field((), np.dtype(np.int32))
     return {
         "inputs": cells,
         "labels": cells,
-        **{name: scalar for name in ("puzzle", "difficulty", "index", "epoch")},
+        "puzzle": scalar,
+        "difficulty": scalar,
+        "index": scalar,
+        "epoch": scalar,
         "weight": Field((), np.dtype(np.float32)),
     }
 
@@ -235,23 +226,27 @@ def dataset_info(config: Config) -> DatasetInfo:
     vocab is symbols, padding included, and n_puzzles is ids. n_train and n_test are of each source.
     Raises DataError.
     """
-    sizes: dict[str, list[int]] = {"train": [], "test": []}
-    symbols = [n_symbols(s.kind) for s in config.sources]
+    n_train: list[int] = []
+    n_test: list[int] = []
+    symbols = []
     for source in config.sources:
+        symbols.append(n_symbols(source.kind))
         if not source.path:  # generated: that many, of those symbols
-            sizes["train"].append(source.n_train)
-            sizes["test"].append(source.n_test)
+            n_train.append(source.n_train)
+            n_test.append(source.n_test)
             continue
-        for split in sizes:
+        for split, sizes in (("train", n_train), ("test", n_test)):
             puzzles = _split(source, config.seed, split)
-            sizes[split].append(len(puzzles.inputs))
-            symbols += [int(x.max(initial=0)) + 1 for x in (puzzles.inputs, puzzles.labels)]
+            sizes.append(len(puzzles.inputs))
+            symbols.append(int(puzzles.inputs.max(initial=0)) + 1)
+            symbols.append(int(puzzles.labels.max(initial=0)) + 1)
     return {
         "n_cells": element_spec(config)["inputs"].shape[0],
         "vocab": max(symbols),
-        "n_puzzles": sum(_n_ids(s, config.seed) for s in config.sources),
-        "n_difficulties": 1 + max(len(EDGES[s.kind]) for s in config.sources),
-        **{f"n_{split}": tuple(each) for split, each in sizes.items()},
+        "n_puzzles": sum(_n_ids(source, config.seed) for source in config.sources),
+        "n_difficulties": 1 + max(len(EDGES[source.kind]) for source in config.sources),
+        "n_train": tuple(n_train),
+        "n_test": tuple(n_test),
     }
 
 
@@ -272,16 +267,15 @@ def _n_cells(source: Source, seed: int) -> int:
 
 def _n_ids(source: Source, seed: int) -> int:
     if not source.path:
-        return 1  # `singles`
-    return 1 + max(
-        int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test")
-    )
+        return 1  # `ungrouped`
+    ids = [_split(source, seed, split).puzzle for split in ("train", "test")]
+    return 1 + max(int(of_split.max(initial=0)) for of_split in ids)
 
 
 def _split(source: Source, seed: int, split: str) -> Puzzles:
     """Return a split, read once in a process, and again when a file has changed."""
     if not source.path:
-        return _kept(source, seed)[split]
+        return _generated(source, seed)[split]
     folder = files.expanded(source.path)
     places = [folder / f"{split}.csv", *sorted((folder / split).glob("*"))]
     return _split_once(source, seed, split, files.stamps(places))
@@ -290,10 +284,9 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
 @functools.lru_cache(maxsize=16)
 def _split_once(source: Source, seed: int, split: str, _: files.Stamps) -> Puzzles:
     folder = files.expanded(source.path)
-    if (folder / f"{split}.csv").is_file():
-        return read_csv(
-            folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0
-        )
+    table = folder / f"{split}.csv"
+    if table.is_file():
+        return read_csv(table, source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():
         return read_npy(folder / split, source)
     content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
@@ -304,12 +297,44 @@ def _split_once(source: Source, seed: int, split: str, _: files.Stamps) -> Puzzl
 
 
 @functools.lru_cache(maxsize=8)
-def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
+def _generated(source: Source, seed: int) -> dict[str, Puzzles]:
     """Both splits of a generated source, out of the cache if they were generated before.
 
     Raises DataError.
     """
-    made_of = (
+    path = _cache_file(source, seed)
+    try:
+        return _read_splits(path, source)
+    except (files.FileError, KeyError):
+        pass  # none yet, or a damaged file, which is replaced
+    began = time.perf_counter()
+    splits = generate(source, seed)
+    n_puzzles = source.n_train + source.n_test
+    seconds = time.perf_counter() - began
+    arrays = {}
+    for split, puzzles in splits.items():
+        for field in Puzzles._fields:
+            arrays[f"{split}_{field}"] = getattr(puzzles, field)
+    try:
+        with atomic_write.shared(path) as partial, partial.open("wb") as file:
+            np.savez(file, **arrays)
+    except OSError as error:
+        log.warning(
+            "generated %d %s puzzles in %.1f s; %s cannot keep them: %s",
+            n_puzzles,
+            source.kind,
+            seconds,
+            path,
+            error.strerror,
+        )
+    else:
+        text = "generated %d %s puzzles in %.1f s, kept in %s"
+        log.info(text, n_puzzles, source.kind, seconds, path)
+    return splits
+
+
+def _cache_file(source: Source, seed: int) -> pathlib.Path:
+    options = (
         GENERATOR,
         source.kind,
         source.n_train,
@@ -319,35 +344,17 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
         source.grade,
         seed,
     )
-    name = f"{source.kind}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.npz"
-    path = machine.cache_folder("puzzles", name)
-    try:
-        arrays = files.arrays(path, most=machine.most_memory())
-        splits = {
-            s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields))
-            for s in ("train", "test")
-        }
-        if [len(splits[s].inputs) for s in ("train", "test")] == [source.n_train, source.n_test]:
-            return splits
-    except (files.FileError, KeyError):
-        pass  # none yet, or a damaged file, which is replaced
-    began = time.perf_counter()
-    splits = generate(source, seed)
-    n, seconds = source.n_train + source.n_test, time.perf_counter() - began
-    try:
-        with atomic_write.shared(path) as place, place.open("wb") as file:
-            np.savez(
-                file,
-                **{f"{s}_{f}": getattr(p, f) for s, p in splits.items() for f in Puzzles._fields},
-            )
-        log.info("generated %d %s puzzles in %.1f s, kept in %s", n, source.kind, seconds, path)
-    except OSError as error:
-        log.warning(
-            "generated %d %s puzzles in %.1f s; %s cannot keep them: %s",
-            n,
-            source.kind,
-            seconds,
-            path,
-            error.strerror,
-        )
+    digest = hashlib.sha256(repr(options).encode()).hexdigest()
+    return machine.cache_folder("puzzles", f"{source.kind}-{digest[:16]}.npz")
+
+
+def _read_splits(path: pathlib.Path, source: Source) -> dict[str, Puzzles]:
+    """Read generated puzzles. Raises FileError, KeyError: there are none, or others."""
+    arrays = files.arrays(path, most=machine.most_memory())
+    splits = {}
+    for split, size in (("train", source.n_train), ("test", source.n_test)):
+        puzzles = Puzzles(*(arrays[f"{split}_{field}"] for field in Puzzles._fields))
+        if len(puzzles.inputs) != size:
+            raise KeyError(split)
+        splits[split] = puzzles
     return splits

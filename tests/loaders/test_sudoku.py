@@ -19,7 +19,6 @@ SOURCES = {
     "sudoku4": sudoku.Source(kind="sudoku4", n_train=40, n_test=12, blanks=(3, 8)),
     "sudoku6": sudoku.Source(kind="sudoku6", n_train=40, n_test=12, blanks=(10, 24)),
     "maze": sudoku.Source(kind="maze", n_train=6, n_test=2, side=12),
-    "lights": sudoku.Source(kind="lights", n_train=40, n_test=12, side=6),
 }
 
 
@@ -54,20 +53,10 @@ def valid_maze(board, answer):
     return len(seen) == (answer == path).sum() + 1
 
 
-def valid_lights(board, answer):
-    """Keys pressed one after the other, on a grid with an invisible border."""
-    side = round(len(board) ** 0.5)
-    grid = np.pad(board.reshape(side, side) == 2, 1)
-    for y, x in np.argwhere(answer.reshape(side, side) == 2) + 1:
-        for at in ((y, x), (y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
-            grid[at] ^= True
-    return not grid[1:-1, 1:-1].any()
-
-
 def valid(kind, board, answer):
     if kind in puzzles.BOXES:
         return valid_sudoku(board, answer, puzzles.KINDS[kind])
-    return {"maze": valid_maze, "lights": valid_lights}[kind](board, answer)
+    return valid_maze(board, answer)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -156,7 +145,7 @@ def least(board):
 
 
 @pytest.mark.parametrize(
-    "kind, grade", [("sudoku4", "easy"), ("sudoku6", ""), ("sudoku", "extreme"), ("lights", "")]
+    "kind, grade", [("sudoku4", "easy"), ("sudoku6", ""), ("sudoku", "extreme"), ("maze", "")]
 )
 def test_no_symmetric_copy_is_in_both_splits(kind, grade):
     blanks = (40, 60) if kind == "sudoku" else (8, 20)
@@ -164,18 +153,18 @@ def test_no_symmetric_copy_is_in_both_splits(kind, grade):
     n_train, n_test = (12, 4) if grade == "extreme" else (150, 60)
     splits = sudoku.generate(
         sudoku.Source(
-            kind=kind, grade=grade, n_train=n_train, n_test=n_test, blanks=blanks, side=6
+            kind=kind, grade=grade, n_train=n_train, n_test=n_test, blanks=blanks, side=11
         ),
         1,
     )
-    if kind == "lights":
+    if kind == "maze":
 
         def copies(board):
             return min(
                 x.tobytes() for g in (board, board.T) for x in map(np.rot90, [g] * 4, range(4))
             )  # noqa: E731
 
-        numbers = {s: {copies(b.reshape(6, 6)) for b in p.inputs} for s, p in splits.items()}
+        numbers = {s: {copies(b.reshape(11, 11)) for b in p.inputs} for s, p in splits.items()}
     else:
         which = "labels" if kind == "sudoku" else "inputs"
         numbers = {
@@ -283,7 +272,6 @@ def test_a_4_by_4_maze_and_9_by_9_by_the_numbers():
         "sudoku6": (36, 8, 1),
         "sudoku4": (16, 6, 1),
         "maze": (144, 6, 1),
-        "lights": (36, 3, 1),
     }
     assert found == sizes and [puzzles.kind_of(*size[:2]) for size in sizes.values()] == list(sizes)
 
@@ -388,9 +376,7 @@ def test_a_checkpoint_compares_the_settings_of_its_data():
 # Folders, through the command that writes them
 
 
-@pytest.mark.parametrize(
-    "kind, what", [("csv", "sudoku"), ("npy", "sudoku"), ("csv", "maze"), ("csv", "lights")]
-)
+@pytest.mark.parametrize("kind, what", [("csv", "sudoku"), ("npy", "sudoku"), ("csv", "maze")])
 def test_the_loader_reads_the_boards_that_the_command_wrote(tmp_path, kind, what):
     arguments = [
         "--train=30",
@@ -566,7 +552,6 @@ def test_errors_of_the_config_are_named():
             replace(SMALL, grade="hardest"),
             replace(SOURCES["maze"], grade="easy"),
             sudoku.Source(kind="maze", side=1000),
-            sudoku.Source(kind="lights", side=34),
         )
     )
     assert [where for where, _ in config.validate()] == [
@@ -577,7 +562,6 @@ def test_errors_of_the_config_are_named():
         "sources[2].grade",
         "sources[3].grade",
         "sources[4].side",
-        "sources[5].side",
     ]
 
 
@@ -593,39 +577,38 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
         12,
         12,
         2,
-        12,
     )
     assert not times and not list(tmp_path.iterdir())
     rows = Rows(50, ((0, 50),))
 
     def first():
-        sudoku._kept.cache_clear()
+        sudoku._generated.cache_clear()
         sudoku._split_once.cache_clear()
         loader = sudoku.make_loader(config, split="train", rows=rows, seed=0)
         loader.seek(0)
         return loader.fingerprint, next(loader)[1]
 
     once, kept = first(), len(times)
-    assert kept == 5 and len(list((tmp_path / "puzzles").iterdir())) == 5
+    assert kept == 4 and len(list((tmp_path / "puzzles").iterdir())) == 4
     again = first()
-    assert len(times) == 5 and again[0] == once[0]
+    assert len(times) == 4 and again[0] == once[0]
     for name, parts in once[1].items():
         np.testing.assert_array_equal(parts[0], again[1][name][0])
     for path in (tmp_path / "puzzles").iterdir():  # the state that a full disk leaves
         path.write_bytes(path.read_bytes()[:500])
-    assert first()[0] == once[0] and len(times) == 10
+    assert first()[0] == once[0] and len(times) == 8
     # The dataset info describes the generated boards.
     generated = [generate(s, 11) for s in SOURCES.values()]
     assert known["n_train"] == tuple(len(g["train"].inputs) for g in generated)
     assert known["n_cells"] == max(g["train"].inputs.shape[1] for g in generated)
     assert known["vocab"] > max(int(g[s].labels.max()) for g in generated for s in g)
-    assert known["n_puzzles"] == 5
+    assert known["n_puzzles"] == 4
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "file"))
-    sudoku._kept.cache_clear()
+    sudoku._generated.cache_clear()
     with caplog.at_level("WARNING", "jaxtrain"):
-        assert len(sudoku._kept(SOURCES["sudoku4"], 12)["train"].inputs) == 40
+        assert len(sudoku._generated(SOURCES["sudoku4"], 12)["train"].inputs) == 40
     assert str(tmp_path / "file") in caplog.text

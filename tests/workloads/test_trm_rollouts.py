@@ -113,7 +113,7 @@ def test_a_rollout_that_overflows_is_not_chosen(variables):
 
 
 @pytest.mark.parametrize(
-    ("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7), ("lights", 6)]
+    ("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7)]
 )
 def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
     source = puzzles.Source(kind=kind, n_train=12, n_test=0, blanks=(3, 6), side=side)

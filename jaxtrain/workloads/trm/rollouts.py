@@ -110,7 +110,7 @@ def views(kind: str, side: int, keys_n: Array, vary_n: Array) -> Views:
     columns = shuffled(puzzles.STACKS, side // wide), shuffled(puzzles.COLUMNS, side // wide, wide)
     turn_n = vary_n & (draws(puzzles.TURN) < 0.5)
     names = jnp.concatenate([names[:, :2], shuffled(puzzles.DIGITS, side) + 2], 1)
-    return Views(puzzles.moved(kind, rows, columns, turn_n), names)
+    return Views(puzzles.cells_at(kind, rows, columns, turn_n), names)
 
 
 def search_of(c: Config) -> Search:

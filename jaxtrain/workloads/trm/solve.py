@@ -98,7 +98,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     if not kinds.kind_of(max(c.n_cells or 0, 0), c.vocab or 0):
         raise StoredError(
             f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected"
-            " Sudoku, mazes or lights"
+            " Sudoku or mazes"
         )
     limit_cycles(c, c.halt_steps, str(source.path))
     devices = jax.local_devices()

@@ -26,7 +26,7 @@ without a solution, or with several, is an error. FILE gets
     solves        share of the rollouts whose board is valid
 
 Each rollout is another pass over the board. By --symmetry it sees the board with other names of its
-digits, its lines in another order, or transposed (mazes and lights: turned or mirrored), and its
+digits, its lines in another order, or transposed (mazes: turned or mirrored), and its
 answer is put back. By --noise it has Gaussian noise of standard deviation S in both states, whose
 own size is 1, before each supervision step. By --choose q the head chooses among the rollouts. By
 --choose check the rules do, if any board keeps them. By --stop halt a rollout ends when the head is

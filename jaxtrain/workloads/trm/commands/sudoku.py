@@ -1,8 +1,8 @@
 """Generates puzzles with one solution into a folder that loaders.sudoku.sudoku reads.
 
-    jaxtrain sudoku OUT [--kind sudoku|sudoku6|sudoku4|maze|lights]
-        [--grade easy|medium|hard|extreme] [--train 1000]
-                        [--test 1000] [--blanks 46 64] [--side 30] [--seed 0] [--format csv|npy]
+    jaxtrain sudoku OUT [--kind sudoku|sudoku6|sudoku4|maze]
+        [--grade easy|medium|hard|extreme] [--train 1000] [--test 1000]
+        [--blanks 46 64] [--side 30] [--seed 0] [--format csv|npy]
 
     jaxtrain sudoku puzzles --train 1000 --test 1000
 
@@ -15,7 +15,7 @@
     extreme   a guess
 
 csv: OUT/train.csv and OUT/test.csv with the columns source, question, answer, rating. The rating is
-the number of guesses that the solver needs, the length of a maze's path, or the presses of lights.
+the number of guesses that the solver needs, or the length of a maze's path.
 npy: OUT/train/ and OUT/test/ with all__inputs.npy and so on, and dataset.json. A seed gives the
 same puzzles again, and no solution is in both splits. Of a grade, no symmetric copy is, either.
 """
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--grade", choices=kinds.GRADES, default="", help="of a Sudoku; default: any"
     )
-    parser.add_argument("--side", type=int, default=30, help="of a maze or of lights; default: 30")
+    parser.add_argument("--side", type=int, default=30, help="of a maze; default: 30")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     parser.add_argument("--format", choices=("csv", "npy"), default="csv", help="default: csv")
     args = parser.parse_args(argv)
