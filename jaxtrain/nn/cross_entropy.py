@@ -41,17 +41,42 @@ class Sums(NamedTuple):
 
 
 Grads = tuple[Array, ...]  # by x and by w; none unless they are asked for
-State = tuple[Sums, Any]  # of the loop over chunks, with the gradient by w
 
 
-class How(NamedTuple):
+class Settings(NamedTuple):
     """The settings that all tokens share."""
 
     z_loss: float
     smoothing: float
     chunk: int
-    size: int
+    vocab: int  # rows of the matrix that are a vocabulary
     axes: Axes
+
+
+class Split(NamedTuple):
+    """How the tokens and the matrix are split over devices, in names of mesh axes."""
+
+    tokens: tuple[str, ...]
+    vocab: tuple[str, ...]
+    columns: tuple[str, ...]  # that the matrix's columns share with the tokens
+    exchanged: tuple[str, ...]  # those of ``columns`` if columns are exchanged for rows
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The axes that the logits of a token are split over while they are computed."""
+        return (*self.vocab, *self.exchanged)
+
+
+class Chunk(NamedTuple):
+    """The logits of some tokens for this device's part of the vocabulary, and what follows."""
+
+    x_cd: Array
+    weight_c: Array
+    is_label_cv: Array
+    word_v: Array  # numbers of this device's rows of the matrix
+    e_cv: Array  # exp(logit - largest)
+    sum_c: Array  # of e over the whole vocabulary
+    lse_c: Array
 
 
 def cross_entropy(
@@ -80,22 +105,23 @@ def cross_entropy(
         it.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
-    how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size, axes)
-    return _total(shard, how, x_btd, w_vd, label_bt, weight_bt)
+    vocab = w_vd.shape[0] if size is None else size
+    settings = Settings(z_loss, smoothing, chunk, vocab, axes)
+    return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(
-    shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array
-) -> Sums:
-    return _run(shard, how, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
+def _total(shard: Shard, settings: Settings, *arrays: Array) -> Sums:
+    return _run(shard, settings, *arrays, grads=False)[0]
 
 
-def _forward(shard: Shard, how: How, *args: Array) -> tuple[Sums, Grads]:
-    return _run(shard, how, *args, grads=True)
+def _forward(shard: Shard, settings: Settings, *arrays: Array) -> tuple[Sums, Grads]:
+    return _run(shard, settings, *arrays, grads=True)
 
 
-def _backward(shard: Shard, how: How, grads: Grads, cotangent: Sums) -> tuple[Array | None, ...]:
+def _backward(
+    shard: Shard, settings: Settings, grads: Grads, cotangent: Sums
+) -> tuple[Array | None, ...]:
     dx_btd, dw_vd = grads
     return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
 
@@ -105,7 +131,7 @@ _total.defvjp(_forward, _backward)
 
 def _run(
     shard: Shard,
-    how: How,
+    settings: Settings,
     x_btd: Array,
     w_vd: Array,
     label_bt: Array,
@@ -113,119 +139,175 @@ def _run(
     *,
     grads: bool,
 ) -> tuple[Sums, Grads]:
-    z_loss, smoothing, chunk, v_used, (of_rows, of_columns) = how
-    b, t, d = x_btd.shape
-    v = w_vd.shape[0]
-    vocab, rows = shard.names(of_rows, v), (*shard.names("batch", b), *shard.names("seq", t))
-    columns, _ = shared_columns(shard, of_columns, d, (b, t))
-    n_columns = shard.size(of_columns, d) if columns else 1
-    # To gather sends the matrix and its gradient, to exchange sends the tokens and theirs.
-    v_here, n_here = (
-        v // shard.size(of_rows, v),
-        b * t // (shard.size("batch", b) * shard.size("seq", t)),
-    )
-    exchanged = columns if v_here % n_columns == 0 and n_here * n_columns <= v_here else ()
-    parts, others = (*vocab, *exchanged), tuple(name for name in rows if name not in exchanged)
+    """Call `_of_device` on every device's own tokens and part of the matrix."""
+    of_rows, of_columns = settings.axes
+    split = _split(shard, settings.axes, x_btd.shape, w_vd.shape[0])
     w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
-
-    def local(x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> tuple[Sums, Grads]:
-        if exchanged:
-            w_vd = jax.lax.all_to_all(w_vd, exchanged, split_axis=0, concat_axis=1, tiled=True)
-        n, first = label_bt.size, _place(parts) * w_vd.shape[0]
-        count = -(-n // min(chunk, n))
-        size = -(-n // count)
-        pad = [(0, count * size - n)]
-        x_ncd = jnp.pad(x_btd.reshape(n, d), [*pad, (0, 0)]).reshape(count, size, d)
-        label_nc, weight_nc = (
-            jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt)
-        )
-        # The sums of each device are its own until the end.
-        w_vd, x_ncd = _varying(w_vd, others), _varying(x_ncd, vocab)
-
-        def one(state: State, xs: tuple[Array, ...]) -> tuple[State, Array | None]:
-            sums, dw_vd = state
-            own_weight_c = xs[2]
-            x_cd, label_c, weight_c = (_over(_gathered, x, exchanged) for x in xs)
-            x_cv = jnp.einsum("cd,vd->cv", x_cd, w_vd, preferred_element_type=jnp.float32)
-            place_v = first + jnp.arange(w_vd.shape[0])
-            own_cv = place_v[None] == label_c[:, None]
-            if v_used < v:
-                x_cv = jnp.where(place_v[None] < v_used, x_cv, NEVER)
-            top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), parts)
-            e_cv = jnp.exp(x_cv - top_c[:, None])
-            sum_c = _over(jax.lax.psum, e_cv.sum(-1), parts)
-            label_x_c = _over(jax.lax.psum, jnp.where(own_cv, x_cv, 0).sum(-1), parts)
-            lse_c = top_c + jnp.log(sum_c)
-            # The first of the largest, so that equal logits everywhere are not all right.
-            best_c = jnp.where(x_cv == top_c[:, None], place_v[None], v).min(-1)
-            right_c = _over(jax.lax.pmin, best_c, parts) == label_c
-            target_x_c = label_x_c
-            if smoothing:
-                sum_x_c = _over(
-                    jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), parts
-                )
-                target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
-            each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
-            if exchanged:  # each device adds those of its own tokens
-                own = [
-                    jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size)
-                    for y_c in each
-                ]
-            else:
-                own = list(each)
-            sums = Sums(
-                *(old + (own_weight_c * new).sum() for old, new in zip(sums, own, strict=True))
-            )
-            if not grads:
-                return (sums, dw_vd), None
-            slope_c = weight_c * (1 + 2 * z_loss * lse_c)
-            target_cv = own_cv.astype(jnp.float32)
-            if smoothing:
-                target_cv = (1 - smoothing) * target_cv + smoothing / v_used * (
-                    place_v[None] < v_used
-                )
-            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - target_cv * weight_c[:, None]).astype(
-                x_cd.dtype
-            )
-            dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, x_cd, preferred_element_type=jnp.float32)
-            dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w_vd, preferred_element_type=jnp.float32)
-            dx_cd = _over(_scattered, _over(jax.lax.psum, dx_cd, vocab), exchanged)
-            return (sums, dw_vd), dx_cd.astype(x_cd.dtype)
-
-        zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
-        start: State = (
-            Sums(zero, zero, zero, zero),
-            jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else (),
-        )
-        (sums, dw_vd), dx_ncd = jax.lax.scan(one, start, (x_ncd, label_nc, weight_nc))
-        sums = Sums(*(_over(jax.lax.psum, x, rows) for x in sums))
-        if dx_ncd is None:
-            return sums, ()
-        dx_btd = dx_ncd.reshape(count * size, d)[:n].reshape(x_btd.shape)
-        if exchanged:
-            dw_vd = _over(jax.lax.psum, dw_vd, others)
-            return sums, (
-                dx_btd,
-                jax.lax.all_to_all(dw_vd, exchanged, split_axis=1, concat_axis=0, tiled=True),
-            )
-        dw_vd = _over(functools.partial(_scattered, scatter_dimension=1), dw_vd, columns)
-        return sums, (
-            dx_btd,
-            _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)),
-        )
-
     axes = (
         ("batch", "seq", None),
-        (of_rows, of_columns if exchanged else None),
+        (of_rows, of_columns if split.exchanged else None),
         ("batch", "seq"),
         ("batch", "seq"),
     )
-    none: Any = PartitionSpec()  # in place of the sums' arrays
-    of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
-    out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
+    whole: Any = PartitionSpec()  # in place of the sums' arrays
+    out_grads: tuple[PartitionSpec, ...] = ()
+    if grads:
+        dw_axes = (of_rows, of_columns if split.columns else None)
+        out_grads = (shard.spec(x_btd.shape, axes[0]), shard.spec(w_vd.shape, dw_axes))
     return kernels.local(
-        shard, local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out
+        shard,
+        functools.partial(_of_device, settings, split, w_vd.shape[0], grads),
+        (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)),
+        axes,
+        (Sums(whole, whole, whole, whole), out_grads),
     )
+
+
+def _split(shard: Shard, axes: Axes, shape_btd: tuple[int, ...], v: int) -> Split:
+    of_rows, of_columns = axes
+    b, t, d = shape_btd
+    vocab = shard.names(of_rows, v)
+    tokens = (*shard.names("batch", b), *shard.names("seq", t))
+    columns, _ = shared_columns(shard, of_columns, d, (b, t))
+    if not columns:
+        return Split(tokens, vocab, columns=(), exchanged=())
+    # To gather sends the matrix and its gradient, to exchange sends the tokens and theirs.
+    n_columns = shard.size(of_columns, d)
+    own_rows = v // shard.size(of_rows, v)
+    own_tokens = b * t // (shard.size("batch", b) * shard.size("seq", t))
+    can_exchange = own_rows % n_columns == 0 and own_tokens * n_columns <= own_rows
+    return Split(tokens, vocab, columns, columns if can_exchange else ())
+
+
+def _of_device(
+    settings: Settings,
+    split: Split,
+    v: int,
+    grads: bool,
+    x_btd: Array,
+    w_vd: Array,
+    label_bt: Array,
+    weight_bt: Array,
+) -> tuple[Sums, Grads]:
+    """Sum over this device's tokens, a chunk at a time, then over all devices."""
+    if split.exchanged:
+        w_vd = jax.lax.all_to_all(w_vd, split.exchanged, split_axis=0, concat_axis=1, tiled=True)
+    n = label_bt.size
+    first_word = _place(split.parts) * w_vd.shape[0]
+    n_chunks = -(-n // min(settings.chunk, n))
+    size = -(-n // n_chunks)
+    x_ncd, label_nc, weight_nc = (
+        _chunks(x.reshape(n, *x.shape[2:]), n_chunks, size) for x in (x_btd, label_bt, weight_bt)
+    )
+    # The sums of each device are its own until the end.
+    w_vd = _varying(w_vd, tuple(name for name in split.tokens if name not in split.exchanged))
+    x_ncd = _varying(x_ncd, split.vocab)
+
+    def add_chunk(
+        state: tuple[Sums, Any], xs: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Sums, Any], Array | None]:
+        sums, dw_vd = state
+        chunk, per_token = _measure(settings, split, v, w_vd, first_word, *xs)
+        sums = Sums(
+            *(total + (xs[2] * x_c).sum() for total, x_c in zip(sums, per_token, strict=True))
+        )
+        if not grads:
+            return (sums, dw_vd), None
+        dx_cd, dw_vd = _add_gradients(settings, split, w_vd, dw_vd, chunk)
+        return (sums, dw_vd), dx_cd
+
+    zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
+    dw_vd: Any = jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else ()
+    start = (Sums(zero, zero, zero, zero), dw_vd)
+    (sums, dw_vd), dx_ncd = jax.lax.scan(add_chunk, start, (x_ncd, label_nc, weight_nc))
+    sums = Sums(*(_over(jax.lax.psum, x, split.tokens) for x in sums))
+    if dx_ncd is None:
+        return sums, ()
+    dx_btd = dx_ncd.reshape(n_chunks * size, -1)[:n].reshape(x_btd.shape)
+    return sums, (dx_btd, _summed_over_tokens(split, dw_vd))
+
+
+def _chunks(x: Array, n_chunks: int, size: int) -> Array:
+    """Cut tokens into chunks. The last is filled with zeros, which have no weight."""
+    filling = [(0, n_chunks * size - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x, filling).reshape(n_chunks, size, *x.shape[1:])
+
+
+def _measure(
+    settings: Settings,
+    split: Split,
+    v: int,
+    w_vd: Array,
+    first_word: Array | int,
+    x_cd: Array,
+    label_c: Array,
+    own_weight_c: Array,
+) -> tuple[Chunk, Sums]:
+    """Return the logits of a chunk, and the loss and metrics of each of its tokens."""
+    size = len(label_c)
+    x_cd, label_c, weight_c = (
+        _over(_gathered, x, split.exchanged) for x in (x_cd, label_c, own_weight_c)
+    )
+    x_cv = jnp.einsum("cd,vd->cv", x_cd, w_vd, preferred_element_type=jnp.float32)
+    word_v = first_word + jnp.arange(w_vd.shape[0])
+    is_label_cv = word_v[None] == label_c[:, None]
+    if settings.vocab < v:
+        x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, NEVER)
+    top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), split.parts)
+    e_cv = jnp.exp(x_cv - top_c[:, None])
+    sum_c = _over(jax.lax.psum, e_cv.sum(-1), split.parts)
+    label_x_c = _over(jax.lax.psum, jnp.where(is_label_cv, x_cv, 0).sum(-1), split.parts)
+    lse_c = top_c + jnp.log(sum_c)
+    # The first of the largest, so that equal logits everywhere are not all right.
+    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], v).min(-1)
+    is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
+    target_x_c = label_x_c
+    if settings.smoothing:
+        word_x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, 0)
+        sum_x_c = _over(jax.lax.psum, word_x_cv.sum(-1), split.parts)
+        share = settings.smoothing / settings.vocab
+        target_x_c = (1 - settings.smoothing) * label_x_c + share * sum_x_c
+    per_token = Sums(
+        loss=lse_c - target_x_c + settings.z_loss * lse_c**2,
+        cross_entropy=lse_c - label_x_c,
+        z=lse_c**2,
+        correct=is_right_c,
+    )
+    if split.exchanged:  # each device adds those of its own tokens
+        first_token = _place(split.exchanged) * size
+        per_token = Sums(
+            *(jax.lax.dynamic_slice_in_dim(y_c, first_token, size) for y_c in per_token)
+        )
+    return Chunk(x_cd, weight_c, is_label_cv, word_v, e_cv, sum_c, lse_c), per_token
+
+
+def _add_gradients(
+    settings: Settings, split: Split, w_vd: Array, dw_vd: Array, chunk: Chunk
+) -> tuple[Array, Array]:
+    """Return the derivatives of a chunk's loss by x, and add those by w to ``dw_vd``."""
+    slope_c = chunk.weight_c * (1 + 2 * settings.z_loss * chunk.lse_c)
+    target_cv = chunk.is_label_cv.astype(jnp.float32)
+    if settings.smoothing:
+        share = settings.smoothing / settings.vocab
+        target_cv = (1 - settings.smoothing) * target_cv
+        target_cv = target_cv + share * (chunk.word_v[None] < settings.vocab)
+    dx_cv = chunk.e_cv * (slope_c / chunk.sum_c)[:, None] - target_cv * chunk.weight_c[:, None]
+    dx_cv = dx_cv.astype(chunk.x_cd.dtype)
+    dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, chunk.x_cd, preferred_element_type=jnp.float32)
+    dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w_vd, preferred_element_type=jnp.float32)
+    dx_cd = _over(_scattered, _over(jax.lax.psum, dx_cd, split.vocab), split.exchanged)
+    return dx_cd.astype(chunk.x_cd.dtype), dw_vd
+
+
+def _summed_over_tokens(split: Split, dw_vd: Array) -> Array:
+    """Return this device's part of the sum of all devices' gradients by the matrix."""
+    if split.exchanged:
+        others = tuple(name for name in split.tokens if name not in split.exchanged)
+        dw_vd = _over(jax.lax.psum, dw_vd, others)
+        return jax.lax.all_to_all(dw_vd, split.exchanged, split_axis=1, concat_axis=0, tiled=True)
+    others = tuple(name for name in split.tokens if name not in split.columns)
+    dw_vd = _over(functools.partial(_scattered, scatter_dimension=1), dw_vd, split.columns)
+    return _over(jax.lax.psum, dw_vd, others)
 
 
 def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Array:

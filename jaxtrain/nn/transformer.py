@@ -120,8 +120,8 @@ class Decoder(ModelSection):
             yield "kv_heads", f"is {self.kv_heads}, which does not divide heads={self.heads}"
         if self.positions == "rope" and self.heads > 0 and self.k % 2:
             yield "head_dim", f"is {self.k}; rotary positions turn pairs, so it must be even"
-        for text in remat.problems(self.remat, KEPT):
-            yield "remat", text
+        for error in remat.problems(self.remat, KEPT):
+            yield "remat", error
         yield from self.rope.validate()
 
     @property
@@ -135,11 +135,9 @@ class Decoder(ModelSection):
 
 def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec]:
     """Return a norm's table. "" is the one after the last layer. ``layers``: (L,) in a stack."""
-    shape, axes, suffix = (
-        (*layers, c.embed),
-        (*("layer" for _ in layers), "embed"),
-        f"_{name}" if name else "",
-    )
+    shape = (*layers, c.embed)
+    axes = (*("layer" for _ in layers), "embed")
+    suffix = f"_{name}" if name else ""
     specs = {f"scale{suffix}": Spec(shape, axes, ones)}
     if c.norm == "layer" and c.bias:
         specs[f"bias{suffix}"] = Spec(shape, axes, zeros)
@@ -148,19 +146,22 @@ def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec
 
 def attention_specs(c: Decoder) -> dict[str, Spec]:
     l, d, h, g, k = c.depth, c.embed, c.heads, c.g, c.k
-    init, last = truncated_normal(c.init_std), truncated_normal(c.init_std / math.sqrt(2 * l))
+    init = truncated_normal(c.init_std)
+    init_last = truncated_normal(c.init_std / math.sqrt(2 * l))
     specs = {
         **norm_specs(c, "attention", (l,)),
         "w_q": Spec((l, h, k, d), ("layer", "heads", "head_dim", "embed"), init),
         "w_k": Spec((l, g, k, d), ("layer", "kv_heads", "head_dim", "embed"), init),
         "w_v": Spec((l, g, k, d), ("layer", "kv_heads", "head_dim", "embed"), init),
-        "w_out": Spec((l, d, h, k), ("layer", "embed", "heads", "head_dim"), last),
+        "w_out": Spec((l, d, h, k), ("layer", "embed", "heads", "head_dim"), init_last),
     }
     if c.qkv_bias:
         specs["b_q"] = Spec((l, h, k), ("layer", "heads", "head_dim"), zeros)
-        specs["b_k"] = specs["b_v"] = Spec((l, g, k), ("layer", "kv_heads", "head_dim"), zeros)
+        specs["b_k"] = Spec((l, g, k), ("layer", "kv_heads", "head_dim"), zeros)
+        specs["b_v"] = Spec((l, g, k), ("layer", "kv_heads", "head_dim"), zeros)
     if c.qk_norm:
-        specs["scale_q"] = specs["scale_k"] = Spec((l, k), ("layer", "head_dim"), ones)
+        specs["scale_q"] = Spec((l, k), ("layer", "head_dim"), ones)
+        specs["scale_k"] = Spec((l, k), ("layer", "head_dim"), ones)
     if c.bias:
         specs["b_out"] = Spec((l, d), ("layer", "embed"), zeros)
     return specs
@@ -168,37 +169,32 @@ def attention_specs(c: Decoder) -> dict[str, Spec]:
 
 def feed_forward_specs(c: Decoder) -> dict[str, Spec]:
     l, d, m = c.depth, c.embed, c.mlp
-    init, last = truncated_normal(c.init_std), truncated_normal(c.init_std / math.sqrt(2 * l))
-    specs = {
-        **norm_specs(c, "mlp", (l,)),
-        **(
-            {"w_gate": Spec((l, m, d), ("layer", "mlp", "embed"), init)}
-            if c.activation == "swiglu"
-            else {}
-        ),
-        "w_up": Spec((l, m, d), ("layer", "mlp", "embed"), init),
-        "w_down": Spec((l, d, m), ("layer", "embed", "mlp"), last),
-    }
+    init = truncated_normal(c.init_std)
+    init_last = truncated_normal(c.init_std / math.sqrt(2 * l))
+    specs = norm_specs(c, "mlp", (l,))
+    if c.activation == "swiglu":
+        specs["w_gate"] = Spec((l, m, d), ("layer", "mlp", "embed"), init)
+    specs["w_up"] = Spec((l, m, d), ("layer", "mlp", "embed"), init)
+    specs["w_down"] = Spec((l, d, m), ("layer", "embed", "mlp"), init_last)
     if c.bias:
         specs["b_up"] = Spec((l, m), ("layer", "mlp"), zeros)
         specs["b_down"] = Spec((l, d), ("layer", "embed"), zeros)
         if c.activation == "swiglu":
-            specs["b_gate"] = specs["b_up"]
+            specs["b_gate"] = Spec((l, m), ("layer", "mlp"), zeros)
     return specs
 
 
 def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
     """Return the whole table: embedding, stack, last norm, and a head unless it is tied."""
     d, init = c.embed, truncated_normal(c.init_std)
-    return {
-        "embed": Spec((vocab, d), ("vocab", "embed"), init),
-        **(
-            {"pos": Spec((c.context, d), (None, "embed"), init)} if c.positions == "learned" else {}
-        ),
-        "blocks": {**attention_specs(c), **feed_forward_specs(c)},
-        **norm_specs(c, "", ()),
-        **({} if c.tied else {"w_head": Spec((vocab, d), ("vocab", "embed"), init)}),
-    }
+    specs: dict[str, Any] = {"embed": Spec((vocab, d), TABLE, init)}
+    if c.positions == "learned":
+        specs["pos"] = Spec((c.context, d), (None, "embed"), init)
+    specs["blocks"] = {**attention_specs(c), **feed_forward_specs(c)}
+    specs |= norm_specs(c, "", ())
+    if not c.tied:
+        specs["w_head"] = Spec((vocab, d), TABLE, init)
+    return specs
 
 
 def head(c: Decoder, params: PyTree) -> Array:
@@ -208,45 +204,11 @@ def head(c: Decoder, params: PyTree) -> Array:
 
 
 def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None) -> Array:
+    """Norm by the weights ``scale_name`` and ``bias_name``; "" is the norm after the stack."""
     suffix = f"_{name}" if name else ""
     if c.norm == "rms":
         return rms_norm(x, w[f"scale{suffix}"], c.eps, shard)
     return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps, shard)
-
-
-def _normed(
-    c: Decoder,
-    name: str,
-    equation: str,
-    x_btd: Array,
-    w: Weights,
-    matrices: list[str],
-    shard: Shard,
-) -> list[Array]:
-    """Multiply the norm ``name`` of x by several matrices."""
-
-    @remat.cheap(c.remat)
-    def products(x_btd: Array, w: Weights) -> list[Array]:
-        y_btd = norm(c, w, name, x_btd, shard)
-        return [project(equation, y_btd, w[matrix], shard) for matrix in matrices]
-
-    return products(
-        x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w}
-    )
-
-
-def _placed(
-    c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None
-) -> Array:
-    """Norm and rotate queries or keys, if the decoder does so."""
-
-    @remat.cheap(c.remat)
-    def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
-        if scale_k is not None:
-            z_bthk = rms_norm(z_bthk, scale_k, c.eps)
-        return z_bthk if angles is None else rotate(z_bthk, angles)
-
-    return place(z_bthk, scale_k, angles) if c.qk_norm or angles is not None else z_bthk
 
 
 def attend(
@@ -263,76 +225,125 @@ def attend(
     ``mix`` computes attention between the projections: `mixer`, or `sampling.cached`.
     """
     dtype = x_btd.dtype
+
+    @remat.cheap(c.remat)
+    def projections(x_btd: Array, w: Weights) -> tuple[Array, Array, Array]:
+        y_btd = norm(c, w, "attention", x_btd, shard)
+        q_bthk = project("btd,hkd->bthk", y_btd, w["w_q"], shard)
+        k_bsgk = project("btd,hkd->bthk", y_btd, w["w_k"], shard)
+        v_bsgk = project("btd,hkd->bthk", y_btd, w["w_v"], shard)
+        return q_bthk, k_bsgk, v_bsgk
+
     with jax.named_scope("attention"):
-        names, qkv = ("q", "k", "v"), []
-        raw = _normed(
-            c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names], shard
-        )
-        for name, heads, z_bthk in zip(names, ("heads", "kv_heads", "kv_heads"), raw, strict=True):
-            if c.qkv_bias:
-                z_bthk += spread(w[f"b_{name}"].astype(dtype), z_bthk.shape, shard)
-            z_bthk = shard(z_bthk, "batch", "seq", heads, "head_dim")
-            if name != "v":
-                z_bthk = _placed(c, z_bthk, w.get(f"scale_{name}"), angles)
-            qkv.append(remat.name(z_bthk, "qkv"))
-        y_bthk, kept = mix(*qkv)
+        used = _subset(w, "scale_attention", "bias_attention", "w_q", "w_k", "w_v")
+        q_bthk, k_bsgk, v_bsgk = projections(x_btd, used)
+        if c.qkv_bias:
+            q_bthk += spread(w["b_q"].astype(dtype), q_bthk.shape, shard)
+        q_bthk = shard(q_bthk, "batch", "seq", "heads", "head_dim")
+        q_bthk = remat.name(_placed(c, q_bthk, w.get("scale_q"), angles), "qkv")
+        if c.qkv_bias:
+            k_bsgk += spread(w["b_k"].astype(dtype), k_bsgk.shape, shard)
+        k_bsgk = shard(k_bsgk, "batch", "seq", "kv_heads", "head_dim")
+        k_bsgk = remat.name(_placed(c, k_bsgk, w.get("scale_k"), angles), "qkv")
+        if c.qkv_bias:
+            v_bsgk += spread(w["b_v"].astype(dtype), v_bsgk.shape, shard)
+        v_bsgk = remat.name(shard(v_bsgk, "batch", "seq", "kv_heads", "head_dim"), "qkv")
+        y_bthk, extra = mix(q_bthk, k_bsgk, v_bsgk)
         y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
             y_btd += spread(w["b_out"].astype(dtype), y_btd.shape, shard)
-        return shard(x_btd + y_btd, "batch", "seq", None), kept
+        return shard(x_btd + y_btd, "batch", "seq", None), extra
+
+
+def _subset(w: Weights, *names: str) -> Weights:
+    """Return these weights, as far as the decoder has them."""
+    return {name: w[name] for name in names if name in w}
+
+
+def _placed(
+    c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None
+) -> Array:
+    """Norm and rotate queries or keys, if the decoder does so."""
+    if scale_k is None and angles is None:
+        return z_bthk
+
+    @remat.cheap(c.remat)
+    def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
+        if scale_k is not None:
+            z_bthk = rms_norm(z_bthk, scale_k, c.eps)
+        return z_bthk if angles is None else rotate(z_bthk, angles)
+
+    return place(z_bthk, scale_k, angles)
 
 
 def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     """Compute x + net(norm(x))."""
+    with jax.named_scope("mlp"):
+        if c.activation == "swiglu":
+            y_btd = _swiglu(c, w, x_btd, shard)
+        else:
+            y_btd = _gelu_net(c, w, x_btd, shard)
+        if c.bias:
+            y_btd += spread(w["b_down"].astype(x_btd.dtype), y_btd.shape, shard)
+        return shard(x_btd + y_btd, "batch", "seq", None)
+
+
+def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     dtype = x_btd.dtype
 
-    names = ("gate", "up") if c.activation == "swiglu" else ("up",)
+    @remat.cheap(c.remat)
+    def gate_and_up(x_btd: Array, w: Weights) -> tuple[Array, Array]:
+        y_btd = norm(c, w, "mlp", x_btd, shard)
+        gate_btm = project("btd,md->btm", y_btd, w["w_gate"], shard)
+        return gate_btm, project("btd,md->btm", y_btd, w["w_up"], shard)
 
     @remat.cheap(c.remat)
-    def down(z: list[Array], w_down: Array) -> Array:
-        if c.activation == "swiglu":
-            gate_btm, up_btm = z
-            y_btm = jax.nn.silu(gate_btm) * up_btm
-        else:
-            (y_btm,) = z
-            y_btm = gelu(y_btm)
-        return project("btm,dm->btd", y_btm, w_down, shard)
+    def down(gate_and_up: tuple[Array, Array], w_down: Array) -> Array:
+        gate_btm, up_btm = gate_and_up
+        return project("btm,dm->btd", jax.nn.silu(gate_btm) * up_btm, w_down, shard)
 
-    with jax.named_scope("mlp"):
-        z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names], shard)
-        if c.bias:
-            z = [
-                z_btm + spread(w[f"b_{name}"].astype(dtype), z_btm.shape, shard)
-                for name, z_btm in zip(names, z, strict=True)
-            ]
-        y_btd = down(
-            [remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"]
-        )
-        if c.bias:
-            y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
-        return shard(x_btd + y_btd, "batch", "seq", None)
+    used = _subset(w, "scale_mlp", "bias_mlp", "w_gate", "w_up")
+    gate_btm, up_btm = gate_and_up(x_btd, used)
+    if c.bias:
+        gate_btm = gate_btm + spread(w["b_gate"].astype(dtype), gate_btm.shape, shard)
+        up_btm = up_btm + spread(w["b_up"].astype(dtype), up_btm.shape, shard)
+    gate_btm = remat.name(shard(gate_btm, "batch", "seq", "mlp"), "mlp")
+    up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
+    return down((gate_btm, up_btm), w["w_down"])
+
+
+def _gelu_net(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
+    @remat.cheap(c.remat)
+    def up(x_btd: Array, w: Weights) -> Array:
+        y_btd = norm(c, w, "mlp", x_btd, shard)
+        return project("btd,md->btm", y_btd, w["w_up"], shard)
+
+    @remat.cheap(c.remat)
+    def down(up_btm: Array, w_down: Array) -> Array:
+        return project("btm,dm->btd", gelu(up_btm), w_down, shard)
+
+    up_btm = up(x_btd, _subset(w, "scale_mlp", "bias_mlp", "w_up"))
+    if c.bias:
+        up_btm = up_btm + spread(w["b_up"].astype(x_btd.dtype), up_btm.shape, shard)
+    up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
+    return down(up_btm, w["w_down"])
 
 
 def layer(
     c: Decoder, shard: Shard, angles: tuple[Array, Array] | None, mix: Mix, x_btd: Array, w: Weights
 ) -> tuple[Array, PyTree]:
-    x_btd, kept = attend(c, w, x_btd, shard, angles=angles, mix=mix)
-    return feed_forward(c, w, x_btd, shard), kept
+    x_btd, extra = attend(c, w, x_btd, shard, angles=angles, mix=mix)
+    return feed_forward(c, w, x_btd, shard), extra
 
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        # So that a sum of two is rounded once.
-        x_btd = lookup(
-            params["embed"],
-            tokens_bt,
-            shard,
-            axes=TABLE,
-            dtype=None if c.positions == "learned" else c.dtype,
-        )
-        if c.positions == "learned":
+        if c.positions == "learned":  # added before rounding, so that the sum is rounded once
+            x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE)
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
+        else:
+            x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=c.dtype)
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)
 
 
@@ -359,18 +370,12 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
-        _, t, h, _ = q_bthk.shape
-        parts, shared = shard.size("heads", h), k_bsgk.shape[2]
-        if (repeats := math.lcm(shared, parts) // shared) > 1:
-            # Too few key heads are repeated, so that each device has those of its queries.
-            k_bsgk, v_bsgk = (
-                shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None)
-                for x in (k_bsgk, v_bsgk)
-            )
-        if shard.names("seq", t):
-            return ring.attention(
+        k_bsgk, v_bsgk = _for_each_part(shard, q_bthk, k_bsgk, v_bsgk)
+        if shard.names("seq", q_bthk.shape[1]):
+            y_bthk = ring.attention(
                 shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window
-            ), None
+            )
+            return y_bthk, None
         y_bthk = attention_lib.within(
             shard,
             q_bthk,
@@ -387,15 +392,27 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     return mix
 
 
+def _for_each_part(
+    shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array
+) -> tuple[Array, Array]:
+    """Repeat key heads that are too few, so that each device has those of its queries."""
+    parts, g = shard.size("heads", q_bthk.shape[2]), k_bsgk.shape[2]
+    repeats = math.lcm(g, parts) // g
+    if repeats == 1:
+        return k_bsgk, v_bsgk
+    repeated = (jnp.repeat(x, repeats, axis=2) for x in (k_bsgk, v_bsgk))
+    k_bsgk, v_bsgk = (shard(x, "batch", "seq", "kv_heads", None) for x in repeated)
+    return k_bsgk, v_bsgk
+
+
 def token_flops(c: Decoder, specs: PyTree) -> int:
     """Count the floating-point operations of products with parameters for one token, forward.
 
     Each number of a matrix counts 2. A tied embedding counts once, as the head.
     """
-    flops: int = sum(
-        2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_")
-    )
-    return flops + 2 * math.prod(head(c, specs).shape)
+    matrices = [s for name, s in specs["blocks"].items() if name.startswith("w_")]
+    n_numbers: int = sum(math.prod(s.shape) for s in matrices) + math.prod(head(c, specs).shape)
+    return 2 * n_numbers
 
 
 def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
@@ -405,6 +422,6 @@ def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
     """
     pairs = tokens * tokens
     if causal:
-        seen = min(c.window or tokens, tokens)
-        pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+        longest = min(c.window or tokens, tokens)
+        pairs = longest * (longest + 1) // 2 + (tokens - longest) * longest
     return c.depth * 2 * 2 * pairs * c.heads * c.k
