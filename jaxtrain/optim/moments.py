@@ -36,24 +36,10 @@ class MasterState(NamedTuple):
     rule: Any
 
 
-def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Make a rule compute in float32 and keep float32 moments for parameters of any dtype."""
-
-    def wide(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    return optax.GradientTransformation(
-        lambda params: tx.init(wide(params)),
-        lambda grads, state, params: tx.update(wide(grads), state, wide(params)),
-    )
-
-
 def stored(
     tx: optax.GradientTransformation, how: str, names: tuple[str, ...]
 ) -> optax.GradientTransformation:
     """Make a rule keep the moments ``names``, fields of its state, as "bfloat16" or "int8"."""
-    if how == "float32" or not names:
-        return tx
 
     def of_each(f: Callable[..., Any], *states: Any) -> dict[str, PyTree]:
         """Compute f(name, moment of each state) for every array of every moment."""

@@ -1,22 +1,25 @@
-"""The optimizer: a clip, then an update rule, decoupled decay and a rate for each parameter.
+"""The optimizer: a clip, an update rule, decoupled decay, and a rate by parameter and by step.
 
 An optimizer of optax or of one's own takes the place of all that follows the clip.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxtrain.config import OF_RULES, UPDATE_RULES, Optim, factories
+from jaxtrain.config import OF_RULES, UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim import moments as moments_lib
 from jaxtrain.optim.param_groups import OptimError, group_of_each, rate_factors, update_rule_of_each
-from jaxtrain.optim.schedules import Schedule, make_schedule, peak
 from jaxtrain.specs import is_spec, map_specs, path_name, paths
 from jaxtrain.types import Array, PyTree, Spec
+
+Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
 
 
 class Optimizer(NamedTuple):
@@ -42,25 +45,20 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     groups = group_of_each(optim, specs)
     frozen = jax.tree.map(lambda g: g.freeze, groups)
     is_named = factories.is_factory(optim.name)
-    rest = [_named(optim, frozen, steps)] if is_named else _built_in(optim, specs, groups, steps)
-    tx = optax.chain(
-        # Frozen gradients are dropped first, since they must not count in the norm of the others.
-        (
-            optax.masked(optax.set_to_zero(), frozen)
-            if any(jax.tree.leaves(frozen))
-            else optax.identity()
-        ),
-        *_clips(optim, groups),
-        *rest,
-    )
+    transforms = []
+    if any(jax.tree.leaves(frozen)):
+        # They are dropped first, since they must not count in the norm of the others.
+        transforms.append(optax.masked(optax.set_to_zero(), frozen))
+    else:
+        transforms.append(optax.identity())
+    transforms += _clips(optim, groups)
+    if is_named:
+        transforms.append(_named(optim, frozen, steps))
+    else:
+        transforms += _built_in(optim, specs, groups, steps)
+    tx = optax.chain(*transforms)
     if optim.masters:
-        if all(
-            jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)
-        ):
-            raise OptimError(
-                "optim.masters=True, but every parameter is float32 already; unset it, or make them"
-                " bfloat16"
-            )
+        _require_narrow_parameters(specs)
         tx = moments_lib.with_masters(tx)
     if is_named:
         _try(optim.name, tx, specs)
@@ -68,63 +66,81 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     return Optimizer(tx.init, tx.update, repeatable)
 
 
+def _require_narrow_parameters(specs: PyTree) -> None:
+    """Raise OptimError if every parameter is float32, so that none needs a master."""
+    leaves: Sequence[Spec] = jax.tree.leaves(specs, is_leaf=is_spec)
+    if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in leaves):
+        raise OptimError(
+            "optim.masters=True, but every parameter is float32 already; unset it, or make them"
+            " bfloat16"
+        )
+
+
 def _built_in(
     optim: Optim, specs: PyTree, groups: PyTree, steps: int
 ) -> Iterator[optax.GradientTransformation]:
     """Yield each rule for its own parameters, decay, rates, and the mask of sparse tables."""
-    decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
-    depths, top = rate_factors(optim, specs), peak(optim)
-    rates = jax.tree.map(
-        lambda g, d: (0.0 if g.freeze else top if g.lr is None else g.lr) * d, groups, depths
-    )
-    weights = jax.tree.map(
-        lambda g, decay: (
-            (optim.weight_decay if g.weight_decay is None else g.weight_decay)
-            * decay
-            * (not g.freeze)
-        ),
-        groups,
-        decays,
-    )
-    names = update_rule_of_each(optim, specs, groups)
+    depth_factors = rate_factors(optim, specs)
+    rule_names = update_rule_of_each(optim, specs, groups)
     table = dict(zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
-    used = sorted(set(jax.tree.leaves(names)))
+    used = sorted(set(jax.tree.leaves(rule_names)))
     for rule in used:
         tx = _rule(optim, rule, table)
-        yield (
-            tx
-            if len(used) == 1
-            else optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, names))
-        )
-    yield _add_decayed(weights)
+        if len(used) > 1:
+            tx = optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, rule_names))
+        yield tx
+    decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
+    yield _add_decayed(jax.tree.map(lambda g, d: _decay_of(optim, g) * d, groups, decays))
+    rates = jax.tree.map(lambda g, factor: _rate_of(optim, g) * factor, groups, depth_factors)
     yield _scale_by_rates(rates, make_schedule(optim, steps))
-    yield _only_read_rows(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, names))
+    yield _only_read_rows(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, rule_names))
+
+
+def _decay_of(optim: Optim, group: Group) -> float:
+    if group.freeze:
+        return 0.0
+    return optim.weight_decay if group.weight_decay is None else group.weight_decay
+
+
+def _rate_of(optim: Optim, group: Group) -> float:
+    if group.freeze:
+        return 0.0
+    return peak(optim) if group.lr is None else group.lr
 
 
 def _rule(optim: Optim, name: str, table: Mapping[str, Spec]) -> optax.GradientTransformation:
     """Make a built-in rule, which keeps its moments as optim.moments says."""
     rule = UPDATE_RULES[name]
-    tx = factories.call(
-        rule.factory, {}, specs=table, **{field: getattr(optim, field) for field in OF_RULES}
-    )
-    return (
-        tx
-        if rule.sparse
-        else moments_lib.in_float32(moments_lib.stored(tx, optim.moments, rule.moments))
+    arguments = {field: getattr(optim, field) for field in OF_RULES}
+    tx: optax.GradientTransformation = factories.call(rule.factory, {}, specs=table, **arguments)
+    if rule.sparse:
+        return tx
+    if optim.moments != "float32" and rule.moments:
+        tx = moments_lib.stored(tx, optim.moments, rule.moments)
+    return _in_float32(tx)
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Make a rule compute in float32 and keep float32 moments for parameters of any dtype."""
+
+    def wide(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    return optax.GradientTransformation(
+        lambda params: tx.init(wide(params)),
+        lambda grads, state, params: tx.update(wide(grads), state, wide(params)),
     )
 
 
 def _named(optim: Optim, frozen: PyTree, steps: int) -> optax.GradientTransformation:
     """Make the optimizer of optim.name, module:factory, for all but frozen parameters."""
     schedule, top = make_schedule(optim, steps), peak(optim)
-    tx = factories.call(
+    tx: optax.GradientTransformation = factories.call(
         optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count)
     )
-    return (
-        optax.masked(tx, jax.tree.map(lambda f: not f, frozen))
-        if any(jax.tree.leaves(frozen))
-        else tx
-    )
+    if any(jax.tree.leaves(frozen)):
+        return optax.masked(tx, jax.tree.map(lambda f: not f, frozen))
+    return tx
 
 
 def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
@@ -156,27 +172,28 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
             f"config.optim.name={name!r} cannot update these parameters:"
             f" {factories.first_line(error)}"
         ) from error
-    before, after = (
+    old, new = (
         {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)}
         for state in states
     )
-    if changed := [path for path in sorted(before | after) if before.get(path) != after.get(path)]:
-        old, new = before.get(changed[0]), after.get(changed[0])
-        raise OptimError(
-            f"config.optim.name={name!r} changes its state {changed[0]!r} from {old} to {new};"
-            " expected the same"
-        )
+    for path in sorted(old | new):
+        if old.get(path) != new.get(path):
+            raise OptimError(
+                f"config.optim.name={name!r} changes its state {path!r} from {old.get(path)} to"
+                f" {new.get(path)}; expected the same"
+            )
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
     """Yield the clips of the global norm and of groups, so that none shrinks others' steps."""
     clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
-    for group, most in ((None, optim.clip), *((g, g.clip) for g in clipped_alone)):
-        if most:
-            members = jax.tree.map(
-                lambda g, group=group: (g if g.clip is not None else None) == group, groups
-            )
-            yield optax.masked(_clip(most), members) if clipped_alone else _clip(most)
+    if optim.clip:
+        others = jax.tree.map(lambda g: g.clip is None, groups)
+        yield optax.masked(_clip(optim.clip), others) if clipped_alone else _clip(optim.clip)
+    for group in clipped_alone:
+        if group.clip:
+            members = jax.tree.map(lambda g, group=group: g == group, groups)
+            yield optax.masked(_clip(group.clip), members)
 
 
 def _clip(most: float) -> optax.GradientTransformation:
@@ -225,10 +242,12 @@ def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[PyTree, optax.EmptyState]:
 
         def keep(path: tuple[Any, ...], u: Array, is_sparse: bool) -> Array:
-            count = (sparse_rows or {}).get(path_name(path)) if is_sparse else None
-            return (
-                u if count is None else jnp.where(count.reshape(-1, *[1] * (u.ndim - 1)) > 0, u, 0)
-            )
+            if not is_sparse or not sparse_rows:
+                return u
+            count = sparse_rows.get(path_name(path))
+            if count is None:
+                return u
+            return jnp.where(count.reshape(-1, *[1] * (u.ndim - 1)) > 0, u, 0)
 
         return jax.tree.map_with_path(keep, updates, sparse), state
 
@@ -258,3 +277,80 @@ def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransfor
     return optax.GradientTransformation(
         lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update
     )
+
+
+def peak(optim: Optim) -> float:
+    """Return the learning rate at a ratio of 1. It is 1 for module:factory, which gives rates."""
+    return 1.0 if factories.is_factory(optim.schedule) else optim.lr
+
+
+def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | None:
+    """Return the learning rates of updates ``at``, or None if one's own optimizer takes none."""
+    if factories.is_factory(optim.name) and not factories.takes(optim.name, "learning_rate"):
+        return None
+    if factories.is_factory(optim.schedule):
+        return np.asarray(jax.vmap(make_schedule(optim, steps))(at))
+    return np.broadcast_to(optim.lr * make_schedule(optim, steps, np)(at), at.shape)
+
+
+def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
+    """Make the function update s = 0, 1, … -> ratio of `peak`.
+
+    The ratio is 1 at s = warmup, and the floor from s = steps on. With x from 0 to 1 over the
+    decay:
+
+        cosine          floor + (1 - floor) (1 + cos(pi x)) / 2 (Loshchilov & Hutter 2017)
+        wsd             1 until s = steps - decay. Then it falls as 1 - x, (1 + cos(pi x)) / 2 or
+                        1 - sqrt(x) (Hu et al. 2024)
+        three_phase     wsd in shares of the run, as in prime-rl. Unless optim sets them, a warm-up
+                        from 1e-8 in the first 5 %, and a decay in the last 20 %
+        module:factory  the result of that function, called with optim.schedule_arguments
+
+    ``xp``: with numpy, a built-in schedule is a function of numpy's arrays, for drawing it.
+    """
+    if factories.is_factory(optim.schedule):
+        rate = factories.call(
+            optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr
+        )
+        return lambda s: jnp.asarray(rate(s), jnp.float32)
+    warmup, decay, init = optim.warmup, optim.decay, optim.lr_init
+    if optim.schedule == "three_phase":
+        warmup = warmup or round(0.05 * steps)
+        decay = decay or round(0.2 * steps)
+        init = init or 1e-8
+    start, length, shape = {
+        "constant": (steps, 0, "linear"),
+        "cosine": (warmup, steps - warmup, "cosine"),
+        "wsd": (steps - decay, decay, optim.decay_shape),
+        "three_phase": (steps - decay, decay, optim.decay_shape),
+    }[optim.schedule]
+    return functools.partial(_ratio, xp, start, length, shape, optim.lr_floor, warmup, init)
+
+
+def _ratio(
+    xp: Any,
+    start: int,
+    length: int,
+    shape: str,
+    floor: float,
+    warmup: int,
+    init: float,
+    s: Any,
+) -> Any:
+    """Return the ratio of update s: a decay of this shape and length from ``start`` on."""
+    s = xp.asarray(s, xp.float32)
+    rate = xp.float32(1)
+    if length:  # without a decay phase the rate stays at its peak, also after the last step
+        x = xp.clip((s - start) / length, 0, 1)
+        rate = floor + (1 - floor) * _fall(xp, shape, x)
+    if warmup:
+        rate = xp.where(s < warmup, init + (1 - init) * s / warmup, rate)
+    return rate
+
+
+def _fall(xp: Any, shape: str, x: Any) -> Any:
+    if shape == "linear":
+        return 1 - x
+    if shape == "cosine":
+        return (1 + xp.cos(xp.pi * x)) / 2
+    return 1 - xp.sqrt(x)

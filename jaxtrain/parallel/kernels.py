@@ -81,37 +81,41 @@ def kernel(
         return f(*args)
     n = len(args) - constants
     free = tuple(name for name in shard.mesh.axis_names if name not in manual_axes())
-    own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
+    per_device = PartitionSpec(
+        free
+    )  # along a new first axis: each device's own, whatever its shape
     # the form of f's activations; `backward` is traced after `on_device`
-    traced: dict[str, Any] = {}
+    form: dict[str, Any] = {}
 
     def on_device(*args: Array) -> tuple[Array, list[Array]]:
         y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
-        leaves, traced["tree"] = jax.tree.flatten(pull)
-        known = (*args, y)
-        traced["known"] = [
-            next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves
-        ]
-        return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
+        activations, form["tree"] = jax.tree.flatten(pull)
+        form["places"] = [_place_among((*args, y), x) for x in activations]
+        places = zip(activations, form["places"], strict=True)
+        return y, [x[None] for x, place in places if place is None]
 
     def forward(*args: Array) -> tuple[Array, tuple[dict[int, Array], list[Array]]]:
-        y, kept = _map(shard, on_device, args, _specs(shard, args, axes), (out, own), every=True)
-        known = (*args, y)
-        return y, ({i: known[i] for i in traced["known"] if i is not None}, kept)
+        outs = (out, per_device)
+        y, others = _map(shard, on_device, args, _specs(shard, args, axes), outs, every=True)
+        args_and_y = (*args, y)
+        shared = {place: args_and_y[place] for place in form["places"] if place is not None}
+        return y, (shared, others)
 
-    def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple[Array, ...]:
-        rest = iter(kept)
-        leaves = [next(rest)[0] if i is None else shared[i] for i in traced["known"]]
-        grads: tuple[Array, ...] = jax.tree.unflatten(traced["tree"], leaves)(cotangent)
+    def pull(cotangent: Array, shared: dict[int, Array], others: list[Array]) -> tuple[Array, ...]:
+        remaining = iter(others)
+        activations = [
+            next(remaining)[0] if place is None else shared[place] for place in form["places"]
+        ]
+        grads: tuple[Array, ...] = jax.tree.unflatten(form["tree"], activations)(cotangent)
         return grads
 
     def backward(
         activations: tuple[dict[int, Array], list[Array]], cotangent: Array
     ) -> tuple[Any, ...]:
-        shared, kept = activations
+        shared, others = activations
         specs = [*_specs(shard, args, axes), out]
-        ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
-        grads = _map(shard, pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
+        ins = [out, {i: specs[i] for i in shared}, [per_device] * len(others)]
+        grads = _map(shard, pull, (cotangent, shared, others), ins, tuple(specs[:n]), every=True)
         return (*grads, *map(_no_derivative, args[n:]))
 
     call = jax.custom_vjp(
@@ -119,6 +123,11 @@ def kernel(
     )
     call.defvjp(forward, backward)
     return call(*args)
+
+
+def _place_among(arrays: Sequence[Array], x: Array) -> int | None:
+    """Return the place of the same array among others, or None."""
+    return next((i for i, array in enumerate(arrays) if array is x), None)
 
 
 def _specs(shard: Shard, args: Sequence[Array], axes: Sequence[Axes]) -> list[PartitionSpec]:
@@ -135,26 +144,34 @@ def _map(
     every: bool = False,
 ) -> T:
     """Call f under shard_map. ``every``: over axes of one device too, without tracking."""
+    if shard.mesh is None or shard.mesh.size == 1:
+        return f(*args)
+    return _map_over(shard.mesh, f, args, ins, outs, every=every)
+
+
+def _map_over(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    f: Callable[..., T],
+    args: Sequence[Any],
+    ins: Sequence[Any],
+    outs: Any,
+    *,
+    every: bool,
+) -> T:
     manual = manual_axes()
-    sizes = (
-        {}
-        if shard.mesh is None
-        else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
-    )
     # Axes of one device split nothing, and jax 0.10.2 fails over them (a RET_CHECK).
-    free = {name for name, size in sizes.items() if size > 1 or every}
-    if (
-        shard.mesh is None
-        or shard.mesh.size == 1
-        or not any(size > 1 for size in sizes.values())
-        and not every
-    ):
+    free = {name for name, size in mesh.shape.items() if name not in manual and (size > 1 or every)}
+    if not free and not every:
         return f(*args)
     nested = tuple(sorted(manual)) if every else ()
     part = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
-    mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
     mapped = jax.shard_map(
-        part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every
+        part,
+        mesh=jax.sharding.get_abstract_mesh() if manual else mesh,
+        in_specs=tuple(ins),
+        out_specs=outs,
+        axis_names=free,
+        check_vma=not every,
     )
     # In a loop over layers, JAX computes masks before the loop, since they depend on no layer. It
     # would cut `f` in two, with arrays between that it cannot place. A checkpoint has none.

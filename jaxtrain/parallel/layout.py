@@ -36,17 +36,17 @@ class LayoutError(UserError, ValueError):
 def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, int]:
     """Return (data, fsdp, model) of ``count`` devices; one may be -1. Raises LayoutError."""
     sizes = list(sizes)
-    asked = dict(zip(MESH_AXES, sizes, strict=True))
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
     if -1 in sizes:
-        known = -int(np.prod(sizes))
-        if known < 1 or count % known:
-            raise LayoutError(f"mesh {asked}: {known} does not divide the {count} devices")
-        sizes[sizes.index(-1)] = count // known
-    if int(np.prod(sizes)) != count:
-        there = "is 1 device" if count == 1 else f"are {count} devices"
+        n_fixed = -int(np.prod(sizes))
+        if n_fixed < 1 or count % n_fixed:
+            raise LayoutError(f"mesh {mesh}: {n_fixed} does not divide the {count} devices")
+        sizes[sizes.index(-1)] = count // n_fixed
+    n_places = int(np.prod(sizes))
+    if n_places != count:
+        existing = "is 1 device" if count == 1 else f"are {count} devices"
         raise LayoutError(
-            f"mesh {asked} has {int(np.prod(sizes))} places, and there {there} ({what}); set one"
-            " axis to -1"
+            f"mesh {mesh} has {n_places} places, and there {existing} ({what}); set one axis to -1"
         )
     data, fsdp, model = sizes
     return data, fsdp, model
@@ -65,23 +65,23 @@ def make_mesh(
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
-    replicas, short = divmod(sizes[0], len(slices))
-    if short:
+    replicas, remainder = divmod(sizes[0], len(slices))
+    if remainder:
         raise LayoutError(
             f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not"
             f" divide data={sizes[0]}; fsdp and model must stay within a slice"
         )
     # The types are explicit, since the default changed between JAX releases.
-    parts = [
-        jax.make_mesh(
-            (replicas, *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=slices[i]
-        )
+    types = (AxisType.Auto,) * 3
+    slice_sizes = (replicas, *sizes[1:])
+    meshes = [
+        jax.make_mesh(slice_sizes, MESH_AXES, axis_types=types, devices=slices[i])
         for i in sorted(slices)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    together = np.concatenate([part.devices for part in parts])
-    return jax.sharding.Mesh(together, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    if len(meshes) == 1:
+        return meshes[0]
+    all_devices = np.concatenate([mesh.devices for mesh in meshes])
+    return jax.sharding.Mesh(all_devices, MESH_AXES, axis_types=types)
 
 
 def abstract_mesh(
@@ -104,7 +104,9 @@ def generation(capability: str) -> tuple[int, ...]:
     if not capability:
         return (8, 0)
     parts = capability.split(".")
-    return tuple(int(n) for n in parts) if all(n.isdecimal() for n in parts) else (0, 0)
+    if not all(part.isdecimal() for part in parts):
+        return (0, 0)
+    return tuple(int(part) for part in parts)
 
 
 def devices_of(kind: str) -> Devices:
@@ -112,21 +114,18 @@ def devices_of(kind: str) -> Devices:
     if kind.startswith("TPU"):
         return Devices("tpu")
     if kind.startswith("NVIDIA"):
-        return Devices(
-            "gpu",
-            next((capability for name, capability in CAPABILITIES.items() if name in kind), ""),
-        )
+        for name, capability in CAPABILITIES.items():
+            if name in kind:
+                return Devices("gpu", capability)
+        return Devices("gpu")
     return Devices()
 
 
 def devices_like(device: jax.Device) -> Devices:
     """Return devices like one that is here or in a topology."""
     if device.platform in ("cuda", "rocm", "gpu"):
-        return Devices(
-            "gpu",
-            str(getattr(device, "compute_capability", ""))
-            or devices_of(device.device_kind).capability,
-        )
+        capability = str(getattr(device, "compute_capability", ""))
+        return Devices("gpu", capability or devices_of(device.device_kind).capability)
     return Devices(device.platform)
 
 
@@ -151,42 +150,49 @@ class Layout(NamedTuple):
                 f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}"
             )
         parts: list[str | tuple[str, ...] | None] = []
-        used: dict[str, str] = {}  # mesh axis -> the logical axis that has it
+        axis_of: dict[str, str | None] = {}  # mesh axis -> the logical axis that has it
         for axis, size in zip(axes, shape, strict=True):
-            if axis is None:
-                parts.append(None)
-                continue
-            if axis not in self.axis_rules:
-                raise LayoutError(
-                    f"{path}: axis {axis!r} has no rule; expected one of:"
-                    f" {sorted(self.axis_rules)}, or add a rule in config.mesh.axis_rules"
-                )
-            rule = self.axis_rules[axis]
-            names = self.names(axis)
-            places = int(np.prod([self.mesh.shape[name] for name in names]))
-            if size % places:
-                if not rule.endswith("?"):
-                    remedy = (
-                        f"let it stay whole with config.mesh.axis_rules = {{{axis!r}: '{rule}?'}}"
-                    )
-                    if axis == "batch":  # each device has rows of its own
-                        remedy = f"make train.batch a multiple of {places}"
-                    raise LayoutError(
-                        f"{path}: dimension {axis!r} of size {size} does not divide over mesh axes"
-                        f" {names} of size {places}; change the mesh, or {remedy}"
-                    )
-                names = ()
+            names = self._dividing_names(axis, size, path)
             for name in names:
-                if name in used:
+                if name in axis_of:
                     raise LayoutError(
-                        f"{path}: axes {used[name]!r} and {axis!r} both want mesh axis {name!r}"
+                        f"{path}: axes {axis_of[name]!r} and {axis!r} both want mesh axis {name!r}"
                     )
-                used[name] = axis
-            parts.append(names if len(names) > 1 else names[0] if names else None)
+                axis_of[name] = axis
+            one_or_none = names[0] if names else None
+            parts.append(names if len(names) > 1 else one_or_none)
         # one spelling for one layout, so that equal shardings compare equal
         while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
+
+    def _dividing_names(self, axis: str | None, size: int, path: str) -> tuple[str, ...]:
+        """List the mesh axes that a dimension is split over. Raises LayoutError."""
+        if axis is None:
+            return ()
+        if axis not in self.axis_rules:
+            raise LayoutError(
+                f"{path}: axis {axis!r} has no rule; expected one of:"
+                f" {sorted(self.axis_rules)}, or add a rule in config.mesh.axis_rules"
+            )
+        names = self.names(axis)
+        n_parts = int(np.prod([self.mesh.shape[name] for name in names]))
+        if size % n_parts == 0:
+            return names
+        if not self.axis_rules[axis].endswith("?"):
+            self._raise_indivisible(axis, size, n_parts, path)
+        return ()
+
+    def _raise_indivisible(self, axis: str, size: int, n_parts: int, path: str) -> None:
+        rule = self.axis_rules[axis]
+        if axis == "batch":  # each device has rows of its own
+            remedy = f"make train.batch a multiple of {n_parts}"
+        else:
+            remedy = f"let it stay whole with config.mesh.axis_rules = {{{axis!r}: '{rule}?'}}"
+        raise LayoutError(
+            f"{path}: dimension {axis!r} of size {size} does not divide over mesh axes"
+            f" {self.names(axis)} of size {n_parts}; change the mesh, or {remedy}"
+        )
 
     def sharding(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape, path=path))
@@ -202,9 +208,8 @@ class Layout(NamedTuple):
         """List the mesh axes of several devices that a logical axis is split over if it divides."""
         if axis is None:
             return ()
-        return tuple(
-            n for n in self.axis_rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1
-        )
+        names = self.axis_rules[axis].rstrip("?").split(",")
+        return tuple(name for name in names if name and self.mesh.shape[name] > 1)
 
 
 class Sharder(NamedTuple):
@@ -230,17 +235,24 @@ class Sharder(NamedTuple):
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
         """Return the partition of an array as it is seen here."""
         manual = manual_axes()
-        local = {name: self.mesh.shape[name] for name in manual}
-        whole = [
-            s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)]))
-            for s, a in zip(shape, axes, strict=True)
-        ]
-        return PartitionSpec(*(_without(part, manual) for part in self.layout.spec(axes, whole)))
+        whole = shape
+        if manual:
+            whole = [self._whole_size(n, axis, manual) for n, axis in zip(shape, axes, strict=True)]
+        spec = self.layout.spec(axes, whole)
+        if not manual:
+            return spec
+        return PartitionSpec(*(_without(part, manual) for part in spec))
+
+    def _whole_size(self, size: int, axis: str | None, manual: set[str]) -> int:
+        """Return the size of a dimension of which this is the part along the manual axes."""
+        return size * int(
+            np.prod([self.mesh.shape[name] for name in self.layout.names(axis) if name in manual])
+        )
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
         """List the mesh axes that a dimension is split over, without manual ones."""
-        (part,) = [*self.spec((size,), (axis,)), None][:1]
-        return (part,) if isinstance(part, str) else part or ()
+        spec = self.spec((size,), (axis,))
+        return _names(spec[0]) if len(spec) else ()
 
     def size(self, axis: str | None, size: int) -> int:
         """Count the parts that a dimension is split into, without manual axes."""
@@ -276,6 +288,10 @@ def make_layout(
     return Layout(mesh, merged, devices)
 
 
+def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """List the mesh axes of a dimension of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else part or ()
+
+
 def _without(part: str | tuple[str, ...] | None, manual: set[str]) -> tuple[str, ...] | None:
-    names = (part,) if isinstance(part, str) else part or ()
-    return tuple(name for name in names if name not in manual) or None
+    return tuple(name for name in _names(part) if name not in manual) or None

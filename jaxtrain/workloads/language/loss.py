@@ -23,21 +23,22 @@ import jax.numpy as jnp
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import Array, Axes, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.language import evals
-from jaxtrain.workloads.language.model import Config, forward, forward_flops, logits, make_specs
+from jaxtrain.workloads.language.model import Config, forward_flops, logits, make_specs
 
 
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
-    fields = {
-        name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")
-    }
+    names = ("tokens", "targets", "positions", "segments", "mask")
+    axes: dict[str, Axes] = dict.fromkeys(names, ("batch", "seq"))
+    if c.n_sources > 1:
+        axes["source"] = ("batch",)
     return Task(
         specs=Variables(make_specs(c)),
         loss=functools.partial(loss, c, shard),
         evaluate=functools.partial(evaluate, c, shard),
-        axes={**fields, **({"source": ("batch",)} if c.n_sources > 1 else {})},
+        axes=axes,
         flops=3 * batch * forward_flops(c, causal=True),
         full_flops=3 * batch * forward_flops(c, causal=False),
         tokens=batch * c.context,
@@ -49,13 +50,18 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    x_bsd = forward(c, variables.params, batch, shard)
-    total, metrics = measure(
-        c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32)
-    )
+    x_bsd = _decode(c, shard, variables.params, batch)
+    mask_bs = batch["mask"].astype(jnp.float32)
+    total, metrics = measure(c, shard, variables.params, x_bsd, batch, mask_bs)
     # valid ones in a row
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))
     return LossOut(total, metrics)
+
+
+def _decode(c: Config, shard: Shard, params: PyTree, batch: Batch) -> Array:
+    """Last hidden states [B, S, D]. Times `transformer.head` they are logits."""
+    tokens_bs, positions_bs = batch["tokens"], batch["positions"]
+    return transformer.decode(c, params, tokens_bs, positions_bs, batch.get("segments"), shard)
 
 
 def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Array:
@@ -66,22 +72,21 @@ def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Arra
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    measured = functools.partial(
-        measure, c, shard, variables.params, forward(c, variables.params, batch, shard), batch
-    )
+    x_bsd = _decode(c, shard, variables.params, batch)
+    measured = functools.partial(measure, c, shard, variables.params, x_bsd, batch)
     mask_bs = batch["mask"].astype(jnp.float32)
     if c.n_sources < 2:
         return measured(mask_bs)[1]
     source_b1 = batch["source"][:, None]
-    by_source = [
-        measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)
-    ]
+    by_source = []
+    for source in range(c.n_sources):
+        of_source_bs = jnp.where(source_b1 == source, mask_bs, 0)
+        by_source.append(measured(of_source_bs)[1])
     # every row is of one source
     metrics: dict[str, Mean] = jax.tree.map(lambda *sums: sum(sums), *by_source)
-    return metrics | {
-        f"cross_entropy_source_{i}": of_source["cross_entropy"]
-        for i, of_source in enumerate(by_source)
-    }
+    for i, of_source in enumerate(by_source):
+        metrics[f"cross_entropy_source_{i}"] = of_source["cross_entropy"]
+    return metrics
 
 
 def measure(
@@ -109,10 +114,11 @@ def measure(
 def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
     """Add exp(nats per token), and bits for each byte of the text behind the tokens."""
     complete = dict(record)
-    for name in [name for name in record if name.startswith("cross_entropy")]:
-        suffix = name.removeprefix("cross_entropy")
-        # exp(700) is the last that a float holds
-        complete[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))
+    for name, nats in record.items():
+        if name.startswith("cross_entropy"):
+            suffix = name.removeprefix("cross_entropy")
+            # exp(700) is the last that a float holds
+            complete[f"perplexity{suffix}"] = math.exp(min(nats, 700.0))
     if c.bytes_per_token:
         complete["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
     return complete

@@ -175,16 +175,10 @@ def make_specs(c: Config) -> PyTree:
     return transformer.decoder_specs(c, c.vocab)
 
 
-def forward(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
-    """Last hidden states [B, S, D]. Times `transformer.head` they are logits."""
-    return transformer.decode(
-        c, params, batch["tokens"], batch["positions"], batch.get("segments"), shard
-    )
-
-
 def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     """[B, S, V] float32, whole: for tests and short prompts."""
-    x_bsd = forward(c, params, batch, shard)
+    tokens_bs, positions_bs = batch["tokens"], batch["positions"]
+    x_bsd = transformer.decode(c, params, tokens_bs, positions_bs, batch.get("segments"), shard)
     w_vd = transformer.head(c, params).astype(x_bsd.dtype)
     return jnp.einsum("bsd,vd->bsv", x_bsd, w_vd, preferred_element_type=jnp.float32)
 
@@ -194,6 +188,6 @@ def forward_flops(c: Config, *, causal: bool) -> int:
 
     With ``causal``, places that the mask or a window hides are left out of attention.
     """
-    return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(
-        c, c.context, causal=causal
-    )
+    per_token = transformer.token_flops(c, make_specs(c))
+    attention = transformer.attention_flops(c, c.context, causal=causal)
+    return c.context * per_token + attention
