@@ -21,8 +21,8 @@ ENDLESS = 1 << 40  # [batches] of a training split, which repeats
 
 def refuse_invalid(config: Any) -> None:
     """Raise DataError for the first of ``config.validate()``."""
-    for field, text in config.validate():
-        raise DataError(f"data.{field} {text}")
+    for field, problem in config.validate():
+        raise DataError(f"data.{field} {problem}")
 
 
 def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:

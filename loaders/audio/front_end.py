@@ -163,6 +163,6 @@ def saved(data: Mapping[str, Any]) -> FrontEnd:
             kind = "whole number" if is_whole else "number"
             raise ValueError(f"data.{name} is {str(value)[:40]}; expected a {kind} up to 1e9")
     front_end = FrontEnd(**values)
-    for name, text in front_end.validate():
-        raise ValueError(f"data.{name} {text}")
+    for name, problem in front_end.validate():
+        raise ValueError(f"data.{name} {problem}")
     return front_end

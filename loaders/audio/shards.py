@@ -133,8 +133,8 @@ def nearest(path: pathlib.Path) -> str:
     if close_names:
         return f"; did you mean {str(parent / close_names[0])!r}?"
     listed = ", ".join(siblings[:5]) or "nothing"
-    more = ", …" if len(siblings) > 5 else ""
-    return f"; {parent} exists, and holds {listed}{more}"
+    ellipsis = ", …" if len(siblings) > 5 else ""
+    return f"; {parent} exists, and holds {listed}{ellipsis}"
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:

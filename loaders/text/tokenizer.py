@@ -159,10 +159,10 @@ def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
 
 def _is_beside_another(path: pathlib.Path) -> bool:
     """Whether another tokenizer.json lies next to a tokenizer, so that companions are not its."""
-    other = path.parent / FILES[0]
-    if path.name == FILES[0] or not (path.is_file() and other.is_file()):
+    neighbour = path.parent / FILES[0]
+    if path.name == FILES[0] or not (path.is_file() and neighbour.is_file()):
         return False
-    return files.read(other, most=files.MAX_JSON) != files.read(path, most=files.MAX_JSON)
+    return files.read(neighbour, most=files.MAX_JSON) != files.read(path, most=files.MAX_JSON)
 
 
 class _AddedToken(NamedTuple):
