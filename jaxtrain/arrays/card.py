@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain import config as config_lib
-from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays import stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.telemetry import glossary
@@ -50,6 +49,8 @@ class Model(NamedTuple):
     meta: Mapping[str, Any]
     hub: Hub
     left_out: LeftOut = LeftOut()
+    license: str = ""  # of the weights, as the Hub names it; "" = unsaid
+    datasets: Sequence[str] = ()  # ids on the Hub of the data that they were trained on
 
 
 def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
@@ -76,7 +77,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the card with `last_metrics`. Raises StoredError: config.card is no section."""
+    """Return the card with `last_metrics`."""
     shown, left_out = {}, []
     if not model.left_out.is_part:
         for split in SPLITS:
@@ -175,27 +176,26 @@ def _select(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
 
 def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
     """Return the YAML between two lines of ---, whose strings are JSON's, which YAML reads, too."""
-    card = run_workload.section_of(model.config, "card", config_lib.Card)
     lines = [f"library_name: {model.hub.library}"]
-    if card.license:
-        lines.append(f"license: {card.license}")
+    if model.license:
+        lines.append(f"license: {model.license}")
     tags = ["jax", "jaxtrain"]
     if model.hub.task:
         lines.append(f"pipeline_tag: {model.hub.task}")
         tags.append(model.hub.task)
     lines.append(f"tags: [{', '.join(dict.fromkeys(tags))}]")
-    if card.datasets:
-        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in card.datasets)]
+    if model.datasets:
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in model.datasets)]
     finite = {name: value for name, value in test.items() if math.isfinite(value)}
     if finite:
-        lines += _results(model, card, finite)
+        lines += _results(model, finite)
     return ["---", *lines, "---"]
 
 
-def _results(model: Model, card: config_lib.Card, values: Mapping[str, float]) -> list[str]:
+def _results(model: Model, values: Mapping[str, float]) -> list[str]:
     """Return the metadata's evaluation, which the Hub shows next to the model."""
     quoted = json.dumps
-    dataset = quoted(card.datasets[0] if card.datasets else "held-out data")
+    dataset = quoted(model.datasets[0] if model.datasets else "held-out data")
     lines = [
         "model-index:",
         f"- name: {quoted(model.name)}",

@@ -46,7 +46,8 @@ class Options:
     workload: str = ""  # module of the run's workload, if it is none of this package
     base: str = ""  # source of the run's first weights; "" = its config.warm_start.source
     formats: Sequence[str] = ()  # names of the workload's `jaxtrain.types.Format`
-    license: str = ""  # of the weights, for the card; "" = the run's config.card.license
+    license: str = ""  # of the weights, for the card
+    datasets: Sequence[str] = ()  # that the weights were trained on, for the card
 
 
 def export(run: str, out: str, options: Options = Options()) -> str:
@@ -58,8 +59,6 @@ def export(run: str, out: str, options: Options = Options()) -> str:
     source = source_lib.find(run, options.step, export="it is in safetensors already")
     _refuse_damage(source)
     config = source.config()
-    if options.license:
-        config["card"] = {**(config.get("card") or {}), "license": options.license}
     selection = _select(source, config, options)
 
     # 1. Names and places follow from shapes alone.
@@ -114,6 +113,8 @@ class _Selection(NamedTuple):
     formats: list[Format]
     whole_model: dict[str, Stored]  # for the files of ``formats``
     left_out: card.LeftOut
+    license: str
+    datasets: Sequence[str]
 
 
 def _select(source: Source, config: dict[str, Any], options: Options) -> _Selection:
@@ -161,6 +162,8 @@ def _select(source: Source, config: dict[str, Any], options: Options) -> _Select
         formats=formats,
         whole_model=whole_model,
         left_out=card.LeftOut(options.only, len(missing), is_part),
+        license=options.license,
+        datasets=options.datasets,
     )
 
 
@@ -278,7 +281,16 @@ def _own_files(
         "shapes": reshaped,
     }
     model = card.Model(
-        _name(config), step, selection.group, flat, config, meta, hub, selection.left_out
+        name=_name(config),
+        step=step,
+        group=selection.group,
+        entries=flat,
+        config=config,
+        meta=meta,
+        hub=hub,
+        left_out=selection.left_out,
+        license=selection.license,
+        datasets=selection.datasets,
     )
     texts = {
         INDEX: _json({"metadata": {"total_size": n_bytes}, "weight_map": file_of}),

@@ -145,7 +145,7 @@ class Source(NamedTuple):
     def config(self, expected: str = "") -> dict[str, Any]:
         """Return the run's config. Raises StoredError unless it is a run of ``expected``."""
         config = self.meta().get("config") or {}
-        for name in ("model", "data", "warm_start", "lora", "card"):
+        for name in ("model", "data", "warm_start", "lora"):
             if not isinstance(config.get(name) or {}, dict):
                 raise StoredError(
                     f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a"

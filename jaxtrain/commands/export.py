@@ -70,9 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", action="append", default=[], metavar="NAME", help=text)
     parser.add_argument(
         "--license",
-        default="",
+        type=_license,
         metavar="ID",
         help="of the weights, for the card: apache-2.0, cc-by-4.0, …",
+    )
+    parser.add_argument(
+        "--dataset",
+        type=_dataset,
+        action="append",
+        default=[],
+        metavar="OWNER/NAME",
+        help="on the Hub, that it was trained on, for the card; may be given twice",
     )
     text = "upload it to the Hugging Face Hub; without --out RUN is DIR itself"
     parser.add_argument("--push", metavar="OWNER/NAME", help=text)
@@ -125,7 +133,8 @@ def _export(args: argparse.Namespace) -> int:
             workload=args.workload,
             base=args.base,
             formats=args.format,
-            license=args.license,
+            license=args.license or "",
+            datasets=args.dataset,
         )
         line = safetensors.export(args.run, args.out, options)
     peak = machine.peak_memory()
@@ -144,6 +153,23 @@ def _regex(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a regular expression: {error}"
         ) from error
+    return text
+
+
+def _license(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is no license; expected an id such as apache-2.0, mit, cc-by-nc-4.0 or"
+            " other"
+        )
+    return text
+
+
+def _dataset(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is no dataset; expected its id on the Hub, OWNER/NAME"
+        )
     return text
 
 

@@ -9,7 +9,6 @@ has the errors that show between sections or on this machine.
 """
 
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple
@@ -503,33 +502,6 @@ class Metrics(Section):
 
 
 @dataclass(frozen=True)
-class Card(Section):
-    """Entries of an export's card that no run knows (`jaxtrain export`)."""
-
-    on_resume = OnResume(FREE)
-
-    # [id] license of the weights, as the Hub names it: apache-2.0, cc-by-nc-4.0; empty = unsaid
-    license: str = ""
-    datasets: tuple[str, ...] = ()  # [ids] names of the data on the Hub, for example allenai/c4
-
-    def validate(self) -> Problems:
-        if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):
-            yield (
-                "license",
-                (
-                    f"is {self.license[:80]!r}; expected an id such as apache-2.0, mit,"
-                    " cc-by-nc-4.0 or other"
-                ),
-            )
-        for i, name in enumerate(self.datasets):
-            if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name):
-                yield (
-                    f"datasets[{i}]",
-                    f"is {name[:80]!r}; expected the id of a dataset, OWNER/NAME",
-                )
-
-
-@dataclass(frozen=True)
 class Guard(Section):
     """Skipping of non-finite steps and spikes on every process. A skipped step updates nothing."""
 
@@ -567,22 +539,15 @@ class Guard(Section):
 
 @dataclass(frozen=True)
 class Preemption(Section):
-    """Signals at which a run saves and ends, to be started again. A second one ends it at once."""
+    """A signal at which a run saves and ends, to be started again. A second one ends it at once."""
 
     on_resume = OnResume(FREE)
+    signals = ("SIGTERM", "SIGUSR2")
 
-    # [names] signals that ask a run to save and end
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")
     # [code] exit code after such a signal, for the scheduler to requeue the job
     exit_code: int = 75
 
     def validate(self) -> Problems:
-        for name in self.signals:
-            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGINT"):
-                yield (
-                    "signals",
-                    f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2",
-                )
         yield from checks.within(self, "[1, 255]", "exit_code")
 
 
@@ -644,7 +609,6 @@ class Config(Section, Generic[Model, Data]):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
     resume: Resume = field(default_factory=Resume)  # [section]
     metrics: Metrics = field(default_factory=Metrics)  # [section]
-    card: Card = field(default_factory=Card)  # [section]
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]

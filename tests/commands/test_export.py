@@ -328,9 +328,9 @@ def test_an_upload_sends_what_was_exported_alone_in_one_commit(
 
 def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
     """They are read by the Hub's own parser: license, library, and the last evaluation."""
-    run = {**runs.config(depth=3), "card": {"license": "mit", "datasets": ["me/birds"]}}
-    runs.save(tmp_path / "run", 10, runs.state(0, 10), run=run)
-    assert call(tmp_path / "run", "--out", tmp_path / "out") == 0
+    runs.save(tmp_path / "run", 10, runs.state(0, 10), run=runs.config(depth=3))
+    about = ("--license", "mit", "--dataset", "me/birds")
+    assert call(tmp_path / "run", *about, "--out", tmp_path / "out") == 0
     data = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").data
     assert (data.license, data.library_name, data.datasets) == ("mit", "jaxtrain", ["me/birds"])
     (result,) = data.eval_results
