@@ -19,13 +19,13 @@ import loaders
 from jaxtrain import workload
 from jaxtrain.config import Config, gloss
 from jaxtrain.telemetry import glossary
-from loaders.audio.recordings import annotations
+from loaders.audio.recordings import annotations, column_names
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# Reference: every field of a config
 
-After this page you know every field of a config, its default, unit and meaning, every metric, and every error in recordings.
+After this page you know every field of a config, its default, unit and meaning, every metric, column and error in recordings.
 
 ```
 jaxtrain explain --config=xcm              # the fields of one config with its own values
@@ -43,6 +43,9 @@ METRICS = (
     "the card of an export has them with their values."
 )
 
+
+COLUMNS = """These names of columns in tables of recordings are recognised ([recordings](recordings.md#columns)). Of several
+columns with one meaning, the name that is listed first is used."""
 
 ERRORS = """`jaxtrain index` lists these errors ([recordings](recordings.md#errors-in-the-data)). `--on KIND=drop` leaves their
 rows out, and `--on KIND=keep` keeps them if the column "keep" says yes."""
@@ -73,6 +76,7 @@ def page() -> str:
         ]
     parts += ['Metrics of the order of the examples, split "data":', glossary_table(glossary.DATA)]
     parts += ['Metrics of saves, split "save":', glossary_table(glossary.SAVE)]
+    parts += ["## Columns of tables", COLUMNS, columns_table()]
     parts += ["## Errors in recordings", ERRORS, errors_table()]
     return "\n\n".join(parts) + "\n"
 
@@ -83,6 +87,15 @@ def glossary_table(entries: Sequence[glossary.Entry]) -> str:
         for entry in entries
     ]
     return markdown(("name", "meaning"), rows)
+
+
+def columns_table() -> str:
+    """Return the names of columns that tables of recordings may have, by their meaning."""
+    rows = [
+        (meaning, ", ".join(f"`{name}`" for name in names))
+        for meaning, names in column_names.NAMES.items()
+    ]
+    return markdown(("column", "names"), rows)
 
 
 def errors_table() -> str:
