@@ -26,9 +26,9 @@ MARKS = {
 }
 SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{[\d,]*(:[^}]*)?\})?")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)"
+    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)"
+    r"=\{?([%\w.\-, ]+)"
 )
-
 # The groups of a collective: listed; [groups,size]<=[dims]T(order); or by the axes of a mesh.
 _LISTED_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

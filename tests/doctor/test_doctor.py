@@ -471,7 +471,6 @@ def test_findings_are_lines_in_the_order_of_their_groups():
 @installed.needs("bird")
 def test_a_healthy_run(folder, corpus):
     """It is the second of two processes, which both read their own rows."""
-    (folder / "tiny.py").write_text(small_runs.SOUNDS)
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
     told = found(start(folder, *config, **at(free_port(), 1)), code=0)
     assert told["ok"] and not checks(told, FAIL)
