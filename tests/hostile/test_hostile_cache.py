@@ -48,7 +48,7 @@ def damage(path, kind: str, ran) -> None:
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(plan_cache, "MAX_UNPACKED", 1 << 20)
-    sudoku._kept.cache_clear()
+    sudoku._generated.cache_clear()
     return tmp_path / "cache"
 
 
@@ -61,11 +61,11 @@ def test_a_damaged_cache_entry_is_not_used(cache, tmp_path, kind):
     assert plan_cache.find("a") is None
 
     source = sudoku.Source(kind="sudoku4", n_train=4, n_test=2)
-    boards = sudoku._kept(source, 0)["train"].inputs
-    sudoku._kept.cache_clear()
+    boards = sudoku._generated(source, 0)["train"].inputs
+    sudoku._generated.cache_clear()
     [path] = (cache / "puzzles").iterdir()
     damage(path, kind, tmp_path / "ran")
-    assert (sudoku._kept(source, 0)["train"].inputs == boards).all()
+    assert (sudoku._generated(source, 0)["train"].inputs == boards).all()
 
     (tmp_path / "film").mkdir()
     inputs.film(tmp_path / "film")
