@@ -80,16 +80,18 @@ def load(
     if misfits := saved.misfits(c, arrays):
         raise InferenceError(f"{run} is not as its config.model says: {misfits[0]}")
     if random is not None:
-        variables = specs.materialise({"encoder": vit.make_specs(c)}, jax.random.key(random))
+        table = {"encoder": vit.make_specs(c)}
+        variables = specs.materialise(table, jax.random.key(random))
         params = jax.tree.map(np.asarray, variables["encoder"])
         return Model(c, params, None, config, f"{run}, initialised with seed {random}")
     heads = saved.heads(c, arrays)
+    suffix = " (ema)" if ema else ""
     return Model(
         config=c,
         params=saved.encoder(c, arrays),
         head=heads.get("linear"),
         run=config,
-        name=f"{source.path}{' (ema)' if ema else ''}",
+        name=f"{source.path}{suffix}",
         probe=heads.get("probe"),
     )
 
@@ -148,8 +150,8 @@ def clips(data: spectrogram.Config) -> dict[str, Any]:
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
     """Return a data section that trains on ``split``, any of the data, and reads no other."""
     name = {"train": data.train_split, "test": data.test_split}.get(split, split)
-    has_test_data = data.test and split in ("test", data.test_split)
-    path = data.test if has_test_data else data.train
+    is_test = split in ("test", data.test_split)
+    path = data.test if data.test and is_test else data.train
     # Shards that lie side by side are no splits by name: their test split is a share of them.
     folder = files.expanded(path)
     is_side_by_side = folder.is_dir() and not shards.has_split(folder, name)
@@ -163,6 +165,7 @@ def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
 
 
 Arrays = Mapping[str, jax.Array]
+Outputs = dict[str, jax.Array]
 
 
 def cut_windows(
@@ -185,7 +188,7 @@ def cut_windows(
 class Setup(NamedTuple):
     """The compiled encoder, its weights and the loader of a split."""
 
-    run: Callable[[PyTree, Arrays], dict[str, jax.Array]]  # compiled: weights, a batch -> outputs
+    run: Callable[[PyTree, Arrays], Outputs]  # compiled: weights, a batch -> outputs
     weights: PyTree
     shapes: Mapping[str, jax.ShapeDtypeStruct]  # of the outputs
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # a batch
@@ -216,7 +219,7 @@ class Setup(NamedTuple):
 
 # Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch
 # -> outputs.
-Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
+Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], Outputs]
 
 
 def set_up(
@@ -250,7 +253,8 @@ def set_up(
     @jax.jit
     def run(weights: tuple[Any, ...], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         params, compute_weights = weights
-        x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
+        x = batch["spectrogram"].astype(jnp.float32)
+        x = x.reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
         pooled = {"mean": vit.pooled(c, params, patches), "cls": vit.pooled(c, params, cls)}
         return compute(compute_weights, pooled, patches, batch)

@@ -46,8 +46,9 @@ class Fitted(NamedTuple):
     penalty: float
 
 
-# The weights of rows [n, C], penalties -> the arrays of a head by name, for each penalty.
-Solve = Callable[[np.ndarray, Sequence[float]], list[dict[str, np.ndarray]]]
+HeadArrays = dict[str, np.ndarray]  # by name
+# The weights of rows [n, C], penalties -> the arrays of a head for each penalty.
+Solve = Callable[[np.ndarray, Sequence[float]], list[HeadArrays]]
 
 
 def fit(
@@ -176,7 +177,8 @@ def folds_of(examples: Examples, seed: int) -> np.ndarray:
     n_folds = min(FOLDS, _smallest_group_count(y, group))
     if n_folds < 2:
         return fold
-    main_class = np.where(y.any(1), y.argmax(1), y.shape[1])
+    no_class = y.shape[1]
+    main_class = np.where(y.any(1), y.argmax(1), no_class)
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=seed)
     # rows without a class may be fewer than folds
     with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -187,7 +189,11 @@ def folds_of(examples: Examples, seed: int) -> np.ndarray:
 
 def _smallest_group_count(y: np.ndarray, group: np.ndarray) -> int:
     """Return the number of groups of the class that has the fewest."""
-    return min(len(np.unique(group[of_class > 0])) for of_class in y.T)
+    counts = []
+    for of_class in y.T:
+        groups = np.unique(group[of_class > 0])
+        counts.append(len(groups))
+    return min(counts)
 
 
 def _cross_validated(
@@ -246,8 +252,9 @@ def calibrated(
         distance = log_scale**2 + offset**2 / 100  # from the prior's mode
         return float(loss + PRIOR * distance)
 
-    bounds = ((-4, 4), (0, 0) if softmax else (None, None))
-    log_scale, offset = minimize(total, (0.0, 0.0), bounds=bounds).x
+    offset_bounds = (0, 0) if softmax else (None, None)
+    optimum = minimize(total, (0.0, 0.0), bounds=((-4, 4), offset_bounds))
+    log_scale, offset = optimum.x
     return float(np.exp(log_scale)), float(offset)
 
 
@@ -259,7 +266,8 @@ def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
     precisions, recalls, bounds = precision_recall_curve(y, scores)
     precise = np.flatnonzero(precisions[:-1] >= precision)
     if not len(precise):
-        above_all = np.nextafter(np.float32(bounds[-1]), np.float32(2))
+        highest = np.float32(bounds[-1])
+        above_all = np.nextafter(highest, np.float32(2))
         return float(min(1.0, above_all))
     recall = recalls[precise]
     most_complete = np.flatnonzero(recall == recall.max())
@@ -279,18 +287,22 @@ def _solver(
     ones = np.ones(y.shape[1], np.float32)
     if method == "prototypes":
 
-        def solve_means(
-            weight: np.ndarray, penalties: Sequence[float]
-        ) -> list[dict[str, np.ndarray]]:
+        def solve_means(weight: np.ndarray, penalties: Sequence[float]) -> list[HeadArrays]:
             del penalties
-            p = np.asarray(heads.unit(jnp.asarray((y * weight).T @ directions)))
-            return [{"mean": mean, "prototypes": p[:, None], "scale": 10 * ones, "b": 0 * ones}]
+            total_cd = (y * weight).T @ directions
+            unit_cd = np.asarray(heads.unit(jnp.asarray(total_cd)))
+            return [
+                {
+                    "mean": mean,
+                    "prototypes": unit_cd[:, None],
+                    "scale": 10 * ones,
+                    "b": 0 * ones,
+                }
+            ]
 
         return solve_means, (0.0,)
 
-    def solve_patches(
-        weight: np.ndarray, penalties: Sequence[float]
-    ) -> list[dict[str, np.ndarray]]:
+    def solve_patches(weight: np.ndarray, penalties: Sequence[float]) -> list[HeadArrays]:
         begin = _telling(directions, y, weight, prototypes, seed)
         heads_arrays = []
         for penalty in penalties:
@@ -314,15 +326,17 @@ def _linear_solver(x: np.ndarray, y: np.ndarray, softmax: bool) -> Solve:
     std = x.std(0) + 1e-6
     standard = ((x - mean) / std).astype(np.float32)
 
-    def solve(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
+    def solve(weight: np.ndarray, penalties: Sequence[float]) -> list[HeadArrays]:
         rows = weight.any(1)
+        x_rows = standard[rows]
+        y_rows = y[rows]
+        known = weight[rows]
         n = rows.sum() if softmax else weight.sum()
         heads_arrays = []
         for penalty in penalties:
-            w, b = logistic.fit(
-                standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n
-            )
-            heads_arrays.append({"w": w / std[:, None], "b": b - (mean / std) @ w})
+            w, b = logistic.fit(x_rows, y_rows, penalty, softmax=softmax, known=known, n=n)
+            offset = b - (mean / std) @ w
+            heads_arrays.append({"w": w / std[:, None], "b": offset})
         return heads_arrays
 
     return solve
@@ -335,12 +349,13 @@ def _telling(
     rng = np.random.default_rng(seed)
     prototypes = []
     for c in range(y.shape[1]):
-        has_class = y[:, c] * weight[:, c] > 0
-        lacks_class = (1 - y[:, c]) * weight[:, c] > 0
-        with_class = directions[has_class]
-        without = directions[lacks_class]
+        counts = weight[:, c] > 0
+        has_class = y[:, c] > 0
+        with_class = directions[counts & has_class]
+        without = directions[counts & ~has_class]
         patches = with_class.reshape(-1, directions.shape[-1])
-        candidates = patches[rng.permutation(len(patches))[:CANDIDATES]]
+        numbers = rng.permutation(len(patches))
+        candidates = patches[numbers[:CANDIDATES]]
         contrast = np.asarray(_nearest(candidates, with_class)).mean(0)
         if len(without):
             contrast = contrast - np.asarray(_nearest(candidates, without)).mean(0)
@@ -404,8 +419,10 @@ def _learn(
 
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], None]:
         params, state = carry
-        updates, state = tx.update(jax.grad(total)(params), state, params)
+        grads = jax.grad(total)(params)
+        updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=STEPS)
+    begin_carry = (params, tx.init(params))
+    (params, _), _ = jax.lax.scan(step, begin_carry, length=STEPS)
     return heads.unit(params["prototypes"]), jnp.exp(params["scale"]), params["b"]

@@ -29,13 +29,15 @@ def fit(
     the entries of ``y`` count that are ``known``, [n, C], or all if that is None. ``n`` = 0 is the
     number of rows.
     """
-    w = np.zeros((x.shape[1], y.shape[1]))
-    b = np.full(y.shape[1], -NEVER)
-    c = 1 / ((n or max(len(x), 1)) * penalty)
+    n_classes = y.shape[1]
+    w = np.zeros((x.shape[1], n_classes))
+    b = np.full(n_classes, -NEVER)
+    n = n or max(len(x), 1)
+    c = 1 / (n * penalty)
     if softmax:
         _fit_softmax(x, y.argmax(1), c, w, b)
         return w, b
-    for i in range(y.shape[1]):
+    for i in range(n_classes):
         rows = slice(None) if known is None else known[:, i] > 0
         is_positive = y[rows, i] > 0
         if not is_positive.any():
@@ -54,7 +56,8 @@ def _fit_softmax(x: np.ndarray, label: np.ndarray, c: float, w: np.ndarray, b: n
         b[classes] = 0
     # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
     elif len(classes) == 2:
-        coefficients, bias = _binary(x, label == classes[1], 2 * c)
+        is_second = label == classes[1]
+        coefficients, bias = _binary(x, is_second, 2 * c)
         w[:, classes] = np.outer(coefficients, (-0.5, 0.5))
         b[classes] = (-bias / 2, bias / 2)
     else:
@@ -78,7 +81,8 @@ def loss(z: np.ndarray, y: np.ndarray, *, softmax: bool, known: np.ndarray | Non
     """Mean cross-entropy of logits [n, C], in nats, without a softmax over all ``known``."""
     z = z.astype(np.float64)
     if softmax:
-        losses = np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)
+        log_total = np.logaddexp.reduce(z, axis=1)
+        losses = log_total - (z * y).sum(1)
         return float(losses.mean())
     losses = np.logaddexp(0, z) - y * z
     if known is None:
