@@ -338,14 +338,14 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
     recordings = parts.windows.recordings
-    recording_numbers, starts, ends, clocks = [], [], [], []
-    for k, start, end in parts.windows.between(*parts.between(number)):
-        recording_numbers.append(k)
+    recording_of, starts, ends, clocks = [], [], [], []
+    for recording, start, end in parts.windows.between(*parts.between(number)):
+        recording_of.append(recording)
         starts.append(start)
         ends.append(end)
-        clocks.append(recordings[k].clock(start) or None)
-    used_recordings, codes = np.unique(recording_numbers, return_inverse=True)
-    names = [recordings[k].name for k in used_recordings]
+        clocks.append(recordings[recording].clock(start) or None)
+    used_recordings, codes = np.unique(recording_of, return_inverse=True)
+    names = [recordings[recording].name for recording in used_recordings]
     files_column = pa.DictionaryArray.from_arrays(
         pa.array(codes, pa.int32()), pa.array(names, pa.string())
     )

@@ -160,11 +160,13 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
         audacity = stack.enter_context(atomic_write.folder(out / "audacity", replace=True))
         places = _Tables(detections_table, raven, audacity)
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
-            recording = parts.windows.recordings[k]
+        by_recording = itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0])
+        for number, rows in by_recording:
+            recording = parts.windows.recordings[number]
             detections = of_recording((window for _, window in rows), options)
-            n_unreadable = len(unreadable[k])
-            n_windows = int(parts.windows.first[k + 1] - parts.windows.first[k])
+            n_unreadable = len(unreadable[number])
+            first, behind_last = parts.windows.first[number : number + 2].tolist()
+            n_windows = behind_last - first
             recordings_table.writerow(
                 (
                     recording.name,
@@ -177,7 +179,7 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
             )
             if n_unreadable:
                 path = os.path.join(parts.windows.root, recording.name)
-                reason = headers.fault(path, *unreadable[k][0])
+                reason = headers.fault(path, *unreadable[number][0])
                 errors.add(
                     "unreadable-file",
                     f"{recording.name}: {n_unreadable} of its {n_windows} windows cannot be"
@@ -199,13 +201,13 @@ def _rows(
 
     ``unreadable`` takes start and end of those that cannot be decoded.
     """
-    for number in range(parts.n):
-        scores = parts.read(number)
-        windows = parts.windows.between(*parts.between(number))
-        for (k, start, end), row in zip(windows, scores, strict=True):
+    for part in range(parts.n):
+        scores = parts.read(part)
+        windows = parts.windows.between(*parts.between(part))
+        for (recording, start, end), row in zip(windows, scores, strict=True):
             if np.isnan(row[:1]).any():
-                unreadable[k].append((start, end))
-            yield k, (start, end, row)
+                unreadable[recording].append((start, end))
+            yield recording, (start, end, row)
 
 
 class _Tables(NamedTuple):
