@@ -134,8 +134,9 @@ def _crop(c: Augment, x_fw: Array, key: Key) -> Array:
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
     low, high = jnp.log(jnp.array(CROP_RATIO, jnp.float32))
     ratio = jnp.exp(jax.random.uniform(key_ratio, (), minval=low, maxval=high))
-    # shares of time and of mel
-    extent = jnp.minimum(jnp.stack([jnp.sqrt(area * ratio), jnp.sqrt(area / ratio)]), 1.0)
+    time_share = jnp.sqrt(area * ratio)
+    mel_share = jnp.sqrt(area / ratio)
+    extent = jnp.minimum(jnp.stack([time_share, mel_share]), 1.0)
     start = jax.random.uniform(key_place, (2,)) * (1 - extent)
     size = jnp.array(x_fw.shape, jnp.float32)
     # Products with two matrices of weights: a gather could not be split over devices.

@@ -78,7 +78,8 @@ def _frames(x_rn: Array, window: int, hop: int) -> Array:
     parts_of_hop = hop // part
     last_start = parts_of_hop * (n_frames - 1)
     n_read = (last_start + parts_of_window) * part
-    x_rn = jnp.pad(x_rn[:, :n_read], ((0, 0), (0, max(0, n_read - n_samples))))
+    n_missing = max(0, n_read - n_samples)
+    x_rn = jnp.pad(x_rn[:, :n_read], ((0, 0), (0, n_missing)))
     parts_rmp = x_rn.reshape(n_rows, -1, part)
     slices = [parts_rmp[:, i : i + last_start + 1 : parts_of_hop] for i in range(parts_of_window)]
     return jnp.concatenate(slices, axis=-1)[..., :window]

@@ -65,10 +65,10 @@ class Config(Settings):
             yield from checks.under(name, checks.not_negative(section, "weight"))
             yield from checks.under(name, objective.problems(self, section))
         if not self.on:
-            first, *others = OBJECTIVES
+            first, *later = OBJECTIVES
             yield (
                 f"{first}.weight",
-                f"is 0, as are those of {', '.join(others)}; nothing would be learned",
+                f"is 0, as are those of {', '.join(later)}; nothing would be learned",
             )
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -157,9 +157,9 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    first, *others = c.on
-    if not others and c.section(first).weight == 1:
-        return f"{first}_loss"
+    names = list(c.on)
+    if len(names) == 1 and c.section(names[0]).weight == 1:
+        return f"{names[0]}_loss"
     return "objective_loss"
 
 
@@ -241,13 +241,13 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     batch = views.with_spectrograms(c, batch, model.shard)
     labels = views.labels_of_rows(c, batch) if c.n_classes else None
     terms = {name: objective for name, objective in c.on.items() if objective.evaluate}
-    needed = {objective.needs for objective in terms.values()}
+    needed_passes = {objective.needs for objective in terms.values()}
     if labels is not None:
-        needed.add(ALL)
+        needed_passes.add(ALL)
     encode = functools.partial(
         encoded_inputs, model, variables, batch, batch["spectrogram"], labels=labels
     )
-    passes = {needs: encode(needs) for needs in (ALL, VISIBLE) if needs in needed}
+    passes = {needs: encode(needs) for needs in (ALL, VISIBLE) if needs in needed_passes}
     metrics: dict[str, Mean] = {}
     if labels is not None:
         metrics |= evaluate_probe(c, variables.params["probe"], passes[ALL], labels)

@@ -111,8 +111,8 @@ class Encoder(checks.Section):
             self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "unroll"
         )
         yield from checks.not_negative(self, "n_registers", "layer_scale")
-        for name, allowed in CHOICES.items():
-            yield from checks.choice(self, allowed, name)
+        for name, choices in CHOICES.items():
+            yield from checks.choice(self, choices, name)
         yield from checks.positive(self, "eps")
         sides = (("n_frames", self.patch[0]), ("n_mels", self.patch[1]))
         for name, side in sides:
@@ -471,12 +471,16 @@ def axial_rope(c: Encoder, visible_bvn: Array | None) -> tuple[Array, Array]:
     frequency_k = ROPE_BASE ** (-np.arange(0, axis_size, 2) / axis_size)
     rows, columns = c.grid
     row_n, column_n = np.divmod(np.arange(rows * columns), columns)
-    angle_nk = np.concatenate([row_n[:, None] * frequency_k, column_n[:, None] * frequency_k], 1)
+    row_angle_nk = row_n[:, None] * frequency_k
+    column_angle_nk = column_n[:, None] * frequency_k
+    angle_nk = np.concatenate([row_angle_nk, column_angle_nk], axis=1)
     angle_bnk = jnp.asarray(angle_nk, jnp.float32)[None]
     if visible_bvn is not None:
         angle_bnk = jnp.einsum("bvn,nk->bvk", visible_bvn, angle_bnk[0], precision=EXACT)
     angle_btk = jnp.pad(angle_bnk, ((0, 0), (1, c.n_registers), (0, 0)))
-    return jnp.cos(angle_btk)[:, :, None], jnp.sin(angle_btk)[:, :, None]
+    cos_bt1k = jnp.cos(angle_btk)[:, :, None]
+    sin_bt1k = jnp.sin(angle_btk)[:, :, None]
+    return cos_bt1k, sin_bt1k
 
 
 def stack_flops(s: Stack, n_tokens: int) -> int:

@@ -208,9 +208,9 @@ def _metadata(
 
 def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
     """Return the front end of the run, and the samples of a clip. Raises StoredError."""
-    own = c.front_end and dataclasses.asdict(c.front_end)
+    model = {"front_end": c.front_end and dataclasses.asdict(c.front_end)}
     try:
-        of = front_end.of_run({"data": data, "model": {"front_end": own}})
+        of = front_end.of_run({"data": data, "model": model})
     except ValueError as error:
         raise StoredError(f"the run's config's {error}") from error
     seconds = data.get("clip_seconds", 5.0)

@@ -46,19 +46,19 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
         raise StoredError(
             f"{folder} holds no {patch}; expected a vision transformer under timm's names"
         )
-    found = _model(arrays, folder)
-    if found.problems:
+    transformer = _model(arrays, folder)
+    if transformer.problems:
         remedy = "set config.model yourself, and declare them by config.warm_start.skip and unused"
         lines = [f"{folder} is not a transformer that is here; {remedy}:"]
-        lines += [f"  {problem}" for problem in found.problems]
+        lines += [f"  {problem}" for problem in transformer.problems]
         raise StoredError("\n".join(lines))
     start: dict[str, Any] = {"source": str(folder), "skip": ("^(objective|probe)/",)}
-    if found.unused:
-        start["unused"] = tuple(found.unused)
-    return found.section, start
+    if transformer.unused:
+        start["unused"] = tuple(transformer.unused)
+    return transformer.section, start
 
 
-class Found(NamedTuple):
+class Transformer(NamedTuple):
     """A folder's transformer, as a section ``model``."""
 
     section: dict[str, Any]
@@ -66,7 +66,7 @@ class Found(NamedTuple):
     problems: list[str]
 
 
-def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Found:
+def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Transformer:
     theirs = timm_names.unprefixed(arrays)
     ours = timm_names.as_ours(arrays, folder)
     width, _, *sides = theirs[timm_names.PATCH].shape
@@ -103,17 +103,17 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Foun
         # as AudioMAE and Bird-MAE have it: 128 mels
         section |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)
     if problems:
-        return Found(section, [], problems)
+        return Transformer(section, [], problems)
     c = vit.Encoder(**{name: value for name, value in section.items() if name != "pool"})
     problems = [f"model.{name} {text}" for name, text in c.validate()]
     problems = problems or saved.misfits(c, ours)
-    others = [path for path in ours if not path.startswith(timm_names.ENCODER)]
-    unused = [f"^{name}" for name in UNUSED if any(path.startswith(name) for path in others)]
-    for path in others:
+    outside = [path for path in ours if not path.startswith(timm_names.ENCODER)]
+    unused = [f"^{name}" for name in UNUSED if any(path.startswith(name) for path in outside)]
+    for path in outside:
         if not path.startswith(UNUSED):
             name = path.replace("/", ".")
             problems.append(f"{name} {list(ours[path].shape)} has no place here")
-    return Found(section, unused, problems)
+    return Transformer(section, unused, problems)
 
 
 def _width_problems(ours: Mapping[str, Stored], width: int) -> list[str]:
@@ -222,7 +222,8 @@ def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-EXAMPLE = '''"""The classes in a recording and their scores, or its features: python example.py bird.wav"""
+EXAMPLE = '''\
+"""The classes in a recording and their scores, or its features: python example.py bird.wav"""
 import json, pathlib, sys
 if len(sys.argv) != 2:
     print(f"usage: python {sys.argv[0]} RECORDING", file=sys.stderr); sys.exit(2)

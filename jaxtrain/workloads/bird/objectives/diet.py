@@ -74,18 +74,20 @@ def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
         )
 
     if x.share_bv is None:
-        own = entropy(index_b, weight_bv)
-        return own.loss, {"diet_accuracy": Mean(own.correct, weight_bv.sum())}
+        sums = entropy(index_b, weight_bv)
+        return sums.loss, {"diet_accuracy": Mean(sums.correct, weight_bv.sum())}
     own_weight_bv = weight_bv * x.share_bv
     partner_weight_bv = weight_bv * (1 - x.share_bv)
-    own = entropy(index_b, own_weight_bv)
-    partner = entropy(augment.partner(index_b), partner_weight_bv)
-    return own.loss + partner.loss, {"diet_accuracy": Mean(own.correct, own_weight_bv.sum())}
+    sums = entropy(index_b, own_weight_bv)
+    partner_sums = entropy(augment.partner(index_b), partner_weight_bv)
+    total = sums.loss + partner_sums.loss
+    return total, {"diet_accuracy": Mean(sums.correct, own_weight_bv.sum())}
 
 
 def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
     """Features of low rank [B, V, K], and the table [rows, K]: their products are logits."""
-    low_rk = x.features.pooled_rd @ x.params["w_low"] + x.params["b_low"][None]
+    low_rk = x.features.pooled_rd @ x.params["w_low"]
+    low_rk += x.params["b_low"][None]
     weight_r = views.repeated(x.c, x.weight_b)
     low_rk = batch_normed(low_rk, x.params["scale_low"], x.params["bias_low"], weight_r)
     low_rk = unit(jax.nn.relu(low_rk)) / TEMPERATURE

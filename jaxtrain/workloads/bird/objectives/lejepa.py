@@ -66,11 +66,14 @@ def specs(c: Settings, s: Lejepa) -> PyTree:
 
 def projected(params: Mapping[str, Array], pooled_rd: Array, weight_r: Array) -> Array:
     """Features through the projector, [R, P]."""
-    x_rh = jnp.einsum("rd,dh->rh", pooled_rd, params["w0"]) + params["b0"][None]
+    x_rh = jnp.einsum("rd,dh->rh", pooled_rd, params["w0"])
+    x_rh += params["b0"][None]
     x_rh = jax.nn.relu(batch_normed(x_rh, params["scale0"], params["bias0"], weight_r))
-    x_rh = jnp.einsum("rd,dh->rh", x_rh, params["w1"]) + params["b1"][None]
+    x_rh = jnp.einsum("rd,dh->rh", x_rh, params["w1"])
+    x_rh += params["b1"][None]
     x_rh = jax.nn.relu(batch_normed(x_rh, params["scale1"], params["bias1"], weight_r))
-    return jnp.einsum("rh,hp->rp", x_rh, params["w_out"]) + params["b_out"][None]
+    z_rp = jnp.einsum("rh,hp->rp", x_rh, params["w_out"])
+    return z_rp + params["b_out"][None]
 
 
 def loss(s: Lejepa, x: Inputs) -> tuple[Array, dict[str, Mean]]:
@@ -93,7 +96,8 @@ def loss(s: Lejepa, x: Inputs) -> tuple[Array, dict[str, Mean]]:
 def directions(key: Key, size: int, slices: int) -> Array:
     """float32 [P, S]: random directions, of unit length."""
     a_ps = jax.random.normal(key, (size, slices))
-    return a_ps / jnp.broadcast_to(jnp.linalg.norm(a_ps, axis=0, keepdims=True), a_ps.shape)
+    length_1s = jnp.linalg.norm(a_ps, axis=0, keepdims=True)
+    return a_ps / jnp.broadcast_to(length_1s, a_ps.shape)
 
 
 def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
@@ -120,14 +124,16 @@ def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
 
     cos_kvs, sin_kvs = over_data(jax.lax.map(sums_at_knot, jnp.asarray(t_k, jnp.float32)))
     phi_kvs = jnp.broadcast_to(jnp.asarray(phi_k, jnp.float32)[:, None, None], cos_kvs.shape)
-    error_kvs = jnp.square(cos_kvs / total - phi_kvs) + jnp.square(sin_kvs / total)
-    error_k = error_kvs.mean((1, 2))
+    cos_error_kvs = jnp.square(cos_kvs / total - phi_kvs)
+    sin_error_kvs = jnp.square(sin_kvs / total)
+    error_k = (cos_error_kvs + sin_error_kvs).mean((1, 2))
     return total * (error_k * jnp.asarray(w_k, jnp.float32)).sum()
 
 
 def invariance(z_vbp: Array, weight_b: Array) -> Array:
     """Mean over all elements of (mean_v z - z)^2, over the global batch."""
-    distance_b = jnp.square(z_vbp.mean(0, keepdims=True) - z_vbp).mean((0, 2))
+    mean_1bp = z_vbp.mean(0, keepdims=True)
+    distance_b = jnp.square(mean_1bp - z_vbp).mean((0, 2))
     total = over_data((distance_b * weight_b).sum())
     return total / jnp.maximum(over_data(weight_b.sum()), 1e-9)
 
