@@ -9,26 +9,22 @@ from loaders.audio import front_end
 
 METRICS = ("accuracy", "probe_accuracy", "supervised_loss", "probe_loss")
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
-import json, pathlib, sys
-if len(sys.argv) != 2:
-    print(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=sys.stderr)
-    sys.exit(2)
+import json, pathlib
+from sys import argv, exit, stderr
+if len(argv) != 2:
+    print(f"usage: python {argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=stderr); exit(2)
 import jax
 from jaxtrain.workloads.bird import vit
 from jaxtrain.types import Export
 from loaders.audio import front_end, spectrogram
-here = pathlib.Path(__file__).parent
-config = json.loads((here / "config.json").read_text())
+config = json.loads(pathlib.Path(__file__).with_name("config.json").read_text())
+params = vit.read_exported(pathlib.Path(__file__).with_name("model.safetensors"))
 c, data = vit.from_saved(config["model"]), config["data"]
-params = vit.read_exported(here / "model.safetensors")
-wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
-rate, of = round(rate * data.get("time_expansion", 1)), front_end.saved(data)
-x = spectrogram.front_end(
-    wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of
-)
+clip = {name: data[name] for name in ("clip_seconds", "n_frames")} | {"of": front_end.saved(data)}
+wave, rate, _ = spectrogram.decode(pathlib.Path(argv[1]).read_bytes())
+x = spectrogram.front_end(wave, round(rate * data.get("time_expansion", 1)), **clip)
 encode = jax.jit(lambda params, x: vit.pooled(c, params, vit.encode(c, params, x).patches))
-features = encode(params, x[None])
-print(*features[0].tolist())
+print(*encode(params, x[None])[0].tolist())
 '''
 
 
