@@ -110,12 +110,14 @@ def view_key(seed: int, epoch: Array, index: Array, view: Array) -> Key:
 
 def partner(x: Array) -> Array:
     """[B, …]: each row's partner: rows 2 k and 2 k + 1 change places."""
-    if x.shape[0] % 2:
+    n_rows, *shape = x.shape
+    if n_rows % 2:
         raise ValueError(
-            f"augment.mixup pairs rows, and {x.shape[0]} of them are together on a part of the"
+            f"augment.mixup pairs rows, and {n_rows} of them are together on a part of the"
             " mesh's data axis, or in a microbatch; make train.batch an even multiple"
         )
-    return x.reshape(x.shape[0] // 2, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
+    pairs = x.reshape(n_rows // 2, 2, *shape)
+    return pairs[:, ::-1].reshape(x.shape)
 
 
 def _place(c: Augment, x_fw: Array, key: Key) -> Array:

@@ -39,7 +39,8 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
     least_r11 = x_rfw.min((1, 2), keepdims=True)
     padding_rfw = jnp.broadcast_to(least_r11, (n_rows, n_frames - n_whole, of.n_mels))
     x_rfw = jnp.concatenate([x_rfw, padding_rfw], axis=1)
-    return ((x_rfw - of.mean) / of.scale).reshape(*wave.shape[:-1], n_frames, of.n_mels)
+    x_rfw = (x_rfw - of.mean) / of.scale
+    return x_rfw.reshape(*wave.shape[:-1], n_frames, of.n_mels)
 
 
 def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> Array:
@@ -89,7 +90,8 @@ def _frames(x_rn: Array, window: int, hop: int) -> Array:
 def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
     """Of a front end, float32: the window [N], and the triangles [transform's size / 2, W]."""
     half = 1 << ((of.window - 1).bit_length() - 1)
-    window_n = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(of.window) / (of.window - 1))
+    angle_n = 2 * np.pi * np.arange(of.window) / (of.window - 1)
+    window_n = 0.5 - 0.5 * np.cos(angle_n)
 
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)

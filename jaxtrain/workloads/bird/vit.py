@@ -199,7 +199,8 @@ class Encoded(NamedTuple):
 
 
 def stack_specs(s: Stack) -> PyTree:
-    d, h, k, m, l = s.embed, s.heads, s.embed // s.heads, s.hidden, s.depth
+    l, d, m = s.depth, s.embed, s.hidden
+    h, k = s.heads, s.embed // s.heads
     table = {
         "scale_attention": Spec((l, d), ("layer", "embed"), ones),
         "bias_attention": Spec((l, d), ("layer", "embed"), zeros),
@@ -274,10 +275,10 @@ def read_exported(path: str | os.PathLike[str]) -> PyTree:
             layers.setdefault(weight, {})[int(layer)] = array
         else:
             params[path_in_encoder] = array
-    params["blocks"] = {
-        weight: np.stack([by_layer[i] for i in sorted(by_layer)])
-        for weight, by_layer in layers.items()
-    }
+    blocks: dict[str, np.ndarray] = {}
+    for weight, by_layer in layers.items():
+        blocks[weight] = np.stack([by_layer[i] for i in sorted(by_layer)])
+    params["blocks"] = blocks
     return params
 
 

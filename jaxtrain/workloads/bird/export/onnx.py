@@ -87,7 +87,8 @@ class Graph:
         names = [self._name_of(x) for x in inputs]
         n_outputs = attributes.get("num_outputs", 1)
         output = attributes.pop("output", "")
-        outputs: list[str] = [f"{operator}_{len(self.nodes)}_{i}" for i in range(n_outputs)]
+        stem = f"{operator}_{len(self.nodes)}"
+        outputs: list[str] = [f"{stem}_{i}" for i in range(n_outputs)]
         if output:
             outputs = [output]
         node = self._onnx.helper.make_node(operator, names, outputs, name=outputs[0], **attributes)
@@ -246,7 +247,8 @@ def _spectrogram(graph: Graph, of: FrontEnd, n_frames: int, samples: int) -> str
     window_n, bands_kw = log_mel.tables(of)
     is_in_band_k = bands_kw.any(1)
     n_fft = 2 * len(bands_kw)
-    place_nk = np.arange(of.window)[:, None] * np.flatnonzero(is_in_band_k)[None] % n_fft
+    bin_k = np.flatnonzero(is_in_band_k)
+    place_nk = np.arange(of.window)[:, None] * bin_k[None] % n_fft
     angle = 2 * np.pi * np.arange(n_fft) / n_fft
     transform = np.concatenate([np.cos(angle)[place_nk], np.sin(angle)[place_nk]], 1)
     transform = transform * window_n[:, None]

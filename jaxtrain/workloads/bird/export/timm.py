@@ -98,7 +98,8 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Tran
         problems.append(f"its image is {list(image)}, which patches of {sides} do not divide")
     elif image:
         section |= dict(n_frames=image[0], n_mels=image[1])
-        problems += _grid_problems((image[0] // sides[0], image[1] // sides[1]), positions)
+        grid = (image[0] // sides[0], image[1] // sides[1])
+        problems += _grid_problems(grid, positions)
     elif positions is not None and positions.shape[0] % 8 == 0 and sides == [16, 16]:
         # as AudioMAE and Bird-MAE have it: 128 mels
         section |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)

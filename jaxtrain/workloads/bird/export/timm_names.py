@@ -180,11 +180,12 @@ def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dic
             name = names[layer[2]]
             array = _of_layer(name, theirs.pop(path), width, settings.heads, f"{folder}: {path}")
             ours[f"{ENCODER}blocks/{name}[{layer[1]}]"] = array
-    ours |= theirs
-    return {
-        path: array._replace(keys=tuple(path.split("/")))
-        for path, array in stored.stack(ours).items()
-    }
+    return _with_keys(stored.stack(ours | theirs))
+
+
+def _with_keys(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the arrays with their paths as their keys."""
+    return {path: array._replace(keys=tuple(path.split("/"))) for path, array in arrays.items()}
 
 
 def _tokens(theirs: dict[str, Stored], width: int, settings: About) -> dict[str, Stored]:
@@ -253,8 +254,11 @@ def _of_layer(name: str, array: Stored, width: int, heads: int, source: str) -> 
 
 
 def _patches(x_dchw: np.ndarray) -> np.ndarray:
-    x = x_dchw.astype(np.float32).sum(1) if x_dchw.shape[1] > 1 else x_dchw[:, 0]
-    return x.reshape(len(x), -1).T.astype(x_dchw.dtype)
+    width, n_channels, _, _ = x_dchw.shape
+    x_dhw = x_dchw[:, 0]
+    if n_channels > 1:
+        x_dhw = x_dchw.astype(np.float32).sum(1)
+    return x_dhw.reshape(width, -1).T.astype(x_dchw.dtype)
 
 
 def _token(array: Stored, positions: Stored | None, place: slice) -> np.ndarray:
@@ -318,7 +322,7 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     if w is not None and b is not None:
         theirs["head/weight"] = _view(w, w.shape[::-1], lambda x: x.T)
         theirs["head/bias"] = b
-    return {path: array._replace(keys=tuple(path.split("/"))) for path, array in theirs.items()}
+    return _with_keys(theirs)
 
 
 def norm_of(model: Mapping[str, Any]) -> str:
@@ -333,7 +337,8 @@ def _one_layer(name: str, stack: Stored, i: int) -> Stored:
     inner = stack.shape[1:]
 
     def read_entry() -> np.ndarray:
-        entry: np.ndarray = stack.read((slice(i, i + 1), *(slice(0, n) for n in inner)))[0]
+        index = (slice(i, i + 1), *(slice(0, n) for n in inner))
+        entry: np.ndarray = stack.read(index)[0]
         return entry
 
     if not name.startswith("w_"):
@@ -354,4 +359,6 @@ def with_head(arrays: dict[str, Stored]) -> dict[str, Stored]:
     arrays = dict(arrays)
     w = arrays.pop("head/weight")
     b = arrays.pop("head/bias")
-    return {**arrays, f"{HEAD}w": _view(w, w.shape[::-1], lambda x: x.T), f"{HEAD}b": b}
+    arrays[f"{HEAD}w"] = _view(w, w.shape[::-1], lambda x: x.T)
+    arrays[f"{HEAD}b"] = b
+    return arrays
