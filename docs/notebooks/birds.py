@@ -119,7 +119,8 @@ run(
     "jaxtrain detect runs/folder-index field --out found --overlap 2 --threshold 0.7 --classes"
     " classes.txt"
 )
-print(pathlib.Path("found/raven/morning.wav.selections.txt").read_text())
+selections = pathlib.Path("found/raven/morning.wav.selections.txt").read_text()
+print(*selections.splitlines()[:4], sep="\n")
 
 # %% [markdown]
 # The selections open in Raven.
