@@ -77,17 +77,21 @@ def read(
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []
     for path, text in overrides:
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                problems.append((path, f"cannot be set: {parent!r} is a value, not a section"))
-                break
-        else:
-            node[last] = _Text(text)
+        _override(tree, path, text, problems)
     tree["workdir"] = tree.get("workdir") or f"runs/{name}"
     return _checked(tree, problems, make_data=make_data, facts=False), problems
+
+
+def _override(tree: dict[str, Any], path: str, text: str, problems: list[tuple[str, str]]) -> None:
+    """Set the field at a dotted path, in sections that are made as needed."""
+    *parents, last = path.split(".")
+    section = tree
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            problems.append((path, f"cannot be set: {parent!r} is a value, not a section"))
+            return
+    section[last] = _Text(text)
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
@@ -104,83 +108,99 @@ def _checked(
     ``facts``: the tree may be a run's saved config, which has the model's facts of the data.
     """
     tree = _shares_in_steps(tree)
-    classes: dict[str, type[Section]] = {}
-    for section, field, class_of in (
-        ("model", "workload", _model_class),
-        ("data", "loader", _data_class),
-    ):
+    classes = {}
+    for section, field, class_of in MODULES:
         module_name = tree.get(field, getattr(Config, field))
-        if not isinstance(module_name, str):
-            continue  # building `Config` reports it
-        if not module_name or module_name.startswith("."):
-            own = f"one of: {', '.join(workload.shipped())}, or a module of your own"
-            named = own if section == "model" and not module_name else "the full name of a module"
-            problems.append((field, f"is {module_name!r}; expected {named}"))
-            continue
-        try:
-            classes[section] = class_of(module_name)
-        except (ImportError, SyntaxError) as error:
-            problems.append(
-                (
-                    field,
-                    (
-                        f"is {module_name!r}, and importing it failed:"
-                        f" {_where_and_why(error)}{_nearest(module_name)}"
-                    ),
-                )
-            )
-        except workload.WorkloadError as error:
-            problems.append((field, f"is {module_name!r}: {error}"))
-        except TypeError as error:
-            problems.append((field, str(error)))
-    parts = {name: tree.pop(name, {}) for name in ("model", "data")}
-    if not facts and "model" in classes and isinstance(parts["model"], Mapping):
-        parts["model"] = _without_facts(classes, parts["model"], problems)
-    parts = _with_facts(classes, parts)
-    sections: dict[str, Any] = {
-        name: _build(cls, parts[name], name, problems) for name, cls in classes.items()
-    }
+        if isinstance(module_name, str):  # if not, building `Config` reports it
+            cls = _imported_class(module_name, field, class_of, problems)
+            if cls:
+                classes[section] = cls
+    trees = {name: tree.pop(name, {}) for name in ("model", "data")}
+    if not facts and "model" in classes and isinstance(trees["model"], Mapping):
+        trees["model"] = _without_facts(classes, trees["model"], problems)
+    trees = _with_facts(classes, trees)
+    sections: dict[str, Any] = {}
+    for name, cls in classes.items():
+        sections[name] = _build(cls, trees[name], name, problems)
     config: Config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
-    try:
-        if config.workdir.startswith("~"):
-            config = dataclasses.replace(config, workdir=str(files.expanded(config.workdir)))
-    except files.FileError as error:
-        config = dataclasses.replace(config, workdir=Config.workdir)
-        problems.append(("workdir", str(error)))
+    config = _with_expanded_workdir(config, problems)
     for i, (path, text) in enumerate(problems):
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
     unread = tuple(path for path, _ in problems)
-    found = [*config.validate()]
-    for name, part in vars(config).items():
-        if isinstance(part, Section):
-            try:
-                found += checks.under(name, part.validate())
-            except files.FileError as error:  # a path that cannot be expanded
-                found += [] if str(error) in dict(found).values() else [(name, str(error))]
-    found += between_sections(config)
-    found += on_this_machine(config)
+    wrong_values = [*_wrong_values(config), *between_sections(config), *on_this_machine(config)]
     if "model" in sections and config.warm_start.source:
-        found += checks.under("model", config.model.validate_start(config.warm_start))
-    problems += without_defaults(found, unread)
+        wrong_values += checks.under("model", config.model.validate_start(config.warm_start))
+    problems += without_defaults(wrong_values, unread)
     if len(sections) == 2:
         config = _take_dataset_info(config, problems, unread, make_data=make_data)
     return config
 
 
-def _with_facts(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
+def _imported_class(
+    module_name: str,
+    field: str,
+    class_of: Callable[[str], type[Section]],
+    problems: list[tuple[str, str]],
+) -> type[Section] | None:
+    """Return the class of the section that the module of ``field`` has, or add its error."""
+    problem = ""
+    if not module_name or module_name.startswith("."):
+        expected = "the full name of a module"
+        if field == "workload" and not module_name:
+            expected = f"one of: {', '.join(workload.shipped())}, or a module of your own"
+        problem = f"is {module_name!r}; expected {expected}"
+    else:
+        try:
+            return class_of(module_name)
+        except (ImportError, SyntaxError) as error:
+            reason = f"{_where_and_why(error)}{_nearest(module_name)}"
+            problem = f"is {module_name!r}, and importing it failed: {reason}"
+        except workload.WorkloadError as error:
+            problem = f"is {module_name!r}: {error}"
+        except TypeError as error:
+            problem = str(error)
+    problems.append((field, problem))
+    return None
+
+
+def _with_expanded_workdir(config: Config, problems: list[tuple[str, str]]) -> Config:
+    if not config.workdir.startswith("~"):
+        return config
+    try:
+        workdir = str(files.expanded(config.workdir))
+    except files.FileError as error:
+        problems.append(("workdir", str(error)))
+        workdir = Config.workdir
+    return dataclasses.replace(config, workdir=workdir)
+
+
+def _wrong_values(config: Config) -> list[tuple[str, str]]:
+    """Return the errors that show in each section's own values."""
+    problems = [*config.validate()]
+    for name, section in vars(config).items():
+        if isinstance(section, Section):
+            try:
+                problems += checks.under(name, section.validate())
+            except files.FileError as error:  # a path that cannot be expanded
+                if str(error) not in dict(problems).values():
+                    problems.append((name, str(error)))
+    return problems
+
+
+def _with_facts(classes: Mapping[str, type[Section]], trees: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections model and data, the model with the facts that are fields of the data."""
-    parts = dict(parts)
-    if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
-        return parts
+    trees = dict(trees)
+    if len(classes) < 2 or not all(isinstance(tree, Mapping) for tree in trees.values()):
+        return trees
     data_class: Any = classes["data"]
-    fields = {f.name: f.default for f in dataclasses.fields(data_class)}
+    defaults = {f.name: f.default for f in dataclasses.fields(data_class)}
     for name in getattr(classes["model"], "facts", ()):
-        value = parts["data"].get(name, fields.get(name))
+        value = trees["data"].get(name, defaults.get(name))
         # if it is of another kind, it is an error of the section data alone
-        if name in fields and _is_of_kind(data_class, name, value):
-            parts["model"] = {name: value, **parts["model"]}
-    return parts
+        if name in defaults and _is_of_kind(data_class, name, value):
+            trees["model"] = {name: value, **trees["model"]}
+    return trees
 
 
 def _without_facts(
@@ -207,18 +227,23 @@ def _is_of_kind(cls: type, name: str, value: Any) -> bool:
 
 def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Copy ``tree`` with `SHARES` in steps: 0.05 of 2,000 steps is 100."""
-    tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in tree.items()}
-    train = tree.get("train")
-    steps = _literal(train.get("steps", Train.steps)) if isinstance(train, Mapping) else Train.steps
+    copy = {}
+    for name, section in tree.items():
+        copy[name] = dict(section) if isinstance(section, Mapping) else section
+    steps = Train.steps
+    train = copy.get("train")
+    if isinstance(train, Mapping):
+        set_steps = _literal(train.get("steps"))
+        steps = set_steps if isinstance(set_steps, int) else steps
     for path in SHARES:
-        section, name = path.split(".")
-        part = tree.get(section)
-        if not isinstance(part, dict):
+        section_name, field = path.split(".")
+        section = copy.get(section_name)
+        if not isinstance(section, dict):
             continue
-        value = _literal(part.get(name))
+        value = _literal(section.get(field))
         if isinstance(value, float) and 0 < value < 1:
-            part[name] = max(1, round(value * (steps if isinstance(steps, int) else Train.steps)))
-    return tree
+            section[field] = max(1, round(value * steps))
+    return copy
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
@@ -234,47 +259,46 @@ def _without(problems: list[tuple[str, str]], built: Built) -> Built:
 
 def _model_class(module_name: str) -> type[Section]:
     """Return the ``model`` section's dataclass. Raises ImportError, SyntaxError, TypeError."""
-    named = workload.of(module_name)
-    if not callable(named.config):
+    imported = workload.of(module_name)
+    if not callable(imported.config):
         raise TypeError(
-            f"is {module_name!r}, whose WORKLOAD has the config {named.config!r}; expected a"
+            f"is {module_name!r}, whose WORKLOAD has the config {imported.config!r}; expected a"
             " dataclass"
         )
-    functions = {"make_task": named.make_task}
-    return _checked_class(module_name, named.config_class(), ModelSection, functions)
+    functions = {"make_task": imported.make_task}
+    return _checked_class(module_name, imported.config_class(), ModelSection, functions)
 
 
 def _data_class(module_name: str) -> type[Section]:
     """Return the dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
     module = base.module(module_name)
-    functions = {
-        name: getattr(module, name, None)
-        for name in ("element_spec", "dataset_info", "make_loader")
-    }
+    names = ("element_spec", "dataset_info", "make_loader")
+    functions = {name: getattr(module, name, None) for name in names}
     return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
 
 
 def _checked_class(
-    module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]
+    module_name: str, cls: Any, parent: type[Section], functions: Mapping[str, Any]
 ) -> type[Section]:
-    """``cls``, if it is a section of its kind with callable ``functions``. Raises TypeError."""
-    missing = [
-        f"the function {name!r}" for name, function in functions.items() if not callable(function)
-    ]
+    """Return ``cls``, a section of its kind with callable ``functions``. Raises TypeError."""
+    missing = []
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        missing.insert(0, "a dataclass named Config")
-    elif not issubclass(cls, base):
-        parent = f"{base.__module__}.{base.__name__}"
+        missing.append("a dataclass named Config")
+    elif not issubclass(cls, parent):
         raise TypeError(
-            f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}"
+            f"is {module_name!r}, whose Config is not a {parent.__name__}; derive it from"
+            f" {parent.__module__}.{parent.__name__}"
         )
+    for name, function in functions.items():
+        if not callable(function):
+            missing.append(f"the function {name!r}")
     if missing:
         raise TypeError(
             f"is {module_name!r}, a module without {', '.join(missing)}; docs/your-model.md has an"
             " example"
         )
-    found: type[Section] = cls
-    return found
+    section_class: type[Section] = cls
+    return section_class
 
 
 def _take_dataset_info(
@@ -297,12 +321,11 @@ def _take_dataset_info(
         if value is not None and value != fact:
             text = f"is {str(value)[:80]}, and the data have {str(fact)[:80]}; omit it"
             problems.append((f"model.{name}", text))
-    names = [
-        f.name
-        for f in dataclasses.fields(config.model)
-        if getattr(config.model, f.name) is None and f.name in info
-    ]
-    model = dataclasses.replace(config.model, **{name: info[name] for name in names})
+    decided = {}
+    for f in dataclasses.fields(config.model):
+        if getattr(config.model, f.name) is None and f.name in info:
+            decided[f.name] = info[f.name]
+    model = dataclasses.replace(config.model, **decided)
     problems += without_defaults(checks.under("model", model.validate_data(info)), unread)
     if not problems and not config.warm_start.source:
         for path, text in checks.under("model", model.data_notes(info)):
@@ -320,25 +343,18 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     parameters = inspect.signature(get_config).parameters.values()
     if argument and not parameters:
         raise ConfigError([("", f"file {file} takes no argument, and {argument!r} is given")])
+    needs_argument = any(p.default is inspect.Parameter.empty for p in parameters)
     try:
-        takes = argument or any(p.default is inspect.Parameter.empty for p in parameters)
-        config = get_config(argument) if takes else get_config()
+        config = get_config(argument) if argument or needs_argument else get_config()
     except (ValueError, OSError) as error:  # how a config refuses its argument
         raise ArgumentError([("", f"file {file} says: {error}")]) from error
     tree = config.to_dict() if isinstance(config, ConfigDict) else config
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
-        found = f"{str(config)[:80]!r} ({type(config).__name__})"
-        raise ConfigError(
-            [
-                (
-                    "",
-                    (
-                        f"file {file}: get_config returns {found}; expected a ConfigDict, or a"
-                        " dictionary of sections"
-                    ),
-                )
-            ]
+        text = (
+            f"file {file}: get_config returns {str(config)[:80]!r} ({type(config).__name__});"
+            " expected a ConfigDict, or a dictionary of sections"
         )
+        raise ConfigError([("", text)])
     return file.stem, dict(tree)
 
 
@@ -346,13 +362,12 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     """Import a config file. Return its path, module and the text after ":". Raises ConfigError."""
     path, _, argument = source.partition(":")
     file = locate(path)
-    # Modules that a user's config names lie next to it, or in the current folder: as with `python
-    # -m`, also if another program started this process.
-    for folder in (
-        (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ()
-    ):
-        if folder not in sys.path:
-            sys.path.append(folder)
+    if file.parent != configs.FOLDER:
+        # Modules that a user's config names lie next to it, or in the current folder: as with
+        # `python -m`, also if another program started this process.
+        for folder in (os.getcwd(), str(file.parent.absolute())):
+            if folder not in sys.path:
+                sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
     assert spec and spec.loader, f"{file} is a Python file"
     module = importlib.util.module_from_spec(spec)
@@ -367,26 +382,26 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
 
 def _nearest(module_name: str) -> str:
     """Return the shipped workload, or the module next to the config, that a name may stand for."""
-    near = {name.rpartition(".")[2]: name for name in workload.shipped()}
-    near |= {
-        path.stem: path.stem
-        for folder in {*sys.path[:3], "."}
-        for path in pathlib.Path(folder or ".").glob("*.py")
-    }
-    found = difflib.get_close_matches(module_name.rpartition(".")[2], near, n=1, cutoff=0.75)
-    return f"; did you mean {near[found[0]]!r}?" if found and near[found[0]] != module_name else ""
+    candidates = {name.rpartition(".")[2]: name for name in workload.shipped()}
+    for folder in {*sys.path[:3], "."}:
+        for path in pathlib.Path(folder or ".").glob("*.py"):
+            candidates[path.stem] = path.stem
+    last_part = module_name.rpartition(".")[2]
+    matches = difflib.get_close_matches(last_part, candidates, n=1, cutoff=0.75)
+    if not matches or candidates[matches[0]] == module_name:
+        return ""
+    return f"; did you mean {candidates[matches[0]]!r}?"
 
 
 def _where_and_why(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {error.msg}"
-    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in IMPORTERS
-    ]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: {reason}" if frames else reason
+    first_line = next(iter(str(error).splitlines()), "")
+    reason = f"{type(error).__name__}: {first_line}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename not in IMPORTERS:
+            return f"{frame.filename}, line {frame.lineno}: {reason}"
+    return reason
 
 
 def locate(path: str) -> pathlib.Path:
@@ -397,33 +412,19 @@ def locate(path: str) -> pathlib.Path:
     if path in configs.names():
         return configs.FOLDER / f"{path}.py"
     if file.suffix == ".py" and file.stem in configs.names():
-        raise ConfigError(
-            [
-                (
-                    "",
-                    (
-                        f"file {path} does not exist; the config that jaxtrain ships is"
-                        f" --config={file.stem}"
-                    ),
-                )
-            ]
-        )
+        text = f"file {path} does not exist; the config that jaxtrain ships is --config={file.stem}"
+        raise ConfigError([("", text)])
     if file.is_file():
         raise ConfigError([("", f"file {path} is no config; its name must end in .py")])
-    there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-    wanted = file.stem if file.suffix == ".py" and not there else path
-    remedy = checks.expected(wanted, [*configs.names(), *there])
-    raise ConfigError(
-        [
-            (
-                "",
-                (
-                    f"file {path} does not exist, nor does jaxtrain ship a config of this name;"
-                    f" {remedy}"
-                ),
-            )
-        ]
-    )
+    neighbours = []
+    if file.parent.is_dir():
+        neighbours = sorted(str(neighbour) for neighbour in file.parent.glob("*.py"))
+    name = path
+    if file.suffix == ".py" and not neighbours:
+        name = file.stem
+    remedy = checks.expected(name, [*configs.names(), *neighbours])
+    text = f"file {path} does not exist, nor does jaxtrain ship a config of this name; {remedy}"
+    raise ConfigError([("", text)])
 
 
 def function_of(
@@ -444,14 +445,14 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
     kinds = typing.get_type_hints(cls)
     values = {}
     for key, value in tree.items():
-        where = f"{path}.{key}".strip(".")
+        field_path = f"{path}.{key}".strip(".")
         if key not in kinds:
-            problems.append((where, f"does not exist; {checks.expected(key, _names(cls))}"))
+            problems.append((field_path, f"does not exist; {checks.expected(key, _names(cls))}"))
             continue
         try:
-            values[key] = _convert(kinds[key], value, where, problems)
+            values[key] = _convert(kinds[key], value, field_path, problems)
         except (TypeError, ValueError) as error:
-            problems.append((where, str(error)))
+            problems.append((field_path, str(error)))
     try:
         return cls(**values)
     except TypeError as error:
@@ -460,9 +461,8 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
         ]
         if not missing:
             raise
-        problems += [
-            (f"{path}.{name}".strip("."), "has no default and must be set") for name in missing
-        ]
+        for name in missing:
+            problems.append((f"{path}.{name}".strip("."), "has no default and must be set"))
         raise ConfigError(problems) from error
 
 
@@ -472,56 +472,27 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
     if origin in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, _Text) and value.lower() == "none"):
             return None
-        return _convert(next(k for k in options if k is not types.NoneType), value, path, problems)
+        kind_of_value = next(option for option in options if option is not types.NoneType)
+        return _convert(kind_of_value, value, path, problems)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build(kind, _literal(value), path, problems)
     if kind is Any:
         # An argument of a factory of the user's is as a field is: false is no text.
-        known = (
-            {"true": True, "false": False}
-            if path.startswith(("optim.arguments.", "optim.schedule_arguments."))
-            else {}
-        )
-        return (
-            known[value.lower()]
-            if isinstance(value, _Text) and value.lower() in known
-            else _literal(value)
-        )
+        is_argument = path.startswith(("optim.arguments.", "optim.schedule_arguments."))
+        if is_argument and _is_bool(value):
+            return _as_bool(value)
+        return _literal(value)
     if kind is str:
         if isinstance(value, str):
             return str(value)
         raise TypeError(f"is {value!r} ({type(value).__name__}); expected a string")
-    if kind is bool and isinstance(value, _Text) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    text, value = value, _literal(value)
+    if kind is bool and _is_bool(value):
+        return _as_bool(value)
     if origin is tuple:
-        if (
-            isinstance(text, _Text)
-            and isinstance(value, str)
-            and options[0] is str
-            and not set(value) & set("()[]{}'\"")
-        ):
-            # names, as typed in a shell
-            value = tuple(filter(None, (name.strip() for name in value.split(","))))
-        if not isinstance(value, list | tuple):
-            example = ("a", "b") if options[0] is str else (1, 2)
-            raise TypeError(f"is {value!r}; expected a tuple, for example {example}")
-        kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
-        if len(kinds) != len(value):
-            raise TypeError(f"is {value!r}; expected {len(kinds)} values")
-        return tuple(
-            _convert(k, v, f"{path}[{i}]", problems)
-            for i, (k, v) in enumerate(zip(kinds, value, strict=True))
-        )
+        return _convert_tuple(options, value, path, problems)
+    value = _literal(value)
     if origin is dict:
-        if not isinstance(value, Mapping):
-            raise TypeError(f"is {value!r}; expected a dictionary")
-        return {
-            _convert(options[0], k, path, problems): _convert(
-                options[1], v, f"{path}.{k}", problems
-            )
-            for k, v in value.items()
-        }
+        return _convert_dict(options, value, path, problems)
     if kind in (int, float) and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise TypeError(f"is {str(value)[:40]}…; expected a number of at most 63 bits")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -531,6 +502,50 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
     return value
 
 
+def _convert_tuple(
+    options: tuple[Any, ...], value: Any, path: str, problems: list[tuple[str, str]]
+) -> tuple[Any, ...]:
+    """Convert a tuple whose type has the arguments ``options``."""
+    items = _literal(value)
+    are_names = options[0] is str and isinstance(items, str) and isinstance(value, _Text)
+    if are_names and not set(items) & set("()[]{}'\""):
+        # names, as typed in a shell
+        items = tuple(filter(None, (name.strip() for name in items.split(","))))
+    if not isinstance(items, list | tuple):
+        example = ("a", "b") if options[0] is str else (1, 2)
+        raise TypeError(f"is {items!r}; expected a tuple, for example {example}")
+    kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
+    if len(kinds) != len(items):
+        raise TypeError(f"is {items!r}; expected {len(kinds)} values")
+    converted = []
+    for i, item in enumerate(items):
+        converted.append(_convert(kinds[i], item, f"{path}[{i}]", problems))
+    return tuple(converted)
+
+
+def _convert_dict(
+    options: tuple[Any, ...], value: Any, path: str, problems: list[tuple[str, str]]
+) -> dict[Any, Any]:
+    """Convert a dictionary whose type has the arguments ``options``."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"is {value!r}; expected a dictionary")
+    key_kind, item_kind = options
+    converted = {}
+    for key, item in value.items():
+        name = _convert(key_kind, key, path, problems)
+        converted[name] = _convert(item_kind, item, f"{path}.{key}", problems)
+    return converted
+
+
+def _is_bool(value: Any) -> bool:
+    """Whether a value of the command line is true or false."""
+    return isinstance(value, _Text) and value.lower() in ("true", "false")
+
+
+def _as_bool(value: str) -> bool:
+    return value.lower() == "true"
+
+
 def _literal(value: Any) -> Any:
     if not isinstance(value, _Text):
         return value
@@ -538,6 +553,10 @@ def _literal(value: Any) -> Any:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return str(value)
+
+
+# The sections whose class a module has: name, the field that names the module, how it is found.
+MODULES = (("model", "workload", _model_class), ("data", "loader", _data_class))
 
 
 def to_json(config: Config) -> str:
@@ -560,6 +579,5 @@ def _has_no_default(f: dataclasses.Field[Any]) -> bool:
 
 
 def _described(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(
-        kind, kind.__name__
-    )
+    descriptions = {int: "a whole number", float: "a number", bool: "true or false"}
+    return descriptions.get(kind, kind.__name__)
