@@ -52,9 +52,8 @@ def recipe(path: str) -> config_dict.ConfigDict:
         workload="jaxtrain.workloads.bird",
         loader="loaders.audio.spectrogram",
         model=dict(preset="s", patch=(16, 16), dtype="bfloat16"),
-        data=dict(
-            train=path, label="ebird_code", test_share=0.05, short="origin"
-        ),  # where the published recipe puts a short one
+        # The published recipe puts a short recording at the origin.
+        data=dict(train=path, label="ebird_code", test_share=0.05, short="origin"),
         train=dict(steps=10_000, batch=2048, accumulate=2, eval_every=1_000),
         optim=dict(lr=1e-3, schedule="wsd", warmup=0.5, weight_decay=0.05, groups=probe()),
         checkpoint=dict(every=500, keep=5),
