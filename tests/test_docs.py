@@ -297,3 +297,13 @@ def test_code_fits_into_its_box(page):
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(), re.M | re.S)
     limit = 111 if page.name == "ARCHITECTURE.md" else 100
     assert not [line for text in blocks for line in text.splitlines() if len(line) > limit]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_fields_that_a_page_sets_exist(page):
+    """Fields of the reader's own code (`model.energy`) and of other programs are not listed."""
+    fields = set(re.findall(r"^\| `([\w.]+)`", write_reference.PAGE.read_text(), re.M))
+    known = fields | {field.rpartition(".")[0] for field in fields}
+    named = set(re.findall(r"config\.((?:\w+\.)+\w+)", page.read_text()))
+    others = ("compiler.", "optim.arguments.", "model.energy.")
+    assert not {name for name in named - known if not name.startswith(others)}
