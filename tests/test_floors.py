@@ -351,7 +351,7 @@ def run(n):
 
 
 @pytest.mark.skipif("language" not in installed.NAMES, reason="its workload is deleted")
-@pytest.mark.parametrize(("device", "files", "lines"), [("h100", 17, 1_300), ("cpu", 17, 1_350)])
+@pytest.mark.parametrize(("device", "files", "lines"), [("h100", 14, 1_300), ("cpu", 14, 1_350)])
 def test_the_page_has_the_functions_of_a_step(device, files, lines):
     """`python -m tests.support.step_walk` prints the tables."""
     rows = step_walk.walk(device)

@@ -56,10 +56,10 @@ class Settings(NamedTuple):
 class Split(NamedTuple):
     """How the tokens and the matrix are split over devices, in names of mesh axes."""
 
-    tokens: tuple[str, ...]
-    vocab: tuple[str, ...]
-    columns: tuple[str, ...]  # that the matrix's columns share with the tokens
-    exchanged: tuple[str, ...]  # those of ``columns`` if columns are exchanged for rows
+    tokens: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # that the matrix's columns share with the tokens
+    exchanged: tuple[str, ...] = ()  # those of ``columns`` if columns are exchanged for rows
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -141,7 +141,9 @@ def _run(
 ) -> tuple[Sums, Grads]:
     """Call `_of_device` on every device's own tokens and part of the matrix."""
     of_rows, of_columns = settings.axes
-    split = _split(shard, settings.axes, x_btd.shape, w_vd.shape[0])
+    split = Split()
+    if shard.mesh is not None and shard.mesh.size > 1:
+        split = _split(shard, settings.axes, x_btd.shape, w_vd.shape[0])
     w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
     axes = (
         ("batch", "seq", None),
@@ -170,7 +172,7 @@ def _split(shard: Shard, axes: Axes, shape_btd: tuple[int, ...], v: int) -> Spli
     tokens = (*shard.names("batch", b), *shard.names("seq", t))
     columns, _ = shared_columns(shard, of_columns, d, (b, t))
     if not columns:
-        return Split(tokens, vocab, columns=(), exchanged=())
+        return Split(tokens, vocab)
     # To gather sends the matrix and its gradient, to exchange sends the tokens and theirs.
     n_columns = shard.size(of_columns, d)
     own_rows = v // shard.size(of_rows, v)
@@ -224,7 +226,9 @@ def _of_device(
     if dx_ncd is None:
         return sums, ()
     dx_btd = dx_ncd.reshape(n_chunks * size, -1)[:n].reshape(x_btd.shape)
-    return sums, (dx_btd, _summed_over_tokens(split, dw_vd))
+    if split.tokens:
+        dw_vd = _summed_over_tokens(split, dw_vd)
+    return sums, (dx_btd, dw_vd)
 
 
 def _chunks(x: Array, n_chunks: int, size: int) -> Array:

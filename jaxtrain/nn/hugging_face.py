@@ -50,35 +50,35 @@ ROPE = {
 
 
 # Fields that `Decoder` lacks: field -> values, besides null, that do not change the function.
+_OFF = (
+    "attention_bias",
+    "mlp_bias",
+    "use_qk_norm",
+    "qk_layernorm",
+    "use_parallel_residual",
+    "parallel_attn",
+    "alibi",
+)
+_FACTORS = (
+    "partial_rotary_factor",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+)
+_ABSENT = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "attention_multiplier",
+    "clip_qkv",
+)
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    **dict.fromkeys(
-        (
-            "attention_bias",
-            "mlp_bias",
-            "use_qk_norm",
-            "qk_layernorm",
-            "use_parallel_residual",
-            "parallel_attn",
-            "alibi",
-        ),
-        (False,),
-    ),
-    **dict.fromkeys(
-        (
-            "partial_rotary_factor",
-            "embedding_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-            "logit_scale",
-        ),
-        (1,),
-    ),
-    **dict.fromkeys(
-        ("final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier", "clip_qkv"),
-        (),
-    ),
-    **dict.fromkeys(("num_local_experts", "num_experts"), (0, 1)),
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(_FACTORS, (1,)),
+    **dict.fromkeys(_ABSENT, ()),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
     "is_causal": (True,),
     "no_rope_layers": ([],),
 }
@@ -103,25 +103,21 @@ class Names(NamedTuple):
         """Return the name of a parameter, or one name for each layer of the stack."""
         if path in self.top:
             return self.top[path]
-        return [
-            f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)
-        ]
+        name = self.layer[path.removeprefix("blocks/")]
+        return [f"{self.prefix}.{i}.{name}" for i in range(depth)]
 
     def renames(self, table: Any) -> tuple[tuple[str, str], ...]:
         """Return config.warm_start.renames, from these names to the paths of a table."""
-        found = []
+        renames = []
         for path in specs.paths(table):
             name = path.removeprefix("blocks/")
             if name == path:
-                found.append((f"^{_slashes(self.top[path])}$", path))
+                renames.append((f"^{_slashes(self.top[path])}$", path))
             else:
-                found.append(
-                    (
-                        rf"^{_slashes(self.prefix)}/(\d+)/{_slashes(self.layer[name])}$",
-                        rf"{path}[\1]",
-                    )
-                )
-        return tuple(found)
+                layer_name = _slashes(self.layer[name])
+                pattern = rf"^{_slashes(self.prefix)}/(\d+)/{layer_name}$"
+                renames.append((pattern, rf"{path}[\1]"))
+        return tuple(renames)
 
 
 def _slashes(name: str) -> str:
@@ -155,35 +151,37 @@ def own_export(
         return None
     try:
         config = files.read_json(files.inside(path.parent, path.name))["config"]
-        found, model = config["workload"], dict(config["model"])
+        run_workload, model = config["workload"], dict(config["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HuggingFaceError(
             f"{path} cannot be read as an export of jaxtrain: {error!r}"
         ) from error
-    if not workload_lib.is_kind(found, workload):
+    if not workload_lib.is_kind(run_workload, workload):
         raise HuggingFaceError(
-            f"{path}: the export is of a run of {found}; expected one of {workload}"
+            f"{path}: the export is of a run of {run_workload}; expected one of {workload}"
         )
     # The data decide the number of places, unless they are learned.
-    kept = {f.name for f in dataclasses.fields(Decoder)} - (
-        {"context"} if model.get("positions") != "learned" else set()
-    )
-    return {name: value for name, value in model.items() if name in kept or name in names}
+    names_read = {*names, *(field.name for field in dataclasses.fields(Decoder))}
+    if model.get("positions") != "learned" and "context" not in names:
+        names_read.discard("context")
+    return {name: value for name, value in model.items() if name in names_read}
 
 
 def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
     """Read the existing files of a folder, by name. Raises FileError."""
-    there = [name for name in names if (folder / name).is_file()]
-    return {name: files.read(files.inside(folder, name), most=files.MAX_JSON) for name in there}
+    contents = {}
+    for name in names:
+        if (folder / name).is_file():
+            contents[name] = files.read(files.inside(folder, name), most=files.MAX_JSON)
+    return contents
 
 
 def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
     """Read licence and notices next to config.json, by name. Raises FileError."""
     if not (folder / "config.json").is_file():
         return {}
-    return read_files(
-        folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name))
-    )
+    names = sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name))
+    return read_files(folder, names)
 
 
 def tokenizer_files(
@@ -203,43 +201,47 @@ def tokenizer_files(
       vocab: the run's. Base weights with another one have another tokenizer.
       read: a reader of a tokenizer's files, given a folder or a tokenizer.json of any name.
     """
-    own = next(filter(None, named), None)
-    of_base = read(base) if base and base.is_dir() else {}
-    about = (
-        files.read_json(files.inside(base, "config.json"))
-        if base and (base / "config.json").is_file()
-        else {}
-    )
-    if own is None:
-        theirs = (about.get("text_config") or about).get("vocab_size", vocab)
-        return (of_base, True) if vocab in (None, theirs) else ({}, False)
-    if own == "bytes":
+    run_tokenizer = next(filter(None, named), None)
+    base_files = read(base) if base and base.is_dir() else {}
+    if run_tokenizer is None:
+        has_base_vocab = vocab in (None, _vocab_of(base, vocab))
+        return (base_files, True) if has_base_vocab else ({}, False)
+    if run_tokenizer == "bytes":
         return {}, False
-    found = read(files.expanded(own))
-    if "tokenizer.json" not in found:
+    run_files = read(files.expanded(run_tokenizer))
+    if "tokenizer.json" not in run_files:
         print(
-            f"warning: the run's tokenizer, {own}, is gone, and the export has none",
+            f"warning: the run's tokenizer, {run_tokenizer}, is gone, and the export has none",
             file=sys.stderr,
         )
-        return {}, not of_base
-    same = of_base.get("tokenizer.json", found["tokenizer.json"]) == found["tokenizer.json"]
-    return (of_base | found, True) if same else (found, False)
+        return {}, not base_files
+    base_tokenizer = base_files.get("tokenizer.json", run_files["tokenizer.json"])
+    if base_tokenizer == run_files["tokenizer.json"]:
+        return base_files | run_files, True
+    return run_files, False
+
+
+def _vocab_of(base: pathlib.Path | None, default: int | None) -> Any:
+    """Read the vocabulary's size from the base weights' config.json. Raises FileError."""
+    if not base or not (base / "config.json").is_file():
+        return default
+    fields = files.read_json(files.inside(base, "config.json"))
+    return (fields.get("text_config") or fields).get("vocab_size", default)
 
 
 def without_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of config.json or generation_config.json without those that name tokens by id."""
-    return {
-        name: value
-        for name, value in fields.items()
-        if not re.search(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$", name)
-    }
+    of_ids = re.compile(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$")
+    return {name: value for name, value in fields.items() if not of_ids.search(name)}
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one layer's array at Hugging Face, heads and head_dim as one axis."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
         return (shape[0] * shape[1], *shape[2:])
-    return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
+    if name == "w_out":
+        return (shape[0], shape[1] * shape[2])
+    return shape
 
 
 def decoder_fields(
@@ -264,48 +266,41 @@ def decoder_fields(
     ]
     for name, plain in PLAIN.items():
         if h.get(name) not in (None, *plain):
-            problems.append(
-                f"{name} is {repr(h[name])[:80]}; expected"
-                f" {' or '.join(map(json.dumps, plain or (None,)))}"
-            )
-    if odd := sorted(set(h.get("layer_types") or ()) - {"full_attention"}):
-        problems.append(
-            f"layer_types has {', '.join(map(str, odd))[:80]}; expected full_attention alone"
-        )
+            expected = " or ".join(map(json.dumps, plain or (None,)))
+            problems.append(f"{name} is {repr(h[name])[:80]}; expected {expected}")
+    if unknown_types := sorted(set(h.get("layer_types") or ()) - {"full_attention"}):
+        types = ", ".join(map(str, unknown_types))[:80]
+        problems.append(f"layer_types has {types}; expected full_attention alone")
     if problems:
         raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
     heads = h["num_attention_heads"]
-    scaled = (
-        {ours: float(rope[theirs]) for ours, theirs in ROPE.items()} if kind == "llama3" else {}
-    )
-    if scaled:
-        scaled["original"] = rope[ROPE["original"]]  # a whole number
+    rope_fields = {"theta": float(theta)}
+    if kind == "llama3":
+        rope_fields |= {ours: float(rope[theirs]) for ours, theirs in ROPE.items()}
+        rope_fields["original"] = rope[ROPE["original"]]  # a whole number
     return dict(
         {ours: h[theirs] for ours, theirs in SIZES.items()},
         kv_heads=h.get("num_key_value_heads") or heads,
         head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        rope=dict(theta=float(theta), **scaled),
+        rope=rope_fields,
     )
+
+
+# Fields that may have a fraction. Other numbers of a config.json are whole.
+_FRACTIONS = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 
 
 def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: Any) -> Iterator[str]:
     """Name the fields that are no numbers above 0: sizes, its ``scaling``'s, rope's theta."""
     numbers = {name: h.get(name) for name in (*SIZES.values(), "vocab_size")}
     numbers |= {name: h[name] for name in ("num_key_value_heads", "head_dim") if h.get(name)}
-    numbers |= {name: scaling.get(name) for name in ROPE.values() if scaling}
+    if scaling:
+        numbers |= {name: scaling.get(name) for name in ROPE.values()}
     for name, value in {**numbers, "rope_theta": theta}.items():
-        is_whole = name not in (
-            "rms_norm_eps",
-            "rope_theta",
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-        )
-        if type(value) not in ((int,) if is_whole else (int, float)) or not 0 < value < math.inf:
-            yield (
-                f"{name} is {json.dumps(value)[:80]}; expected a"
-                f" {'whole ' if is_whole else ''}number above 0"
-            )
+        is_number = type(value) is int or (type(value) is float and name in _FRACTIONS)
+        if not is_number or not 0 < value < math.inf:
+            kind = "number" if name in _FRACTIONS else "whole number"
+            yield f"{name} is {json.dumps(value)[:80]}; expected a {kind} above 0"
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
@@ -314,17 +309,13 @@ def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> 
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):
         yield "rope_parameters differ between kinds of layers; expected one for all"
-    elif not {"rope_type", "type"} & rope.keys() and (
-        rest := sorted(rope.keys() - {"rope_theta", "partial_rotary_factor"})
-    ):
-        yield (
-            f"rope_scaling or rope_parameters has {', '.join(rest)[:80]}, and no rope_type; set it"
-        )
-    if (
-        h.get("rope_scaling")
-        and h.get("rope_parameters")
-        and h["rope_scaling"] != h["rope_parameters"]
-    ):
+    elif not {"rope_type", "type"} & rope.keys():
+        names = sorted(rope.keys() - {"rope_theta", "partial_rotary_factor"})
+        if names:
+            text = ", ".join(names)[:80]
+            yield f"rope_scaling or rope_parameters has {text}, and no rope_type; set it"
+    scaling, parameters = h.get("rope_scaling"), h.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
         yield "rope_scaling and rope_parameters differ; remove one of them"
     if h.get("rope_theta") not in (None, rope.get("rope_theta", h.get("rope_theta"))):
         yield (

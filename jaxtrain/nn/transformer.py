@@ -224,7 +224,6 @@ def attend(
 
     ``mix`` computes attention between the projections: `mixer`, or `sampling.cached`.
     """
-    dtype = x_btd.dtype
 
     @remat.cheap(c.remat)
     def projections(x_btd: Array, w: Weights) -> tuple[Array, Array, Array]:
@@ -238,22 +237,26 @@ def attend(
         used = _subset(w, "scale_attention", "bias_attention", "w_q", "w_k", "w_v")
         q_bthk, k_bsgk, v_bsgk = projections(x_btd, used)
         if c.qkv_bias:
-            q_bthk += spread(w["b_q"].astype(dtype), q_bthk.shape, shard)
+            q_bthk = _add_bias(q_bthk, w["b_q"], shard)
         q_bthk = shard(q_bthk, "batch", "seq", "heads", "head_dim")
         q_bthk = remat.name(_placed(c, q_bthk, w.get("scale_q"), angles), "qkv")
         if c.qkv_bias:
-            k_bsgk += spread(w["b_k"].astype(dtype), k_bsgk.shape, shard)
+            k_bsgk = _add_bias(k_bsgk, w["b_k"], shard)
         k_bsgk = shard(k_bsgk, "batch", "seq", "kv_heads", "head_dim")
         k_bsgk = remat.name(_placed(c, k_bsgk, w.get("scale_k"), angles), "qkv")
         if c.qkv_bias:
-            v_bsgk += spread(w["b_v"].astype(dtype), v_bsgk.shape, shard)
+            v_bsgk = _add_bias(v_bsgk, w["b_v"], shard)
         v_bsgk = remat.name(shard(v_bsgk, "batch", "seq", "kv_heads", "head_dim"), "qkv")
         y_bthk, extra = mix(q_bthk, k_bsgk, v_bsgk)
         y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
-            y_btd += spread(w["b_out"].astype(dtype), y_btd.shape, shard)
+            y_btd = _add_bias(y_btd, w["b_out"], shard)
         return shard(x_btd + y_btd, "batch", "seq", None), extra
+
+
+def _add_bias(y: Array, b: Array, shard: Shard) -> Array:
+    return y + spread(b.astype(y.dtype), y.shape, shard)
 
 
 def _subset(w: Weights, *names: str) -> Weights:
@@ -285,13 +288,11 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
         else:
             y_btd = _gelu_net(c, w, x_btd, shard)
         if c.bias:
-            y_btd += spread(w["b_down"].astype(x_btd.dtype), y_btd.shape, shard)
+            y_btd = _add_bias(y_btd, w["b_down"], shard)
         return shard(x_btd + y_btd, "batch", "seq", None)
 
 
 def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
-    dtype = x_btd.dtype
-
     @remat.cheap(c.remat)
     def gate_and_up(x_btd: Array, w: Weights) -> tuple[Array, Array]:
         y_btd = norm(c, w, "mlp", x_btd, shard)
@@ -306,8 +307,8 @@ def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     used = _subset(w, "scale_mlp", "bias_mlp", "w_gate", "w_up")
     gate_btm, up_btm = gate_and_up(x_btd, used)
     if c.bias:
-        gate_btm = gate_btm + spread(w["b_gate"].astype(dtype), gate_btm.shape, shard)
-        up_btm = up_btm + spread(w["b_up"].astype(dtype), up_btm.shape, shard)
+        gate_btm = _add_bias(gate_btm, w["b_gate"], shard)
+        up_btm = _add_bias(up_btm, w["b_up"], shard)
     gate_btm = remat.name(shard(gate_btm, "batch", "seq", "mlp"), "mlp")
     up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
     return down((gate_btm, up_btm), w["w_down"])
@@ -325,7 +326,7 @@ def _gelu_net(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 
     up_btm = up(x_btd, _subset(w, "scale_mlp", "bias_mlp", "w_up"))
     if c.bias:
-        up_btm = up_btm + spread(w["b_up"].astype(x_btd.dtype), up_btm.shape, shard)
+        up_btm = _add_bias(up_btm, w["b_up"], shard)
     up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
     return down(up_btm, w["w_down"])
 
@@ -370,7 +371,12 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
-        k_bsgk, v_bsgk = _for_each_part(shard, q_bthk, k_bsgk, v_bsgk)
+        parts, g = shard.size("heads", q_bthk.shape[2]), k_bsgk.shape[2]
+        if g % parts:
+            # Too few key heads are repeated, so that each device has those of its queries.
+            repeats = math.lcm(g, parts) // g
+            k_bsgk = shard(jnp.repeat(k_bsgk, repeats, axis=2), "batch", "seq", "kv_heads", None)
+            v_bsgk = shard(jnp.repeat(v_bsgk, repeats, axis=2), "batch", "seq", "kv_heads", None)
         if shard.names("seq", q_bthk.shape[1]):
             y_bthk = ring.attention(
                 shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window
@@ -390,19 +396,6 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         return y_bthk, None
 
     return mix
-
-
-def _for_each_part(
-    shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array
-) -> tuple[Array, Array]:
-    """Repeat key heads that are too few, so that each device has those of its queries."""
-    parts, g = shard.size("heads", q_bthk.shape[2]), k_bsgk.shape[2]
-    repeats = math.lcm(g, parts) // g
-    if repeats == 1:
-        return k_bsgk, v_bsgk
-    repeated = (jnp.repeat(x, repeats, axis=2) for x in (k_bsgk, v_bsgk))
-    k_bsgk, v_bsgk = (shard(x, "batch", "seq", "kv_heads", None) for x in repeated)
-    return k_bsgk, v_bsgk
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:

@@ -93,7 +93,9 @@ def _built_in(
     yield _add_decayed(jax.tree.map(lambda g, d: _decay_of(optim, g) * d, groups, decays))
     rates = jax.tree.map(lambda g, factor: _rate_of(optim, g) * factor, groups, depth_factors)
     yield _scale_by_rates(rates, make_schedule(optim, steps))
-    yield _only_read_rows(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, rule_names))
+    is_sparse = jax.tree.map(lambda name: UPDATE_RULES[name].sparse, rule_names)
+    if any(jax.tree.leaves(is_sparse)):
+        yield _only_read_rows(is_sparse)
 
 
 def _decay_of(optim: Optim, group: Group) -> float:

@@ -50,7 +50,8 @@ def make_train_step(
     The state is donated, and the new one has its shardings. Raises LayoutError if a device's rows
     do not divide into microbatches.
     """
-    _require_microbatches(layout, abstract, settings.accumulate)
+    if settings.accumulate > 1:
+        _require_microbatches(layout, abstract, settings.accumulate)
     if settings.stage is not None:
         task = task._replace(loss=functools.partial(task.loss, stage=settings.stage))
     shardings = jax.tree.map(lambda x: x.sharding, abstract.state)

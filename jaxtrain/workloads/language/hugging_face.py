@@ -164,11 +164,12 @@ _GENERATION = "generation_config.json"
 
 def _family(model: Mapping[str, Any]) -> str | None:
     """Return the Hugging Face model_type of a model section, or None."""
-    plain = (model["norm"], model["activation"], model["positions"], model["bias"])
-    kinds = {"mistral": model["window"], "qwen3": model["qk_norm"], "qwen2": model["qkv_bias"]}
-    if plain != ("rms", "swiglu", "rope", False) or sum(map(bool, kinds.values())) > 1:
+    parts = (model["norm"], model["activation"], model["positions"], model["bias"])
+    features = {"mistral": model["window"], "qwen3": model["qk_norm"], "qwen2": model["qkv_bias"]}
+    families = [family for family, has_feature in features.items() if has_feature]
+    if parts != ("rms", "swiglu", "rope", False) or len(families) > 1:
         return None
-    return next((family for family, has in kinds.items() if has), "llama")
+    return families[0] if families else "llama"
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
@@ -176,11 +177,9 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
     if _family(config) is not None:
         return _NAMES.of(path, config["depth"])
     name = path.removeprefix("blocks/")
-    return (
-        path.replace("/", ".")
-        if name == path
-        else [f"blocks.{i}.{name}" for i in range(config["depth"])]
-    )
+    if name == path:
+        return path.replace("/", ".")
+    return [f"blocks.{i}.{name}" for i in range(config["depth"])]
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,38 +195,41 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     ``config`` is the whole run's, ``dtype`` the arrays'. Fields of the config.json of
     config.warm_start.source beyond the architecture (token ids, for one) are kept.
     """
-    model, family = config["model"], _family(config["model"])
+    model, data = config["model"], config["data"]
     base = _folder(config["warm_start"]["source"])
-    data = config["data"]
-    plain = "bytes" if model.get("symbols") or data.get("text") == "bytes" else ""
-    named = (model.get("tokenizer"), plain, data.get("tokenizer"))
-    found, same = hugging_face.tokenizer_files(
-        named, base, model.get("vocab"), tokenizer.read_files
+    is_bytes = model.get("symbols") or data.get("text") == "bytes"
+    tokenizers = (model.get("tokenizer"), "bytes" if is_bytes else "", data.get("tokenizer"))
+    contents, has_base_ids = hugging_face.tokenizer_files(
+        tokenizers, base, model.get("vocab"), tokenizer.read_files
     )
-    found |= (
-        hugging_face.read_files(base, (_GENERATION,)) | hugging_face.terms_files(base)
-        if base
-        else {}
-    )
-    if not same and _GENERATION in found:
-        found[_GENERATION] = _json(hugging_face.without_ids(json.loads(found[_GENERATION])))
+    if base:
+        contents |= hugging_face.read_files(base, (_GENERATION,))
+        contents |= hugging_face.terms_files(base)
+    if not has_base_ids and _GENERATION in contents:
+        generation = json.loads(contents[_GENERATION])
+        contents[_GENERATION] = _json(hugging_face.without_ids(generation))
+    family = _family(model)
     if family is None:
-        return found
-    kept = (
-        files.read_json(files.inside(base, "config.json"))
-        if base and (base / "config.json").is_file()
-        else {}
-    )
-    if kept.get("model_type") not in _FAMILIES:
-        kept = {}
-    kept = kept if same else hugging_face.without_ids(kept)
-    for key in ("rope_parameters", "torch_dtype", "dtype", "quantization_config"):
-        kept.pop(key, None)
-    fields = kept | _hugging_face_fields(
-        model, family, dtype, least_context=kept.get("max_position_embeddings", 0)
-    )
-    found |= _ends(model, fields, found)
-    return {"config.json": _json(fields), **found}
+        return contents
+    fields = _base_fields(base)
+    if not has_base_ids:
+        fields = hugging_face.without_ids(fields)
+    least_context = fields.get("max_position_embeddings", 0)
+    fields |= _hugging_face_fields(model, family, dtype, least_context=least_context)
+    contents |= _ends(model, fields, contents)
+    return {"config.json": _json(fields), **contents}
+
+
+def _base_fields(base: pathlib.Path | None) -> dict[str, Any]:
+    """Return the fields of the base weights' config.json beyond the architecture."""
+    if not base or not (base / "config.json").is_file():
+        return {}
+    fields: dict[str, Any] = files.read_json(files.inside(base, "config.json"))
+    if fields.get("model_type") not in _FAMILIES:
+        return {}
+    for name in ("rope_parameters", "torch_dtype", "dtype", "quantization_config"):
+        fields.pop(name, None)
+    return fields
 
 
 def _json(tree: Any) -> bytes:
@@ -243,37 +245,44 @@ def _folder(place: Any) -> pathlib.Path | None:
 
 
 def _ends(
-    model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, bytes]
+    model: Mapping[str, Any], fields: dict[str, Any], contents: Mapping[str, bytes]
 ) -> dict[str, bytes]:
     """Write the tokens that end a text into ``fields`` of config.json; return files naming them."""
-    ends, named = model.get("ends"), ""
-    with contextlib.suppress(files.DataError):  # the run's tokenizer has moved, or cannot be read
-        if model.get("tokenizer") not in (None, "", "bytes"):
-            of = tokenizer.open_tokenizer(model["tokenizer"])
-            ends = of.ends() if ends is None else ends
-            named = of.specials.get(ends[0], "") if ends else ""
-    generation = json.loads(found.get(_GENERATION, b"{}"))
-    theirs = generation.get("eos_token_id", fields.get("eos_token_id"))
-    more: dict[str, bytes] = {}
-    if ends and not set(ends) <= set(theirs if isinstance(theirs, list) else [theirs]):
-        theirs = ends[0] if len(ends) == 1 else list(ends)
+    end_ids, end_token = _end_tokens(model)
+    generation = json.loads(contents.get(_GENERATION, b"{}"))
+    base_end = generation.get("eos_token_id", fields.get("eos_token_id"))
+    base_ids = base_end if isinstance(base_end, list) else [base_end]
+    end, changed = base_end, {}
+    if end_ids and not set(end_ids) <= set(base_ids):
+        end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
         # some programs look there
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if named and name in found:
-                more[name] = _json({**json.loads(found[name]), "eos_token": named})
+            if end_token and name in contents:
+                changed[name] = _json({**json.loads(contents[name]), "eos_token": end_token})
     # Without them transformers takes the ids of Llama's first tokenizer.
-    fields |= {"eos_token_id": theirs, "bos_token_id": fields.get("bos_token_id")}
-    more |= (
-        {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
-    )
-    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+    fields |= {"eos_token_id": end, "bos_token_id": fields.get("bos_token_id")}
+    if end is not None:
+        changed[_GENERATION] = _json({**generation, "eos_token_id": end})
+    if "tokenizer.json" in contents and "tokenizer_config.json" not in contents:
         # Else transformers makes the architecture's own kind of it, which splits texts otherwise.
-        about = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **({"eos_token": named} if named else {}),
-        }
-        more["tokenizer_config.json"] = _json(about)
-    return more
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if end_token:
+            tokenizer_config["eos_token"] = end_token
+        changed["tokenizer_config.json"] = _json(tokenizer_config)
+    return changed
+
+
+def _end_tokens(model: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the ids of the tokens that end a text, and the first one's name, "" if unknown."""
+    end_ids, end_token = model.get("ends"), ""
+    with contextlib.suppress(files.DataError):  # the run's tokenizer has moved, or cannot be read
+        if model.get("tokenizer") not in (None, "", "bytes"):
+            opened = tokenizer.open_tokenizer(model["tokenizer"])
+            if end_ids is None:
+                end_ids = opened.ends()
+            if end_ids:
+                end_token = opened.specials.get(end_ids[0], "")
+    return end_ids, end_token
 
 
 _EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -297,23 +306,27 @@ print(ids[0].tolist())"""
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """Return the card: transformers loads its architectures, and the tokenizer if there is one."""
-    metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
-    with_text = "tokenizer.json" in files
-    of_bytes = not model.get("symbols") and "bytes" in (
-        model.get("tokenizer"),
-        config["data"].get("tokenizer"),
-    )
+    metrics = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy")
+    model = config["model"]
+    has_tokenizer = "tokenizer.json" in files
+    tokenizers = (model.get("tokenizer"), config["data"].get("tokenizer"))
+    is_bytes = not model.get("symbols") and "bytes" in tokenizers
     if _family(model) is None:
-        known = with_text or of_bytes or model.get("symbols") or model["vocab"] == 256
-        example = "$ jaxtrain generate . 'One morning' --tokens 32" if known else ""
+        reads_text = has_tokenizer or is_bytes or model.get("symbols") or model["vocab"] == 256
+        example = "$ jaxtrain generate . 'One morning' --tokens 32" if reads_text else ""
         return Hub("jaxtrain", "text-generation", metrics, example)
-    example = _EXAMPLE if with_text else _BYTES_EXAMPLE if of_bytes else _TOKENS_EXAMPLE
+    if has_tokenizer:
+        example = _EXAMPLE
+    else:
+        example = _BYTES_EXAMPLE if is_bytes else _TOKENS_EXAMPLE
     return Hub("transformers", "text-generation", metrics, example)
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the head if the embedding takes its place. ``config``: the saved ``model``."""
-    return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
+    if not config.get("tied"):
+        return {}
+    return {_NAMES.top["w_head"]: _NAMES.top["embed"]}
 
 
 EXPORT = Export(
@@ -325,13 +338,12 @@ def _hugging_face_fields(
     model: Mapping[str, Any], family: str, dtype: str, *, least_context: int
 ) -> dict[str, Any]:
     """Return a model section as fields of config.json."""
-    rope = model["rope"]
-    scaling = {
-        "rope_type": "llama3",
-        **{theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()},
-    }
-    return {
-        **{theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()},
+    rope, scaling = model["rope"], None
+    if rope["factor"] != 1:
+        scaling = {"rope_type": "llama3"}
+        scaling |= {theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()}
+    fields: dict[str, Any] = {theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()}
+    fields |= {
         "architectures": [_FAMILIES[family]],
         "model_type": family,
         "hidden_act": "silu",
@@ -339,16 +351,21 @@ def _hugging_face_fields(
         "head_dim": model["head_dim"] or model["embed"] // model["heads"],
         "max_position_embeddings": max(model["context"], least_context),
         "rope_theta": rope["theta"],
-        "rope_scaling": scaling if rope["factor"] != 1 else None,
+        "rope_scaling": scaling,
         "tie_word_embeddings": model["tied"],
         "vocab_size": model["vocab"],
         "initializer_range": model["init_std"],
         "torch_dtype": dtype,
-        **({"attention_bias": False} if family != "qwen2" else {}),
-        **({"mlp_bias": False} if family == "llama" else {}),
-        **({"use_sliding_window": False} if family.startswith("qwen") else {}),
-        **({"sliding_window": model["window"]} if family == "mistral" else {}),
     }
+    if family != "qwen2":
+        fields["attention_bias"] = False
+    if family == "llama":
+        fields["mlp_bias"] = False
+    if family.startswith("qwen"):
+        fields["use_sliding_window"] = False
+    if family == "mistral":
+        fields["sliding_window"] = model["window"]
+    return fields
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -359,41 +376,49 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
       that this model lacks.
     """
     path = files.expanded(path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     with hugging_face.reading(path):
-        return _read_fields(files.read_json(path), path)
+        fields = files.read_json(path)
+        if fields.get("model_type") == "gpt2":
+            return _read_gpt2(fields)
+        return _read_fields(fields, path)
+
+
+def _read_gpt2(h: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(
+        PRESETS["gpt2"],
+        embed=h["n_embd"],
+        depth=h["n_layer"],
+        heads=h["n_head"],
+        mlp=h.get("n_inner") or 4 * h["n_embd"],
+        vocab=h["vocab_size"],
+        context=h["n_positions"],
+        eps=h["layer_norm_epsilon"],
+    )
 
 
 def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    family, problems = h.get("model_type"), []
-    if family == "gpt2":
-        d = h["n_embd"]
-        return dict(
-            PRESETS["gpt2"],
-            embed=d,
-            depth=h["n_layer"],
-            heads=h["n_head"],
-            mlp=h.get("n_inner") or 4 * d,
-            vocab=h["vocab_size"],
-            context=h["n_positions"],
-            eps=h["layer_norm_epsilon"],
-        )
+    family = h.get("model_type")
     if family not in _FAMILIES:
-        known = checks.expected(family, (*_FAMILIES, "gpt2 (sizes alone)"))
-        raise HuggingFaceError(f"{path}: model_type is {family!r}; {known}")
+        expected = checks.expected(family, (*_FAMILIES, "gpt2 (sizes alone)"))
+        raise HuggingFaceError(f"{path}: model_type is {family!r}; {expected}")
+    problems = []
     if "quantization_config" in h:
         problems.append("quantization_config is set; take the weights that were not quantised")
     if h.get("use_sliding_window") or (family == "llama" and h.get("sliding_window")):
         problems.append("use_sliding_window is set; only attention to all of a document is read")
-    if _FAMILIES[family] not in (made := h.get("architectures") or [_FAMILIES[family]]):
-        problems.append(f"architectures is {made}; expected {_FAMILIES[family]}")
+    architectures = h.get("architectures") or [_FAMILIES[family]]
+    if _FAMILIES[family] not in architectures:
+        problems.append(f"architectures is {architectures}; expected {_FAMILIES[family]}")
     h = {"rms_norm_eps": 1e-6, **_DEFAULTS[family], **h}
+    window = h.get("sliding_window") or 0
     return dict(
         hugging_face.decoder_fields(h, path, problems),
         vocab=h["vocab_size"],
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        window=(h.get("sliding_window") or 0) if family == "mistral" else 0,
+        window=window if family == "mistral" else 0,
         tied=bool(h.get("tie_word_embeddings", False)),
         init_std=h.get("initializer_range", 0.02),
     )
@@ -404,8 +429,8 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 
     It is of Hugging Face, or of `jaxtrain export`. Raises HuggingFaceError.
     """
-    if own := hugging_face.own_export(folder, __package__, ("vocab",)):
-        return own, dict(source=str(folder))
+    if export_model := hugging_face.own_export(folder, __package__, ("vocab",)):
+        return export_model, dict(source=str(folder))
     model = read_config(folder)
     if model.get("positions") == "learned":
         raise HuggingFaceError(
@@ -422,27 +447,29 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 def _unused(folder: str | pathlib.Path, tied: bool) -> tuple[str, ...]:
     """config.warm_start.unused: what transformers does not read either. Raises HuggingFaceError."""
     try:
-        there = safetensors_reader.open_safetensors(folder)
+        arrays = safetensors_reader.open_safetensors(folder)
     except stored.StoredError as error:
         raise HuggingFaceError(str(error)) from error
-    head, embed = (there.get(_NAMES.top[name].replace(".", "/")) for name in ("w_head", "embed"))
-    where = f"{pathlib.Path(folder) / 'config.json'}: tie_word_embeddings is {str(tied).lower()}"
+    head = arrays.get(_NAMES.top["w_head"].replace(".", "/"))
+    embed = arrays.get(_NAMES.top["embed"].replace(".", "/"))
+    setting = f"{pathlib.Path(folder) / 'config.json'}: tie_word_embeddings is {str(tied).lower()}"
     if not tied and embed and not head:
         raise HuggingFaceError(
-            f"{where}, and lm_head.weight is not in the folder; set it to true if the head is the"
+            f"{setting}, and lm_head.weight is not in the folder; set it to true if the head is the"
             " embedding"
         )
     if tied and head and embed and not _equal(head, embed):
         raise HuggingFaceError(
-            f"{where}, and lm_head.weight differs from model.embed_tokens.weight: transformers 4"
+            f"{setting}, and lm_head.weight differs from model.embed_tokens.weight: transformers 4"
             " ties them, and 5 does not; set it to false, or remove lm_head.weight"
         )
-    inverse = "rotary_emb/inv_freq$"  # which follows from the config; old folders have it
-    kept = (
-        r"^lm_head/weight$" if tied and head else "",
-        inverse if any(re.search(inverse, path) for path in there) else "",
-    )
-    return tuple(filter(None, kept))
+    patterns = []
+    if tied and head:
+        patterns.append(r"^lm_head/weight$")
+    frequencies = "rotary_emb/inv_freq$"  # which follow from the config; old folders have them
+    if any(re.search(frequencies, path) for path in arrays):
+        patterns.append(frequencies)
+    return tuple(patterns)
 
 
 def _equal(a: stored.Stored, b: stored.Stored) -> bool:

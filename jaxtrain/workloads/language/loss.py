@@ -23,7 +23,19 @@ import jax.numpy as jnp
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.types import Array, Axes, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import (
+    Array,
+    Axes,
+    Batch,
+    GenerativeEvaluation,
+    Key,
+    LossOut,
+    Mean,
+    PyTree,
+    Shard,
+    Task,
+    Variables,
+)
 from jaxtrain.workloads.language import evals
 from jaxtrain.workloads.language.model import Config, forward_flops, logits, make_specs
 
@@ -34,6 +46,9 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     axes: dict[str, Axes] = dict.fromkeys(names, ("batch", "seq"))
     if c.n_sources > 1:
         axes["source"] = ("batch",)
+    generative: tuple[GenerativeEvaluation, ...] = ()
+    if c.generation.prompts or c.targets:
+        generative = tuple(evals.generative_evaluations(c, shard, config.seed))
     return Task(
         specs=Variables(make_specs(c)),
         loss=functools.partial(loss, c, shard),
@@ -43,7 +58,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
         full_flops=3 * batch * forward_flops(c, causal=False),
         tokens=batch * c.context,
         finish=functools.partial(finish, c),
-        generative=tuple(evals.generative_evaluations(c, shard, config.seed)),
+        generative=generative,
         terms=("cross_entropy", "z_loss") if c.z_loss else (),
         predict=functools.partial(predict, c, shard),
     )
