@@ -317,6 +317,22 @@ def test_folds_keep_recordings_together(tmp_path):
     assert all(set(fold[label == c]) == {0, 1, 2, 3, 4} for c in (0, 1))
 
 
+@pytest.mark.parametrize("method", ["linear", "prototypes", "patches"])
+def test_a_class_may_be_absent_from_the_rows_outside_a_fold(tmp_path, method):
+    y = np.array([[1, 0], [1, 1], [0, 1], [0, 0]])
+    x = y @ np.eye(2, 6) + 0.1 * np.random.default_rng(0).normal(size=(4, 6))
+    folder = fake(tmp_path / "e", x, y, ["a", "b"], multilabel=True)
+    np.save(folder / "labels.npy", y.astype("u1"))
+    np.save(folder / "patches.npy", x[:, None, None].astype("f2"))
+    stored = embeddings.read(folder)
+    examples = labelled_rows.own([stored])
+    fold = fit.folds_of(examples, 0)
+    assert set(fold[y[:, 1] > 0]) == {0} and set(fold) == {0, 1}
+    fitted = fit.fit([stored], examples, method=method)
+    assert fitted.folds == 2
+    assert all(np.isfinite(array).all() for array in fitted.head.arrays.values())
+
+
 def test_one_example_a_class_needs_no_folds_and_says_so(tmp_path, capsys):
     x = np.array([[1.0, 0, 0], [0, 1.0, 0]])
     folder = fake(tmp_path / "e", x, np.eye(2), ["a", "b"])

@@ -353,6 +353,8 @@ def _telling(
         has_class = y[:, c] > 0
         with_class = directions[counts & has_class]
         without = directions[counts & ~has_class]
+        if not len(with_class):  # all its examples are in the fold that is held out
+            with_class = directions
         patches = with_class.reshape(-1, directions.shape[-1])
         numbers = rng.permutation(len(patches))
         candidates = patches[numbers[:CANDIDATES]]
