@@ -119,8 +119,9 @@ run(
     "jaxtrain detect runs/folder-index field --out found --overlap 2 --threshold 0.7 --classes"
     " classes.txt"
 )
-selections = pathlib.Path("found/raven/morning.wav.selections.txt").read_text()
-print(*selections.splitlines()[:4], sep="\n")
+selections = csv.DictReader(open("found/raven/morning.wav.selections.txt"), delimiter="\t")
+for row in list(selections)[:3]:
+    print(row["Begin Time (s)"], row["End Time (s)"], row["Annotation"], row["Score"])
 
 # %% [markdown]
 # The selections open in Raven.
