@@ -27,18 +27,20 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        old, new = (
-            text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-            for text in map(repr, (self.old, self.new))
-        )
-        same = " with other content" if self.old == self.new else ""
-        return f"config.{self.path}: {old} saved, {new} now{same}"
+        content = " with other content" if self.old == self.new else ""
+        return f"config.{self.path}: {_short(self.old)} saved, {_short(self.new)} now{content}"
 
     def is_allowed(self, allow: Iterable[str]) -> bool:
         """Whether a name of ``allow`` is this field or a section around it."""
-        return any(
-            self.path == name or self.path.startswith((f"{name}.", f"{name}[")) for name in allow
-        )
+        for name in allow:
+            if self.path == name or self.path.startswith((f"{name}.", f"{name}[")):
+                return True
+        return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]) -> list[Change]:
@@ -47,42 +49,41 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
     ``saved``: a checkpoint's config, as JSON. Fields that it lacks, newer than the run, count as
     their defaults. ``digests``: of its files, by `digests_of`.
     """
-    now = digests_of(config)
-    adapted = config.lora.rank or (saved.get("lora") or {}).get("rank")
-    found = [
-        change
-        for change in _changes(saved, config, "", FUNCTION)
-        # else nothing is frozen, and there is no adapter
-        if adapted or not change.path.startswith(("lora.", "warm_start."))
-        # else the same file elsewhere
-        if not digests.get(change.path) or digests[change.path] != now.get(change.path)
-    ]
-    paths = {change.path for change in found}
-    edited = [
-        path for path in now if path not in paths and digests.get(path) not in (None, now[path])
-    ]
-    values = {path: operator.attrgetter(path)(config) for path in edited}
-    return found + [Change(path, FUNCTION, value, value) for path, value in values.items()]
+    digests_now = digests_of(config)
+    has_adapters = config.lora.rank or (saved.get("lora") or {}).get("rank")
+    changes = []
+    for change in _changes(saved, config, "", FUNCTION):
+        if not has_adapters and change.path.startswith(("lora.", "warm_start.")):
+            continue  # nothing is frozen, and there is no adapter
+        saved_digest = digests.get(change.path)
+        if saved_digest and saved_digest == digests_now.get(change.path):
+            continue  # the same file elsewhere
+        changes.append(change)
+    changed_paths = {change.path for change in changes}
+    for path, digest in digests_now.items():
+        if path not in changed_paths and digests.get(path) not in (None, digest):
+            value = operator.attrgetter(path)(config)
+            changes.append(Change(path, FUNCTION, value, value))
+    return changes
 
 
 def digests_of(config: Config) -> dict[str, str]:
     """Return the digest of all files that fields of the kind ``files`` name, by the field."""
-    found = {}
+    digests = {}
     for name, section in (("model", config.model), ("data", config.data)):
-        for f in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
+        if not dataclasses.is_dataclass(section):
+            continue
+        for f in dataclasses.fields(section):
             declared = checks.declared(type(section), f.name)
             path = getattr(section, f.name)
-            if (
-                declared
-                and f.name in declared.files
-                and path
-                and (file := files.expanded(path)).is_file()
-            ):
+            if not (declared and f.name in declared.files and path):
+                continue
+            file = files.expanded(path)
+            if file.is_file():
                 with file.open("rb") as opened:
-                    found[f"{name}.{f.name}"] = hashlib.file_digest(opened, "sha256").hexdigest()[
-                        :16
-                    ]
-    return found
+                    digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                digests[f"{name}.{f.name}"] = digest[:16]
+    return digests
 
 
 def kinds(
@@ -90,27 +91,31 @@ def kinds(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield (path, kind) of each field of a section, nested too. None: nothing declares it."""
     for f in dataclasses.fields(section):
-        value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
+        value = getattr(section, f.name)
+        field_path = f"{path}.{f.name}".strip(".")
         declared = checks.declared(type(section), f.name)
         kind = declared.kind(f.name) if declared else around
         if dataclasses.is_dataclass(value):
-            yield from kinds(value, where, kind)
-        else:
-            yield where, kind
-            for i, part in enumerate(value if _has_sections(value) else ()):
-                yield from kinds(part, f"{where}[{i}]", kind)
+            yield from kinds(value, field_path, kind)
+            continue
+        yield field_path, kind
+        if _has_sections(value):
+            for i, item in enumerate(value):
+                yield from kinds(item, f"{field_path}[{i}]", kind)
 
 
 def _changes(old: Mapping[str, Any], section: Any, path: str, around: str) -> Iterator[Change]:
     for f in dataclasses.fields(section):
-        value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
+        value = getattr(section, f.name)
+        field_path = f"{path}.{f.name}".strip(".")
         declared = checks.declared(type(section), f.name)
         kind = declared.kind(f.name) if declared else around
         if f.name in old:
-            yield from _of_value(old[f.name], value, where, kind)
-        # None: the data decide it, which the older version did not know
-        elif (default := _default(f)) is not None:
-            yield from _of_value(_plain(default), value, where, kind)
+            yield from _of_value(old[f.name], value, field_path, kind)
+            continue
+        default = _default(f)
+        if default is not None:  # None: the data decide it, which the older version did not know
+            yield from _of_value(_plain(default), value, field_path, kind)
 
 
 def _of_value(old: Any, value: Any, path: str, kind: str) -> Iterator[Change]:
@@ -120,8 +125,8 @@ def _of_value(old: Any, value: Any, path: str, kind: str) -> Iterator[Change]:
     if dataclasses.is_dataclass(value) and isinstance(old, Mapping):
         yield from _changes(old, value, path, kind)
     elif isinstance(old, list) and _has_sections(value) and len(old) == len(value):
-        for i, (a, b) in enumerate(zip(old, value, strict=True)):
-            yield from _of_value(a, b, f"{path}[{i}]", kind)
+        for i, item in enumerate(value):
+            yield from _of_value(old[i], item, f"{path}[{i}]", kind)
     elif isinstance(value, Mapping) and isinstance(old, Mapping):
         for key in sorted({*old, *new}):
             yield from _of_value(old.get(key), new.get(key), f"{path}.{key}", kind)
@@ -136,7 +141,9 @@ def _has_sections(value: Any) -> bool:
 def _default(f: dataclasses.Field[Any]) -> Any:
     if f.default is not dataclasses.MISSING:
         return f.default
-    return None if f.default_factory is dataclasses.MISSING else f.default_factory()
+    if f.default_factory is not dataclasses.MISSING:
+        return f.default_factory()
+    return None
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from jaxtrain.config.consistency import ConfigError
 from loaders.io import checks
 
 COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
+FLAGS = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
 
 
 class Arguments(NamedTuple):
@@ -27,30 +28,31 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
     ``--plan-setup KIND`` may stand alone. The config's file is not imported, and with ``find`` it
     must exist. Raises ConfigError with all errors.
     """
-    source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
-    rest = iter(argv)
-    for argument in rest:
+    source, setup = "", ""
+    explain = False
+    plan = None
+    overrides: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
+    remaining = iter(argv)
+    for argument in remaining:
         flag, equals, value = argument.partition("=")
         if argument == "--explain":
             explain = True
         elif flag == "--plan":
             plan = value
         elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
-            known = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
-            problems.append(
-                ("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}")
-            )
+            remedy = checks.expected(flag, FLAGS)
+            problems.append(("", f"argument {argument!r} is unknown; {remedy}"))
         # "" is a value: --config.resume.path ""
-        elif (text := value if equals else next(rest, None)) is None:
+        elif (text := value if equals else next(remaining, None)) is None:
             problems.append(("", f"{flag} is given without a value"))
         elif flag == "--config":
             source = text
         elif flag == "--plan-setup":
             setup = text
             if setup not in COMPILERS:
-                problems.append(
-                    ("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}")
-                )
+                remedy = checks.expected(setup, COMPILERS)
+                problems.append(("", f"--plan-setup is {setup!r}; {remedy}"))
         else:
             overrides.append((flag.removeprefix("--config."), text))
     if not source and not problems and not setup:

@@ -21,23 +21,26 @@ def explain(config: Config) -> str:
         # mypy: a class of which nothing is known may not hash
         glosses = gloss(type(section))  # type: ignore[arg-type]
         for f in dataclasses.fields(section):
-            value, where = getattr(section, f.name), f"{path}{f.name}"
-            if where in ("model", "data") and value is None:
+            value, field_path = getattr(section, f.name), f"{path}{f.name}"
+            if field_path in ("model", "data") and value is None:
                 continue  # no module is named
             if f.name in getattr(section, "facts", ()):
                 continue
             if dataclasses.is_dataclass(value):
-                walk(value, f"{where}.")
+                walk(value, f"{field_path}.")
             else:
                 unit, meaning = glosses[f.name]
-                lines.append((f"config.{where}", _short(value), unit, meaning))
+                lines.append((f"config.{field_path}", _short(value), unit, meaning))
 
     walk(config, "")
-    widths = [min(max(len(line[i]) for line in lines), 40) for i in range(3)]
-    return "\n".join(
-        "  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]))
-        for line in lines
+    path_width, value_width, unit_width = (
+        min(max(len(line[i]) for line in lines), 40) for i in range(3)
     )
+    padded = []
+    for path, value, unit, meaning in lines:
+        start = f"{path:{path_width}}  {value:{value_width}}  {unit:{unit_width}}"
+        padded.append(f"{start}  {meaning}")
+    return "\n".join(padded)
 
 
 def _short(value: Any) -> str:
@@ -62,25 +65,21 @@ def gloss(cls: type) -> dict[str, tuple[str, str]]:
 
 def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
     source = inspect.getsource(cls)
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
+    comments = {}  # by their lines
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# ")
     (definition,) = ast.parse(inspect.cleandoc(source)).body
     assert isinstance(definition, ast.ClassDef)
     glosses = {}
     for node in definition.body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.end_lineno
-        ):
-            text = comments.get(node.end_lineno, "")
-            if not text.startswith("["):
-                text = _comment_above(node.lineno, comments)
-            unit, _, meaning = text.removeprefix("[").partition("]")
-            glosses[node.target.id] = (unit, meaning.strip())
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        text = comments.get(node.end_lineno or 0, "")
+        if not text.startswith("["):
+            text = _comment_above(node.lineno, comments)
+        unit, _, meaning = text.removeprefix("[").partition("]")
+        glosses[node.target.id] = (unit, meaning.strip())
     return glosses
 
 

@@ -26,45 +26,37 @@ def sweeps(
     base_config = load(source, overrides)
     base = os.path.abspath(base_config.workdir)
     base_folder = base_config.checkpoint.folder
-    points, problems = [], []
+    points: list[tuple[Config, list[tuple[str, str]]]] = []
+    problems: list[tuple[str, str]] = []
     for i, point in enumerate(points_of()):
         if not isinstance(point, Mapping):
-            problems.append(
-                (
-                    "",
-                    (
-                        f"sweep {i} is {point!r}; expected a dictionary, for example {{'optim.lr':"
-                        " 1e-3}"
-                    ),
-                )
-            )
+            example = "{'optim.lr': 1e-3}"
+            text = f"sweep {i} is {point!r}; expected a dictionary, for example {example}"
+            problems.append(("", text))
             continue
-        problems += [
-            (path, f"is given, and sweep {i} sets it too") for path, _ in overrides if path in point
-        ]
+        for path, _ in overrides:
+            if path in point:
+                problems.append((path, f"is given, and sweep {i} sets it too"))
         outputs = {"workdir": os.path.join(base, f"{i:03}")}
         if base_folder:
             outputs["checkpoint.folder"] = os.path.join(base_folder, f"{i:03}")
-        point = {**outputs, **point}
-        texts = [
-            *overrides,
-            *(
-                (path, value if isinstance(value, str) else repr(value))
-                for path, value in point.items()
-            ),
-        ]
+        texts = list(overrides)
+        for path, value in {**outputs, **point}.items():
+            texts.append((path, value if isinstance(value, str) else repr(value)))
         try:
-            config, found = read(source, texts)
+            config, problems_of_point = read(source, texts)
         except ConfigError as error:
-            found = list(error.problems)
+            problems_of_point = list(error.problems)
         else:
             points.append((config, texts))
-        problems += [(path, f"{text} (sweep {i})") for path, text in found]
+        for path, text in problems_of_point:
+            problems.append((path, f"{text} (sweep {i})"))
     workdirs = [os.path.abspath(config.workdir) for config, _ in points]
     folders = [config.checkpoint.folder for config, _ in points if config.checkpoint.folder]
     for path, values in (("workdir", workdirs), ("checkpoint.folder", folders)):
-        shared = sorted({value for value in values if values.count(value) > 1})
-        problems += [(path, f"is {value!r} in more than one sweep") for value in shared]
+        repeated = {value for value in values if values.count(value) > 1}
+        for value in sorted(repeated):
+            problems.append((path, f"is {value!r} in more than one sweep"))
     if not points and not problems:
         problems.append(("", f"function sweeps of {source} yields nothing"))
     if problems:
