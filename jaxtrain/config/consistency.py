@@ -17,20 +17,28 @@ from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Confi
 from loaders.io import checks, files
 from loaders.io.checks import Problems
 
+# Packages of the fields of `Metrics` that name a writer.
+TRACKERS = {
+    "tensorboard": "tensorboardX",
+    "wandb_project": "wandb",
+    "mlflow_experiment": "mlflow",
+    "trackio_project": "trackio",
+}
+
 
 class ConfigError(checks.UserError, ValueError):
     """Every error of a config at once, a line each: one alone, several below their number."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
-        if len(problems) == 1:
-            ((path, text),) = problems
-            super().__init__(
-                f"config.{path} {text}" if path else f"the config has an error: {text}"
-            )
+        lines = [f"config.{path} {text}" if path else text for path, text in problems]
+        if len(problems) != 1:
+            indented = [f"  {line}" for line in lines]
+            super().__init__("\n".join([f"the config has {len(problems)} errors:", *indented]))
+        elif problems[0][0]:
+            super().__init__(lines[0])
         else:
-            lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
-            super().__init__("\n".join([f"the config has {len(problems)} errors:", *lines]))
+            super().__init__(f"the config has an error: {lines[0]}")
 
 
 class ArgumentError(ConfigError):
@@ -43,19 +51,18 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
     A text names every field that it rests on: by its whole path, or within its section by its name.
     """
     for path, text in problems:
-        for field in filter(None, unread):
-            name = (
-                re.split(r"[.\[]", field)[-1]
-                if field.split(".")[0] == path.split(".")[0]
-                else field
-            )
-            inside = path == field or path.startswith((f"{field}.", f"{field}["))
-            if inside or re.search(
-                rf"(?<![\w.])({re.escape(name)}|{re.escape(field)})(?!\w)", text
-            ):
-                break
-        else:
+        if not any(_rests_on(path, text, field) for field in unread if field):
             yield path, text
+
+
+def _rests_on(path: str, text: str, field: str) -> bool:
+    """Whether a problem at ``path`` is inside ``field``, or its text names that field."""
+    if path == field or path.startswith((f"{field}.", f"{field}[")):
+        return True
+    names = {field}
+    if field.split(".")[0] == path.split(".")[0]:
+        names.add(re.split(r"[.\[]", field)[-1])
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) for name in names)
 
 
 def beyond_the_run(config: Config) -> Iterator[str]:
@@ -63,9 +70,10 @@ def beyond_the_run(config: Config) -> Iterator[str]:
     train, steps = config.train, config.train.steps
     names = ("train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
     periods = {name: operator.attrgetter(name)(config) for name in names}
-    if long := {name: every for name, every in periods.items() if every > steps > 1}:
-        values = ", ".join(f"{name}={every}" for name, every in long.items())
-        shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in long)
+    too_long = {name: every for name, every in periods.items() if every > steps > 1}
+    if too_long:
+        values = ", ".join(f"{name}={every}" for name, every in too_long.items())
+        shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in too_long)
         yield (
             f"{values}: longer than train.steps={steps}, so that only the last step counts; "
             f"{shorter} would do, or 0.1 of any run"
@@ -83,27 +91,27 @@ def between_sections(config: Config) -> Problems:
     """Yield the errors that only show between sections."""
     yield from _axis_problems(config.workload, config.mesh.axis_rules)
     train, optim, mesh = config.train, config.optim, config.mesh
-    split = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")
+    batch_axes = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")
     sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
-    devices = math.prod(sizes[name] for name in split if sizes.get(name, 0) > 0)
-    parts = max(train.accumulate, 1)
-    if train.batch > 0 and not train.batch % parts and train.batch % (devices * parts):
-        low = train.batch // (devices * parts) * devices * parts
-        text = (
-            f"mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not divide; the"
-            " nearest that do are"
-        )
+    devices = math.prod(sizes[name] for name in batch_axes if sizes.get(name, 0) > 0)
+    microbatches = max(train.accumulate, 1)
+    parts = devices * microbatches
+    if train.batch > 0 and not train.batch % microbatches and train.batch % parts:
+        below = train.batch // parts * parts
         yield (
             "train.batch",
-            f"is {train.batch}, which {text} {low or devices * parts} and {low + devices * parts}",
+            f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} ×"
+            f" {microbatches} does not divide; the nearest that do are {below or parts} and"
+            f" {below + parts}",
         )
     for name in ("metrics.digest", "guard.verify_every"):
-        if optim.offload and (value := operator.attrgetter(name)(config)):
-            text = (
-                "optim.offload keeps a part of the state where no digest is computed; unset one of"
-                " them"
+        value = operator.attrgetter(name)(config)
+        if optim.offload and value:
+            yield (
+                name,
+                f"is {value}, and optim.offload keeps a part of the state where no digest is"
+                " computed; unset one of them",
             )
-            yield name, f"is {value}, and {text}"
     if train.patience and not config.checkpoint.best:
         yield (
             "train.patience",
@@ -119,16 +127,10 @@ def _allowed_problems(config: Config) -> Problems:
     fields = {path for path, _ in changes.kinds(config)}  # a dictionary's key follows its field
     sections = {path[: m.start()] for path in fields for m in re.finditer(r"[.\[]", path)}
     for name in config.resume.allow:
-        if name not in sections and not any(
-            name == path or name.startswith(f"{path}.") for path in fields
-        ):
-            yield (
-                "resume.allow",
-                (
-                    f"names {name!r}, which is no"
-                    f" field{checks.nearest(name, sorted(fields | sections))}"
-                ),
-            )
+        is_field = any(name == path or name.startswith(f"{path}.") for path in fields)
+        if not is_field and name not in sections:
+            nearest = checks.nearest(name, sorted(fields | sections))
+            yield "resume.allow", f"names {name!r}, which is no field{nearest}"
 
 
 def _factory_problems(optim: Optim, steps: int) -> Problems:
@@ -166,24 +168,22 @@ def _unread(optim: Optim) -> Problems:
         with contextlib.suppress(ValueError):  # `_factory_problems` has it
             if not factories.takes(value, "learning_rate"):
                 unread |= dict.fromkeys(OF_SCHEDULE if name == "name" else ("lr",), name)
-    for name, by in unread.items():
+    for name, reader in unread.items():
         value, default = getattr(optim, name), getattr(Optim(), name)
         if value != default:
             yield (
                 name,
-                (
-                    f"is {value!r}, which {by}={getattr(optim, by)!r} does not read; leave it at"
-                    f" {default!r}"
-                ),
+                f"is {value!r}, which {reader}={getattr(optim, reader)!r} does not read; leave it"
+                f" at {default!r}",
             )
-    of_lr = "name" if factories.is_factory(optim.name) else "schedule"
+    reader_of_lr = "name" if factories.is_factory(optim.name) else "schedule"
     for i, group in enumerate(optim.groups):
-        for name, by in (("lr", of_lr), ("weight_decay", "name"), ("name", "name")):
-            value, decides = getattr(group, name), getattr(optim, by)
-            if value is not None and factories.is_factory(decides):
+        for name, reader in (("lr", reader_of_lr), ("weight_decay", "name"), ("name", "name")):
+            value, factory = getattr(group, name), getattr(optim, reader)
+            if value is not None and factories.is_factory(factory):
                 yield (
                     f"groups[{i}].{name}",
-                    f"is {value!r}, which {by}={decides!r} does not read; leave it out",
+                    f"is {value!r}, which {reader}={factory!r} does not read; leave it out",
                 )
 
 
@@ -193,22 +193,28 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
         return
     for name, value, share in (("warmup", warmup, 0.05), ("decay", decay, 0.2)):
         if value > steps:
-            fitting = (
-                f"set config.optim.{name}={max(1, round(share * steps))}, or"
-                f" config.optim.{name}={share} of any run"
+            fitting = max(1, round(share * steps))
+            yield (
+                f"optim.{name}",
+                f"is {value}, longer than train.steps={steps}; set config.optim.{name}={fitting},"
+                f" or config.optim.{name}={share} of any run",
             )
-            yield f"optim.{name}", f"is {value}, longer than train.steps={steps}; {fitting}"
     if max(warmup, decay) <= steps:
         text = f"is {decay}: together with optim.warmup={warmup} longer than train.steps={steps}"
-        yield "optim.decay", f"{text}; at most {steps - warmup} fits" if warmup < steps else text
+        if warmup < steps:
+            text += f"; at most {steps - warmup} fits"
+        yield "optim.decay", text
 
 
 def on_this_machine(config: Config) -> Problems:
     """Yield missing files, packages and permissions of this machine. Nothing is left behind."""
     yield from _workdir_problems(config.workdir)
+    folder = config.checkpoint.folder
     path, source = config.resume.path, config.warm_start.source
-    if (folder := config.checkpoint.folder) and "://" not in folder and (why := unusable(folder)):
-        yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
+    if folder and "://" not in folder:
+        why = unusable(folder)
+        if why:
+            yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
     for name, place in (
         ("checkpoint.folder", folder),
         ("resume.path", path),
@@ -221,18 +227,13 @@ def on_this_machine(config: Config) -> Problems:
             "resume.path",
             f"is {path!r}, which has no folder checkpoints; name the workdir of a run",
         )
-    # by warm_start.keep
-    kept = [files.expanded(folder) / "base" for folder in (config.workdir, path) if folder]
-    there = [*kept, files.expanded(source)]
-    if source and "://" not in source and not any(place.exists() for place in there):
-        yield "warm_start.source", f"is {source!r}, which does not exist"
-    packages = {
-        "tensorboard": "tensorboardX",
-        "wandb_project": "wandb",
-        "mlflow_experiment": "mlflow",
-        "trackio_project": "trackio",
-    }
-    for name, package in packages.items():
+    if source and "://" not in source:
+        places = [files.expanded(source)]
+        for workdir in filter(None, (config.workdir, path)):
+            places.append(files.expanded(workdir) / "base")  # by warm_start.keep
+        if not any(place.exists() for place in places):
+            yield "warm_start.source", f"is {source!r}, which does not exist"
+    for name, package in TRACKERS.items():
         if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
             extra = package.removesuffix("X")
             yield (
@@ -246,22 +247,21 @@ def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tup
     module = sys.modules.get(workload)
     if module is None:  # it could not be imported, which is reported already
         return
-    own = "" if workload.startswith("jaxtrain.") else inspect.getsource(module)
+    source = "" if workload.startswith("jaxtrain.") else inspect.getsource(module)
     for axis in axis_rules:
-        if axis not in AXIS_RULES and not re.search(rf"""["']{re.escape(axis)}["']""", own):
-            text = (
-                f"is a rule for an axis that no array of {workload} has;"
-                f" {checks.expected(axis, AXIS_RULES)}"
+        if axis not in AXIS_RULES and not re.search(rf"""["']{re.escape(axis)}["']""", source):
+            expected = checks.expected(axis, AXIS_RULES)
+            yield (
+                f"mesh.axis_rules.{axis}",
+                f"is a rule for an axis that no array of {workload} has; {expected}",
             )
-            yield f"mesh.axis_rules.{axis}", text
 
 
 def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
-    if why := (
-        "is an address; only checkpoint.folder may be one"
-        if "://" in workdir
-        else unusable(workdir)
-    ):
+    why = unusable(workdir)
+    if "://" in workdir:
+        why = "is an address; only checkpoint.folder may be one"
+    if why:
         yield "workdir", f"is {workdir!r}, which {why}; choose another folder"
         return
     path = pathlib.Path(workdir).absolute()
@@ -275,10 +275,8 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
     except OSError as error:
         yield (
             "workdir",
-            (
-                f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose"
-                " another folder"
-            ),
+            f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose"
+            " another folder",
         )
 
 
@@ -287,8 +285,9 @@ def unusable(folder: str) -> str:
     path = os.path.abspath(files.expanded(folder))
     if "\\" in path:
         return "has a backslash in its path, behind which Orbax finds no file again"
-    if found := re.match(r"/(gs|s3|az|hf)(/|$)", path) or re.search(r"/(gs|s3|az|hf):(/|$)", path):
-        return f"Orbax takes for an address, for its {found[0]!r}"
+    address = re.match(r"/(gs|s3|az|hf)(/|$)", path) or re.search(r"/(gs|s3|az|hf):(/|$)", path)
+    if address:
+        return f"Orbax takes for an address, for its {address[0]!r}"
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -300,10 +299,8 @@ def unreachable(path: str) -> str:
     """Why checkpoints cannot lie at a URL: its scheme or a missing package; else ""."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme != "gs":
-        return (
-            f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a"
-            " file system"
-        )
+        expected = checks.expected(scheme, ("gs",))
+        return f"is in no store of checkpoints; {expected}, or a path on a file system"
     if separator and not importlib.util.find_spec("gcsfs"):
         return "needs gcsfs; pip install 'jaxtrain[gcs]'"
     return ""

@@ -14,6 +14,9 @@ from typing import Any
 from loaders.io import checks
 from loaders.io.checks import Problems
 
+# Kinds of parameters that can be given by name.
+KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 class FactoryError(ValueError):
     """A name of no function. The message continues the path of the field: "is 'optax:x', and …"."""
@@ -58,8 +61,10 @@ def takes(name: str, parameter: str) -> bool:
 
 def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
     """Call the factory with ``arguments`` and the values of ``given`` that it takes."""
-    taken = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
-    return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
+    keywords = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
+    for key, value in arguments.items():
+        keywords[key] = _frozen(value)
+    return find(name)(**keywords)
 
 
 def problems(
@@ -77,59 +82,46 @@ def problems(
       check: result of the call -> its problem, for example "expected …", or "".
       given: as of `call`, each under the name of the parameter.
     """
-    where = "arguments" if field == "name" else f"{field}_arguments"
+    arguments_field = "arguments" if field == "name" else f"{field}_arguments"
     try:
         parameters = inspect.signature(find(name)).parameters
-    except ValueError as error:  # FactoryError, or a function of C without a signature
-        yield (
-            field,
-            (
-                str(error)
-                if isinstance(error, FactoryError)
-                else f"is {name!r}, whose parameters are not known"
-            ),
-        )
+    except FactoryError as error:
+        yield field, str(error)
         return
-    kinds = {parameter.kind for parameter in parameters.values()}
-    allowed = [
-        p
-        for p, kind in parameters.items()
-        if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
-    ]
-    wrong = False
+    except ValueError:  # a function of C without a signature
+        yield field, f"is {name!r}, whose parameters are not known"
+        return
+    keywords = [p.name for p in parameters.values() if p.kind in KEYWORDS]
+    any_key = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    is_wrong = False
     for key, value in arguments.items():
-        default = parameters[key].default if key in allowed else None
-        any_key = inspect.Parameter.VAR_KEYWORD in kinds
-        if text := _argument_problem(
-            name, key, value, allowed, given, any_key=any_key
-        ) or _type_problem(name, value, default):
-            wrong = True
-            yield f"{where}.{key}", text
-    needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty]
-    needed = [p for p in needs if p not in (*arguments, *given)]
-    if needed:
-        yield where, f"lacks {', '.join(map(repr, needed))}, which {name} needs"
-    if wrong or needed:
+        text = _argument_problem(name, key, value, keywords, given, any_key=any_key)
+        if not text and key in keywords:
+            text = _type_problem(name, value, parameters[key].default)
+        if text:
+            is_wrong = True
+            yield f"{arguments_field}.{key}", text
+    required = [p for p in keywords if parameters[p].default is inspect.Parameter.empty]
+    missing = [p for p in required if p not in (*arguments, *given)]
+    if missing:
+        yield arguments_field, f"lacks {', '.join(map(repr, missing))}, which {name} needs"
+    if is_wrong or missing:
         return
     try:
         text = _abstractly(lambda: check(call(name, arguments, **given)))
     except Exception as error:
-        faulty = [
-            key
-            for key in arguments
-            if key not in needs and _works(name, arguments, given, check, without=key)
-        ]
-        path, value = (
-            (f"{where}.{faulty[0]}", arguments[faulty[0]])
-            if len(faulty) == 1
-            else (where, dict(arguments))
-        )
-        # else the run's own parameters are tried later
-        if len(faulty) == 1 or not isinstance(error, _CallError):
-            yield path, f"is {value!r}, and {name} failed: {first_line(error.__cause__ or error)}"
-    else:
-        if text:
-            yield field, f"is {name!r}, which {text}"
+        reason = first_line(error.__cause__ or error)
+        optional = [key for key in arguments if key not in required]
+        faulty = [key for key in optional if _works(name, arguments, given, check, without=key)]
+        if len(faulty) == 1:
+            (key,) = faulty
+            text = f"is {arguments[key]!r}, and {name} failed: {reason}"
+            yield f"{arguments_field}.{key}", text
+        elif not isinstance(error, _CallError):  # else the run's own parameters are tried later
+            yield arguments_field, f"is {dict(arguments)!r}, and {name} failed: {reason}"
+        return
+    if text:
+        yield field, f"is {name!r}, which {text}"
 
 
 def _works(
@@ -141,33 +133,26 @@ def _works(
     without: str,
 ) -> bool:
     """Whether a factory's result passes if one argument is left out."""
+    others = {key: value for key, value in arguments.items() if key != without}
     try:
-        _abstractly(
-            lambda: check(
-                call(
-                    name,
-                    {key: value for key, value in arguments.items() if key != without},
-                    **given,
-                )
-            )
-        )
+        _abstractly(lambda: check(call(name, others, **given)))
     except Exception:
         return False
     return True
 
 
-def of_optimizer(found: Any) -> str:
+def of_optimizer(result: Any) -> str:
     """Describe the problem with an optimizer factory's result, as the ``check`` of `problems`.
 
     It updates a matrix and a vector, since most factories only store their arguments.
     """
-    if not all(callable(getattr(found, name, None)) for name in ("init", "update")):
-        return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+    if not all(callable(getattr(result, name, None)) for name in ("init", "update")):
+        return f"returned a {type(result).__name__}; expected an optax.GradientTransformation"
     import jax.numpy as jnp  # here: most configs name no factory
 
     params = {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}
     try:
-        found.update(params, found.init(params), params)
+        result.update(params, result.init(params), params)
     except Exception as error:
         if _NEEDS_LOSS.search(str(error)):
             return (
@@ -178,18 +163,19 @@ def of_optimizer(found: Any) -> str:
     return ""
 
 
-def of_schedule(found: Any) -> str:
+def of_schedule(result: Any) -> str:
     """Describe the problem with a schedule factory's result, as the ``check`` of `problems`."""
     import jax  # here: most configs name no factory
 
-    if not callable(found):
+    if not callable(result):
         return (
-            f"returned a {type(found).__name__}; expected a function from the step to the learning"
+            f"returned a {type(result).__name__}; expected a function from the step to the learning"
             " rate"
         )
-    rate = jax.eval_shape(found, jax.ShapeDtypeStruct((), "int32"))
-    shape = getattr(rate, "shape", None)
-    return "" if shape == () else f"gives {rate} at a step; expected a number, the learning rate"
+    rate = jax.eval_shape(result, jax.ShapeDtypeStruct((), "int32"))
+    if getattr(rate, "shape", None) == ():
+        return ""
+    return f"gives {rate} at a step; expected a number, the learning rate"
 
 
 def first_line(error: BaseException) -> str:
@@ -198,15 +184,13 @@ def first_line(error: BaseException) -> str:
 
 
 def _argument_problem(
-    name: str, key: str, value: Any, allowed: list[str], given: Mapping[str, Any], *, any_key: bool
+    name: str, key: str, value: Any, keywords: list[str], given: Mapping[str, Any], *, any_key: bool
 ) -> str:
     if key in given:
         return f"is {value!r}, which the other fields of optim decide; leave it out"
-    if key not in allowed and not any_key:
-        return (
-            f"is no parameter of {name};"
-            f" {checks.expected(key, [p for p in allowed if p not in given])}"
-        )
+    if key not in keywords and not any_key:
+        expected = [p for p in keywords if p not in given]
+        return f"is no parameter of {name}; {checks.expected(key, expected)}"
     if not _is_plain(value):
         return (
             f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or"
@@ -234,18 +218,21 @@ def _is_plain(value: Any) -> bool:
 
 def _frozen(value: Any) -> Any:
     """Make tuples of lists, and integers of such keys: config.json has lists, and text for keys."""
-    if isinstance(value, dict):
-        return {
-            int(k) if isinstance(k, str) and k.lstrip("-").isdecimal() else k: _frozen(x)
-            for k, x in value.items()
-        }
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if not isinstance(value, dict):
+        return value
+    frozen = {}
+    for key, item in value.items():
+        is_integer = isinstance(key, str) and key.lstrip("-").isdecimal()
+        frozen[int(key) if is_integer else key] = _frozen(item)
+    return frozen
 
 
 def _abstractly(function: Callable[[], str]) -> str:
     """Call a function whose arrays stay abstract: no device is looked for."""
     import jax  # here: most configs name no factory
 
-    found: list[str] = []
-    jax.eval_shape(lambda: found.append(function()))
-    return found[0]
+    results: list[str] = []
+    jax.eval_shape(lambda: results.append(function()))
+    return results[0]
