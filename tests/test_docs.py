@@ -307,3 +307,20 @@ def test_fields_that_a_page_sets_exist(page):
     named = set(re.findall(r"config\.((?:\w+\.)+\w+)", page.read_text()))
     others = ("compiler.", "optim.arguments.", "model.energy.")
     assert not {name for name in named - known if not name.startswith(others)}
+
+
+def test_the_pages_quote_the_speed_of_the_loader_from_its_table():
+    page = (ROOT / "docs" / "results" / "loader.md").read_text()
+    (table,) = re.findall(r"^\| examples/s.*?\n\n", page, re.M | re.S)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().split("\n")]
+    _, _, ours, *others, ratios = rows
+    assert len(others) == 11
+    libraries = [row for row in others if not re.search(r"^our composition|our parts$", row[0])]
+    to_the_best = [float(ratio.rstrip("×")) for ratio in ratios[1:]]
+    to_libraries = [
+        float(ours[i]) / max(float(row[i]) for row in libraries) for i in range(1, len(ours))
+    ]
+    for name in ("README.md", "docs/index.md", "docs/loader.md", "docs/results/index.md"):
+        text = (ROOT / name).read_text()
+        for figures in (to_the_best, to_libraries):
+            assert f"{min(figures):.1f} to {max(figures):.1f} times as fast" in text, name
