@@ -97,7 +97,8 @@ class LaunchError(UserError, ValueError):
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    config_arguments, options = arguments.split_config(argv)
     parser = arguments.Parser(
         "jaxtrain launch", __doc__, usage=arguments.CONFIG_USAGE.format("launch") + " [OPTION …]"
     )
@@ -167,26 +168,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dry-run", action="store_true", help="print the script, submit nothing")
     add("--status", metavar="WORKDIR", help="the jobs of this workdir: state, restarts, step")
     add("--tail", metavar="WORKDIR", help="follow process 0 of this workdir's newest job")
-    args = parser.parse_args(rest)
+    args = parser.parse_args(options)
     if args.status or args.tail:
         return _status(args.status) if args.status else _tail(args.tail)
     return _submit(args, config_arguments)
 
 
 def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
-    given = config_lib.parse_args(config_arguments)
-    if wrong := arguments.missing("submitit", "pip install 'jaxtrain[slurm]'"):
-        raise LaunchError(wrong)
-    source, overrides = given.source, given.overrides
+    parsed = config_lib.parse_args(config_arguments)
+    missing = arguments.missing("submitit", "pip install 'jaxtrain[slurm]'")
+    if missing:
+        raise LaunchError(missing)
+    source, overrides = parsed.source, parsed.overrides
     base = config_lib.load(source, overrides)
     points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
     folder = pathlib.Path(base.workdir).absolute() / "slurm"
-    secret = (
-        folder / f"secret-{secrets.token_hex(4)}" if args.nodes * args.tasks_per_node > 1 else None
-    )
+    secret = None
+    if args.nodes * args.tasks_per_node > 1:
+        secret = folder / f"secret-{secrets.token_hex(4)}"
     executor = make_executor(args, base, folder, secret)
     if args.dry_run:
-        executor.parameters |= {"map_count": len(points)} if len(points) > 1 else {}
+        if len(points) > 1:
+            executor.parameters["map_count"] = len(points)
         print(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
         for i, (config, texts) in enumerate(points):
             print(f"# task {i}: {config.workdir}: {shlex.join(_arguments(source, texts))}")
@@ -207,13 +210,10 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     with (folder / "jobs.jsonl").open("a") as file:
         for job, (config, texts) in zip(jobs, points, strict=True):
             workdir = os.path.abspath(config.workdir)
-            file.write(
-                json.dumps({"job": job.job_id, "workdir": workdir, "overrides": dict(texts)}) + "\n"
-            )
-            print(
-                f"submitted job {job.job_id}: {workdir}; its log:"
-                f" {folder / f'{job.job_id}_0_log.out'}"
-            )
+            record = {"job": job.job_id, "workdir": workdir, "overrides": dict(texts)}
+            file.write(json.dumps(record) + "\n")
+            log_file = folder / f"{job.job_id}_0_log.out"
+            print(f"submitted job {job.job_id}: {workdir}; its log: {log_file}")
     return 0
 
 
@@ -238,12 +238,7 @@ def make_executor(
             f"config.workdir is {str(folder.parent)!r}: SLURM replaces what follows a %; choose"
             " another folder"
         )
-    places = [*dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent)))]
-    if args.container and (wrong := [place for place in places if set(",:") & set(place)]):
-        raise LaunchError(
-            f"--container mounts {wrong[0]!r}, and a comma or colon would split it; choose another"
-            " folder"
-        )
+    python, srun = _python_of_tasks(args, folder)
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -251,67 +246,14 @@ def make_executor(
         def affinity(cls) -> int:  # so that a script is printed without a SLURM, too
             return 2
 
+    environment = _environment(args, secret)
     # SIGTERM comes by itself. The notice before the time limit may be any other handled signal.
-    notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix(
-        "SIG"
-    )
-    python, srun = (
-        shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable),
-        ["--kill-on-bad-exit=1"],
-    )
-    if args.container and args.container_runtime == "pyxis":
-        python = "python3"
-        srun += [
-            f"--container-image={args.container}",
-            f"--container-mounts={','.join(f'{place}:{place}' for place in places)}",
-            f"--container-workdir={os.getcwd()}",
-        ]
-    elif args.container:
-        gpus = ["--nv"] if args.gpus_per_node else []
-        python = shlex.join(
-            [
-                args.container_runtime,
-                "exec",
-                *gpus,
-                "--bind",
-                ",".join(places),
-                args.container,
-                "python3",
-            ]
-        )
-    environment = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    if secret:
-        environment += [
-            f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2",
-            "export JAXTRAIN_SECRET",
-        ]
-    for pair in args.env:
-        name, equals, value = pair.partition("=")
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not equals:
-            raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
-        environment.append(f"export {name}={shlex.quote(value)}")
-    # by which a run knows how long it was queued
-    environment.append(f"export JAXTRAIN_SUBMITTED={int(time.time())}")
-    extra: dict[str, str | int | bool] = {"requeue": True, "signal": f"{notice}@{args.notice}"}
-    given: dict[str, str] = {}
-    for pair in args.sbatch:
-        key, equals, value = pair.removeprefix("--").partition("=")
-        if not re.fullmatch("[a-z][a-z0-9_-]*", key):
-            raise LaunchError(
-                f"--sbatch is {pair!r}; expected KEY=VALUE or KEY, with a long option of sbatch"
-                " as KEY"
-            )
-        _check_line("--sbatch", value)
-        key = key.replace("-", "_")  # as submitit spells them, which else writes a second line
-        if own := OWN.get(key):
-            raise LaunchError(
-                f"--sbatch is {pair}; give it as {own}, by which the rest of the script goes, too"
-            )
-        if key in given and extra[key] != (value if equals else True):
-            raise LaunchError(
-                f"--sbatch is given as {given[key]} and as {pair}; give one of the two"
-            )
-        given[key], extra[key] = pair, value if equals else True
+    other_signals = [name for name in config.preemption.signals if name != "SIGTERM"]
+    notice = [*other_signals, "SIGTERM"][0].removeprefix("SIG")
+    extra = _sbatch_options(args.sbatch, requeue=True, signal=f"{notice}@{args.notice}")
+    optional = {name: getattr(args, name) for name in SHARED if getattr(args, name)}
+    if args.gpus_per_node:
+        optional["gpus_per_node"] = args.gpus_per_node
     cpus = args.cpus or config.data.threads or 8
     executor = Executor(folder, python=python)
     executor.update_parameters(
@@ -329,14 +271,87 @@ def make_executor(
         # know sbatch's CPUs per task.
         setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
         teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
-        **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
-        **{name: getattr(args, name) for name in SHARED if getattr(args, name)},
+        **optional,
     )
     return executor
 
 
+def _python_of_tasks(args: argparse.Namespace, folder: pathlib.Path) -> tuple[str, list[str]]:
+    """Return the command of Python on the nodes, and the arguments of srun. Raises LaunchError."""
+    srun = ["--kill-on-bad-exit=1"]
+    if not args.container:
+        return shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), srun
+    mounts = [*dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent)))]
+    for place in mounts:
+        if "," in place or ":" in place:
+            raise LaunchError(
+                f"--container mounts {place!r}, and a comma or colon would split it; choose another"
+                " folder"
+            )
+    if args.container_runtime == "pyxis":
+        pairs = ",".join(f"{place}:{place}" for place in mounts)
+        srun += [
+            f"--container-image={args.container}",
+            f"--container-mounts={pairs}",
+            f"--container-workdir={os.getcwd()}",
+        ]
+        return "python3", srun
+    command = [args.container_runtime, "exec"]
+    if args.gpus_per_node:
+        command.append("--nv")
+    command += ["--bind", ",".join(mounts), args.container, "python3"]
+    return shlex.join(command), srun
+
+
+def _environment(args: argparse.Namespace, secret: pathlib.Path | None) -> list[str]:
+    """Return the script's lines that set the variables of the tasks. Raises LaunchError."""
+    lines = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    if secret:
+        lines += [
+            f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2",
+            "export JAXTRAIN_SECRET",
+        ]
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not equals:
+            raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
+        lines.append(f"export {name}={shlex.quote(value)}")
+    # by which a run knows how long it was queued
+    lines.append(f"export JAXTRAIN_SUBMITTED={int(time.time())}")
+    return lines
+
+
+def _sbatch_options(pairs: Sequence[str], **defaults: str | bool) -> dict[str, str | bool]:
+    """Return the options of --sbatch, over ``defaults``, by their names. Raises LaunchError."""
+    options = dict(defaults)
+    pair_of_key: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, text = pair.removeprefix("--").partition("=")
+        if not re.fullmatch("[a-z][a-z0-9_-]*", key):
+            raise LaunchError(
+                f"--sbatch is {pair!r}; expected KEY=VALUE or KEY, with a long option of sbatch"
+                " as KEY"
+            )
+        _check_line("--sbatch", text)
+        key = key.replace("-", "_")  # as submitit spells them, which else writes a second line
+        if key in OWN:
+            raise LaunchError(
+                f"--sbatch is {pair}; give it as {OWN[key]}, by which the rest of the script goes,"
+                " too"
+            )
+        value = text if equals else True
+        if key in pair_of_key and options[key] != value:
+            raise LaunchError(
+                f"--sbatch is given as {pair_of_key[key]} and as {pair}; give one of the two"
+            )
+        pair_of_key[key] = pair
+        options[key] = value
+    return options
+
+
 def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
-    if missing := [command for command in commands if not shutil.which(command)]:
+    missing = [command for command in commands if not shutil.which(command)]
+    if missing:
         raise LaunchError(
             f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}"
         )
@@ -356,11 +371,14 @@ def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) ->
     A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time
     limit of ``limit`` seconds, because the notice came while it compiled and could not answer.
     """
-    codes = [preemption.exit_code, *(128 + getattr(signal, name) for name in preemption.signals)]
+    codes = [preemption.exit_code]
+    for name in preemption.signals:
+        codes.append(128 + getattr(signal, name))
+    pattern = "|".join(str(int(code)) for code in dict.fromkeys(codes))
     return [
         "code=$?",
         "state=$(scontrol show job --oneliner \"$SLURM_JOB_ID\" | grep -o 'JobState=[A-Z]*')",
-        f"case $code in {'|'.join(str(int(code)) for code in dict.fromkeys(codes))})",
+        f"case $code in {pattern})",
         f'    if [ "$state" != JobState=RUNNING ] && [ "$SECONDS" -lt {limit - 5} ]; then',
         '        echo "ended with code $code; not requeued by itself: $state"',
         (
@@ -375,11 +393,10 @@ def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) ->
 
 def _arguments(source: str, texts: Sequence[tuple[str, str]]) -> list[str]:
     path, colon, argument = source.partition(":")
-    path = os.path.abspath(path) if os.path.isfile(path) else path  # a name: of a shipped config
-    return [
-        f"--config={path}{colon}{argument}",
-        *(f"--config.{where}={text}" for where, text in texts),
-    ]
+    if os.path.isfile(path):  # else the name of a shipped config
+        path = os.path.abspath(path)
+    overrides = [f"--config.{field}={text}" for field, text in texts]
+    return [f"--config={path}{colon}{argument}", *overrides]
 
 
 def _jobs(workdir: str) -> list[dict[str, Any]]:
@@ -388,42 +405,53 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
         raise LaunchError(
             f"{path} does not exist: nothing was submitted with this workdir; name another"
         )
+    jobs = []
     try:
-        lines = files.lines(
-            files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MAX_TEXT)
+        text = files.read_text(
+            files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MAX_TEXT
         )
-        jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
+        for i, line in enumerate(files.lines(text)):
+            jobs.append(files.parse(line, f"{path}: line {i + 1}"))
     except files.FileError as error:
         raise LaunchError(str(error)) from error
     for job in jobs:
-        texts = [job.get("job"), job.get("workdir")]
-        if not all(
-            isinstance(text, str) and text.isprintable() for text in texts
-        ) or not re.fullmatch(r"\d+(_\d+)?", texts[0]):
+        if not _is_job(job):
             raise LaunchError(
                 f"{path} has a line that describes no job: {str(job)[:80]}; remove it"
             )
     return jobs
 
 
+def _is_job(record: dict[str, Any]) -> bool:
+    """Whether a line of jobs.jsonl has a job's number and its workdir."""
+    number, workdir = record.get("job"), record.get("workdir")
+    if not isinstance(number, str) or not isinstance(workdir, str):
+        return False
+    return bool(re.fullmatch(r"\d+(_\d+)?", number)) and workdir.isprintable()
+
+
 def state_of(job: str) -> dict[str, str]:
     """Ask SLURM for JobState, Restarts, NodeList, Reason. It may forget ended jobs."""
-    shown = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True
-    )
-    if shown.returncode == 0:
-        return dict(pair.partition("=")[::2] for pair in shown.stdout.split())
-    kept = subprocess.run(["sacct", "-XnPo", "State", "-j", job], capture_output=True, text=True)
-    states = kept.stdout.split()
-    return {"JobState": states[-1] if kept.returncode == 0 and states else "UNKNOWN"}
+    scontrol = ["scontrol", "show", "job", "--oneliner", job]
+    active = subprocess.run(scontrol, capture_output=True, text=True)
+    if active.returncode == 0:
+        return dict(pair.partition("=")[::2] for pair in active.stdout.split())
+    sacct = ["sacct", "-XnPo", "State", "-j", job]
+    accounted = subprocess.run(sacct, capture_output=True, text=True)
+    states = accounted.stdout.split()
+    if accounted.returncode or not states:
+        return {"JobState": "UNKNOWN"}
+    return {"JobState": states[-1]}
 
 
 def _status(workdir: str) -> int:
     jobs = _jobs(workdir)
     _check_installed(*ASKED)
     for job in jobs:
-        state, run = state_of(job["job"]), run_lib.Run(pathlib.Path(job["workdir"]), job["job"])
-        restarts, nodes = state.get("Restarts", "?"), state.get("NodeList") or "-"
+        state = state_of(job["job"])
+        run = run_lib.Run(pathlib.Path(job["workdir"]), job["job"])
+        restarts = state.get("Restarts", "?")
+        nodes = state.get("NodeList") or "-"
         print(
             f"{run.name}  {state['JobState']}  {restarts} restarts  on {nodes}  step"
             f" {run.step}/{run.steps or '?'}  {run.path}"
