@@ -596,5 +596,5 @@ def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs, capfd
 
 
 def test_a_run_that_ended_before_its_kill_counts_as_none(tmp_path):
-    assert prove._killed([sys.executable, "-c", "pass"], tmp_path, 60) is None
-    assert prove._killed([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 0.5) == 0
+    assert prove._kill([sys.executable, "-c", "pass"], tmp_path, 60) is None
+    assert prove._kill([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 0.5) == 0

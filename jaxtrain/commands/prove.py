@@ -37,7 +37,8 @@ FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    config_arguments, options = arguments.split_config(argv)
     usage = (
         "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out"
         " DIR]"
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     text = "the runs, which are kept; default: a temporary folder"
     parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help=text)
-    args = parser.parse_args(rest)
+    args = parser.parse_args(options)
     if args.out:
         return _prove(config_arguments, args, pathlib.Path(args.out))
     with tempfile.TemporaryDirectory(prefix="jaxtrain-prove-") as folder:
@@ -75,71 +76,67 @@ def _minutes(text: str) -> float:
     return value
 
 
-def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
+def _prove(config_arguments: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
     from jaxtrain.config import WITHOUT_OUTPUTS
     from jaxtrain.telemetry.report.run import RunError
 
-    given = given or [f"--config={DEMO}"]
+    config_arguments = config_arguments or [f"--config={DEMO}"]
     fields = FIELDS | {
         **WITHOUT_OUTPUTS,
         "train.steps": str(args.steps),
         "checkpoint.every": str(max(args.steps // 12, 1)),
     }
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
-    command = [sys.executable, "-m", "jaxtrain", "train", *given, *overrides]
-    whole = folder / "undisturbed"
-    if whole.exists():
-        raise RunError(f"{whole} exists; choose another --out")
+    command = [sys.executable, "-m", "jaxtrain", "train", *config_arguments, *overrides]
+    undisturbed = folder / "undisturbed"
+    if undisturbed.exists():
+        raise RunError(f"{undisturbed} exists; choose another --out")
     print(f"the undisturbed run: {args.steps} steps", flush=True)
     began = time.monotonic()
-    _train(command, whole)
+    _train(command, undisturbed)
     seconds = time.monotonic() - began
-    rng, well, number, kills = random.Random(0), True, 0, 0
+    rng = random.Random(0)
+    all_same = True
+    n_runs, n_kills = 0, 0
     print(f"{'run':>4} {'kills':>5} {'after steps':<20} {'starts':>6}  result", flush=True)
-    while number == 0 or time.monotonic() - began < 60 * args.minutes:
-        number += 1
-        again = folder / f"killed-{number}"
+    while n_runs == 0 or time.monotonic() - began < 60 * args.minutes:
+        n_runs += 1
+        workdir = folder / f"killed-{n_runs}"
         # Faster than the undisturbed run, which compiled, this one may end before its first kill.
-        while (first := _killed(command, again, rng.uniform(0, seconds))) is None:
-            shutil.rmtree(again)
+        while (first_kill := _kill(command, workdir, rng.uniform(0, seconds))) is None:
+            shutil.rmtree(workdir)
             seconds /= 2
-        reached = sorted(rng.choices(range(args.steps), k=args.kills - 1))
-        tried = [
-            first,
-            *(
-                _killed(command, again, rng.uniform(0, seconds / args.steps), after=step)
-                for step in reached
-            ),
-        ]
-        after = [step for step in tried if step is not None]
-        _train(command, again)
-        same, line = _compared(whole, again)
-        well, kills = well and same, kills + len(after)
+        killed_after = [first_kill]
+        for step in sorted(rng.choices(range(args.steps), k=args.kills - 1)):
+            kill = _kill(command, workdir, rng.uniform(0, seconds / args.steps), after=step)
+            if kill is not None:
+                killed_after.append(kill)
+        _train(command, workdir)
+        is_same, result = _compare(undisturbed, workdir)
+        all_same = all_same and is_same
+        n_kills += len(killed_after)
+        steps = ", ".join(map(str, killed_after))
         print(
-            f"{number:>4} {len(after):>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6} "
-            f" {line}",
+            f"{n_runs:>4} {len(killed_after):>5} {steps:<20} {args.kills + 1:>6}  {result}",
             flush=True,
         )
-    print(
-        f"{kills} kills in {number} runs:"
-        f" {'each ended with the same bits' if well else 'not all ended with the same bits'}"
-    )
-    return 0 if well else 1
+    verdict = "each ended with the same bits" if all_same else "not all ended with the same bits"
+    print(f"{n_kills} kills in {n_runs} runs: {verdict}")
+    return 0 if all_same else 1
 
 
 def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
     """Start a run or start it again, to its end. Raises RunError with the end of its output."""
     from jaxtrain.telemetry.report.run import RunError
 
-    done = subprocess.run([*command, f"--config.workdir={workdir}"], capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(
-            "a run ended with code"
-            f" {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}"
-        )
+    command = [*command, f"--config.workdir={workdir}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        output = (ended.stderr or ended.stdout)[-1000:].strip()
+        raise RunError(f"a run ended with code {ended.returncode}:\n{output}")
 
 
-def _killed(
+def _kill(
     command: Sequence[str], workdir: pathlib.Path, seconds: float, *, after: int = 0
 ) -> int | None:
     """Start a run, and kill it ``seconds`` after it has recorded step ``after``.
@@ -166,22 +163,24 @@ def _killed(
 def _step(workdir: pathlib.Path) -> int:
     from jaxtrain.telemetry.report import run as run_lib
 
-    return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
+    if not (workdir / "metrics.jsonl").exists():
+        return 0
+    return run_lib.open_run(str(workdir)).step
 
 
-def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
+def _compare(undisturbed: pathlib.Path, killed: pathlib.Path) -> tuple[bool, str]:
     """Whether two runs agree in each recorded step and the last checkpoint, and a line on it."""
     from jaxtrain.arrays import saved_steps, source
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import step_differences
 
-    a, b = (step_differences.read(run_lib.open_run(str(path))) for path in (whole, again))
-    compared = step_differences.Compared(a, b)
-    if compared.differs is not None or compared.steps != sorted(a.values["loss"]):
+    runs = [str(undisturbed), str(killed)]
+    steps, steps_again = (step_differences.read(run_lib.open_run(run)) for run in runs)
+    compared = step_differences.Compared(steps, steps_again)
+    if compared.differs is not None or compared.steps != sorted(steps.values["loss"]):
         return False, compared.summary()
-    one, other = (saved_steps.digest_of(source.find(str(path)).arrays()) for path in (whole, again))
-    verdict = "equal" if one == other else "not equal"
-    return (
-        one == other,
-        f"{len(compared.steps)} steps and the last checkpoint ({one}) are {verdict}",
-    )
+    digest, digest_again = (saved_steps.digest_of(source.find(run).arrays()) for run in runs)
+    is_same = digest == digest_again
+    verdict = "equal" if is_same else "not equal"
+    text = f"{len(compared.steps)} steps and the last checkpoint ({digest}) are {verdict}"
+    return is_same, text

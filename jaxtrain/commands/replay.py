@@ -29,7 +29,7 @@ import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
@@ -104,9 +104,8 @@ def _rate(text: str) -> float:
 
 def _mesh(text: str) -> tuple[int, int, int]:
     sizes = text.split(",")
-    if len(sizes) != 3 or not all(
-        size == "-1" or size.isdecimal() and int(size) > 0 for size in sizes
-    ):
+    valid = [size for size in sizes if size == "-1" or (size.isdecimal() and int(size) > 0)]
+    if len(sizes) != 3 or valid != sizes:
         raise argparse.ArgumentTypeError(
             f"{text!r}; expected three numbers of devices: --mesh=2,4,1, or --mesh=-1,1,1 for all"
         )
@@ -119,7 +118,9 @@ def _replay(args: argparse.Namespace) -> int:
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import step_differences
 
-    run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
+    run = run_lib.open_run(args.run)
+    membership = cluster.find()
+    until = args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
     cluster.use_threads_for_host_devices(_of_start(run, args.step, "threads"))
     problem = ""
@@ -136,21 +137,24 @@ def _replay(args: argparse.Namespace) -> int:
     config = _config(run, out, args)
     if membership.processes > 1:  # the others wait for process 0, and write nothing before
         cluster.await_peers(membership, config, refusal=problem)
-    # The data at the run's beginning, for a replay without a checkpoint, which has its own digest.
-    data = next(
-        (s.facts["data"] for s in reversed(run.starts) if not s.first and "data" in s.facts), ""
-    )
-    _make(args, config, until, data)
+    # for a replay without a checkpoint, which has its own digest
+    data_at_beginning = ""
+    for start in run.starts:
+        if not start.first and "data" in start.facts:
+            data_at_beginning = start.facts["data"]
+    _make(args, config, until, data_at_beginning)
     if membership.process:
         return 0  # process 0 compares
-    made = run_lib.open_run(str(out))
-    compared = step_differences.Compared(recorded, step_differences.read(made))
-    lines = [*_otherwise(run, made, args.step), compared.summary()]
-    lines += [compared.apart()] if compared.differs is not None else []
+    replayed = run_lib.open_run(str(out))
+    compared = step_differences.Compared(recorded, step_differences.read(replayed))
+    lines = [*_different_conditions(run, replayed, args.step), compared.summary()]
+    if compared.differs is not None:
+        lines.append(compared.apart())
     print("\n".join(lines))
     if not args.no_page:
         _write_page(args, config, run, lines)
-    return 0 if compared.steps and compared.differs is None else 1
+    is_same = bool(compared.steps) and compared.differs is None
+    return 0 if is_same else 1
 
 
 def _refuse(args: argparse.Namespace, run: "Run", recorded: "Steps", until: int) -> None:
@@ -185,9 +189,9 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
         raise RunError(
             f"{out} is inside the run, which is only read; choose an --out outside of {run.path}"
         )
-    saved = _kept(run)
-    for begin in sorted((step for step in saved if step < args.step), reverse=True):
-        if _link(saved[begin], out):
+    saved = _checkpoints(run)
+    for step in sorted(saved, reverse=True):
+        if step < args.step and _link(saved[step], out):
             return
     if run.setting("resume.path"):
         raise RunError(
@@ -196,18 +200,16 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
             f" {args.step} is kept; choose a step after {min(saved, default=until)}"
         )
     out.mkdir(parents=True)
-    pace = run.latest.get("steps_per_second")
-    cost = (
-        f", about {until / pace:,.0f} s at the run's pace"
-        if isinstance(pace, float) and pace > 0
-        else ""
-    )
-    nearest = f"; steps from {min(saved) + 1} on begin at a kept checkpoint" if saved else ""
-    start = (
+    text = (
         f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes"
         f" {until} steps"
     )
-    print(f"{start}{cost}{nearest}")
+    pace = run.latest.get("steps_per_second")
+    if isinstance(pace, float) and pace > 0:
+        text += f", about {until / pace:,.0f} s at the run's pace"
+    if saved:
+        text += f"; steps from {min(saved) + 1} on begin at a kept checkpoint"
+    print(text)
 
 
 def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
@@ -252,44 +254,51 @@ def _compiler(run: "Run", step: int) -> dict[str, Any]:
     cores = _of_start(run, step, "cores")
     if not cores:
         return {}
-    theirs, own = (xla_options.defaults("cpu", count=1, cores=n) for n in (cores, machine.cores()))
-    return {} if theirs == own else theirs
+    options_of_run = xla_options.defaults("cpu", count=1, cores=cores)
+    options_here = xla_options.defaults("cpu", count=1, cores=machine.cores())
+    return {} if options_of_run == options_here else options_of_run
 
 
 def _start(run: "Run", step: int) -> Any:
-    starts = [start for start in run.starts if start.first < step] or run.starts[:1]
-    return starts[-1] if starts else None
+    before_step = [start for start in run.starts if start.first < step]
+    if before_step:
+        return before_step[-1]
+    return run.starts[0] if run.starts else None
 
 
 def _of_start(run: "Run", step: int, name: str) -> int:
     start = _start(run, step)
-    found = start.facts.get(name) if start else 0
-    return found if type(found) is int and 0 < found < 100_000 else 0
+    number = start.facts.get(name) if start else 0
+    is_plausible = type(number) is int and 0 < number < 100_000
+    return number if is_plausible else 0
 
 
-def _otherwise(run: "Run", made: "Run", step: int) -> list[str]:
+def _different_conditions(run: "Run", replayed: "Run", step: int) -> list[str]:
     """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
 
     start = _start(run, step)
-    if not start or not made.starts:
+    if not start or not replayed.starts:
         return []
-    again = made.starts[-1]
-    names = [
-        n
-        for n in ("versions", "devices", "cores", "threads")
-        if n in start.facts and n in again.facts
-    ]
-    one, two = (
-        {
-            **{name: s.facts[name] for name in names},
-            "mesh": r.config.get("mesh"),
-            "processes": s.processes,
-        }
-        for r, s in ((run, start), (made, again))
-    )
-    changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
-    return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
+    start_again = replayed.starts[-1]
+    names = start.facts.keys() & start_again.facts.keys()
+    conditions = _conditions(run, start, names)
+    conditions_again = _conditions(replayed, start_again, names)
+    changes = []
+    for name, old, new in saved_steps.changes(conditions, conditions_again):
+        changes.append(f"{name}: {old} → {new}")
+    if not changes:
+        return []
+    return [f"{'; '.join(changes)}: so bits need not agree"]
+
+
+def _conditions(run: "Run", start: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return what may decide the bits of a start, of its facts those in ``names``."""
+    conditions = {}
+    for name in ("versions", "devices", "cores", "threads"):
+        if name in names:
+            conditions[name] = start.facts[name]
+    return {**conditions, "mesh": run.config.get("mesh"), "processes": start.processes}
 
 
 def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[str]) -> None:
@@ -301,38 +310,39 @@ def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[s
     if jax.process_count() > 1:
         print("no page: it needs a replay by one process")
         return
-    out, before = pathlib.Path(config.workdir), pathlib.Path(config.workdir, f"before-{args.step}")
-    before.mkdir()
+    out = pathlib.Path(config.workdir)
+    dissected = out / f"before-{args.step}"  # a workdir that ends before the step
+    dissected.mkdir()
     try:
         if args.step > 1:
-            shutil.copytree(
-                out / "checkpoints" / str(args.step - 1),
-                before / "checkpoints" / str(args.step - 1),
-                copy_function=_link_file,
-            )
-        own = dataclasses.replace(config, workdir=str(before))
-        found = dissect.dissect(own, args.step, without=args.without, lr=args.lr)
+            checkpoint = f"checkpoints/{args.step - 1}"
+            shutil.copytree(out / checkpoint, dissected / checkpoint, copy_function=_link_file)
+        config = dataclasses.replace(config, workdir=str(dissected))
+        step = dissect.dissect(config, args.step, without=args.without, lr=args.lr)
     finally:
-        shutil.rmtree(before)
-    for variant in found.variants[1:]:
-        was = found.variants[0].numbers
-        shown = (
-            f"{name} {x:.6g} (as it was: {was[name]:.6g})"
-            for name, x in variant.numbers.items()
-            if name in SHOWN
-        )
-        print(f"{variant.name}: {', '.join(shown)}")
+        shutil.rmtree(dissected)
+    original = step.variants[0].numbers
+    for variant in step.variants[1:]:
+        numbers = []
+        for name, number in variant.numbers.items():
+            if name in SHOWN:
+                numbers.append(f"{name} {number:.6g} (as it was: {original[name]:.6g})")
+        print(f"{variant.name}: {', '.join(numbers)}")
     path = out / f"step-{args.step}.html"
-    path.write_text(step_page.html(run, args.step, found, lines), encoding="utf-8")
+    path.write_text(step_page.html(run, args.step, step, lines), encoding="utf-8")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, step {args.step}; open it in a browser")
 
 
-def _kept(run: "Run") -> dict[int, pathlib.Path]:
-    found: dict[int, pathlib.Path] = run.checkpoints()
-    if (other := run.setting("resume.path", "")) and run.starts:
-        path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
-        found |= {int(path.name): path} if path.is_dir() else {}
-    return found
+def _checkpoints(run: "Run") -> dict[int, pathlib.Path]:
+    """Return the run's checkpoints by their steps, with the one that it began with."""
+    checkpoints: dict[int, pathlib.Path] = run.checkpoints()
+    other_run = run.setting("resume.path", "")
+    if other_run and run.starts:
+        first_step = run.starts[0].first
+        path = pathlib.Path(other_run, "checkpoints", str(first_step))
+        if path.is_dir():
+            checkpoints[first_step] = path
+    return checkpoints
 
 
 def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
@@ -369,38 +379,46 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
     from jaxtrain.telemetry.report.run import RunError
 
     if not run.config:
-        why = "is missing or cannot be read; put it back, since a replay needs the run's config"
-        raise RunError(f"{run.path}/config.json {why}")
+        raise RunError(
+            f"{run.path}/config.json is missing or cannot be read; put it back, since a replay needs"
+            " the run's config"
+        )
     if not run_workload.of_run(run.config, args.workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
-    # modules that are imported
-    named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}
-    own = [
-        f"config.{name} is {text!r}"
-        for name, text in named.items()
-        if ":" in text or (name == "loader" and not text.startswith("loaders."))
-    ]
-    if own and not args.workload:
-        why = (
-            "which is imported only if you trust its code: name the run's workload with --workload"
-        )
-        raise RunError(f"{run.path}: {own[0]}, {why}")
+    if not args.workload:
+        _refuse_modules(run)
     # the linked checkpoint, the run's data
-    own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}
-    found = config_lib.from_dict({**run.config, "resume": own_start})
+    resume = {**run.config.get("resume", {}), "path": "", "data": "exact"}
+    config = config_lib.from_dict({**run.config, "resume": resume})
     # rewinds go back to regular saves
-    every = found.checkpoint.every if found.guard.rewinds else found.train.steps
-    stays = 0 if args.no_page else args.step - 1  # on disk, until the page is made
-    data, fsdp, model = args.mesh or (found.mesh.data, found.mesh.fsdp, found.mesh.model)
+    every = config.checkpoint.every if config.guard.rewinds else config.train.steps
+    keep_every = 0 if args.no_page else args.step - 1  # until the page is made
+    mesh = config.mesh
+    if args.mesh:
+        data, fsdp, model = args.mesh
+        mesh = dataclasses.replace(mesh, data=data, fsdp=fsdp, model=model)
     return dataclasses.replace(
-        found,
+        config,
         workdir=str(out),
-        compiler=_compiler(run, args.step) | found.compiler,
-        train=dataclasses.replace(found.train, eval_every=0, patience=0),
-        mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
+        compiler=_compiler(run, args.step) | config.compiler,
+        train=dataclasses.replace(config.train, eval_every=0, patience=0),
+        mesh=mesh,
         checkpoint=dataclasses.replace(
-            found.checkpoint, folder="", every=every, keep_every=stays, best=""
+            config.checkpoint, folder="", every=every, keep_every=keep_every, best=""
         ),
-        guard=dataclasses.replace(found.guard, verify_every=0),
+        guard=dataclasses.replace(config.guard, verify_every=0),
         metrics=config_lib.Metrics(every=1, digest=True),
     )
+
+
+def _refuse_modules(run: "Run") -> None:
+    """Raise RunError if the config names a module that is not of this package."""
+    from jaxtrain.telemetry.report.run import RunError
+
+    for name in ("loader", "optim.name", "optim.schedule"):
+        text = str(run.setting(name))
+        if ":" in text or (name == "loader" and not text.startswith("loaders.")):
+            raise RunError(
+                f"{run.path}: config.{name} is {text!r}, which is imported only if you trust its"
+                " code: name the run's workload with --workload"
+            )
