@@ -39,21 +39,21 @@ def count(specs: PyTree) -> int:
 
 def digest(specs: PyTree) -> str:
     """Change when a path, shape, axis or dtype does: whether a checkpoint fits the model."""
-    rows = [
-        (p, s.shape, s.axes, jnp.dtype(s.dtype).name)
-        for p, s in zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    ]
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    rows = []
+    for path, spec in zip(paths(specs), leaves, strict=True):
+        rows.append((path, spec.shape, spec.axes, jnp.dtype(spec.dtype).name))
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 def abstract(specs: PyTree, layout: Layout) -> PyTree:
     """Shapes, dtypes, shardings. Raises LayoutError with the path of an array that misfits."""
-    return map_specs(
-        lambda path, s: jax.ShapeDtypeStruct(
-            s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)
-        ),
-        specs,
-    )
+
+    def array(path: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding(spec.axes, spec.shape, path=path)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+    return map_specs(array, specs)
 
 
 def materialise(specs: PyTree, key: Key) -> PyTree:
@@ -61,15 +61,16 @@ def materialise(specs: PyTree, key: Key) -> PyTree:
 
     Each key folds in its parameter's path: no order of the table and no mesh changes a number.
     """
-    return map_specs(
-        lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs
-    )
+
+    def array(path: str, spec: Spec) -> Array:
+        return spec.init(fold_in_path(key, path), spec.shape, jnp.dtype(spec.dtype))
+
+    return map_specs(array, specs)
 
 
 def fold_in_path(key: Key, path: str) -> Key:
-    return jax.random.fold_in(
-        key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little"))
-    )
+    digest = hashlib.sha256(path.encode()).digest()
+    return jax.random.fold_in(key, np.uint32(int.from_bytes(digest[:4], "little")))
 
 
 zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
@@ -80,10 +81,8 @@ def truncated_normal(stddev: float) -> Initializer:
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         # 0.87962566 is the standard deviation of a unit normal cut at ±2.
-        return (
-            jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
-            * (stddev / 0.87962566103423978)
-        ).astype(dtype)
+        unit = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+        return (unit * (stddev / 0.87962566103423978)).astype(dtype)
 
     return init
 

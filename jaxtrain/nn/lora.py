@@ -63,8 +63,9 @@ class Adapted(Unmerged):
     def astype(self, dtype: Any) -> Array:
         """Merge the matrix, in the wider of its own dtype and that of A."""
         wide = jnp.promote_types(self.w.dtype, self.a.dtype)
-        more: Array = product(self.a, self.b, self.n_first)
-        return (self.w.astype(wide) + self.scale * more.astype(wide)).astype(dtype)
+        low_rank: Array = product(self.a, self.b, self.n_first)
+        merged = self.w.astype(wide) + self.scale * low_rank.astype(wide)
+        return merged.astype(dtype)
 
     def project(
         self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]
@@ -78,15 +79,16 @@ class Adapted(Unmerged):
         sides = {"a": of_w[self.n_first :], "b": of_w[: self.n_first]}
         inner, outer = ("a", "b") if sides["a"][0] in of_x else ("b", "a")
         factors = {"a": (self.a, "Z" + sides["a"]), "b": (self.b, sides["b"] + "Z")}
-        kept = "".join(i for i in of_x if i not in of_w) + "Z"
-        (first, of_first), (second, of_second) = factors[inner], factors[outer]
-        low = product(f"{of_x},{of_first}->{kept}", x, first)
-        more = product(f"{kept},{of_second}->{out}", low * jnp.asarray(self.scale, x.dtype), second)
-        return product(equation, x, self.w) + more
+        of_low = "".join(i for i in of_x if i not in of_w) + "Z"
+        (inner_factor, of_inner), (outer_factor, of_outer) = factors[inner], factors[outer]
+        low = product(f"{of_x},{of_inner}->{of_low}", x, inner_factor)
+        low = low * jnp.asarray(self.scale, x.dtype)
+        adapter = product(f"{of_low},{of_outer}->{out}", low, outer_factor)
+        return product(equation, x, self.w) + adapter
 
     def __getitem__(self, layer: Any) -> Array:
-        one: Adapted = jax.tree.map(lambda x: x[layer], self)
-        return one.astype(one.w.dtype)
+        of_layer: Adapted = jax.tree.map(lambda x: x[layer], self)
+        return of_layer.astype(of_layer.w.dtype)
 
     def __jax_array__(self) -> Array:
         return self.astype(self.w.dtype)
@@ -104,8 +106,9 @@ def product(a: Any, b: Any, n_first: int) -> Any:
 def sides(spec: Spec) -> tuple[int, int]:
     """Count the dimensions before the matrix, and those of its first side."""
     n_layers = next((i for i, axis in enumerate(spec.axes) if axis != "layer"), len(spec.axes))
-    own = spec.axes[n_layers:]
-    return n_layers, len(own) - 1 if own and own[-1] == "embed" and own[0] != "embed" else 1
+    axes = spec.axes[n_layers:]
+    ends_in_embed = bool(axes) and axes[-1] == "embed" and axes[0] != "embed"
+    return n_layers, len(axes) - 1 if ends_in_embed else 1
 
 
 def sort(config: Lora, table: PyTree) -> dict[str, str]:
@@ -121,14 +124,10 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
     for path, spec in flat.items():
         kinds = [kind for kind, pattern in patterns.items() if pattern and re.search(pattern, path)]
         if len(kinds) != 1:
-            which = (
-                f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}"
-                if kinds
-                else "none of lora.adapt, train, freeze"
-            )
+            matches = " and ".join(f"lora.{kind}={patterns[kind]!r}" for kind in kinds)
             problems.append(
-                f"parameter {path!r} matches {which}; exactly one of the three patterns must"
-                " match it"
+                f"parameter {path!r} matches {matches or 'none of lora.adapt, train, freeze'};"
+                " exactly one of the three patterns must match it"
             )
             continue
         kind_of[path] = kinds[0]
@@ -175,7 +174,9 @@ def adapt(task: Task, config: Lora) -> Task:
                 f"this task's model state follows its parameters, which adapters replace: {error}"
             ) from error
 
-    generative = tuple(each._replace(run=on_whole(each.run)) for each in task.generative)
+    generative = tuple(
+        evaluation._replace(run=on_whole(evaluation.run)) for evaluation in task.generative
+    )
     return task._replace(
         generative=generative,
         specs=Variables(_nested(params), _nested(frozen), task.specs.model_state),
@@ -188,15 +189,17 @@ def adapt(task: Task, config: Lora) -> Task:
 
 def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
     """Return the variables as a task of this table sees them, with `Adapted` matrices."""
-    own, fixed, specs, combined = _flat(variables.params), _flat(variables.frozen), _flat(table), {}
+    trained, frozen, specs = _flat(variables.params), _flat(variables.frozen), _flat(table)
+    scale = config.alpha / config.rank
+    combined = {}
     for path, kind in sort(config, table).items():
-        if kind != "adapt":
-            combined[path] = own[path] if kind == "train" else fixed[path]
-            continue
-        a, b = (own[f"{path}/{name}"] for name in (A, B))
-        combined[path] = Adapted(
-            fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1]
-        )
+        if kind == "train":
+            combined[path] = trained[path]
+        elif kind == "freeze":
+            combined[path] = frozen[path]
+        else:
+            a, b = trained[f"{path}/{A}"], trained[f"{path}/{B}"]
+            combined[path] = Adapted(frozen[path], a, b, scale, sides(specs[path])[1])
     return Variables(_nested(combined), (), variables.model_state)
 
 
@@ -204,15 +207,14 @@ def _factors(spec: Spec, rank: int) -> dict[str, Spec]:
     """Return A and B. As in peft, A is uniform, of variance 1 / (3 × numbers of the last side)."""
     n_layers, n_first = sides(spec)
     cut = n_layers + n_first
-    n_last = math.prod(spec.shape[cut:])
-    layers = (spec.shape[:n_layers], spec.axes[:n_layers])
+    last_shape, last_axes = spec.shape[cut:], spec.axes[cut:]
+    a_shape = (*spec.shape[:n_layers], rank, *last_shape)
+    a_axes = (*spec.axes[:n_layers], None, *last_axes)
+    b_shape = (*spec.shape[:cut], rank)
+    b_axes = (*spec.axes[:cut], None)
     return {
-        A: Spec(
-            (*layers[0], rank, *spec.shape[cut:]),
-            (*layers[1], None, *spec.axes[cut:]),
-            _uniform(n_last),
-        ),
-        B: Spec((*spec.shape[:cut], rank), (*spec.axes[:cut], None), specs_lib.zeros),
+        A: Spec(a_shape, a_axes, _uniform(math.prod(last_shape))),
+        B: Spec(b_shape, b_axes, specs_lib.zeros),
     }
 
 

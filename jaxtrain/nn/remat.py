@@ -32,8 +32,8 @@ def problems(word: str, names: Sequence[str]) -> Iterator[str]:
 
 def name(x: Array, label: str) -> Array:
     """Name an activation, so that "save" can keep it."""
-    named: Array = checkpoint_name(x, label)
-    return named
+    x = checkpoint_name(x, label)
+    return x
 
 
 def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -48,12 +48,14 @@ def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     those models do not change by a bit, and if ``word`` recomputes the whole layer. A second
     recomputation would gather the layer's matrices once more.
     """
-    whole = word != "none"
+    recomputes_layers = word != "none"
 
     def decorate(f: Callable[..., T]) -> Callable[..., T]:
         def call(x: PyTree, *args: PyTree) -> PyTree:
-            halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
-            return (jax.checkpoint(f, prevent_cse=False) if halves and not whole else f)(x, *args)
+            is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
+            if is_narrow and not recomputes_layers:
+                return jax.checkpoint(f, prevent_cse=False)(x, *args)
+            return f(x, *args)
 
         return call
 
@@ -87,8 +89,8 @@ def scan(
 def _keeps(
     names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]
 ) -> Callable[..., bool]:
-    named = jax.checkpoint_policies.save_only_these_names(*names)
-    asked = [kernels[name] for name in names if name in kernels]
+    has_name = jax.checkpoint_policies.save_only_these_names(*names)
+    is_kernel = [kernels[name] for name in names if name in kernels]
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         kernel = primitive.name
@@ -96,7 +98,9 @@ def _keeps(
             kernel == "custom_vjp_call"
         ):  # `attention.flash`: a function with a derivative of its own
             kernel = params["call_jaxpr"].jaxpr.debug_info.func_name
-        return named(primitive, *avals, **params) or any(keep(kernel) for keep in asked)
+        if has_name(primitive, *avals, **params):
+            return True
+        return any(is_one(kernel) for is_one in is_kernel)
 
     return policy
 

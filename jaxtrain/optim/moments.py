@@ -50,23 +50,21 @@ def stored(
 
     def put(state: Any, step: Array) -> Any:
         salts = {name: step + np.uint32(i << 30) for i, name in enumerate(names)}
-        kept = {name: getattr(state, name) for name in names}
+        moments = {name: getattr(state, name) for name in names}
         if how == "bfloat16":
-            return state._replace(
-                **of_each(lambda name, x: round_to_bfloat16(x, salts[name]), kept)
-            )
-        scales = of_each(lambda name, x: row_scales(x), kept)
-        codes = of_each(lambda name, x, s: quantise(x, s, salts[name], name), kept, scales)
+            rounded = of_each(lambda name, x: round_to_bfloat16(x, salts[name]), moments)
+            return state._replace(**rounded)
+        scales = of_each(lambda name, x: row_scales(x), moments)
+        codes = of_each(lambda name, x, s: quantise(x, s, salts[name], name), moments, scales)
         return StoredState(state._replace(**codes), scales)
 
     def get(state: Any) -> Any:
         if how == "bfloat16":
-            kept = {name: getattr(state, name) for name in names}
-            return state._replace(**of_each(lambda name, x: x.astype(jnp.float32), kept))
+            rounded = {name: getattr(state, name) for name in names}
+            return state._replace(**of_each(lambda name, x: x.astype(jnp.float32), rounded))
         codes = {name: getattr(state.rule, name) for name in names}
-        return state.rule._replace(
-            **of_each(lambda name, c, s: dequantise(c, s, name), codes, state.scales)
-        )
+        moments = of_each(lambda name, c, s: dequantise(c, s, name), codes, state.scales)
+        return state.rule._replace(**moments)
 
     def init(params: PyTree) -> Any:
         return put(tx.init(params), jnp.uint32(0))

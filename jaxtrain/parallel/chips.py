@@ -40,11 +40,8 @@ CHIPS = (
 
 def find(kind: str) -> Chip | None:
     """Return the chip whose name begins a ``device_kind``, the longest such name, or None."""
-    return max(
-        (chip for chip in CHIPS if kind.startswith(chip.kind)),
-        key=lambda chip: len(chip.kind),
-        default=None,
-    )
+    chips = [chip for chip in CHIPS if kind.startswith(chip.kind)]
+    return max(chips, key=lambda chip: len(chip.kind), default=None)
 
 
 def by_name(name: str) -> Chip | None:

@@ -97,8 +97,9 @@ def slurm(name: str) -> int:
 def parse(content: bytes) -> Process:
     """Read the holder from a lease. If the content is not that of a lease, its pid is 0."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        found, kinds = json.loads(content), Process.__annotations__
-        holder = Process(*(found[n] for n, kind in kinds.items() if type(found[n]) is kind))
+        fields, kinds = json.loads(content), Process.__annotations__
+        values = [fields[name] for name, kind in kinds.items() if type(fields[name]) is kind]
+        holder = Process(*values)
         if "".join(map(str, holder)).isprintable() and 0 < holder.pid < 1 << 31:
             return holder
     return Process("", "an unknown host", 0, "", "", "an unknown time", 0, 0)
@@ -108,8 +109,12 @@ class Folder:
     """A folder on a disk or in an object store, and its lease."""
 
     def __init__(self, name: str, me: Process, choose: str):
-        self.name, self.path, self.is_disk = name, f"{name.rstrip('/')}/{NAME}", "://" not in name
-        self._me, self._ours, self._choose = me, b"", choose
+        self.name = name
+        self.path = f"{name.rstrip('/')}/{NAME}"
+        self.is_disk = "://" not in name
+        self._me = me
+        self._ours = b""
+        self._choose = choose
 
     def take(self, leave: Callable[[], Any]) -> None:
         import tensorstore as ts
@@ -148,8 +153,10 @@ class Folder:
             holder_now, version_now = self._read()
             ended = None if version_now == version else holder_now != holder
         if holder and ended is False:
-            there = f" on {holder.host}" * (holder.machine != self._me.machine)
-            end = f"scancel {holder.job}" if holder.job else f"kill {holder.pid}{there}"
+            end = f"scancel {holder.job}"
+            if not holder.job:
+                host = f" on {holder.host}" * (holder.machine != self._me.machine)
+                end = f"kill {holder.pid}{host}"
             heard = f", last heard of {age:.0f} s ago" * self.is_disk
             raise WorkdirError(
                 f"{self.name} is in use by another run: {holder}{heard}. Two of them would write"
@@ -197,17 +204,21 @@ class Folder:
     def _read(self) -> tuple[Process | None, bytes]:
         """Return the holder and TensorStore's generation, which changes with each renewal."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            about = os.lstat(self.path)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > 1 << 16:
+            status = os.lstat(self.path)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > 1 << 16:
                 raise ValueError("it is not a lease; remove it")
-        found = self._store.read(NAME).result(STORE_TIMEOUT)
-        return parse(found.value) if found.state == "value" else None, found.stamp.generation
+        answer = self._store.read(NAME).result(STORE_TIMEOUT)
+        holder = parse(answer.value) if answer.state == "value" else None
+        return holder, answer.stamp.generation
 
     def _write(self, version: bytes) -> bool:
         """Write the lease if it still has this version. False if another process wrote it."""
         content = json.dumps(self._me._asdict() | {"renewed": time.time()}).encode()
-        written = self._store.write(NAME, content, if_equal=version).result(STORE_TIMEOUT)
-        holder, version = (self._me, written.generation) if written.generation else self._read()
+        stamp = self._store.write(NAME, content, if_equal=version).result(STORE_TIMEOUT)
+        if stamp.generation:
+            holder, version = self._me, stamp.generation
+        else:
+            holder, version = self._read()
         self._ours = version if holder == self._me else b""  # also if an answer was lost before
         return bool(self._ours)
 
@@ -232,18 +243,18 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as releases:
             for folder in self._folders:
                 folder.take(self._leave)
-                held.callback(folder.release)
+                releases.callback(folder.release)
             self._thread.start()
-            self._held = held.pop_all()
+            self._releases = releases.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._closed.set()
         self._thread.join()
-        with self._held:
+        with self._releases:
             if kind is None:
                 self.confirm()  # a run whose files were deleted at its end did not end well
 

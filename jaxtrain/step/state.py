@@ -68,9 +68,7 @@ def make_abstract(
         """Stands for an array that does not exist yet."""
         return jax.ShapeDtypeStruct((), dtype, sharding=layout.replicated())
 
-    variables = jax.tree.map(
-        lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs
-    )
+    variables = Variables(*(specs.abstract(table, layout) for table in task.specs))
     state = TrainState(
         step=scalar(jnp.int32),
         variables=variables,
@@ -85,15 +83,13 @@ def make_batch(
     task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            shape := (batch, *field.shape),
-            field.dtype,
-            sharding=layout.sharding(task.axes[name], shape, path=f"batch[{name!r}]"),
-        )
-        for name, field in fields.items()
-        if name in task.axes
-    }
+    arrays = {}
+    for name, field in fields.items():
+        if name in task.axes:
+            shape = (batch, *field.shape)
+            sharding = layout.sharding(task.axes[name], shape, path=f"batch[{name!r}]")
+            arrays[name] = jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
+    return arrays
 
 
 def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
@@ -102,8 +98,30 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
     Moments live where their parameter does. Other arrays (means of rows, scales of blocks) are
     split along each dimension that they share with it and that still divides.
     """
-    # a plan's mesh may be of devices that are not here
-    if offload and isinstance(layout.mesh, jax.sharding.Mesh):
+    if offload:
+        _require_host_memory(layout)
+    table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
+
+    def place(keys: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        path = specs.path_name(keys)
+        names = [name for name in table if f"/{path}".endswith(f"/{name}")]
+        parameter = max(names, key=len, default=None)
+        sharding = layout.replicated()
+        if parameter is not None:
+            spec = _divisible(layout.mesh, _shared_parts(table[parameter], x.shape), x.shape)
+            sharding = NamedSharding(layout.mesh, spec)
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        _require_split(path, x, parameter, table)
+        if offload and parameter is not None:
+            return x.update(sharding=sharding.with_memory_kind(HOST))
+        return x
+
+    return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
+
+
+def _require_host_memory(layout: Layout) -> None:
+    """Raise LayoutError if the devices have no host memory. Those of a plan need not be here."""
+    if isinstance(layout.mesh, jax.sharding.Mesh):
         device = layout.mesh.devices.flat[0]
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
@@ -111,26 +129,6 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
                 f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has"
                 f" {kinds}; unset it"
             )
-    table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
-
-    def place(keys: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        path = specs.path_name(keys)
-        parameter = max(
-            (name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None
-        )
-        if parameter is None:
-            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated())
-        else:
-            spec = _divisible(layout.mesh, _shared_parts(table[parameter], x.shape), x.shape)
-            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
-        _require_split(path, x, parameter, table)
-        return (
-            x.update(sharding=x.sharding.with_memory_kind(HOST))
-            if offload and parameter is not None
-            else x
-        )
-
-    return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
 
 
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
@@ -140,8 +138,8 @@ def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[A
         return parts
     if len(shape) > param.ndim:
         return [None] * (len(shape) - param.ndim) + parts
-    left = iter(zip(param.shape, parts, strict=True))
-    return [next((part for n, part in left if n == size), None) for size in shape]
+    remaining = iter(zip(param.shape, parts, strict=True))
+    return [next((part for n, part in remaining if n == size), None) for size in shape]
 
 
 def _require_split(
@@ -152,27 +150,27 @@ def _require_split(
 ) -> None:
     """Raise LayoutError for a large array of an optimizer that is split less than its parameter."""
 
-    def size(x: jax.ShapeDtypeStruct) -> int:
-        return math.prod(x.sharding.shard_shape(x.shape))
-
-    def parts(x: jax.ShapeDtypeStruct) -> int:
-        return int(math.prod(x.shape) // max(1, size(x)))
-
-    params = list(table.values()) if parameter is None else [table[parameter]]
-    if parts(x) >= max(map(parts, params)) or size(x) <= max(
-        WHOLE, 0 if parameter is None else size(params[0])
-    ):
+    if parameter is None:
+        params, allowed_size, owner = list(table.values()), WHOLE, "no parameter"
+    else:
+        params = [table[parameter]]
+        allowed_size = max(WHOLE, _shard_size(params[0]))
+        owner = f"parameter {parameter!r} of shape {params[0].shape}"
+    if _n_parts(x) >= max(map(_n_parts, params)) or _shard_size(x) <= allowed_size:
         return
-    of = (
-        "no parameter"
-        if parameter is None
-        else f"parameter {parameter!r} of shape {params[0].shape}"
-    )
     raise LayoutError(
-        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {of}, and cannot"
-        f" be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set mesh.fsdp=1"
-        " and mesh.model=1, or use another optimizer"
+        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {owner}, and"
+        f" cannot be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set"
+        " mesh.fsdp=1 and mesh.model=1, or use another optimizer"
     )
+
+
+def _shard_size(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape))
+
+
+def _n_parts(x: jax.ShapeDtypeStruct) -> int:
+    return int(math.prod(x.shape) // max(1, _shard_size(x)))
 
 
 def _divisible(
@@ -182,7 +180,8 @@ def _divisible(
     parts = []
     for part, size in zip((*spec, *[None] * len(shape)), shape, strict=False):
         names = (part,) if isinstance(part, str) else part or ()
-        parts.append(part if size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+        n_parts = math.prod(mesh.shape[name] for name in names)
+        parts.append(part if size % n_parts == 0 else None)
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)
@@ -225,9 +224,8 @@ def make_init(
         )
         ema = jax.tree.map(jnp.copy, variables.params) if abstract.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(
-            zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero)
-        )
+        opt_state = tx.init(variables.params)
+        return TrainState(zero, variables, opt_state, ema, GuardState(jnp.zeros(()), zero))
 
     return _jit_once(init, abstract.state)
 
@@ -263,7 +261,5 @@ def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> jax.stages
 
 def bytes_per_device(tree: PyTree) -> int:
     """Bytes of a tree of abstract or real arrays that a device, not its host, holds."""
-    held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held
-    )
+    on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
+    return sum(_shard_size(x) * np.dtype(x.dtype).itemsize for x in on_device)

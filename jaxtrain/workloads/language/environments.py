@@ -41,19 +41,20 @@ class Prompts(NamedTuple):
 
     def score(self, completions: Sequence[str]) -> tuple[dict[str, float], list[float]]:
         """Means over the prompts, "reward" and every function's own, and the reward of each."""
-        each = [self._scores(row, text) for row, text in zip(self.rows, completions, strict=True)]
-        rewards = [
-            sum(w * x for w, x in zip(self.rubric.weights, scores, strict=True)) for scores in each
-        ]
-        means = {
-            f.__name__: sum(scores[i] for scores in each) / len(each)
-            for i, f in enumerate(self.rubric.funcs)
-        }
+        scores_by_row, rewards = [], []
+        for row, completion in zip(self.rows, completions, strict=True):
+            scores = self._scores(row, completion)
+            weighted = zip(self.rubric.weights, scores, strict=True)
+            scores_by_row.append(scores)
+            rewards.append(sum(weight * score for weight, score in weighted))
+        means = {}
+        for f, scores_of_f in zip(self.rubric.funcs, zip(*scores_by_row, strict=True), strict=True):
+            means[f.__name__] = sum(scores_of_f) / len(scores_of_f)
         return {"reward": sum(rewards) / len(rewards), **means}, rewards
 
     def _scores(self, row: Mapping[str, Any], completion: str) -> list[float]:
-        known = {"answer": "", "info": {}, **row, "completion": completion, "state": dict(row)}
-        return [_call(f, known) for f in self.rubric.funcs]
+        fields = {"answer": "", "info": {}, **row, "completion": completion, "state": dict(row)}
+        return [_call(f, fields) for f in self.rubric.funcs]
 
 
 def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
@@ -85,10 +86,13 @@ def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
     return Prompts(rows, rubric)
 
 
-def _call(f: Callable[..., Any], known: Mapping[str, Any]) -> float:
-    parameters = inspect.signature(f).parameters.values()
-    everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    score = f(
-        **(known if everything else {p.name: known[p.name] for p in parameters if p.name in known})
-    )
-    return float(asyncio.run(score) if inspect.iscoroutine(score) else score)
+def _call(f: Callable[..., Any], fields: Mapping[str, Any]) -> float:
+    """Call a function with those of the fields that it takes."""
+    parameters = inspect.signature(f).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        fields = {name: fields[name] for name in parameters if name in fields}
+    score = f(**fields)
+    if inspect.iscoroutine(score):
+        score = asyncio.run(score)
+    return float(score)

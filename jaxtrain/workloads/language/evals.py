@@ -24,10 +24,8 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
     if c.generation.prompts:
 
         def show(texts: Sequence[str]) -> Scored:
-            return {}, [
-                {"prompt": p, "continuation": x}
-                for p, x in zip(c.generation.prompts, texts, strict=True)
-            ]
+            pairs = zip(c.generation.prompts, texts, strict=True)
+            return {}, [{"prompt": prompt, "continuation": text} for prompt, text in pairs]
 
         yield _evaluation(
             c, shard, seed, c.generation.prompts, c.generation, c.generation.top_p, show
@@ -39,12 +37,12 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
             texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module
         ) -> Scored:
             means, rewards = prompts.score(texts)
-            triples = zip(prompts.rows, texts, rewards, strict=True)
-            lines = [
-                {"target": name, "prompt": r["prompt"], "continuation": x, "reward": y}
-                for r, x, y in triples
-            ]
-            return {f"{name}/{k}": v for k, v in means.items()}, lines[:MAX_LINES]
+            lines = []
+            for row, text, reward in zip(prompts.rows, texts, rewards, strict=True):
+                line = {"target": name, "prompt": row["prompt"], "continuation": text}
+                lines.append({**line, "reward": reward})
+            metrics = {f"{name}/{metric}": mean for metric, mean in means.items()}
+            return metrics, lines[:MAX_LINES]
 
         yield _evaluation(
             c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score
@@ -80,9 +78,7 @@ def _evaluation(
         )
 
     def texts(tokens_bn: Array) -> Scored:
-        rows = np.asarray(tokens_bn).tolist()
-        return score(
-            [codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)]
-        )
+        pairs = zip(ids, np.asarray(tokens_bn).tolist(), strict=True)
+        return score([codec.continuation(prompt, new)[0] for prompt, new in pairs])
 
     return GenerativeEvaluation(run, texts)

@@ -44,11 +44,11 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     """Read a run with its tokenizer or another. Raises StoredError, WarmStartError, DataError."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
-    theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get(
-        "tokenizer"
-    )
-    chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
-    changes = {"tokenizer": str(chosen)} if chosen else {}
+    data = config.get("data") or {}
+    run_tokenizer = run_workload.model_of(config).get("tokenizer") or data.get("tokenizer")
+    exported = run_workload.exported_file(source, "tokenizer.json")
+    codec_source = tokenizer or exported or run_tokenizer
+    changes = {"tokenizer": str(codec_source)} if codec_source else {}
     model = run_workload.model_section(config, Config, **changes, targets=(), generation={})
     try:
         codec = model.codec()
@@ -56,7 +56,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
         raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
     layout = stored_params.one_device()
     params = stored_params.read(source, make_specs(model), layout, ema=ema)
-    return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {chosen}")
+    return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {codec_source}")
 
 
 def read_prompts(path: str) -> list[str]:
@@ -64,20 +64,20 @@ def read_prompts(path: str) -> list[str]:
 
     A line of .jsonl may be a string, too. Raises DataError.
     """
-    place = files.expanded(path)
-    found = []
-    for number, line in enumerate(files.lines(files.read_text(place, most=MAX_BYTES)), 1):
-        if line.strip() and place.suffix != ".jsonl":
-            found.append(line)
+    file = files.expanded(path)
+    prompts = []
+    for number, line in enumerate(files.lines(files.read_text(file, most=MAX_BYTES)), 1):
+        if line.strip() and file.suffix != ".jsonl":
+            prompts.append(line)
         elif line.strip():
             tree: Any = files.parse(line, f"{path}:{number}", kind=object)
             prompt = tree.get("prompt") if isinstance(tree, dict) else tree
             if not isinstance(prompt, str) or not prompt:
                 raise DataError(f'{path}:{number} has no "prompt" of text')
-            found.append(prompt)
-    if not found:
+            prompts.append(prompt)
+    if not prompts:
         raise DataError(f"{path} holds no prompt; expected one a line")
-    return found
+    return prompts
 
 
 def generate(
@@ -147,6 +147,7 @@ def generate(
         padded = [*some, *[some[0]] * (batch - len(some))]  # one program for all
         prompt_bp, length_b = sampling.pad([i for _, i, _ in padded], longest)
         seed_b = np.array([seed for _, _, seed in padded], np.int32)
-        written = np.asarray(run(writer.params, *map(jnp.asarray, (prompt_bp, length_b, seed_b))))
-        for (prompt, i, seed), new in zip(some, written.tolist(), strict=False):
+        arrays = map(jnp.asarray, (prompt_bp, length_b, seed_b))
+        tokens_bn = np.asarray(run(writer.params, *arrays))
+        for (prompt, i, seed), new in zip(some, tokens_bn.tolist(), strict=False):
             yield Continuation(prompt, seed, *codec.continuation(i, new, prompt))

@@ -37,14 +37,13 @@ def make_codec(
     """
     if tokenizer and tokenizer != "bytes":
         try:
-            of = tokenizer_lib.open_tokenizer(tokenizer)
-            return Codec(
-                lambda text: _not_empty(of.encode([text])[0], text),
-                of.decode,
-                of.ends() if ends is None else tuple(ends),
-            )
+            opened = tokenizer_lib.open_tokenizer(tokenizer)
+            end_ids = opened.ends() if ends is None else tuple(ends)
         except DataError as error:
             raise CodecError(str(error)) from error
+        return Codec(
+            lambda text: _not_empty(opened.encode([text])[0], text), opened.decode, end_ids
+        )
     if symbols:
         return _of_symbols(symbols)
     if vocab != 256 and tokenizer != "bytes":
@@ -68,13 +67,12 @@ def examples(
         decode = make_codec(c.tokenizer, c.symbols, c.vocab).decode
     except CodecError:
         decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    found = []
+    rows = []
     for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
-        documents = [
-            decode(tokens[segments == k].tolist()) for k in range(1, segments.max(initial=0) + 1)
-        ]
-        found.append(Example(text="\n¶ ".join(documents)))
-    return found
+        numbers = range(1, segments.max(initial=0) + 1)
+        documents = [decode(tokens[segments == number].tolist()) for number in numbers]
+        rows.append(Example(text="\n¶ ".join(documents)))
+    return rows
 
 
 def _of_symbols(symbols: str) -> Codec:

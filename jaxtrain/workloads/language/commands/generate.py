@@ -96,8 +96,8 @@ def _generate(args: argparse.Namespace) -> int:
         batch=args.batch,
     )
     if not args.out:
-        for each in continued():
-            print(f"{each.prompt}{each.text}\n", flush=True)
+        for continuation in continued():
+            print(f"{continuation.prompt}{continuation.text}\n", flush=True)
         return 0
     made_of = (
         writer.name,
@@ -109,7 +109,8 @@ def _generate(args: argparse.Namespace) -> int:
         args.batch,
     )
     with resumable.file(args.out, made_of) as file:
-        for each in continued(first=file.n):
-            file.write((json.dumps(each._asdict(), ensure_ascii=False) + "\n").encode())
+        for continuation in continued(first=file.n):
+            line = json.dumps(continuation._asdict(), ensure_ascii=False)
+            file.write(f"{line}\n".encode())
     print(f"{args.out}: {len(prompts) * len(args.seeds)} continuations of {len(prompts)} prompts")
     return 0
