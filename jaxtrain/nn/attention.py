@@ -58,7 +58,7 @@ def within(
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     platform, capability = shard.devices
-    run = functools.partial(
+    run: Callable[..., Array] = functools.partial(
         attention, causal=causal, window=window, devices=(platform, capability), keep=keep
     )
     kernel = choose(

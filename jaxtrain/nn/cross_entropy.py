@@ -308,7 +308,8 @@ def _summed_over_tokens(split: Split, dw_vd: Array) -> Array:
     if split.exchanged:
         others = tuple(name for name in split.tokens if name not in split.exchanged)
         dw_vd = _over(jax.lax.psum, dw_vd, others)
-        return jax.lax.all_to_all(dw_vd, split.exchanged, split_axis=1, concat_axis=0, tiled=True)
+        dw_vd = jax.lax.all_to_all(dw_vd, split.exchanged, split_axis=1, concat_axis=0, tiled=True)
+        return dw_vd
     others = tuple(name for name in split.tokens if name not in split.columns)
     dw_vd = _over(functools.partial(_scattered, scatter_dimension=1), dw_vd, split.columns)
     return _over(jax.lax.psum, dw_vd, others)

@@ -42,7 +42,8 @@ def attention(
             "config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has"
             f" {names}"
         )
-    segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
+    if segments_bt is None:
+        segments_bt = jnp.zeros((b, t), jnp.int32)
     ring = Ring(names[0], shard.size("seq", t), causal, window)
     return over_mesh(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
 
@@ -81,10 +82,10 @@ class Ring(NamedTuple):
             new_bgrt = jnp.maximum(top_bgrt, x_bgrtc.max(-1))
             p_bgrtc = jnp.exp(x_bgrtc - new_bgrt[..., None]) * (x_bgrtc > NEVER)
             shrink_bgrt = jnp.exp(top_bgrt - new_bgrt)
-            y_bgrtk = y_bgrtk * shrink_bgrt[..., None] + _einsum(
-                "bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk
-            )
-            return (y_bgrtk, sum_bgrt * shrink_bgrt + p_bgrtc.sum(-1), new_bgrt), None
+            y_bgrtk = y_bgrtk * shrink_bgrt[..., None]
+            y_bgrtk += _einsum("bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk)
+            sum_bgrt = sum_bgrt * shrink_bgrt + p_bgrtc.sum(-1)
+            return (y_bgrtk, sum_bgrt, new_bgrt), None
 
         def part(i: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             state, kvs = carry
@@ -166,9 +167,8 @@ class Ring(NamedTuple):
         return cut[0], cut[1], (first + jnp.arange(s)).reshape(n, s // n), cut[2]
 
     def _turn(self, tree: Any) -> Any:
-        return jax.lax.ppermute(
-            tree, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)]
-        )
+        to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.lax.ppermute(tree, self.axis, to_next)
 
 
 def _by_group(x_bthk: Array, g: int) -> Array:
@@ -188,19 +188,18 @@ def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: 
 
 def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, Arrays]:
     axes, (query, _, of_log) = _ring_axes(shard, *args[:2])
-    y, log = (
-        remat.name(x, "attention")
-        for x in kernels.local(shard, ring.forward, args, axes, (query, of_log))
-    )
+    y, log = kernels.local(shard, ring.forward, args, axes, (query, of_log))
+    y, log = remat.name(y, "attention"), remat.name(log, "attention")
     return y, (*args, y, log)
 
 
-def _ring_backward(shard: Shard, ring: Ring, kept: Arrays, dy: Array) -> tuple[Array | None, ...]:
-    axes, (query, key, _) = _ring_axes(shard, *kept[:2])
+def _ring_backward(
+    shard: Shard, ring: Ring, residuals: Arrays, dy: Array
+) -> tuple[Array | None, ...]:
+    axes, (query, key, _) = _ring_axes(shard, *residuals[:2])
     of_log = ("batch", "kv_heads", None, "seq")
-    grads = kernels.local(
-        shard, ring.backward, (*kept, dy), (*axes, axes[0], of_log, axes[0]), (query, key, key)
-    )
+    all_axes = (*axes, axes[0], of_log, axes[0])
+    grads = kernels.local(shard, ring.backward, (*residuals, dy), all_axes, (query, key, key))
     return (*grads, None)
 
 

@@ -48,17 +48,20 @@ def generate(
         state: tuple[Array, Cache, Array], i: Array
     ) -> tuple[tuple[Array, Cache, Array], Array]:
         logits_bv, cache, ended_b = state
-        draw = functools.partial(choose, temperature=temperature, top_p=top_p)
-        token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(
-            logits_bv, keys_b
-        )
-        token_b = jnp.where(ended_b, ends[0], token_b) if ends else token_b
-        logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
-        return (logits_bv, cache, ended_b | jnp.isin(token_b, jnp.array(ends, jnp.int32))), token_b
 
-    _, tokens_nb = jax.lax.scan(
-        write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new)
-    )
+        def draw(logits_v: Array, key: Key) -> Array:
+            key = jax.random.fold_in(key, i)
+            return choose(logits_v, key, temperature=temperature, top_p=top_p)
+
+        token_b = jax.vmap(draw)(logits_bv, keys_b)
+        if ends:
+            token_b = jnp.where(ended_b, ends[0], token_b)
+        logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
+        ended_b = ended_b | jnp.isin(token_b, jnp.array(ends, jnp.int32))
+        return (logits_bv, cache, ended_b), token_b
+
+    start = (logits_bv, cache, jnp.zeros(len(length_b), bool))
+    _, tokens_nb = jax.lax.scan(write, start, jnp.arange(n_new))
     return tokens_nb.T
 
 
@@ -79,16 +82,15 @@ def choose(
         return logits_v.argmax().astype(jnp.int32)
     logits_v = logits_v / temperature
     if 0 < top_k < logits_v.size:
-        logits_v = jnp.where(logits_v >= jax.lax.top_k(logits_v, top_k)[0][-1], logits_v, -jnp.inf)
+        least = jax.lax.top_k(logits_v, top_k)[0][-1]
+        logits_v = jnp.where(logits_v >= least, logits_v, -jnp.inf)
     if top_p < 1:
         order_v = jnp.argsort(-logits_v)
         p_v = jax.nn.softmax(logits_v[order_v])
-        before_v = jnp.cumsum(p_v) - p_v  # of the tokens that are likelier
-        logits_v = (
-            jnp.full_like(logits_v, -jnp.inf)
-            .at[order_v]
-            .set(jnp.where(before_v < top_p, logits_v[order_v], -jnp.inf))
-        )
+        p_likelier_v = jnp.cumsum(p_v) - p_v
+        nothing_v = jnp.full_like(logits_v, -jnp.inf)
+        allowed_v = jnp.where(p_likelier_v < top_p, logits_v[order_v], -jnp.inf)
+        logits_v = nothing_v.at[order_v].set(allowed_v)
     return jax.random.categorical(key, logits_v).astype(jnp.int32)
 
 
@@ -127,9 +129,8 @@ def extend(
     shard: Shard,
 ) -> tuple[Array, Cache]:
     """Return logits [B, V] after one more token at ``place_b`` of each row, and the new cache."""
-    seen_bs = attention.visible(
-        place_b, jnp.arange(cache[0].shape[2]), causal=True, window=c.window
-    )
+    places_s = jnp.arange(cache[0].shape[2])
+    seen_bs = attention.visible(place_b, places_s, causal=True, window=c.window)
     x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
     angles = transformer.angles(c, place_b[:, None])
 
@@ -146,10 +147,9 @@ def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.
     here_bs = jnp.arange(seen_bs.shape[1])[None] == place_b[:, None]
 
     def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:
-        k, v = (
-            jnp.where(here_bs[..., None, None], new, x)
-            for new, x in zip((k_btgk, v_btgk), old, strict=True)
-        )
+        old_k, old_v = old
+        k = jnp.where(here_bs[..., None, None], k_btgk, old_k)
+        v = jnp.where(here_bs[..., None, None], v_btgk, old_v)
         return attention.masked(q_bthk, k, v, seen_bs[:, None]), (k, v)
 
     return mix

@@ -36,12 +36,12 @@ def splash(
 
     b, t, h, k = q_bthk.shape
     g = k_bsgk.shape[2]
+    mask: mask_lib.Mask = mask_lib.FullMask((t, t))
     if window:
-        one: mask_lib.Mask = mask_lib.LocalMask(
-            (t, t), (window - 1, 0 if causal else window - 1), 0
-        )
-    else:
-        one = mask_lib.CausalMask((t, t)) if causal else mask_lib.FullMask((t, t))
+        ahead = 0 if causal else window - 1
+        mask = mask_lib.LocalMask((t, t), (window - 1, ahead), 0)
+    elif causal:
+        mask = mask_lib.CausalMask((t, t))
     n = next(size for size in (BLOCK, 256, LANES) if t % size == 0)
     blocks = kernel_lib.BlockSizes(
         block_q=n,
@@ -54,16 +54,16 @@ def splash(
         block_kv_dq=n,
     )
     kernel = kernel_lib.make_splash_mqa_single_device(
-        mask_lib.MultiHeadMask([one] * (h // g)),
+        mask_lib.MultiHeadMask([mask] * (h // g)),
         block_sizes=blocks,
         interpret=interpret,
         residual_checkpoint_name=keep,
     )
-    q_bgrtk = (
-        (q_bthk * k**-0.5).astype(q_bthk.dtype).reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
-    )
+    scaled_bthk = (q_bthk * k**-0.5).astype(q_bthk.dtype)
+    q_bgrtk = scaled_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
     k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
-    segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
+    if segments_bt is None:
+        segments_bt = jnp.zeros((b, t), jnp.int32)
 
     def row(q_grtk: Array, k_gsk: Array, v_gsk: Array, segments_t: Array) -> Array:
         segments = kernel_lib.SegmentIds(segments_t, segments_t)

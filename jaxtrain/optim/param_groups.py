@@ -27,13 +27,14 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
 
     Only built-in rules decay parameters by optim.decayed and optim.undecayed.
     """
-    names, rest, problems = paths(specs), Group(), []
-    for path in () if factories.is_factory(optim.name) else names:
+    names, problems = paths(specs), []
+    decaying = [] if factories.is_factory(optim.name) else names
+    for path in decaying:
         matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
         if sum(matches) != 1:
-            which = "both" if all(matches) else "neither"
+            quantity = "both" if all(matches) else "neither"
             problems.append(
-                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and"
+                f"parameter {path!r} matches {quantity} of optim.decayed={optim.decayed!r} and"
                 f" optim.undecayed={optim.undecayed!r}; change the patterns so that exactly one of"
                 " them matches it"
             )
@@ -45,9 +46,12 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
             )
     if problems:
         raise OptimError("\n".join(problems))
-    return map_specs(
-        lambda path, _: next((g for g in optim.groups if re.search(g.match, path)), rest), specs
-    )
+    default = Group()
+
+    def group_of(path: str, _: Spec) -> Group:
+        return next((group for group in optim.groups if re.search(group.match, path)), default)
+
+    return map_specs(group_of, specs)
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
@@ -73,9 +77,8 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
         return rule
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    names = [
-        name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)
-    ]
+    parameters = zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)
+    names = [name(path, spec, group) for path, spec, group in parameters]
     if problems:
         raise OptimError("\n".join(problems))
     return jax.tree.unflatten(tree, names)
@@ -88,11 +91,8 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
     head counts. A match of `BELOW_LAYERS` has n + 1, and any other parameter none. Raises
     OptimError if no parameter has a layer, or none is below the first.
     """
-    stacks = [
-        spec.shape[spec.axes.index("layer")]
-        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
-        if "layer" in spec.axes
-    ]
+    stacked = [s for s in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in s.axes]
+    stacks = [spec.shape[spec.axes.index("layer")] for spec in stacked]
     if optim.layer_decay == 1:
         return map_specs(lambda path, spec: 1.0, specs)
     if not stacks:

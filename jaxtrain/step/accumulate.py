@@ -225,9 +225,8 @@ def _state_partitions(task: Task) -> PyTree:
 
 def _equalised(x: Array) -> Array:
     """Return the mean of a shared array over data groups. Counts are the same on all already."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jax.lax.pmean(x, DATA)
-    return jax.lax.pmax(x, DATA)
+    x = jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
+    return x
 
 
 def _varying(x: Array) -> Array:

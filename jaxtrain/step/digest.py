@@ -36,12 +36,15 @@ def of_each(tree: PyTree) -> Array:
         places = [jax.lax.broadcasted_iota(WORD, words.shape, axis) for axis in range(words.ndim)]
         # One reduction of both sums: XLA's CPU compiler mixes each word once, and in vectors. Two
         # take seven times as long.
-        mixed, axes = _mixed(specs.path_name(path), words, places), tuple(range(words.ndim))
-        sums = jax.lax.reduce(
-            mixed, (WORD(0), WORD(0)), lambda x, y: (x[0] + y[0], x[1] + y[1]), axes
-        )
+        mixed = _mixed(specs.path_name(path), words, places)
+        zeros = (WORD(0), WORD(0))
+        sums = jax.lax.reduce(mixed, zeros, _add_both, tuple(range(words.ndim)))
         parts.append(jnp.stack(sums)[None])
     return jnp.concatenate(parts)
+
+
+def _add_both(x: tuple[Any, Any], y: tuple[Any, Any]) -> tuple[Any, Any]:
+    return x[0] + y[0], x[1] + y[1]
 
 
 def of_batch_and_state(batch: PyTree, state: PyTree) -> Array:
@@ -51,19 +54,18 @@ def of_batch_and_state(batch: PyTree, state: PyTree) -> Array:
 
 def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.ndarray:
     """Return the part of a digest, uint32 [2], of a piece at ``index`` of the array at ``path``."""
-    words = _words(
-        piece,
-        lambda x, word: (
-            np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4))
-        ),
-    )
+
+    def bitcast(x: np.ndarray, word: Any) -> np.ndarray:
+        words_per_number = -(-x.dtype.itemsize // 4)
+        return np.ascontiguousarray(x).view(word).reshape(*x.shape, words_per_number)
+
+    words = _words(piece, bitcast)
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))
-    places = [
-        np.arange(start, start + n, dtype=WORD).reshape(
-            [-1 if other == axis else 1 for other in range(words.ndim)]
-        )
-        for axis, (start, n) in enumerate(zip(starts, words.shape, strict=True))
-    ]
+    places = []
+    for axis, (start, n) in enumerate(zip(starts, words.shape, strict=True)):
+        shape = [1] * words.ndim
+        shape[axis] = n
+        places.append(np.arange(start, start + n, dtype=WORD).reshape(shape))
     return np.array([x.sum(dtype=WORD) for x in _mixed(path, words, places)], WORD)
 
 

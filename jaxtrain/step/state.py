@@ -113,7 +113,7 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         _require_split(path, x, parameter, table)
         if offload and parameter is not None:
-            return x.update(sharding=sharding.with_memory_kind(HOST))
+            x = x.update(sharding=sharding.with_memory_kind(HOST))
         return x
 
     return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
@@ -151,15 +151,15 @@ def _require_split(
     """Raise LayoutError for a large array of an optimizer that is split less than its parameter."""
 
     if parameter is None:
-        params, allowed_size, owner = list(table.values()), WHOLE, "no parameter"
+        params, allowed_size, belongs_to = list(table.values()), WHOLE, "no parameter"
     else:
         params = [table[parameter]]
         allowed_size = max(WHOLE, _shard_size(params[0]))
-        owner = f"parameter {parameter!r} of shape {params[0].shape}"
+        belongs_to = f"parameter {parameter!r} of shape {params[0].shape}"
     if _n_parts(x) >= max(map(_n_parts, params)) or _shard_size(x) <= allowed_size:
         return
     raise LayoutError(
-        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {owner}, and"
+        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {belongs_to}, and"
         f" cannot be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set"
         " mesh.fsdp=1 and mesh.model=1, or use another optimizer"
     )
