@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.commands import arguments
 
 if TYPE_CHECKING:
+    from jaxtrain.arrays.stored import Stored
     from jaxtrain.telemetry.report.run import Run
 
 
@@ -43,58 +44,65 @@ def _settings(a: "Run", b: "Run") -> list[str]:
     """Return the fields of the configs, and the facts of the newest starts, that differ."""
     from jaxtrain.arrays import saved_steps
 
+    lines = []
+    for run in (a, b):
+        if not run.config:
+            lines.append(
+                f"{run.name}: config.json is missing or cannot be read, so no field is compared"
+            )
+    for name, old, new in saved_steps.changes(a.config, b.config):
+        if name != "workdir":
+            lines.append(f"config.{name}: {old} → {new}")
     facts_a, facts_b = (run.starts[-1].facts if run.starts else {} for run in (a, b))
-    changes = [
-        ("config", *change)
-        for change in saved_steps.changes(a.config, b.config)
-        if change[0] != "workdir"
-    ]
-    changes += [
-        ("start", *change)
-        for change in saved_steps.changes(facts_a, facts_b)
-        if change[0].partition(".")[0] not in ("source", "overrides")
-    ]
-    why = "config.json is missing or cannot be read, so no field is compared"
-    unread = [f"{run.name}: {why}" for run in (a, b) if not run.config]
-    return unread + [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
+    for name, old, new in saved_steps.changes(facts_a, facts_b):
+        if name.partition(".")[0] not in ("source", "overrides"):
+            lines.append(f"start.{name}: {old} → {new}")
+    return lines
 
 
 def _arrays(a: "Run", b: "Run") -> list[str]:
     """Return the arrays that differ in the first checkpoints of one step that are not equal."""
-    from jaxtrain.arrays import saved_steps, source
+    from jaxtrain.arrays import source
 
-    kept = [run.checkpoints() for run in (a, b)]
-    both = sorted(kept[0].keys() & kept[1].keys())
-    for step in both:
-        one, other = (source.find(str(saved[step])).arrays() for saved in kept)
-        shared = [path for path in one if path in other]
+    checkpoints_a, checkpoints_b = a.checkpoints(), b.checkpoints()
+    steps_of_both = sorted(checkpoints_a.keys() & checkpoints_b.keys())
+    for step in steps_of_both:
+        arrays_a = source.find(str(checkpoints_a[step])).arrays()
+        arrays_b = source.find(str(checkpoints_b[step])).arrays()
+        paths_of_both = [path for path in arrays_a if path in arrays_b]
         lines = []
-        for path in shared:
-            x, y = one[path], other[path]
-            if x.shape != y.shape:
-                lines.append(f"  {path}: its shape is {list(x.shape)} and {list(y.shape)}")
-                continue
-            found = saved_steps.Difference(x, y)
-            if not found.equal:
-                share = found.unequal / max(math.prod(x.shape), 1)
-                lines.append(
-                    f"  {path}: {share:.2%} of its values differ, by {found.largest:.3g} at most"
-                )
-        if lines or one.keys() != other.keys():
-            more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
-            for run, own, others in ((a, one, other), (b, other, one)):
-                alone = [path for path in own if path not in others]
-                more += (
-                    [f"  only {run.name} has {', '.join(alone[:5])}{' …' * (len(alone) > 5)}"]
-                    if alone
-                    else []
-                )
-            return [
-                f"checkpoints of step {step}: {len(lines)} of {len(shared)} arrays differ",
-                *lines[:10],
-                *more,
-            ]
-    return [
-        "no checkpoint of one step differs; steps that both runs have kept:"
-        f" {', '.join(map(str, both)) or 'none'}"
-    ]
+        for path in paths_of_both:
+            difference = _difference(arrays_a[path], arrays_b[path])
+            if difference:
+                lines.append(f"  {path}: {difference}")
+        if not lines and arrays_a.keys() == arrays_b.keys():
+            continue
+        summary = f"checkpoints of step {step}: {len(lines)} of {len(paths_of_both)} arrays differ"
+        if len(lines) > 10:
+            lines = [*lines[:10], f"  and {len(lines) - 10} more"]
+        only_a = [path for path in arrays_a if path not in arrays_b]
+        only_b = [path for path in arrays_b if path not in arrays_a]
+        return [summary, *lines, *_only(a, only_a), *_only(b, only_b)]
+    steps = ", ".join(map(str, steps_of_both)) or "none"
+    return [f"no checkpoint of one step differs; steps that both runs have kept: {steps}"]
+
+
+def _difference(x: "Stored", y: "Stored") -> str:
+    """Describe how an array differs in two checkpoints, or return ""."""
+    from jaxtrain.arrays import saved_steps
+
+    if x.shape != y.shape:
+        return f"its shape is {list(x.shape)} and {list(y.shape)}"
+    difference = saved_steps.Difference(x, y)
+    if difference.equal:
+        return ""
+    share = difference.unequal / max(math.prod(x.shape), 1)
+    return f"{share:.2%} of its values differ, by {difference.largest:.3g} at most"
+
+
+def _only(run: "Run", paths: list[str]) -> list[str]:
+    """Return a line on the arrays that only ``run`` has."""
+    if not paths:
+        return []
+    ellipsis = " …" if len(paths) > 5 else ""
+    return [f"  only {run.name} has {', '.join(paths[:5])}{ellipsis}"]

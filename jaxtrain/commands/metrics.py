@@ -35,25 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.telemetry.report import records
     from jaxtrain.telemetry.report import run as run_lib
 
-    tables, odd = [], 0
+    tables = []
+    n_odd = 0
     for path in args.runs:
-        found = records.read(run_lib.open_run(path).file("metrics.jsonl"))
-        odd += found.odd
-        for split, columns in found.splits.items():
-            n = len(columns["step"])
-            named = {
-                "run": pa.array([path] * n),
-                "split": pa.array([split] * n),
-                "step": columns["step"].astype(np.int64),
+        records_of_run = records.read(run_lib.open_run(path).file("metrics.jsonl"))
+        n_odd += records_of_run.odd
+        for split, metrics in records_of_run.splits.items():
+            steps = metrics["step"].astype(np.int64)
+            columns = {
+                "run": pa.array([path] * len(steps)),
+                "split": pa.array([split] * len(steps)),
+                "step": steps,
             }
-            taken = {
-                f"metric_{name}" if name in named else name: x
-                for name, x in columns.items()
-                if name != "step"
-            }
-            tables.append(
-                pa.table(named | {name: pa.array(x, mask=np.isnan(x)) for name, x in taken.items()})
-            )
+            for name, values in metrics.items():
+                column = f"metric_{name}" if name in ("run", "split") else name
+                if name != "step":
+                    columns[column] = pa.array(values, mask=np.isnan(values))
+            tables.append(pa.table(columns))
     if not tables:
         raise run_lib.RunError(
             f"{', '.join(args.runs)}: no record in metrics.jsonl; name a run that has taken a step"
@@ -61,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = pa.concat_tables(tables, promote_options="default")
     with atomic_write.file(args.out) as file:
         pq.write_table(table, file)
-    left = f"; {odd} lines are no records, and are left out" if odd else ""
-    print(f"{args.out}: {table.num_rows} records, {table.num_columns - 3} metrics{left}")
+    text = f"{args.out}: {table.num_rows} records, {table.num_columns - 3} metrics"
+    if n_odd:
+        text += f"; {n_odd} lines are no records, and are left out"
+    print(text)
     return 0

@@ -44,17 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             " --config.metrics.profile"
         )
     processes = run.starts[-1].processes if args.all and run.starts else 1
-    before = {found.name: found.stat().st_mtime_ns for found in run.traces}
+    old_times = {trace.name: trace.stat().st_mtime_ns for trace in run.traces}
     request = run.path / REQUEST
-    atomic_write.write(
-        request, json.dumps({"id": uuid.uuid4().hex, "steps": args.steps, "all": args.all})
-    )
+    content = {"id": uuid.uuid4().hex, "steps": args.steps, "all": args.all}
+    atomic_write.write(request, json.dumps(content))
+    new_traces: list[pathlib.Path] = []
     try:
         deadline = time.monotonic() + TIMEOUT
-        while (
-            len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns])
-            < processes
-        ):
+        while len(new_traces) < processes:
             if time.monotonic() > deadline:
                 starts = run_lib.open_run(path).starts
                 phase = starts[-1].phase if starts else "unknown"
@@ -65,9 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not run_lib.open_run(path).is_alive:
                 raise run_lib.RunError(f"{path} ended before it made the trace")
             time.sleep(0.3)
+            new_traces = []
+            for trace in run.traces:
+                if old_times.get(trace.name) != trace.stat().st_mtime_ns:
+                    new_traces.append(trace)
     finally:
         request.unlink(missing_ok=True)
-    for folder in new:
+    for folder in new_traces:
         print(folder, *lines(folder), sep="\n")
     return 0
 
@@ -76,12 +77,13 @@ def lines(folder: pathlib.Path) -> list[str]:
     """Return the time of a trace by part, for people."""
     from jaxtrain.telemetry.report import trace as trace_lib
 
-    found = trace_lib.of_folder(folder)
-    if not found:
+    trace = trace_lib.of_folder(folder)
+    if not trace:
         return ["  it names no operation of a device"]
-    return [
-        f"  {1e3 * found.seconds:.1f} ms, {found.operations} operations",
-        *(f"  {share:6.1%}  {part}" for part, share in found.parts.items()),
-        "  of the operations' time:",
-        *(f"  {share:6.1%}  {times:5} ×  {name}" for name, share, times in found.scopes[:10]),
-    ]
+    text = [f"  {1e3 * trace.seconds:.1f} ms, {trace.operations} operations"]
+    for part, share in trace.parts.items():
+        text.append(f"  {share:6.1%}  {part}")
+    text.append("  of the operations' time:")
+    for name, share, times in trace.scopes[:10]:
+        text.append(f"  {share:6.1%}  {times:5} ×  {name}")
+    return text

@@ -18,7 +18,7 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from jaxtrain.telemetry.report.run import Run
 
 PATIENCE = 10  # [s] for an answer of SLURM
+HEAD = tuple("run,state,step,left,score,last,best,at step,restarts,goodput,disk".split(","))
+LEFT = ("run", "state", "score")  # columns that begin at the left
 
 
 @arguments.reported
@@ -56,16 +58,17 @@ def _show(folder: str, metric: str, as_json: bool) -> int:
 
     top = pathlib.Path(folder)
     runs, launched = run_lib.find(top)
-    if (above := top.resolve().parent / run_lib.LAUNCHED).is_dir():
-        launched.append(above.parent)  # a sweep, of which this is one run
+    folder_above = top.resolve().parent
+    if (folder_above / run_lib.LAUNCHED).is_dir():
+        launched.append(folder_above)  # a sweep, of which this is one run
     rows = {os.path.realpath(run.path): _row(run, metric) for run in runs}
     for workdir in sorted(_waiting(launched)):
         if workdir not in rows:  # it has not begun, and may have no folder yet
             path = pathlib.Path(workdir)
-            below = path.is_relative_to(top.resolve())
-            rows[workdir] = _row(
-                run_lib.named(path, top.resolve()) if below else run_lib.Run(path, workdir), metric
-            )
+            run = run_lib.Run(path, workdir)
+            if path.is_relative_to(top.resolve()):
+                run = run_lib.named(path, top.resolve())
+            rows[workdir] = _row(run, metric)
         if rows[workdir]["state"] not in ("training", "starting", "ended"):
             rows[workdir]["state"] = "queued"
     return _print(folder, [rows[path] for path in sorted(rows, key=pathlib.Path)], as_json)
@@ -79,29 +82,16 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
     if not rows:
         print(f"no run in {folder}, nor below it")
         return 0
-    head = (
-        "run",
-        "state",
-        "step",
-        "left",
-        "score",
-        "last",
-        "best",
-        "at step",
-        "restarts",
-        "goodput",
-        "disk",
-    )
-    print(
-        *console.columns([head, *map(_cells, rows)], right=[2, 3, *range(5, len(head))]), sep="\n"
-    )
+    right = [i for i, name in enumerate(HEAD) if name not in LEFT]
+    print(*console.columns([HEAD, *map(_cells, rows)], right=right), sep="\n")
     return 0
 
 
 def _row(run: "Run", metric: str) -> dict[str, Any]:
     from jaxtrain.telemetry import goodput
 
-    score, share = run.score(metric), goodput.goodput(run.seconds)
+    score = run.score(metric)
+    share = goodput.goodput(run.seconds)
     return {
         "run": run.name,
         "workdir": str(run.path),
@@ -120,20 +110,20 @@ def _row(run: "Run", metric: str) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def number(name: str) -> str:
-        return "-" if row[name] is None else f"{row[name]:.4g}"
+    def cell(name: str, write: Callable[[Any], str]) -> str:
+        return "-" if row[name] is None else write(row[name])
 
     return (
         " ".join(row["run"].split("\n")),
         row["state"],
         f"{row['step']}/{row['steps'] or '?'}",
-        "-" if row["eta_seconds"] is None else console.duration(row["eta_seconds"]),
+        cell("eta_seconds", console.duration),
         row["metric"] or "-",
-        number("last"),
-        number("best"),
-        "-" if row["best_step"] is None else str(row["best_step"]),
+        cell("last", "{:.4g}".format),
+        cell("best", "{:.4g}".format),
+        cell("best_step", str),
         str(row["restarts"]),
-        "-" if row["goodput"] is None else f"{row['goodput']:.0%}",
+        cell("goodput", "{:.0%}".format),
         console.in_bytes(row["disk"], ".1f"),
     )
 
@@ -148,16 +138,14 @@ def _waiting(launched: list[pathlib.Path]) -> set[str]:
     for folder in launched:
         # `jaxtrain launch --status` reports the error
         with contextlib.suppress(launch.LaunchError):
-            jobs |= {
-                os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))
-            }
+            for job in launch._jobs(str(folder)):
+                jobs[os.path.realpath(job["workdir"])] = job["job"]
     if not jobs:
         return set()
     command = ["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]
     try:
-        pending = set(
-            subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split()
-        )
+        queue = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     except (OSError, subprocess.TimeoutExpired):
         return set()  # it does not answer: the states of the runs' own files are shown
+    pending = queue.stdout.split()
     return {workdir for workdir, job in jobs.items() if job in pending}
