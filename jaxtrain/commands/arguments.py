@@ -66,10 +66,13 @@ class Parser(argparse.ArgumentParser):
             self.exit()
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [option for action in parser._actions for option in action.option_strings]
-            flag, remedy = unknown[0].partition("=")[0], "omit it"
+            flag = unknown[0].partition("=")[0]
+            remedy = "omit it"
             if flag.startswith("-"):
-                remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
+                options: list[str] = []
+                for action in parser._actions:
+                    options += action.option_strings
+                remedy = checks.expected(flag, (name for name in options if name.startswith("--")))
             parser.error(f"argument {unknown[0]!r} is unknown; {remedy}")
         return parsed
 
@@ -123,9 +126,10 @@ def out_file(text: str, *, folder: bool = False) -> Any:
     except files.FileError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     except (OSError, ValueError) as error:
-        name, why = getattr(error, "filename", text), getattr(error, "strerror", error)
+        path = getattr(error, "filename", text)
+        reason = getattr(error, "strerror", error)
         raise argparse.ArgumentTypeError(
-            f"{name}: {why}; name another path, or change its permissions"
+            f"{path}: {reason}; name another path, or change its permissions"
         ) from error
     return pathlib.Path(text)
 
@@ -137,24 +141,29 @@ def out_folder(text: str) -> Any:
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split ``argv`` into --config… with their values (`config.parse_args`), and the rest."""
-    config, rest = [], []
-    given = iter(argv)
-    for argument in given:
+    config_arguments, others = [], []
+    remaining = iter(argv)
+    for argument in remaining:
         flag, equals, _ = argument.partition("=")
         if flag != "--config" and not flag.startswith("--config."):
-            rest.append(argument)
+            others.append(argument)
             continue
-        config.append(argument)
-        if not equals and (value := next(given, None)) is not None:
-            (rest if value in HELP else config).append(value)
-    return config, rest
+        config_arguments.append(argument)
+        if equals:
+            continue
+        value = next(remaining, None)
+        if value in HELP:
+            others.append(value)
+        elif value is not None:
+            config_arguments.append(value)
+    return config_arguments, others
 
 
 def missing(package: str, remedy: str) -> str:
     """Return the error for a missing package, with ``remedy``, or "". Nothing is imported."""
-    return (
-        "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
-    )
+    if importlib.util.find_spec(package):
+        return ""
+    return f"the package {package} is missing; {remedy}"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

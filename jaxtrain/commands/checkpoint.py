@@ -47,4 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return saved_steps.inspect(sources[0])
     if args.action == "export":
         return saved_steps.export(sources[0], args.out, base=args.base)
-    return saved_steps.verify(sources[0]) if args.action == "verify" else saved_steps.diff(*sources)
+    if args.action == "verify":
+        return saved_steps.verify(sources[0])
+    return saved_steps.diff(*sources)

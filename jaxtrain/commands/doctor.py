@@ -23,11 +23,12 @@ from jaxtrain.commands import arguments
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    config_arguments, options = arguments.split_config(argv)
     usage = "jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json]"
     parser = arguments.Parser("jaxtrain doctor", __doc__, usage=usage)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    args = parser.parse_args(rest)
+    args = parser.parse_args(options)
     source = ""
     overrides: Sequence[tuple[str, str]] = []
     if config_arguments:
@@ -39,5 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.doctor.examine import examine
 
     report = examine(source, overrides)
-    print(output.as_json(report) if args.json else "\n".join(output.lines(report)))
+    if args.json:
+        print(output.as_json(report))
+    else:
+        print("\n".join(output.lines(report)))
     return 1 if report.failed else 0

@@ -23,27 +23,25 @@ OTHERS = (
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
-    arguments.Parser(
-        "jaxtrain explain", __doc__, usage=arguments.CONFIG_USAGE.format("explain")
-    ).parse_args(rest)
+    argv = sys.argv[1:] if argv is None else argv
+    config_arguments, options = arguments.split_config(argv)
+    usage = arguments.CONFIG_USAGE.format("explain")
+    arguments.Parser("jaxtrain explain", __doc__, usage=usage).parse_args(options)
     return show(config.parse_args(config_arguments))
 
 
 @arguments.reported
-def show(given: config.Arguments) -> int:
+def show(parsed: config.Arguments) -> int:
     """Print the config, then its errors, and return the exit code. Nothing is generated for it.
 
     Of a config that refuses its argument, or misses it, these are the fields that every config has.
     """
     try:
-        found, problems = config.read(given.source, given.overrides, make_data=False)
+        run, problems = config.read(parsed.source, parsed.overrides, make_data=False)
     except config.ArgumentError as error:
-        found, problems = (
-            config.Config(workload="", loader=""),
-            [(path, f"{text}; {OTHERS}") for path, text in error.problems],
-        )
-    print(f"{config.explain(found)}\n\n{glossary.explained(found.workload)}", flush=True)
+        run = config.Config(workload="", loader="")
+        problems = [(path, f"{text}; {OTHERS}") for path, text in error.problems]
+    print(f"{config.explain(run)}\n\n{glossary.explained(run.workload)}", flush=True)
     if not problems:
         return 0
     arguments.report(config.ConfigError(problems))

@@ -25,8 +25,9 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     # a checkout on PYTHONPATH has no list of requirements
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    if wrong := packages(requirements):
-        return wrong
+    missing = packages(requirements)
+    if missing:
+        return missing
     remedy = "say `make train` in the checkout, or pip install its wheel"
     if importlib.util.find_spec("loaders._rust") is None:
         return f"the extension loaders._rust is not built; {remedy}"
@@ -41,21 +42,24 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
 
 def allows_debug(argv: Sequence[str]) -> bool:
     """Whether a command line sets the field of a config that allows a debug build."""
-    words = [word for argument in argv for word in argument.split("=", 1)]
-    return any(
-        word == ALLOW_DEBUG and value.lower() == "true" for word, value in itertools.pairwise(words)
-    )
+    words: list[str] = []
+    for argument in argv:
+        words += argument.split("=", 1)
+    for word, value in itertools.pairwise(words):
+        if word == ALLOW_DEBUG and value.lower() == "true":
+            return True
+    return False
 
 
 def packages(requirements: Iterable[str]) -> str:
     """Return the first missing or old one of ``name>=1.2``, …, without those of extras."""
     for text in requirements:
-        needed, _, marker = text.partition(";")
-        found = re.match(r"\s*([\w.-]+)(?:\[[^]]*])?\s*(?:>=\s*([\d.]+))?", needed)
-        if "extra" in marker or not found:
+        requirement, _, marker = text.partition(";")
+        match = re.match(r"\s*([\w.-]+)(?:\[[^]]*])?\s*(?:>=\s*([\d.]+))?", requirement)
+        if "extra" in marker or not match:
             continue
-        name, least = found[1], found[2] or "0"
-        remedy = f"; pip install --upgrade '{needed.strip()}'"
+        name, least = match[1], match[2] or "0"
+        remedy = f"; pip install --upgrade '{requirement.strip()}'"
         try:
             version = _version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -25,7 +25,8 @@ from jaxtrain.config.command_line import COMPILERS
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    config_arguments, options = arguments.split_config(argv)
     parser = arguments.Parser(
         "jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]"
     )
@@ -38,15 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     text = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
-    args = parser.parse_args(rest)
+    args = parser.parse_args(options)
     if args.setup is not None:
         return set_up(args.setup)
     return show(config.parse_args([*config_arguments, f"--plan={args.target}"]))
 
 
 @arguments.reported
-def show(given: config.Arguments) -> int:
-    """Print the plan of ``given.plan``. Return the exit code."""
+def show(parsed: config.Arguments) -> int:
+    """Print the plan of ``parsed.plan``. Return the exit code."""
     from jaxtrain import plan
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
@@ -54,11 +55,14 @@ def show(given: config.Arguments) -> int:
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
-    if given.plan:
-        plan.parse_target(given.plan)  # an unknown one is reported before any data are read or made
-    text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
+    if parsed.plan:
+        plan.parse_target(
+            parsed.plan
+        )  # an unknown one is reported before any data are read or made
+    run = config.load(parsed.source, parsed.overrides)
+    text, has_no_problem = plan.report(run, parsed.plan or "")
     print(text)
-    return 0 if well else 1
+    return 0 if has_no_problem else 1
 
 
 @arguments.reported

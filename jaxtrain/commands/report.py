@@ -43,10 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plotly = page.library()  # before a million records are read
     text = page.Page(runs, args.metric).html(plotly=plotly)
     atomic_write.write(args.out, text)
-    print(
-        f"{args.out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open"
-        " it in a browser"
-    )
+    n_runs = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    print(f"{args.out}: {len(text) / 1e6:.1f} MB, {n_runs}; open it in a browser")
     for name in sorted({str(run.setting("workload", "")) for run in runs} - {""}):
         if not glossary.is_known(name):
             print(

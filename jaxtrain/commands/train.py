@@ -47,68 +47,74 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        given = config.parse_args(argv)
+        parsed = config.parse_args(argv)
     except config.ConfigError as error:
         arguments.report(error)
         return arguments.USER_ERROR
-    if given.plan_setup:
-        return plan.set_up(given.plan_setup)
-    if given.explain:
-        return explain.show(given)
-    return _train(given) if given.plan is None else plan.show(given)
+    if parsed.plan_setup:
+        return plan.set_up(parsed.plan_setup)
+    if parsed.explain:
+        return explain.show(parsed)
+    return _train(parsed) if parsed.plan is None else plan.show(parsed)
 
 
-def last_lines(given: config.Arguments, run: config.Config) -> str:
+def last_lines(parsed: config.Arguments, run: config.Config) -> str:
     """Return the files of a run that has ended, and the commands that may follow."""
     from jaxtrain.telemetry import writers
 
+    lines = ["the run has ended; it left"]
+    for path, content in writers.left_behind(run):
+        lines.append(f"  {content}: {path}")
+    lines.append("next")
+    next_steps = workload.of(run.workload).next_steps
+    jaxtrain = _jaxtrain_with_workload(parsed.source, run)
     folder, workdir = run.workdir.rstrip("/"), shlex.quote(run.workdir)
     out, page = shlex.quote(f"{folder}-weights"), shlex.quote(f"{folder}/report.html")
-    longer = [(path, text) for path, text in given.overrides if path != "train.steps"]
-    longer.append(("train.steps", str(2 * run.train.steps)))
-    words = [f"--config={given.source}", *(f"--config.{path}={text}" for path, text in longer)]
-    again = " ".join(["jaxtrain train", *map(_quoted, words)])
-    commands = [(f"jaxtrain report {workdir} --out {page}", "for its curves in a browser")]
+    lines.append(f"  for its curves in a browser: {jaxtrain} report {workdir} --out {page}")
     if run.checkpoint.final != "weights":
-        commands.append((again, "to train for longer"))
-    commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
+        lines.append(f"  to train for longer: {_train_longer(parsed, run)}")
+    lines.append(f"  for safetensors and a model card: {jaxtrain} export {workdir} --out {out}")
     if run.lora.rank:
-        commands.append(
-            (f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone")
-        )
-    for command, why in workload.of(run.workload).next_steps:
-        commands.append(
-            (" ".join(shlex.quote(word.format(run=folder)) for word in command.split()), why)
-        )
-    commands.append(
-        (f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint")
-    )
-    if run.workload not in workload.shipped():
-        place = pathlib.Path(given.source.partition(":")[0]).parent.absolute()  # of the config
-        file = pathlib.Path(str(sys.modules[run.workload].__file__))
-        is_near = place != pathlib.Path.cwd() and file.is_relative_to(place)
-        path = f"PYTHONPATH={shlex.quote(str(place))}:$PYTHONPATH " if is_near else ""
-        own = f"{path}jaxtrain --workload {run.workload}"
-        commands = [
-            (x if x is again else x.replace("jaxtrain", own, 1), why) for x, why in commands
-        ]
-    files = [f"  {about}: {path}" for path, about in writers.left_behind(run)]
-    return "\n".join(
-        [
-            "the run has ended; it left",
-            *files,
-            "next",
-            *(f"  {why}: {text}" for text, why in commands),
-        ]
-    )
+        command = f"{jaxtrain} lora-to-peft {workdir} --out {out}-adapters"
+        lines.append(f"  for the adapters alone: {command}")
+    for command, reason in next_steps:
+        words = [shlex.quote(word.format(run=folder)) for word in command.split()]
+        lines.append(f"  {reason}: {' '.join(words).replace('jaxtrain', jaxtrain, 1)}")
+    command = f"{jaxtrain} checkpoint inspect {workdir}"
+    lines.append(f"  to see the contents of a checkpoint: {command}")
+    return "\n".join(lines)
+
+
+def _train_longer(parsed: config.Arguments, run: config.Config) -> str:
+    """Return the command of the run, with twice as many steps."""
+    words = [f"--config={parsed.source}"]
+    for path, text in parsed.overrides:
+        if path != "train.steps":
+            words.append(f"--config.{path}={text}")
+    words.append(f"--config.train.steps={2 * run.train.steps}")
+    return " ".join(["jaxtrain train", *map(_quoted, words)])
+
+
+def _jaxtrain_with_workload(source: str, run: config.Config) -> str:
+    """Return how `jaxtrain` is called for a run of a user's workload, which it has to find."""
+    if run.workload in workload.shipped():
+        return "jaxtrain"
+    command = f"jaxtrain --workload {run.workload}"
+    folder_of_config = pathlib.Path(source.partition(":")[0]).parent.absolute()
+    file = pathlib.Path(str(sys.modules[run.workload].__file__))
+    if folder_of_config == pathlib.Path.cwd() or not file.is_relative_to(folder_of_config):
+        return command
+    return f"PYTHONPATH={shlex.quote(str(folder_of_config))}:$PYTHONPATH {command}"
 
 
 def _quoted(word: str) -> str:
     """Quote a word for a shell as a person would: single quotes between double ones."""
-    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+    if "'" in word and not set(word) & set('"$`\\!'):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
-def _train(given: config.Arguments) -> int:
+def _train(parsed: config.Arguments) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
 
@@ -118,8 +124,8 @@ def _train(given: config.Arguments) -> int:
     machine.keep_freed_memory()
     resolved = None
     try:
-        resolved = config.load(given.source, given.overrides)
-        return _run(given, resolved)
+        resolved = config.load(parsed.source, parsed.overrides)
+        return _run(parsed, resolved)
     except UserError as error:
         arguments.report(error)
         return arguments.USER_ERROR
@@ -140,13 +146,13 @@ def _train(given: config.Arguments) -> int:
         return arguments.INTERRUPTED
 
 
-def _run(given: config.Arguments, run: config.Config) -> int:
+def _run(parsed: config.Arguments, run: config.Config) -> int:
     # Not before the config is known to be right: optimizers and checkpoints take long to import.
     from jaxtrain.run import loop
 
     try:
-        loop.run(run, {"source": given.source, "overrides": dict(given.overrides)})
-        logging.getLogger("jaxtrain").info("%s", last_lines(given, run))
+        loop.run(run, {"source": parsed.source, "overrides": dict(parsed.overrides)})
+        logging.getLogger("jaxtrain").info("%s", last_lines(parsed, run))
     except loop.Preempted as end:
         print(f"{end}; rerun the same command to resume", file=sys.stderr)
         return run.preemption.exit_code

@@ -20,7 +20,7 @@ from jaxtrain.telemetry import loopback
 from loaders.io.checks import UserError
 
 # times as long as a page took, until it is made again: that of a million records takes seconds
-REST = 9
+PAUSE = 9
 
 
 @arguments.reported
@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         from jaxtrain.telemetry.report.run import RunError
 
-        why = f"port {args.port} of 127.0.0.1 cannot be used: {error.strerror}"
-        raise RunError(f"{why}; choose another --port") from error
+        raise RunError(
+            f"port {args.port} of 127.0.0.1 cannot be used: {error.strerror}; choose another --port"
+        ) from error
     with server:
         print(f"{server.address}   (Ctrl-C ends)", flush=True)
         try:
@@ -73,10 +74,15 @@ class Pages:
     def __init__(self, paths: Sequence[str], metric: str, every: float):
         from jaxtrain.telemetry.report import page
 
-        self._paths, self._metric, self._every = paths, metric, every
-        self._plotly, self._lock = page.library(), threading.Lock()
-        self._text, self._version, self._until = b"", 0, -math.inf
-        self._seen: tuple[object, ...] = ()
+        self._paths = paths
+        self._metric = metric
+        self._every = every
+        self._plotly = page.library()
+        self._lock = threading.Lock()
+        self._text = b""
+        self._version = 0
+        self._current_until = -math.inf
+        self._state_of_page: tuple[object, ...] = ()
 
     def current(self) -> tuple[bytes, int]:
         """Return the page, and a number that rises when it changes. Raises UserError."""
@@ -84,21 +90,24 @@ class Pages:
         from jaxtrain.telemetry.report import run as run_lib
 
         with self._lock:
-            if (began := time.monotonic()) < self._until:
+            began = time.monotonic()
+            if began < self._current_until:
                 return self._text, self._version
             runs = run_lib.open_runs(self._paths)
-            seen = (
-                *(_changed(run.path / name) for run in runs for name in WATCHED),
-                *(run.state for run in runs),
-            )
-            if seen != self._seen:
+            state: list[object] = []
+            for run in runs:
+                state.append(run.state)
+                for name in WATCHED:
+                    state.append(_changed(run.path / name))
+            if tuple(state) != self._state_of_page:
                 self._version += 1
-                made = page.Page(runs, self._metric).html(
+                html = page.Page(runs, self._metric).html(
                     plotly=self._plotly, every=self._every, version=self._version
                 )
-                self._text, self._seen = made.encode(), seen
+                self._text = html.encode()
+                self._state_of_page = tuple(state)
             now = time.monotonic()
-            self._until = now + max(self._every, REST * (now - began))
+            self._current_until = now + max(self._every, PAUSE * (now - began))
             return self._text, self._version
 
 
@@ -114,10 +123,10 @@ WATCHED = (
 
 def _changed(path: os.PathLike[str]) -> tuple[int, int]:
     try:
-        about = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0, 0
-    return about.st_mtime_ns, about.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 class Server(loopback.Server):
@@ -138,8 +147,8 @@ class Handler(loopback.Handler):
     server: Server
 
     def do_GET(self) -> None:
-        token, _, rest = self.path.removeprefix("/").partition("/")
-        if not self.is_allowed(token) or self.path.count("/") != 2 or rest not in ("", "version"):
+        token, _, name = self.path.removeprefix("/").partition("/")
+        if not self.is_allowed(token) or self.path.count("/") != 2 or name not in ("", "version"):
             self.send(404, b"not found\n", "text/plain")
             return
         try:
@@ -147,7 +156,7 @@ class Handler(loopback.Handler):
         except UserError as error:  # moved or deleted meanwhile
             self.send(503, f"{error}\n".encode(), "text/plain; charset=utf-8")
             return
-        if rest == "version":
+        if name == "version":
             self.send(200, str(version).encode(), "text/plain")
         else:
             self.send(200, text, "text/html; charset=utf-8")
