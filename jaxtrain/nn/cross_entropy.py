@@ -267,10 +267,7 @@ def _measure(
     is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
     target_x_c = label_x_c
     if settings.smoothing:
-        word_x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, 0)
-        sum_x_c = _over(jax.lax.psum, word_x_cv.sum(-1), split.parts)
-        share = settings.smoothing / settings.vocab
-        target_x_c = (1 - settings.smoothing) * label_x_c + share * sum_x_c
+        target_x_c = _smoothed_logit(settings, split, x_cv, word_v, label_x_c)
     per_token = Sums(
         loss=lse_c - target_x_c + settings.z_loss * lse_c**2,
         cross_entropy=lse_c - label_x_c,
@@ -292,15 +289,29 @@ def _add_gradients(
     slope_c = chunk.weight_c * (1 + 2 * settings.z_loss * chunk.lse_c)
     target_cv = chunk.is_label_cv.astype(jnp.float32)
     if settings.smoothing:
-        share = settings.smoothing / settings.vocab
-        target_cv = (1 - settings.smoothing) * target_cv
-        target_cv = target_cv + share * (chunk.word_v[None] < settings.vocab)
+        target_cv = _smoothed_target(settings, target_cv, chunk.word_v)
     dx_cv = chunk.e_cv * (slope_c / chunk.sum_c)[:, None] - target_cv * chunk.weight_c[:, None]
     dx_cv = dx_cv.astype(chunk.x_cd.dtype)
     dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, chunk.x_cd, preferred_element_type=jnp.float32)
     dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w_vd, preferred_element_type=jnp.float32)
     dx_cd = _over(_scattered, _over(jax.lax.psum, dx_cd, split.vocab), split.exchanged)
     return dx_cd.astype(chunk.x_cd.dtype), dw_vd
+
+
+def _smoothed_logit(
+    settings: Settings, split: Split, x_cv: Array, word_v: Array, label_x_c: Array
+) -> Array:
+    """Return the mean of the logits, weighted by the smoothed target."""
+    word_x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, 0)
+    sum_x_c = _over(jax.lax.psum, word_x_cv.sum(-1), split.parts)
+    share = settings.smoothing / settings.vocab
+    return (1 - settings.smoothing) * label_x_c + share * sum_x_c
+
+
+def _smoothed_target(settings: Settings, target_cv: Array, word_v: Array) -> Array:
+    share = settings.smoothing / settings.vocab
+    target_cv = (1 - settings.smoothing) * target_cv
+    return target_cv + share * (word_v[None] < settings.vocab)
 
 
 def _summed_over_tokens(split: Split, dw_vd: Array) -> Array:

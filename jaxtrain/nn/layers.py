@@ -195,8 +195,8 @@ def _rows_of_part(w_vd: Array, index_bt: Array, row_parts: tuple[str, ...]) -> A
     inside = (own_bt >= 0) & (own_bt < n)
     rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
     # In the table's type: XLA for CPUs fails at sums of bfloat16 over some mesh axes.
-    rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), row_parts)
-    return rows_btd
+    sum_btd: Array = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), row_parts)
+    return sum_btd
 
 
 def shared_columns(

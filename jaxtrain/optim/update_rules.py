@@ -127,7 +127,8 @@ def scale_by_adam_atan2(b1: float, b2: float) -> optax.GradientTransformation:
         first, second = 1 - b1**count, 1 - b2**count
 
         def angle(m: Array, v: Array) -> Array:
-            return 1.0 / first * jnp.arctan2(m, jnp.sqrt(v / second))
+            u: Array = 1.0 / first * jnp.arctan2(m, jnp.sqrt(v / second))
+            return u
 
         return jax.tree.map(angle, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 

@@ -57,7 +57,8 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
 
     def bitcast(x: np.ndarray, word: Any) -> np.ndarray:
         words_per_number = -(-x.dtype.itemsize // 4)
-        return np.ascontiguousarray(x).view(word).reshape(*x.shape, words_per_number)
+        words: np.ndarray = np.ascontiguousarray(x).view(word)
+        return words.reshape(*x.shape, words_per_number)
 
     words = _words(piece, bitcast)
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))

@@ -9,7 +9,7 @@ host waits for either decision: the state is selected on the device.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtrain.step.state import HOST, Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Mean, PyTree, Task, Variables
 
 Metrics = dict[str, Mean]
+Step = Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +56,24 @@ def make_train_step(
     if settings.stage is not None:
         task = task._replace(loss=functools.partial(task.loss, stage=settings.stage))
     shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
-    is_offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
 
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
-        if is_offloaded:
-            opt_state = to_memory(state.opt_state, shardings.opt_state, "device")
-            state = state.replace(opt_state=opt_state)
-        new, metrics = train_step(task, tx, layout, state, batch, stop, settings=settings)
-        if is_offloaded:
-            new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
-        return new, metrics
+        return train_step(task, tx, layout, state, batch, stop, settings=settings)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
+    is_offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
+    run = _offloaded(step, shardings.opt_state) if is_offloaded else step
+    return jax.jit(run, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
+
+
+def _offloaded(on_device: Step, shardings: PyTree) -> Step:
+    """Move the optimizer's state from host memory before a step, and back after it."""
+
+    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
+        state = state.replace(opt_state=to_memory(state.opt_state, shardings, "device"))
+        new, metrics = on_device(state, batch, stop)
+        return new.replace(opt_state=to_memory(new.opt_state, shardings)), metrics
+
+    return step
 
 
 def _require_microbatches(layout: Layout, abstract: Abstract, accumulate: int) -> None:
@@ -131,14 +138,18 @@ def train_step(
         "skipped": _unweighted((~good).astype(jnp.float32)),
         "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
-    if taken := sorted(own_metrics.keys() & out.metrics.keys()):
-        raise ValueError(
-            f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename"
-            " them"
-        )
+    if own_metrics.keys() & out.metrics.keys():
+        _raise_for_names(own_metrics.keys() & out.metrics.keys())
     new_variables = Variables(moved.params, variables.frozen, model_state)
     new = TrainState(state.step + ~stopped, new_variables, opt_state, ema, norms)
     return new, {**out.metrics, **own_metrics}
+
+
+def _raise_for_names(names: Set[str]) -> None:
+    raise ValueError(
+        f"the loss returns metrics named {', '.join(sorted(names))}, and every step has its own;"
+        " rename them"
+    )
 
 
 def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
