@@ -34,7 +34,7 @@ def ask(port, path, host=None):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "REST", 0)
+    monkeypatch.setattr(watch, "PAUSE", 0)
     path = make(tmp_path / "run", reached=40, end="")
     pages = watch.Pages([str(path)], "", 1e-9)  # a look at every request
     with watch.Server(pages) as server:
