@@ -6,8 +6,8 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from loaders.audio.recordings import recorders, values
 from loaders.audio.recordings.annotations import Annotation, Errors
@@ -16,8 +16,18 @@ from loaders.audio.recordings.headers import Header, same_bytes
 from loaders.base import DataError
 from loaders.io import checks
 
-# Start and end, classes, low and high frequency, channel.
-Part = tuple[float, float, tuple[int, ...], float | None, float | None, int | None]
+
+class Part(NamedTuple):
+    """A part of a recording that becomes a row, or one for each channel."""
+
+    start: float
+    end: float
+    labels: tuple[int, ...]
+    low: float | None
+    high: float | None
+    channel: int | None  # as a table states it
+
+
 ROUNDING = 1e-3  # [s] by which a start may lie before its recording
 TOLERANCE = 0.05  # [s] by which an end may lie after the recording's: tables round
 SPLITS = ("recording", "site", "date", "column", "folder")
@@ -73,9 +83,9 @@ class Plan:
         numbers = {name: number for number, name in enumerate(self.names)}
         for path in sorted(self.events, key=lambda path: os.path.relpath(path, self.root)):
             if self.splits[path] == split:
-                yield from _rows(
-                    path, self.events[path], self.headers[path], numbers, self.root, self.options
-                )
+                header = self.headers[path]
+                events = self.events[path]
+                yield from _rows(path, events, header, numbers, self.root, self.options)
 
 
 class Splitter:
@@ -89,69 +99,79 @@ class Splitter:
     """
 
     def __init__(self, text: str, seed: int):
-        self.kind, _, value = text.partition("=")
-        self.value, self.seed = value, seed
-        self.shares: list[tuple[str, float]] = []
-        column, _, wanted = value.partition(":") if self.kind == "column" else ("", "", "")
-        self.column = column  # that names the split; empty: none
+        self.kind, _, self.value = text.partition("=")
+        self.seed = seed
+        self.column = ""  # that names the split; empty: none
         # its value that is the test split; empty: it holds names of splits
-        self.wanted = values.split_of(wanted)
+        self.test_value = ""
+        if self.kind == "column":
+            self.column, _, test_value = self.value.partition(":")
+            self.test_value = values.split_of(test_value)
         if text and self.kind not in SPLITS:
             raise DataError(
                 f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2"
             )
+        self.shares: list[tuple[str, float]] = []
         if self.kind in ("recording", "site"):
-            for part in value.split(","):
-                name, _, share = part.rpartition(":")
-                try:
-                    self.shares.append((name or "test", float(share)))
-                except ValueError:
-                    raise DataError(
-                        f"--split {text!r}: {part!r} is no share; write {self.kind}=0.2 or test:0.2"
-                    ) from None
-            if (
-                any(not 0 < share < 1 for _, share in self.shares)
-                or sum(share for _, share in self.shares) >= 1
-            ):
-                raise DataError(
-                    f"--split {text!r}: shares must lie in (0, 1), and leave some to train on"
-                )
-        if self.kind == "date" and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+            self.shares = self._parsed_shares(text)
+        if self.kind == "date" and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.value):
             raise DataError(f"--split {text!r}: expected a day, for example date=2024-05-01")
-        if self.kind == "column" and not value:
+        if self.kind == "column" and not self.value:
             raise DataError(f"--split {text!r} names no column; write column=NAME")
+
+    def _parsed_shares(self, text: str) -> list[tuple[str, float]]:
+        shares = []
+        for part in self.value.split(","):
+            name, _, share = part.rpartition(":")
+            try:
+                shares.append((name or "test", float(share)))
+            except ValueError:
+                raise DataError(
+                    f"--split {text!r}: {part!r} is no share; write {self.kind}=0.2 or test:0.2"
+                ) from None
+        are_shares = all(0 < share < 1 for _, share in shares)
+        if not are_shares or sum(share for _, share in shares) >= 1:
+            raise DataError(
+                f"--split {text!r}: shares must lie in (0, 1), and leave some to train on"
+            )
+        return shares
 
     def refuse_missed(self, stated: Iterable[str]) -> None:
         """Raise DataError if no line has the value that is the test split."""
-        found = sorted(set(stated))
-        if self.wanted and found and self.wanted not in found:
+        stated_values = sorted(set(stated))
+        if self.test_value and stated_values and self.test_value not in stated_values:
             raise DataError(
-                f"--split column={self.value}: no line has {self.wanted!r};"
-                f" {checks.expected(self.wanted, found)}"
+                f"--split column={self.value}: no line has {self.test_value!r};"
+                f" {checks.expected(self.test_value, stated_values)}"
             )
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
         """Return the split of a recording by its name, or None if the value is unknown."""
         if self.kind == "column":
-            if not self.wanted or not stated:
+            if not self.test_value or not stated:
                 return stated or None
-            return "test" if stated == self.wanted else "train"
+            return "test" if stated == self.test_value else "train"
         if self.kind == "folder":
-            return path.split("/")[0] if "/" in path else None
+            folder, slash, _ = path.partition("/")
+            return folder if slash else None
         if self.kind == "date":
-            return ("test" if about["date"] >= self.value else "train") if "date" in about else None
+            if "date" not in about:
+                return None
+            return "test" if about["date"] >= self.value else "train"
         if self.kind in ("recording", "site"):
             key = path if self.kind == "recording" else about.get("site")
-            if key is None:
-                return None
-            digest = hashlib.blake2b(f"{self.seed}:{key}".encode(), digest_size=8).digest()
-            place = int.from_bytes(digest, "big") / 2**64
-            for name, share in self.shares:
-                if place < share:
-                    return name
-                place -= share
-            return "train"
+            return None if key is None else self._drawn(key)
         return stated or "train"
+
+    def _drawn(self, key: str) -> str:
+        """Draw a split by the shares, as a function of the seed and a name."""
+        digest = hashlib.blake2b(f"{self.seed}:{key}".encode(), digest_size=8).digest()
+        draw = int.from_bytes(digest, "big") / 2**64
+        for split, share in self.shares:
+            if draw < share:
+                return split
+            draw -= share
+        return "train"
 
 
 def plan(
@@ -167,199 +187,244 @@ def plan(
 
     Raises DataError: recordings whose decisive value for the split is unknown.
     """
-    events: dict[str, list[Annotation]] = defaultdict(list)
-    below = os.path.join(root, "")
-    nothing: dict[str, Annotation] = {}  # recordings that a table without events is about
-    outside: set[str] = set()  # recordings that are left out, and counted once
-    for each in annotations:
-        header = headers.get(each.path)
-        wrong = None
-        if not each.path.startswith(below):
-            wrong = ("outside-root", f"{each.path} is not below {root}")
-        elif (
-            options.channels.isdecimal()
-            and header is not None
-            and int(options.channels) >= header.channels
-        ):
-            wrong = (
-                "bad-row",
-                (
-                    f"{each.path} has {header.channels} channels, and no channel {options.channels}"
-                    " from 0"
-                ),
-            )
-        if wrong and each.path not in outside:
-            outside.add(each.path)
-            errors.add(*wrong)
-        if wrong or header is None:
-            continue
-        if each.nothing:
-            nothing.setdefault(each.path, each)
-            events[each.path] += []
-        elif checked := _checked(each, header, classes, options, errors):
-            events[each.path].append(checked)
-    for path, each in nothing.items():
+    events, without_events = _checked_by_recording(
+        annotations, headers, classes, root, options, errors
+    )
+    for path, annotation in without_events.items():
         if not events[path]:
-            errors.add("no-events", each.where)
+            errors.add("no-events", annotation.where)
     events = {
-        path: _without_doubles(path, found, options, errors) for path, found in events.items()
+        path: _without_doubles(path, of_recording, options, errors)
+        for path, of_recording in events.items()
     }
     for group in same_bytes({path: headers[path] for path in events}):
         if not errors.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
             for path in group[1:]:
                 events.pop(path, None)
-    names = _classes(events, classes, options, errors)
-    known = set(names)
+    names = _class_names(events, classes, options, errors)
     splits: dict[str, str] = {}
-    kept: dict[str, list[Annotation]] = {}
-    unknown = []
-    for path, found in events.items():
-        inside = os.path.relpath(path, root).replace(os.sep, "/")
-        about = {**headers[path].about, **found[0].about} if found else headers[path].about
-        for each in found:
-            stated = each.about.get("date", "")
-            if own := recorders.other_day(os.path.basename(path), stated):
-                errors.add(
-                    "other-time",
-                    f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}",
-                )
-                break
-        decided = {
-            splitter.of(inside, each.split, about)
-            for each in found or filter(None, [nothing.get(path)])
-        }
-        if None in decided:
-            unknown.append(path)
-        decided.discard(None)
-        if len(decided) > 1:
-            text = f"{path} is in the splits {', '.join(sorted(map(str, decided)))}"
+    events_of_rows: dict[str, list[Annotation]] = {}
+    without_value = []  # recordings whose decisive value for the split is unknown
+    for path, of_recording in events.items():
+        name = os.path.relpath(path, root).replace(os.sep, "/")
+        about = headers[path].about
+        if of_recording:
+            about = {**about, **of_recording[0].about}
+        _note_other_day(path, of_recording, errors)
+        annotations_of_split: dict[str, list[Annotation]] = {}
+        if not of_recording and path in without_events:
+            stated = without_events[path].split
+            annotations_of_split[splitter.of(name, stated, about) or ""] = []
+        for annotation in of_recording:
+            split = splitter.of(name, annotation.split, about) or ""
+            annotations_of_split.setdefault(split, []).append(annotation)
+        if annotations_of_split.pop("", None) is not None:
+            without_value.append(path)
+        if len(annotations_of_split) > 1:
+            text = f"{path} is in the splits {', '.join(sorted(annotations_of_split))}"
             if not errors.add("leaking-recording", text):
-                found = [
-                    each for each in found if splitter.of(inside, each.split, about) != "train"
-                ]
-                decided.discard("train")
-        for each in found:
-            each.labels = tuple(label for label in each.labels if label in known)
+                annotations_of_split.pop("train", None)
+        for annotation in of_recording:
+            annotation.labels = tuple(label for label in annotation.labels if label in names)
         # A recording in several splits that is kept is there in each of them.
-        for split in sorted(map(str, decided)):
-            name = path if len(decided) == 1 else f"{path}\0{split}"
-            kept[name] = [each for each in found if splitter.of(inside, each.split, about) == split]
-            splits[name] = split
-    if unknown:
-        what = {
-            "site": "a site",
-            "date": "a date",
-            "column": "a split in its column",
-            "folder": "a folder",
-        }[splitter.kind]
-        raise DataError(
-            f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example"
-            f" {unknown[0]}"
-        )
+        for split in sorted(annotations_of_split):
+            key = path if len(annotations_of_split) == 1 else f"{path}\0{split}"
+            events_of_rows[key] = annotations_of_split[split]
+            splits[key] = split
+    if without_value:
+        _refuse_without_value(splitter.kind, without_value)
     for split in sorted(set(splits.values())):
         if not re.fullmatch(r"[A-Za-z]\w*", split):
             expected = "expected letters, digits and _: for folds, use --split column=fold:5"
             raise DataError(f"the split {split!r} is no name; {expected}")
-    splitter.refuse_missed(each.split for found in events.values() for each in found)
-    return Plan(
-        names,
-        kept,
-        splits,
-        {path: headers[path.partition("\0")[0]] for path in kept},
-        root,
-        options,
+    splitter.refuse_missed(
+        annotation.split for of_recording in events.values() for annotation in of_recording
+    )
+    headers_of_rows = {key: headers[key.partition("\0")[0]] for key in events_of_rows}
+    return Plan(names, events_of_rows, splits, headers_of_rows, root, options)
+
+
+def _checked_by_recording(
+    annotations: Iterable[Annotation],
+    headers: Mapping[str, Header],
+    classes: Classes | None,
+    root: str,
+    options: Options,
+    errors: Errors,
+) -> tuple[dict[str, list[Annotation]], dict[str, Annotation]]:
+    """Return valid annotations by recording, and recordings that a table says have no event."""
+    events: dict[str, list[Annotation]] = defaultdict(list)
+    without_events: dict[str, Annotation] = {}
+    left_out: set[str] = set()  # recordings that are counted once
+    for annotation in annotations:
+        path = annotation.path
+        header = headers.get(path)
+        problem = _recording_problem(path, header, root, options)
+        if problem and path not in left_out:
+            left_out.add(path)
+            errors.add(*problem)
+        if problem or header is None:
+            continue
+        if annotation.nothing:
+            without_events.setdefault(path, annotation)
+            events[path] += []
+            continue
+        checked = _checked(annotation, header, classes, options, errors)
+        if checked:
+            events[path].append(checked)
+    return events, without_events
+
+
+def _recording_problem(
+    path: str, header: Header | None, root: str, options: Options
+) -> tuple[str, str] | None:
+    """Return the kind of error of a recording, and a text, or None."""
+    if not path.startswith(os.path.join(root, "")):
+        return "outside-root", f"{path} is not below {root}"
+    channel = options.channels
+    if header is not None and channel.isdecimal() and int(channel) >= header.channels:
+        return "bad-row", f"{path} has {header.channels} channels, and no channel {channel} from 0"
+    return None
+
+
+def _note_other_day(path: str, annotations: Iterable[Annotation], errors: Errors) -> None:
+    """Count the first line whose date is not the one in the recording's name."""
+    name = os.path.basename(path)
+    for annotation in annotations:
+        stated = annotation.about.get("date", "")
+        day = recorders.other_day(name, stated)
+        if day:
+            text = f"{annotation.where} says {stated}, and the name {name} {day}"
+            errors.add("other-time", text)
+            return
+
+
+def _refuse_without_value(kind: str, paths: Sequence[str]) -> NoReturn:
+    values = {"site": "site", "date": "date", "column": "split in its column", "folder": "folder"}
+    raise DataError(
+        f"--split {kind}: {len(paths)} recordings have no {values[kind]}, for example {paths[0]}"
     )
 
 
 def leads_out(path: str, root: str) -> str:
     """Return the target of a path below ``root`` if links lead out of there, else ""."""
-    led = os.path.realpath(path)
-    return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
+    target = os.path.realpath(path)
+    return "" if target.startswith(os.path.join(os.path.realpath(root), "")) else target
 
 
 def _checked(
-    each: Annotation, header: Header, classes: Classes | None, options: Options, errors: Errors
+    annotation: Annotation,
+    header: Header,
+    classes: Classes | None,
+    options: Options,
+    errors: Errors,
 ) -> Annotation | None:
-    where = each.where or each.path
-    if each.start is not None and each.end is not None:
-        times = f"{where}: [{each.start:g}, {each.end:g}) s"
-        if each.end <= each.start:
+    """Return an annotation with its classes, inside its recording, or None if it is wrong."""
+    where = annotation.where or annotation.path
+    start, end = annotation.start, annotation.end
+    if start is not None and end is not None:
+        times = f"{where}: [{start:g}, {end:g}) s"
+        if end <= start:
             errors.add("reversed-times", times)
             return None
-        if -ROUNDING < each.start < 0:
-            each.start = 0.0
+        if -ROUNDING < start < 0:
+            start = annotation.start = 0.0
         times += f" of a recording of {header.seconds:.3f} s"
-        if each.start < 0 or each.start >= header.seconds:
+        if start < 0 or start >= header.seconds:
             errors.add("outside-recording", times)
             return None
-        if each.end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
+        if end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
             return None
-        each = dataclasses.replace(each, end=min(each.end, header.seconds))
+        annotation = dataclasses.replace(annotation, end=min(end, header.seconds))
     labels = []
-    for label in each.labels:
+    for label in annotation.labels:
         name = classes.of(label) if classes else label
         if name is None:
             errors.add("unknown-label", f"{where}: {label!r}")
         else:
             labels.append(name)
-    if each.labels and not labels:
+    if annotation.labels and not labels:
         return None
-    if options.channels == "table" and each.channel is None and header.channels > 1:
-        if not errors.add("no-channel", f"{where}: a recording with {header.channels}"):
-            return None
-    if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
-        errors.add(
-            "bad-row",
-            f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}",
-        )
+    if options.channels == "table" and not _has_its_channel(annotation, header, errors):
         return None
-    return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
+    return dataclasses.replace(annotation, labels=tuple(dict.fromkeys(labels)))
+
+
+def _has_its_channel(annotation: Annotation, header: Header, errors: Errors) -> bool:
+    channel = annotation.channel
+    if channel is None:
+        if header.channels == 1:
+            return True
+        where = annotation.where or annotation.path
+        return errors.add("no-channel", f"{where}: a recording with {header.channels}")
+    if channel >= header.channels:
+        text = f"{annotation.where}: channel {channel + 1} of a recording with {header.channels}"
+        errors.add("bad-row", text)
+        return False
+    return True
 
 
 def _without_doubles(
     path: str, events: list[Annotation], options: Options, errors: Errors
 ) -> list[Annotation]:
     """Return a recording's annotations by time, without doubles, conflicts and overlaps."""
-    seen: dict[tuple[Any, ...], list[Annotation]] = {}
-    for each in sorted(events, key=_order):
-        near = seen.setdefault((each.labels, each.split), [])
-        at = len(near) - 1
-        while at >= 0 and not _is_same(near[at], each):
-            is_near = (near[at].start or 0.0) >= (each.start or 0.0) - SAME
-            at = at - 1 if is_near else -1
-        if at < 0:
-            near.append(each)
+    distinct: dict[tuple[Any, ...], list[Annotation]] = {}
+    for annotation in sorted(events, key=_order):
+        earlier = distinct.setdefault((annotation.labels, annotation.split), [])
+        place = _place_of_double(earlier, annotation)
+        if place is None:
+            earlier.append(annotation)
             continue
-        other = near[at]
-        errors.add("duplicate-row", f"{each.where or path} says what {other.where or path} says")
-        missing = [name for name in PARTIAL if getattr(other, name) is None]
-        near[at] = dataclasses.replace(other, **{name: getattr(each, name) for name in missing})
-    events = sorted((each for several in seen.values() for each in several), key=_order)
+        double = earlier[place]
+        text = f"{annotation.where or path} says what {double.where or path} says"
+        errors.add("duplicate-row", text)
+        missing = [name for name in PARTIAL if getattr(double, name) is None]
+        values_of_it = {name: getattr(annotation, name) for name in missing}
+        earlier[place] = dataclasses.replace(double, **values_of_it)
+    flat = [annotation for annotations in distinct.values() for annotation in annotations]
+    events = sorted(flat, key=_order)
     if not options.windows:
         events = list(_merged(path, events, options, errors))
-    last: dict[str, float] = {}
-    kept = []
-    for each in events:
-        early = [
-            label
-            for label in each.labels
-            if each.start is not None and each.start < last.get(label, 0.0)
-        ]
-        if early and not errors.add(
-            "overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"
-        ):
-            continue
-        for label in each.labels:
-            last[label] = max(last.get(label, 0.0), each.end or math.inf)
-        kept.append(each)
-    return kept
+    return _without_overlaps(path, events, errors)
+
+
+def _place_of_double(earlier: Sequence[Annotation], annotation: Annotation) -> int | None:
+    """Return the place of an annotation that says the same, from the end, or None."""
+    for place in range(len(earlier) - 1, -1, -1):
+        if _is_same(earlier[place], annotation):
+            return place
+        if (earlier[place].start or 0.0) < (annotation.start or 0.0) - SAME:
+            return None
+    return None
+
+
+def _without_overlaps(path: str, events: list[Annotation], errors: Errors) -> list[Annotation]:
+    """Count events of a class that begin before its last one ended, and drop those refused."""
+    ends: dict[str, float] = {}  # of each class
+    separate = []
+    for annotation in events:
+        start = annotation.start
+        early = []
+        if start is not None:
+            early = [label for label in annotation.labels if start < ends.get(label, 0.0)]
+        if early:
+            text = f"{annotation.where or path}: {early[0]!r} again at {start:g} s"
+            if not errors.add("overlapping-times", text):
+                continue
+        for label in annotation.labels:
+            ends[label] = max(ends.get(label, 0.0), annotation.end or math.inf)
+        separate.append(annotation)
+    return separate
 
 
 def _is_same(one: Annotation, other: Annotation) -> bool:
     """Whether two annotations of the same labels agree in all that both state, as tables round."""
-    most = 0.0 if one.where.rpartition(":")[0] == other.where.rpartition(":")[0] else SAME
+    are_of_one_table = one.where.rpartition(":")[0] == other.where.rpartition(":")[0]
+    tolerance = 0.0 if are_of_one_table else SAME
     for a, b in ((one.start, other.start), (one.end, other.end)):
-        if (a is None) != (b is None) or (a is not None and b is not None and abs(a - b) > most):
+        if (a is None) != (b is None):
+            return False
+        if a is not None and b is not None and abs(a - b) > tolerance:
             return False
     pairs = [(getattr(one, name), getattr(other, name)) for name in PARTIAL]
     return all(a is None or b is None or a == b for a, b in pairs)
@@ -368,40 +433,56 @@ def _is_same(one: Annotation, other: Annotation) -> bool:
 def _merged(
     path: str, events: list[Annotation], options: Options, errors: Errors
 ) -> Iterator[Annotation]:
-    places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
-    for each in events:
-        places[
-            each.start, each.end, each.channel if options.channels == "table" else None, each.split
-        ].append(each)
-    for several in places.values():
-        if len({each.labels for each in several}) == 1:
-            yield from several
+    """Yield one annotation for those of the same times, with the classes of all."""
+    at_place: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
+    for annotation in events:
+        channel = annotation.channel if options.channels == "table" else None
+        place = (annotation.start, annotation.end, channel, annotation.split)
+        at_place[place].append(annotation)
+    for annotations in at_place.values():
+        first = annotations[0]
+        if len({annotation.labels for annotation in annotations}) == 1:
+            yield from annotations
             continue
-        labels = tuple(dict.fromkeys(label for each in several for label in each.labels))
-        kind = "conflicting-labels" if several[0].start is None else "shared-times"
-        if errors.add(kind, f"{several[0].where or path}: {', '.join(labels)}"):
-            low, high = [each.low for each in several], [each.high for each in several]
-            band = (None if None in low else min(low), None if None in high else max(high))  # type: ignore[type-var]
-            yield dataclasses.replace(several[0], labels=labels, low=band[0], high=band[1])
+        all_labels = [label for annotation in annotations for label in annotation.labels]
+        labels = tuple(dict.fromkeys(all_labels))
+        kind = "conflicting-labels" if first.start is None else "shared-times"
+        if errors.add(kind, f"{first.where or path}: {', '.join(labels)}"):
+            low = _limit(min, [annotation.low for annotation in annotations])
+            high = _limit(max, [annotation.high for annotation in annotations])
+            yield dataclasses.replace(first, labels=labels, low=low, high=high)
 
 
-def _order(each: Annotation) -> tuple[Any, ...]:
-    times = (-1.0 if each.start is None else each.start, math.inf if each.end is None else each.end)
-    return (*times, -1 if each.channel is None else each.channel, each.labels)
+def _limit(choose: Callable[[list[float]], float], frequencies: list[float | None]) -> float | None:
+    """Return the lowest or highest frequency, or None if one of them is not stated."""
+    stated = [frequency for frequency in frequencies if frequency is not None]
+    return choose(stated) if len(stated) == len(frequencies) else None
 
 
-def _classes(
+def _order(annotation: Annotation) -> tuple[Any, ...]:
+    start = -1.0 if annotation.start is None else annotation.start
+    end = math.inf if annotation.end is None else annotation.end
+    channel = -1 if annotation.channel is None else annotation.channel
+    return start, end, channel, annotation.labels
+
+
+def _class_names(
     events: dict[str, list[Annotation]], classes: Classes | None, options: Options, errors: Errors
 ) -> list[str]:
-    counts = Counter(label for found in events.values() for each in found for label in each.labels)
-    rare = {label for label, count in counts.items() if count < options.min_count}
-    about = {
-        label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)
-    }
-    dropped = {label for label, text in about.items() if not errors.add("rare-label", text)}
+    """Return the names of the classes, without rare ones, whose annotations are removed."""
+    counts: Counter[str] = Counter()
+    for annotations in events.values():
+        for annotation in annotations:
+            counts.update(annotation.labels)
+    dropped = set()
+    for label in sorted(counts):
+        if counts[label] < options.min_count:
+            text = f"{label!r} has {counts[label]}, of {options.min_count}"
+            if not errors.add("rare-label", text):
+                dropped.add(label)
     if dropped:
-        for path, found in list(events.items()):
-            events[path] = [each for each in found if not each.labels or set(each.labels) - dropped]
+        for path, annotations in list(events.items()):
+            events[path] = [a for a in annotations if not a.labels or set(a.labels) - dropped]
             if not events[path] and not options.windows:
                 del events[path]
     names: Sequence[str] = classes.names if classes else sorted(counts)
@@ -417,29 +498,33 @@ def _rows(
     options: Options,
 ) -> Iterator[Row]:
     name = os.path.relpath(path.partition("\0")[0], root).replace(os.sep, "/")
-    about = header.about | {
-        key: value for each in events[:1] for key, value in each.about.items() if value
-    }
+    about = dict(header.about)
+    if events:
+        about |= {key: value for key, value in events[0].about.items() if value}
+    if options.windows:
+        parts = windows_of(events, header.seconds, numbers, options)
+    else:
+        parts = (_part(annotation, header, numbers) for annotation in events)
+    for part in parts:
+        for channel in _channels(part.channel, header.channels, options.channels):
+            yield Row(
+                name,
+                part.start,
+                part.end,
+                channel,
+                part.labels,
+                part.low,
+                part.high,
+                header,
+                about,
+            )
 
-    def part(each: Annotation) -> Part:
-        end = header.seconds if each.end is None else each.end
-        return (
-            each.start or 0.0,
-            end,
-            tuple(sorted(numbers[x] for x in each.labels)),
-            each.low,
-            each.high,
-            each.channel,
-        )
 
-    parts = (
-        windows_of(events, header.seconds, numbers, options)
-        if options.windows
-        else map(part, events)
-    )
-    for start, end, labels, low, high, channel in parts:
-        for one in _channels(channel, header.channels, options.channels):
-            yield Row(name, start, end, one, labels, low, high, header, about)
+def _part(annotation: Annotation, header: Header, numbers: Mapping[str, int]) -> Part:
+    end = header.seconds if annotation.end is None else annotation.end
+    labels = tuple(sorted(numbers[label] for label in annotation.labels))
+    start = annotation.start or 0.0
+    return Part(start, end, labels, annotation.low, annotation.high, annotation.channel)
 
 
 def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
@@ -454,35 +539,37 @@ def windows_of(
     events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options
 ) -> Iterator[Part]:
     """Windows of a recording, the last one at its end, with the classes that overlap each."""
-    length, hop = options.windows, options.hop or options.windows
-    starts = [0.0]
-    if seconds > length:
-        n = int((seconds - length) / hop + 1e-9) + 1
-        starts = [round(k * hop, 6) for k in range(n)]
-        if starts[-1] + length < seconds - 1e-6:
-            starts.append(round(seconds - length, 6))
-    found: dict[int, set[int]] = defaultdict(set)  # of windows with events
+    length = options.windows
+    starts = _window_starts(seconds, length, options.hop or length)
+    labels_of: dict[int, set[int]] = defaultdict(set)  # window with events -> classes
     throughout: set[int] = set()
-    for each in events:
-        labels = {numbers[label] for label in each.labels}
-        if each.start is None or each.end is None:
+    for annotation in events:
+        labels = {numbers[label] for label in annotation.labels}
+        event_start, event_end = annotation.start, annotation.end
+        if event_start is None or event_end is None:
             throughout |= labels
             continue
-        least = min(options.min_overlap, each.end - each.start, length) - 1e-9
-        first = max(0, int((each.start - length) / hop) - 1)
+        min_overlap = min(options.min_overlap, event_end - event_start, length) - 1e-9
+        first = max(0, int((event_start - length) / (options.hop or length)) - 1)
         for k in range(first, len(starts)):
-            if starts[k] >= each.end:
+            if starts[k] >= event_end:
                 break
-            if min(each.end, starts[k] + length) - max(each.start, starts[k]) >= least:
-                found[k] |= labels
+            overlap = min(event_end, starts[k] + length) - max(event_start, starts[k])
+            if overlap >= min_overlap:
+                labels_of[k] |= labels
     for k, start in enumerate(starts):
-        window = found.get(k, set()) | throughout
-        if window or options.empty:
-            yield (
-                start,
-                min(round(start + length, 6), seconds),
-                tuple(sorted(window)),
-                None,
-                None,
-                None,
-            )
+        labels = labels_of.get(k, set()) | throughout
+        if labels or options.empty:
+            end = min(round(start + length, 6), seconds)
+            yield Part(start, end, tuple(sorted(labels)), None, None, None)
+
+
+def _window_starts(seconds: float, length: float, hop: float) -> list[float]:
+    """Return where windows begin: on a grid, and one more that ends with the recording."""
+    if seconds <= length:
+        return [0.0]
+    n_windows = int((seconds - length) / hop + 1e-9) + 1
+    starts = [round(k * hop, 6) for k in range(n_windows)]
+    if starts[-1] + length < seconds - 1e-6:
+        starts.append(round(seconds - length, 6))
+    return starts
