@@ -186,19 +186,17 @@ class Annotation:
     nothing: bool = False  # the recording has no events, and gives windows alone
 
     def __str__(self) -> str:
-        part = (
-            " whole"
-            if self.start is None or self.end is None
-            else f" [{self.start:g}, {self.end:g}) s"
-        )
-        text = f"{self.path}{part}: {', '.join(self.labels) or 'no label'}"
-        band = (
-            f", {self.low:g} to {self.high:g} Hz"
-            if self.low is not None and self.high is not None
-            else ""
-        )
-        about = ", ".join(f"{key} {value}" for key, value in self.about.items())
-        return shown(text + band + (f"; {about}" if about else ""))
+        text = self.path
+        if self.start is None or self.end is None:
+            text += " whole"
+        else:
+            text += f" [{self.start:g}, {self.end:g}) s"
+        text += f": {', '.join(self.labels) or 'no label'}"
+        if self.low is not None and self.high is not None:
+            text += f", {self.low:g} to {self.high:g} Hz"
+        if self.about:
+            text += "; " + ", ".join(f"{key} {value}" for key, value in self.about.items())
+        return shown(text)
 
 
 def shown(text: str) -> str:
@@ -207,16 +205,18 @@ def shown(text: str) -> str:
     Two names that differ then look different, although a terminal shows them alike.
     """
 
-    def escape(character: str) -> str:
-        kind = unicodedata.category(character)
-        odd = (
-            kind[0] == "M"
-            or kind in ("Cc", "Cf", "Zl", "Zp")
-            or (kind == "Zs" and character != " ")
-        )
-        return ascii(character)[1:-1] if odd else character
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
 
-    return text if text.isascii() and text.isprintable() else "".join(map(escape, text))
+
+def _escaped(character: str) -> str:
+    kind = unicodedata.category(character)
+    is_odd_blank = kind == "Zs" and character != " "
+    is_mark = kind.startswith("M")
+    if is_mark or is_odd_blank or kind in ("Cc", "Cf", "Zl", "Zp"):
+        return ascii(character)[1:-1]
+    return character
 
 
 class Errors:
@@ -240,10 +240,10 @@ class Errors:
                 raise DataError(
                     f"--on {text!r} cannot be: {KINDS[kind][0]}; expected one of: {REFUSE}, {DROP}"
                 )
-            for each in KINDS if kind == "all" else (kind,):
-                self._policy[each] = (
-                    policy if policy != KEEP or KINDS[each][2] else self._policy[each]
-                )
+            for name in KINDS if kind == "all" else (kind,):
+                _, _, may_be_kept = KINDS[name]
+                if policy != KEEP or may_be_kept:
+                    self._policy[name] = policy
         self.counts: Counter[str] = Counter()
         self.lines: list[tuple[str, str]] = []
 
@@ -258,19 +258,18 @@ class Errors:
 
     def report(self) -> list[str]:
         """Return a line for each kind, with its count, and a few examples below it."""
-        out = []
-        done = {REFUSE: "refused", DROP: "dropped", KEEP: "kept"}
-        for kind in KINDS:
-            if not self.counts[kind]:
+        lines = []
+        actions = {REFUSE: "refused", DROP: "dropped", KEEP: "kept"}
+        for kind, (meaning, _, _) in KINDS.items():
+            count = self.counts[kind]
+            if not count:
                 continue
-            out.append(
-                f"{kind}: {self.counts[kind]} ({done[self._policy[kind]]}): {KINDS[kind][0]}"
-            )
-            examples = [text for each, text in self.lines if each == kind]
-            out += [f"    {text}" for text in examples[:SHOWN]]
+            lines.append(f"{kind}: {count} ({actions[self._policy[kind]]}): {meaning}")
+            examples = [text for kind_of_line, text in self.lines if kind_of_line == kind]
+            lines += [f"    {text}" for text in examples[:SHOWN]]
             if len(examples) > SHOWN:
-                out.append(f"    and {len(examples) - SHOWN} more")
-        return out
+                lines.append(f"    and {len(examples) - SHOWN} more")
+        return lines
 
     def save(self, path: pathlib.Path, *, always: bool = False) -> None:
         """Write the list as a CSV in place of an earlier one. An empty one: if ``always``."""
@@ -285,12 +284,11 @@ class Errors:
 
     def summary(self, listed: str = "") -> str:
         """Return the count of each kind, in a line, and the name of the list."""
-        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if self.counts[kind])
-        return (
-            f"{counts}{f', listed in {listed}' if listed else ''}"
-            if counts
-            else "nothing passed over"
-        )
+        counts = [f"{self.counts[kind]} {kind}" for kind in KINDS if self.counts[kind]]
+        if not counts:
+            return "nothing passed over"
+        text = ", ".join(counts)
+        return f"{text}, listed in {listed}" if listed else text
 
     @property
     def serious(self) -> int:
@@ -299,10 +297,12 @@ class Errors:
 
     def refuse(self) -> None:
         """Raise IndexErrors if a refused kind was met."""
-        if refused := self.refused():
-            n = sum(self.counts[kind] for kind in refused)
-            remedy = " ".join(f"--on {kind}=drop" for kind in refused)
-            what, them = ("1 error", "it") if n == 1 else (f"{n} errors", "them")
-            raise IndexErrors(
-                f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}"
-            )
+        kinds = self.refused()
+        if not kinds:
+            return
+        count = sum(self.counts[kind] for kind in kinds)
+        errors, them = ("1 error", "it") if count == 1 else (f"{count} errors", "them")
+        remedy = " ".join(f"--on {kind}=drop" for kind in kinds)
+        raise IndexErrors(
+            f"{errors} in the sources, and nothing was written; correct {them}, or add {remedy}"
+        )

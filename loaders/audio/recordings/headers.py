@@ -49,59 +49,66 @@ def read_all(
 ) -> tuple[dict[str, Header], int]:
     """Return the headers of readable recordings, by path, and how many were not ``known``."""
     paths = sorted(set(paths))
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     n_read = 0
+
+    def read(path: str) -> Header | tuple[str, str]:
+        return _read(path, known.get(path))
+
     with concurrent.futures.ThreadPoolExecutor(threads or machine.cores()) as pool:
-        for path, outcome in zip(
-            paths,
-            pool.map(lambda path: _read(path, known.get(path)), paths, chunksize=64),
-            strict=True,
-        ):
+        outcomes = pool.map(read, paths, chunksize=64)
+        for path, outcome in zip(paths, outcomes, strict=True):
             if isinstance(outcome, tuple):
                 errors.add(*outcome)
                 continue
             n_read += outcome is not known.get(path)
-            promised = f"its header states {outcome.stated / outcome.rate:.3f} s"
-            if outcome.stated > outcome.frames:
-                why = ", inside a page or frame" if outcome.stated == MORE else f"; {promised}"
-                if not errors.add(
-                    "truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"
-                ):
-                    continue
-            elif 0 < outcome.stated < outcome.frames:
-                if not errors.add(
-                    "stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"
-                ):
-                    continue
-            if outcome.cancels and not errors.add("opposite-channels", path):
-                continue
-            found[path] = outcome
-            name, header = recorders.from_name(os.path.basename(path)), outcome.about
-            if recorders.differ(name, header):
-                stated, used = (
-                    "T".join(filter(None, (x.get("date"), x.get("time")))) for x in (name, header)
-                )
-                errors.add("other-time", f"{path}: its name states {stated}, its header {used}")
-    return found, n_read
+            if _is_kept(path, outcome, errors):
+                headers[path] = outcome
+                _note_other_time(path, outcome, errors)
+    return headers, n_read
 
 
-def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
+def _is_kept(path: str, header: Header, errors: Errors) -> bool:
+    """Count what is odd about a recording. Return whether it is used all the same."""
+    promised = f"its header states {header.stated / header.rate:.3f} s"
+    if header.stated > header.frames:
+        why = ", inside a page or frame" if header.stated == MORE else f"; {promised}"
+        text = f"{path} ends after {header.seconds:.3f} s{why}"
+        if not errors.add("truncated-file", text):
+            return False
+    elif 0 < header.stated < header.frames:
+        text = f"{path} holds {header.seconds:.3f} s; {promised}"
+        if not errors.add("stale-header", text):
+            return False
+    return not header.cancels or errors.add("opposite-channels", path)
+
+
+def _note_other_time(path: str, header: Header, errors: Errors) -> None:
+    name = recorders.from_name(os.path.basename(path))
+    if recorders.differ(name, header.about):
+        stated, used = _time_text(name), _time_text(header.about)
+        errors.add("other-time", f"{path}: its name states {stated}, its header {used}")
+
+
+def _time_text(about: Mapping[str, str]) -> str:
+    return "T".join(filter(None, (about.get("date"), about.get("time"))))
+
+
+def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
     try:
         path.encode()
     except UnicodeEncodeError:
         return "odd-name", f"{os.fsencode(path)!r}; rename it"
     try:
         stat = os.stat(path)
-        if before and (before.size, before.mtime) == (stat.st_size, stat.st_mtime_ns):
-            return before
+        if earlier and (earlier.size, earlier.mtime) == (stat.st_size, stat.st_mtime_ns):
+            return earlier
         if stat.st_size == 0:
             return "empty-file", f"{path} has 0 bytes"
         rate, frames, channels, slow = _rust.recording_info(path)
         if not LOWEST <= rate <= HIGHEST:
-            return (
-                "unreadable-file",
-                f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}",
-            )
+            text = f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}"
+            return "unreadable-file", text
         stated, cancels = _rust.recording_doubts(path)
         digest, about = _look(path, stat.st_size)
     except PermissionError:
@@ -131,12 +138,14 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
     for path, header in headers.items():
         candidates[header.size, header.digest].append(path)
     groups = []
-    for paths in (paths for paths in candidates.values() if len(paths) > 1):
-        whole: dict[str, list[str]] = defaultdict(list)
+    for paths in candidates.values():
+        if len(paths) == 1:
+            continue
+        by_content: dict[str, list[str]] = defaultdict(list)
         for path in paths:
             with open(path, "rb") as file:
-                whole[hashlib.file_digest(file, "blake2b").hexdigest()].append(path)
-        groups += [sorted(group) for group in whole.values() if len(group) > 1]
+                by_content[hashlib.file_digest(file, "blake2b").hexdigest()].append(path)
+        groups += [sorted(copies) for copies in by_content.values() if len(copies) > 1]
     return sorted(groups)
 
 
@@ -157,20 +166,24 @@ def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
 
 def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
     """Date and place of AudioMoth's and GUANO's chunks in a WAV whose first chunk is next."""
-    long = 0
+    long_size = 0  # of the data, by a chunk of files beyond 4 GiB
     about: dict[str, str] = {}
     for _ in range(CHUNKS):
         head = file.read(8)
         if len(head) < 8:
             break
-        name, length = head[:4], struct.unpack("<I", head[4:])[0]
+        name = head[:4]
+        (length,) = struct.unpack("<I", head[4:])
         if name == b"data":
-            length = long if long and length in (0, 0xFFFFFFFF) else length
+            if long_size and length in (0, 0xFFFFFFFF):
+                length = long_size
             if length > size - file.tell() or length == 0:
                 break
-        body = file.read(min(length, LARGEST)) if name in (b"ds64", b"guan", b"LIST") else b""
+        body = b""
+        if name in (b"ds64", b"guan", b"LIST"):
+            body = file.read(min(length, LARGEST))
         if name == b"ds64" and len(body) >= 16:
-            long = struct.unpack("<Q", body[8:16])[0]
+            (long_size,) = struct.unpack("<Q", body[8:16])
         elif name == b"guan":
             about |= from_guano(body.decode("utf-8", errors="replace"))
         elif name == b"LIST":
@@ -181,25 +194,26 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 def from_guano(text: str) -> dict[str, str]:
     """Return date and place of a GUANO chunk (https://guano-md.org): "Timestamp: 2023-05-01T…"."""
-    fields = {
-        key.strip(): value.strip()
-        for key, _, value in (line.partition(":") for line in files.lines(text))
-    }
+    fields = {}
+    for line in files.lines(text):
+        key, _, value = line.partition(":")
+        fields[key.strip()] = value.strip()
     about = recorders.stamp(fields.get("Timestamp", "").replace(" ", "T", 1))
     place = fields.get("Loc Position", "").split()
-    return about | (recorders.place(*place) if len(place) == 2 else {})
+    if len(place) == 2:
+        about |= recorders.place(*place)
+    return about
 
 
 def from_audiomoth(text: str) -> dict[str, str]:
     """Date of an AudioMoth's comment: "Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth …"."""
-    found = re.search(
+    comment = re.search(
         r"Recorded at (\d\d:\d\d:\d\d)(?:\.\d+)? (\d\d)/(\d\d)/(\d{4}) \(UTC([+-]\d+(?::\d\d)?)?\)",
         text,
     )
-    if not found:
+    if not comment:
         return {}
-    time, day, month, year, zone = found.groups(default="+0")
+    time, day, month, year, zone = comment.groups(default="+0")
     hours, _, minutes = zone[1:].partition(":")
-    return recorders.stamp(
-        f"{year}-{month}-{day}T{time}{zone[0]}{int(hours):02d}:{minutes or '00'}"
-    )
+    offset = f"{zone[0]}{int(hours):02d}:{minutes or '00'}"
+    return recorders.stamp(f"{year}-{month}-{day}T{time}{offset}")

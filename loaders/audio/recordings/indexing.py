@@ -9,11 +9,12 @@ import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from loaders.audio.recordings import class_names, columns, headers, sources, store
-from loaders.audio.recordings.annotations import Errors
+from loaders.audio.recordings import class_names, columns, sources, store
+from loaders.audio.recordings import headers as header_lib
+from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 from loaders.base import DataError
 from loaders.io import atomic_write, files
@@ -70,55 +71,52 @@ def make(
     if splitter.kind and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column or "none")
     _check(options)
-    known = class_names.read(class_file) if class_file else None
-    annotations = [each for source in given for each in sources.read(source, reading, errors)]
-    class_names.refuse_joined(((each.where, each.labels) for each in annotations), errors)
-    paths = {each.path for each in annotations}
+    classes = class_names.read(class_file) if class_file else None
+    annotations: list[Annotation] = []
+    for source in given:
+        annotations += sources.read(source, reading, errors)
+    labels = ((annotation.where, annotation.labels) for annotation in annotations)
+    class_names.refuse_joined(labels, errors)
+    paths = {annotation.path for annotation in annotations}
     sources.unnamed(given, reading, paths, errors)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
-    where = _root(given, reading, root, paths)
-    below = os.path.join(where, "")
-    links = {
-        path: led
-        for path in sorted(paths)
-        if path.startswith(below) and (led := leads_out(path, where))
-    }
-    # Before any is opened: the folder's contents are private.
-    paths -= {
-        path
-        for path, led in links.items()
-        if not errors.add("link-outside", f"{path} leads to {led}")
-    }
-    found, n_read = headers.read_all(paths, store.read_recordings(out), errors, threads)
-    note(f"{len(found)} headers, {n_read} of them read now")
-    planned = plan(annotations, found, known, where, options, splitter, errors)
+    root = _root(given, reading, root, paths)
+    # Before any is opened: the contents of a folder elsewhere are private.
+    paths -= _leading_out(paths, root, errors)
+    headers, n_read = header_lib.read_all(paths, store.read_recordings(out), errors, threads)
+    note(f"{len(headers)} headers, {n_read} of them read now")
+    planned = plan(annotations, headers, classes, root, options, splitter, errors)
     errors.refuse()
-    asked = {
-        **options.__dict__,
-        **reading.__dict__,
-        "sources": list(given),
-        "class_file": class_file,
-    }
-    about = store.write(
-        out,
-        planned,
-        errors,
-        {name: value for name, value in asked.items() if value not in ("", False)},
-    )
-    used = {path.partition("\0")[0] for path in planned.events}
-    labelled = {
-        path.partition("\0")[0]
-        for path, its in planned.events.items()
-        if any(each.labels for each in its)
-    }
+    settings = {**options.__dict__, **reading.__dict__, "sources": list(given)}
+    settings["class_file"] = class_file
+    stated = {name: value for name, value in settings.items() if value not in ("", False)}
+    about = store.write(out, planned, errors, stated)
+    used = set()
+    labelled = set()
+    for key, events in planned.events.items():
+        path, _, _ = key.partition("\0")
+        used.add(path)
+        if any(event.labels for event in events):
+            labelled.add(path)
     return {**about, "n_read": n_read, "n_used": len(used), "n_without": len(used - labelled)}
+
+
+def _leading_out(paths: Iterable[str], root: str, errors: Errors) -> set[str]:
+    """Return recordings below the root that are links out of it, and are not to be kept."""
+    below = os.path.join(root, "")
+    targets = {path: leads_out(path, root) for path in sorted(paths) if path.startswith(below)}
+    left_out = set()
+    for path, target in targets.items():
+        if target and not errors.add("link-outside", f"{path} leads to {target}"):
+            left_out.add(path)
+    return left_out
 
 
 def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the tar archives in a folder. Raises DataError for one that a link leads out to."""
-    found = [path for path in sorted(folder.rglob("*.tar*")) if path.is_file()]
+    paths = [path for path in sorted(folder.rglob("*.tar*")) if path.is_file()]
     remedy = "; name that archive itself, or the folder that it lies in"
-    return [files.inside(folder, str(path.relative_to(folder)), remedy=remedy) for path in found]
+    return [files.inside(folder, str(path.relative_to(folder)), remedy=remedy) for path in paths]
 
 
 def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
@@ -126,32 +124,15 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
 
     Raises DataError: an archive that cannot be read, or holds anything but files below the folder.
     """
-    n = 0
+    n_unpacked = 0
     for archive in archives:
         try:
             with tarfile.open(archive, tarinfo=_Member) as tar:
                 for member in tar:
                     # else it keeps all that it has been through
                     tar.members = []  # type: ignore[attr-defined]
-                    name = os.path.normpath(member.name)
-                    if member.isdir():
-                        continue
-                    # A sparse one has its stated size, for any size of the archive.
-                    if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
-                        raise DataError(
-                            f"{archive} holds {member.name!r}, which is no plain file below it;"
-                            " unpack it by hand"
-                        )
-                    # a link may be there, of the archive's maker
-                    place = files.inside(folder, name)
-                    if place.is_file() and place.stat().st_size == member.size:
-                        continue
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    with content, atomic_write.file(place) as file:
-                        shutil.copyfileobj(content, file, 1 << 20)
-                    n += 1
+                    if not member.isdir():
+                        n_unpacked += _unpack_member(archive, tar, member, folder)
         except DataError:
             raise
         except (
@@ -168,12 +149,35 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
             raise DataError(
                 f"{archive} cannot be unpacked: {files.reason(error)[:300]}; fetch it again"
             ) from error
-    return n
+    return n_unpacked
+
+
+def _unpack_member(
+    archive: str, tar: tarfile.TarFile, member: tarfile.TarInfo, folder: pathlib.Path
+) -> bool:
+    """Write a file of an archive, unless it is there. Return whether it was written."""
+    name = os.path.normpath(member.name)
+    # A sparse one has its stated size, for any size of the archive.
+    if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
+        raise DataError(
+            f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand"
+        )
+    # a link may be there, of the archive's maker
+    place = files.inside(folder, name)
+    if place.is_file() and place.stat().st_size == member.size:
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    content = tar.extractfile(member)
+    assert content is not None
+    with content, atomic_write.file(place) as file:
+        shutil.copyfileobj(content, file, 1 << 20)
+    return True
 
 
 def _check(options: Options) -> None:
     for name in ("windows", "hop", "min_overlap"):
-        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(options, name)
         if not 0 <= value < float("inf"):
             raise DataError(f"{flag} is {value}; it must be a number of seconds, at least 0")
         if value and name != "min_overlap" and value < SHORTEST:
@@ -194,8 +198,13 @@ def _check(options: Options) -> None:
 
 
 def _root(given: Sequence[str], reading: columns.Options, root: str, paths: set[str]) -> str:
-    if named := root or reading.audio:
+    named = root or reading.audio
+    if named:
         return os.path.abspath(files.expanded(named))
-    if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
-        return os.path.abspath(sources.root_of(pathlib.Path(folder)) or folder)
-    return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()
+    if len(given) == 1:
+        folder = os.path.expanduser(given[0])
+        if os.path.isdir(folder):
+            return os.path.abspath(sources.root_of(pathlib.Path(folder)) or folder)
+    if not paths:
+        return os.getcwd()
+    return os.path.commonpath([os.path.dirname(path) for path in paths])

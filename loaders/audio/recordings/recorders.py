@@ -15,12 +15,18 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
-_DATE = r"(?P<year>(?:19|20)\d\d)(?P<dash>[-_.]?)(?P<month>0[1-9]|1[0-2])(?P=dash)(?P<day>0[1-9]|[12]\d|3[01])"
-_TIME = r"(?P<hour>[01]\d|2[0-3])(?P<colon>[-_:.]?)(?P<minute>[0-5]\d)(?P=colon)(?P<second>[0-5]\d)(?:[.,]\d+)?"
+_DATE = (
+    r"(?P<year>(?:19|20)\d\d)(?P<dash>[-_.]?)"
+    r"(?P<month>0[1-9]|1[0-2])(?P=dash)(?P<day>0[1-9]|[12]\d|3[01])"
+)
+_TIME = (
+    r"(?P<hour>[01]\d|2[0-3])(?P<colon>[-_:.]?)"
+    r"(?P<minute>[0-5]\d)(?P=colon)(?P<second>[0-5]\d)(?:[.,]\d+)?"
+)
 _ZONE = r"(?:_?(?P<zone>Z|[+-]\d{2}:?\d{2})(?!\d))?"
 _PLACE = (
-    r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)(?P<longitude>(?:(?<="
-    r" )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
+    r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)"
+    r"(?P<longitude>(?:(?<= )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
 )
 # In order: the first that is found in a name, from left to right.
 FORMS = tuple(
@@ -28,11 +34,10 @@ FORMS = tuple(
     for form in (
         rf"^(?:(?P<site>.+)_)?S{_DATE}T{_TIME}{_ZONE}_E\d{{8}}T[\d.+Z-]+(?:_{_PLACE})?",
         rf"(?<!\d){_DATE}T{_TIME}{_ZONE}(?=_).*\[{_PLACE}\]",
-        (
-            rf"(?:^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -]|(?<!\d)){_DATE}[T_"
-            rf" $+-]?{_TIME}{_ZONE}(?!\d)"
-        ),
-        rf"^(?P<site>.+)-{_DATE}_(?P<hour>[01]\d|2[0-3])-(?P<minute>[0-5]\d)(?P<second>)(?P<zone>)$",
+        rf"(?:^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -]|(?<!\d))"
+        rf"{_DATE}[T_ $+-]?{_TIME}{_ZONE}(?!\d)",
+        rf"^(?P<site>.+)-{_DATE}_"
+        r"(?P<hour>[01]\d|2[0-3])-(?P<minute>[0-5]\d)(?P<second>)(?P<zone>)$",
     )
 )
 _DAY = re.compile(rf"(?<![^\W_]){_DATE}(?![^\W_])")
@@ -45,20 +50,29 @@ def from_name(name: str) -> dict[str, str]:
     if _SECONDS.fullmatch(stem) and not re.fullmatch(r"\d+", stem):
         return stamp(datetime.fromtimestamp(int(stem, 16), UTC).isoformat())
     for form in FORMS:
-        if found := form.search(stem):
-            part = found.groupdict()
-            day = f"{part['year']}-{part['month']}-{part['day']}"
-            about = stamp(
-                f"{day}T{part['hour']}:{part['minute']}:{part['second'] or '00'}{part['zone'] or ''}"
-            )
-            if about and (site := (part.get("site") or "").rstrip("_- ")):
-                about["site"] = site
-            if about and part.get("latitude"):
-                about |= place(part["latitude"], part["longitude"])
-            return about
-    if found := _DAY.search(stem):
-        return stamp(f"{found['year']}-{found['month']}-{found['day']}T00:00:00", clock=False)
+        match = form.search(stem)
+        if match:
+            return _from_parts(match.groupdict())
+    day = _DAY.search(stem)
+    if day:
+        return stamp(f"{day['year']}-{day['month']}-{day['day']}T00:00:00", clock=False)
     return {}
+
+
+def _from_parts(part: Mapping[str, str | None]) -> dict[str, str]:
+    """Return what the named groups of a form state, or nothing if their date is none."""
+    day = f"{part['year']}-{part['month']}-{part['day']}"
+    time = f"{part['hour']}:{part['minute']}:{part['second'] or '00'}{part['zone'] or ''}"
+    facts = stamp(f"{day}T{time}")
+    if not facts:
+        return {}
+    site = (part.get("site") or "").rstrip("_- ")
+    if site:
+        facts["site"] = site
+    latitude, longitude = part.get("latitude"), part.get("longitude")
+    if latitude and longitude:
+        facts |= place(latitude, longitude)
+    return facts
 
 
 def stamp(text: str, clock: bool = True) -> dict[str, str]:
@@ -67,28 +81,34 @@ def stamp(text: str, clock: bool = True) -> dict[str, str]:
         when = datetime.fromisoformat(text)
     except ValueError:
         return {}
-    zone = when.utcoffset()
+    date = when.date().isoformat()
+    if not clock:
+        return {"date": date}
     when -= timedelta(microseconds=when.microsecond)
-    time = when.time().isoformat() + ("" if zone is None else when.isoformat()[19:])
-    return {"date": when.date().isoformat()} | ({"time": time} if clock else {})
+    zone = "" if when.utcoffset() is None else when.isoformat()[19:]
+    return {"date": date, "time": when.time().isoformat() + zone}
 
 
 def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
     """Whether a name's and a header's begins are seconds apart, in local time and in UTC."""
-    stated, kept = _when(name), _when(header)
-    if not stated or not kept or "time" not in name:
+    named = _when(name)
+    in_header = _when(header)
+    if not named or not in_header or "time" not in name:
         return False
-    apart = [abs(stated.replace(tzinfo=None) - kept.replace(tzinfo=None))]
-    if kept.tzinfo:  # a name without a zone may be in UTC
-        apart.append(abs((stated if stated.tzinfo else stated.replace(tzinfo=UTC)) - kept))
-    return min(apart) > timedelta(seconds=5)
+    gap = abs(named.replace(tzinfo=None) - in_header.replace(tzinfo=None))
+    if in_header.tzinfo:  # a name without a zone may be in UTC
+        in_utc = named if named.tzinfo else named.replace(tzinfo=UTC)
+        gap = min(gap, abs(in_utc - in_header))
+    return gap > timedelta(seconds=5)
 
 
 def other_day(name: str, stated: str) -> str:
     """Return the date in a file's name if it is over a day from one stated elsewhere, or ""."""
-    own, other = _when(from_name(name)), _when({"date": stated})
-    far = own and other and abs(own.date() - other.date()) > timedelta(days=1)
-    return own.date().isoformat() if own and far else ""
+    named = _when(from_name(name))
+    elsewhere = _when({"date": stated})
+    if not named or not elsewhere or abs(named.date() - elsewhere.date()) <= timedelta(days=1):
+        return ""
+    return named.date().isoformat()
 
 
 def _when(about: Mapping[str, str]) -> datetime | None:
@@ -101,7 +121,10 @@ def _when(about: Mapping[str, str]) -> datetime | None:
 def place(latitude: str, longitude: str) -> dict[str, str]:
     """Latitude and longitude in degrees, or nothing if they are no place on Earth."""
     try:
-        inside = abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
+        degrees = float(latitude), float(longitude)
     except ValueError:
         return {}
-    return {"latitude": str(float(latitude)), "longitude": str(float(longitude))} if inside else {}
+    is_on_earth = abs(degrees[0]) <= 90 and abs(degrees[1]) <= 180
+    if not is_on_earth:
+        return {}
+    return {"latitude": str(degrees[0]), "longitude": str(degrees[1])}

@@ -202,6 +202,7 @@ def plan(
             for path in group[1:]:
                 events.pop(path, None)
     names = _class_names(events, classes, options, errors)
+    known_names = set(names)
     splits: dict[str, str] = {}
     events_of_rows: dict[str, list[Annotation]] = {}
     without_value = []  # recordings whose decisive value for the split is unknown
@@ -225,7 +226,7 @@ def plan(
             if not errors.add("leaking-recording", text):
                 annotations_of_split.pop("train", None)
         for annotation in of_recording:
-            annotation.labels = tuple(label for label in annotation.labels if label in names)
+            annotation.labels = tuple(label for label in annotation.labels if label in known_names)
         # A recording in several splits that is kept is there in each of them.
         for split in sorted(annotations_of_split):
             key = path if len(annotations_of_split) == 1 else f"{path}\0{split}"
