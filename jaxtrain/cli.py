@@ -32,8 +32,10 @@ def start() -> int:
     Only commands that import modules by the user's words do so, as folders may be a stranger's.
     """
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
-    own_code = {"--workload"}.union(*(command.own_code for command in commands.table().values()))
-    if flags & own_code or any(flag.startswith("--config") for flag in flags):
+    naming_modules = {"--workload"}
+    for command in commands.table().values():
+        naming_modules.update(command.own_code)
+    if flags & naming_modules or any(flag.startswith("--config") for flag in flags):
         sys.path.append(os.getcwd())
     return process(main)
 
@@ -83,53 +85,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _named(argv: list[str]) -> int:
-    own = _own_workload(argv)
-    if own == [""]:
+    workload = _pop_workload(argv)
+    if workload == "":
         arguments.report("--workload names no module; expected --workload MODULE")
         return arguments.USER_ERROR
     try:
-        table = commands.table(*own)
+        table = commands.table(workload) if workload else commands.table()
     except (checks.UserError, ImportError) as error:
-        arguments.report(error if not own else f"--workload {own[0]}: {error}")
+        arguments.report(f"--workload {workload}: {error}" if workload else error)
         return arguments.USER_ERROR
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
         return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
     # These flags without a command mean `jaxtrain train`.
-    if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith(
-        "--config"
-    ):
+    flag = argv[0].partition("=")[0]
+    if flag in ("--explain", "--plan", "--plan-setup") or flag.startswith("--config"):
         argv.insert(0, "train")
-    asked = argv[0] == "help"
+    is_help_command = argv[0] == "help"
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
-    if command := table.get(argv[0]):
-        return _run(
-            command,
-            [*argv, "--workload", *own] if own and command.takes_workload else argv,
-            "".join(own),
-        )
-    if arguments.asks_for_help(argv) and not asked:
+    command = table.get(argv[0])
+    if command:
+        if workload and command.takes_workload:
+            argv += ["--workload", workload]
+        return _run(command, argv, workload or "")
+    if arguments.asks_for_help(argv) and not is_help_command:
         return arguments.run(lambda: _say(listing(table)))
     names = [*table, *FLAGS]
-    what = "flag" if argv[0].startswith("-") else "command"
+    kind = "flag" if argv[0].startswith("-") else "command"
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
-    hint = "" if own else "; a command of your own workload needs --workload MODULE"
-    arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help{hint}")
+    hint = "" if workload else "; a command of your own workload needs --workload MODULE"
+    arguments.report(f"{kind} {argv[0]!r} is unknown{remedy}; see jaxtrain --help{hint}")
     return arguments.USER_ERROR
 
 
-def _own_workload(argv: list[str]) -> list[str]:
-    """Take ``--workload NAME`` out of ``argv``. Return [the name, "" if it is missing] or []."""
+def _pop_workload(argv: list[str]) -> str | None:
+    """Take ``--workload NAME`` out of ``argv``. Return the name, "" if it is missing, or None."""
     for i, argument in enumerate(argv):
         flag, _, name = argument.partition("=")
         if flag == "--workload":
             del argv[i]
             if not name and i < len(argv):
                 name = argv.pop(i)
-            return [name]
-    return []
+            return name
+    return None
 
 
 def _run(command: Command, argv: Sequence[str], workload: str) -> int:
@@ -137,23 +137,23 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
         if not arguments.asks_for_help(argv):
             from jaxtrain.commands import installation
 
-            if wrong := installation.problem(argv, caches=command.caches):
-                arguments.report(wrong)
+            problem = installation.problem(argv, caches=command.caches)
+            if problem:
+                arguments.report(problem)
                 return arguments.USER_ERROR
-        wrong = "has no function main"
+        problem = "has no function main"
         main: Callable[[Sequence[str]], int] | None = None
         try:
             main = getattr(importlib.import_module(command.module), "main", None)
         except ModuleNotFoundError as error:
             if not f"{command.module}.".startswith(f"{error.name}."):
                 raise  # a module that the command imports
-            wrong = "does not exist"
+            problem = "does not exist"
         if main is None:
-            what = (
+            arguments.report(
                 f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module"
-                f" {command.module!r}"
+                f" {command.module!r}, which {problem}; correct it in WORKLOAD"
             )
-            arguments.report(f"{what}, which {wrong}; correct it in WORKLOAD")
             return arguments.USER_ERROR
         return main(argv[1:])
     except KeyboardInterrupt:  # imports may take a second
@@ -168,10 +168,10 @@ def _commit() -> str:
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):  # without git
         return ""
-    return f" (commit {done.stdout.strip()})"
+    return f" (commit {commit.strip()})"
 
 
 def _say(text: str) -> int:
@@ -190,17 +190,18 @@ def _plain_output() -> Iterator[None]:
     """Escape control characters in the output: a stranger's text must not steer the terminal."""
     from jaxtrain.telemetry import console
 
-    before = sys.stdout, sys.stderr
+    stdout, stderr = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
         # as stderr: a character that it lacks ends no command
         sys.stdout.reconfigure(errors="backslashreplace")
     plain: Any = console.Plain
     # None: it was closed before we began
-    sys.stdout, sys.stderr = (stream and plain(stream) for stream in before)
+    sys.stdout = stdout and plain(stdout)
+    sys.stderr = stderr and plain(stderr)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = stdout, stderr
 
 
 def listing(table: Mapping[str, Command]) -> str:
@@ -211,16 +212,14 @@ def listing(table: Mapping[str, Command]) -> str:
     width = max(map(len, table))
     for group in dict.fromkeys(command.group for command in table.values()):
         lines += ["", f"{group}:"]
-        lines += [f"  {name:{width}}  {c.summary}" for name, c in table.items() if c.group == group]
+        for name, command in table.items():
+            if command.group == group:
+                lines.append(f"  {name:{width}}  {command.summary}")
+    lines += ["", "exit codes:"]
     _, _, codes = (arguments.__doc__ or "").partition("Exit codes:\n\n")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "exit codes:",
-            *(line.removeprefix("  ") for line in codes.rstrip().splitlines()),
-        ]
-    )
+    for line in codes.rstrip().splitlines():
+        lines.append(line.removeprefix("  "))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
