@@ -71,9 +71,9 @@ def get_config(argument: str = "") -> config_dict.ConfigDict:
         logging.getLogger("jaxtrain").warning(
             "no data path: use --config=esc10_folds:PATH,OBJECTIVE,FOLD"
         )
-    path, objective, fold = (
-        (*argument.split(","), "", "")[:3] if argument else ("", "supervised", "0")
-    )
+        path, objective, fold = "", "supervised", "0"
+    else:
+        path, objective, fold = (*argument.split(","), "", "")[:3]
     if (argument and not path) or objective not in OBJECTIVES or fold not in tuple("012345"):
         raise ValueError(
             f"{argument!r} is not PATH,OBJECTIVE,FOLD with one of {', '.join(OBJECTIVES)} and a"

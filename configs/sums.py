@@ -21,13 +21,14 @@ TEXT = machine.cache_folder("sums-v1.txt")
 
 def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All pairs, shuffled: for training, and held out."""
-    found = [(a, b) for a in range(100) for b in range(100)]
-    random.Random(0).shuffle(found)
-    return found[:9_000], found[9_000:]
+    all_pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(0).shuffle(all_pairs)
+    return all_pairs[:9_000], all_pairs[9_000:]
 
 
 def load_environment() -> Environment:
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs()[1]]
+    _, held_out = pairs()
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in held_out]
     return Environment(rows, Rubric([right, digits], [1.0, 0.0]))
 
 
@@ -44,11 +45,10 @@ def digits(completion: str) -> bool:
 def get_config() -> config_dict.ConfigDict:
     if not TEXT.exists():
         TEXT.parent.mkdir(parents=True, exist_ok=True)
-        rng = random.Random(1)
+        training, _ = pairs()
+        lines = [f"{a}+{b}={a + b}\n" for a, b in random.Random(1).choices(training, k=100_000)]
         temporary = TEXT.with_name(f".{TEXT.name}.{os.getpid()}")
-        temporary.write_text(
-            "".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000))
-        )
+        temporary.write_text("".join(lines))
         temporary.replace(TEXT)  # whole or not at all
     return config_dict.create(
         workload="jaxtrain.workloads.language",

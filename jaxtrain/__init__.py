@@ -82,9 +82,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
-    return getattr(
-        importlib.import_module(_PUBLIC[name]), "load" if name == "read_config" else name
-    )
+    module = importlib.import_module(_PUBLIC[name])
+    return getattr(module, "load" if name == "read_config" else name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ from jaxtrain import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return cli.main(["train", *(sys.argv[1:] if argv is None else argv)])
+    argv = sys.argv[1:] if argv is None else argv
+    return cli.main(["train", *argv])
 
 
 if __name__ == "__main__":

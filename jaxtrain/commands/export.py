@@ -26,7 +26,7 @@ or metric. --reverse makes a workdir with one step of weights, marked as such, t
 
 --push uploads DIR to the Hugging Face Hub in one commit, by the account that `hf auth login`
 stored. Weights that are there already are not sent again, so that the same command resumes an
-upload.
+upload. With --private a new model is seen by its owner alone.
 
 --format writes the folder for another program, in one of the workload's own formats.
 """
@@ -41,6 +41,7 @@ from jaxtrain.commands import arguments
 from loaders.io import machine
 
 DTYPES = ("f32", "f16", "bf16")
+UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}  # [bytes] of a size
 
 
 @arguments.reported
@@ -101,17 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--format belongs to an export of RUN to --out DIR")
     if args.private and not args.push:
         parser.error("--private belongs to --push")
-    for name in args.format:
-        for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
-            if package and (
-                wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")
-            ):
-                arguments.report(f"--format {name}: {wrong}")
-                return arguments.USER_ERROR
-    if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
-        arguments.report(f"--push: {wrong}")
+    problem = _missing_package(args)
+    if problem:
+        arguments.report(problem)
         return arguments.USER_ERROR
     return _export(args)
+
+
+def _missing_package(args: argparse.Namespace) -> str:
+    """Return the error for the first package that an option needs and that is missing, or ""."""
+    for name in args.format:
+        for shipped in workload.shipped():
+            package = workload.of(shipped).needs.get(name)
+            if package:
+                problem = arguments.missing(package, f"pip install 'jaxtrain[{package}]'")
+                if problem:
+                    return f"--format {name}: {problem}"
+    if args.push:
+        problem = arguments.missing("huggingface_hub", "pip install huggingface_hub")
+        if problem:
+            return f"--push: {problem}"
+    return ""
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -175,11 +186,7 @@ def _dataset(text: str) -> str:
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
-    size = (
-        int(float(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
-        if match
-        else 0
-    )
+    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if size < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; expected for example 5GB or 500MB"

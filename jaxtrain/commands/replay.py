@@ -380,8 +380,8 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
 
     if not run.config:
         raise RunError(
-            f"{run.path}/config.json is missing or cannot be read; put it back, since a replay needs"
-            " the run's config"
+            f"{run.path}/config.json is missing or cannot be read; put it back, since a replay"
+            " needs the run's config"
         )
     if not run_workload.of_run(run.config, args.workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")

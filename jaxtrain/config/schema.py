@@ -242,52 +242,50 @@ class Optim(Section):
             yield from checks.under(f"groups[{i}]", group.validate())
         for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
             value = getattr(self, name)
-            if "." in value and not factories.is_factory(value):
-                named = ", ".join((*built_in, "module:factory"))
-                yield (
-                    name,
-                    (
-                        f"is {value!r}; expected one of: {named}; did you mean"
-                        f" {':'.join(value.rsplit('.', 1))!r}?"
-                    ),
-                )
-            elif not factories.is_factory(value):
-                yield from checks.choice(self, (*built_in, "module:factory"), name)
-        for name, allowed in CHOICES.items():
-            yield from checks.choice(self, allowed, name)
+            if factories.is_factory(value):
+                continue
+            choices = (*built_in, "module:factory")
+            if "." not in value:
+                yield from checks.choice(self, choices, name)
+                continue
+            module, _, function = value.rpartition(".")
+            yield (
+                name,
+                f"is {value!r}; expected one of: {', '.join(choices)}; did you mean"
+                f" {f'{module}:{function}'!r}?",
+            )
+        for name, values in CHOICES.items():
+            yield from checks.choice(self, values, name)
         rules = {name: UPDATE_RULES[name] for name in self.rules() if name in UPDATE_RULES}
         if self.moments != "float32" and rules and not any(rule.moments for rule in rules.values()):
+            names = " and ".join(sorted(rules))
             yield (
                 "moments",
-                (
-                    f"is {self.moments!r}, and {' and '.join(sorted(rules))} keep no such moments;"
-                    " leave it unset"
-                ),
+                f"is {self.moments!r}, and {names} keep no such moments; leave it unset",
             )
         yield from checks.not_negative(
             self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"
         )
         yield from checks.positive(self, "lr")
-        if (
-            self.decay
-            and self.schedule in SCHEDULES
-            and self.schedule not in ("wsd", "three_phase")
-        ):
+        if self.decay and self.schedule in ("constant", "cosine"):
             yield (
                 "decay",
-                (
-                    f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is"
-                    f" {self.schedule!r}"
-                ),
+                f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is"
+                f" {self.schedule!r}",
             )
         yield from checks.within(self, "(0, 1]", "layer_decay")
         yield from checks.within(self, "[0, 1)", "b1", "b2")
 
     def rules(self) -> set[str]:
         """Names of the rules, or of the optimizer, that may update a parameter."""
+        names = {self.name}
         rule = UPDATE_RULES.get(self.name)
-        rest = {REST} if rule and rule.matrices else set()
-        return {self.name, *rest, *(group.name for group in self.groups if group.name)}
+        if rule and rule.matrices:
+            names.add(REST)
+        for group in self.groups:
+            if group.name:
+                names.add(group.name)
+        return names
 
 
 # The mesh axes over which each logical axis is split, as `jaxtrain.parallel.layout` has it.

@@ -13,4 +13,5 @@ __path__ = [str(FOLDER)]
 
 def names() -> list[str]:
     """Return the names that --config takes, in alphabetical order."""
-    return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
+    stems = [path.stem for path in FOLDER.glob("*.py")]
+    return sorted(stem for stem in stems if not stem.startswith("_"))
