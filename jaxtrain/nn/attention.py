@@ -58,9 +58,6 @@ def within(
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     platform, capability = shard.devices
-    run: Callable[..., Array] = functools.partial(
-        attention, causal=causal, window=window, devices=(platform, capability), keep=keep
-    )
     kernel = choose(
         q_bthk.shape,
         q_bthk.dtype,
@@ -70,6 +67,8 @@ def within(
         platform=platform,
         capability=capability,
     )
+    settings = {"causal": causal, "window": window, "capability": capability, "keep": keep}
+    run: Callable[..., Array] = functools.partial(_call, kernel, platform, **settings)
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         if platform != "cpu":
@@ -134,13 +133,27 @@ def attention(
         platform=platform,
         capability=capability,
     )
-    qkv = (q_bthk, k_bsgk, v_bsgk)
+    settings = {"causal": causal, "window": window, "capability": capability, "keep": keep}
+    return _call(kernel, platform, q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt, **settings)
+
+
+def _call(
+    kernel: str,
+    platform: str,
+    *qkv: Array,
+    causal: bool,
+    window: int,
+    segments_bt: Array | None,
+    capability: str,
+    keep: str | None,
+) -> Array:
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, capability=capability)
     if kernel == "flash":
         return flash(*qkv, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
         return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
+    q_bthk = qkv[0]
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     if platform == "cpu" and q_bthk.dtype == jnp.float32:
         y_bthk = cpu.heads_first(*qkv, mask_bts)

@@ -215,9 +215,9 @@ class Folder:
         """Write the lease if it still has this version. False if another process wrote it."""
         content = json.dumps(self._me._asdict() | {"renewed": time.time()}).encode()
         stamp = self._store.write(NAME, content, if_equal=version).result(STORE_TIMEOUT)
-        if stamp.generation:
-            holder, version = self._me, stamp.generation
-        else:
+        holder: Process | None = self._me
+        version = stamp.generation
+        if not version:
             holder, version = self._read()
         self._ours = version if holder == self._me else b""  # also if an answer was lost before
         return bool(self._ours)

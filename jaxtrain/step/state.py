@@ -159,8 +159,8 @@ def _require_split(
     if _n_parts(x) >= max(map(_n_parts, params)) or _shard_size(x) <= allowed_size:
         return
     raise LayoutError(
-        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {belongs_to}, and"
-        f" cannot be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set"
+        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {belongs_to},"
+        f" and cannot be split over the mesh {dict(x.sharding.mesh.shape)} as parameters are; set"
         " mesh.fsdp=1 and mesh.model=1, or use another optimizer"
     )
 

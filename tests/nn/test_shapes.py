@@ -122,6 +122,7 @@ def call_everything():
 
     q, k, v = arrays((B, T, 4, 64), (B, T, 2, 64), (B, T, 2, 64))
     how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
+    jax.eval_shape(lambda *x: nn.attention.attention(*x, causal=True), q, k, v)
     jax.eval_shape(lambda *x: nn.attention.flash(*x, **how, interpret=True), q, k, v)
     jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
     jax.eval_shape(

@@ -128,17 +128,17 @@ class Config(transformer.Decoder):
                 yield "generation.prompts", str(error)
 
     def data_notes(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        used = info.get("vocab")
-        if not used or not self.vocab or self.vocab < 4 * used:
+        data_vocab = info.get("vocab")
+        if not data_vocab or not self.vocab or self.vocab < 4 * data_vocab:
             return
-        whole = specs.count(make_specs(self))
-        idle = whole - specs.count(transformer.decoder_specs(self, used))
-        if 2 * idle > whole:
-            share = min(round(100 * idle / whole), 99)
+        n_parameters = specs.count(make_specs(self))
+        n_idle = n_parameters - specs.count(transformer.decoder_specs(self, data_vocab))
+        if 2 * n_idle > n_parameters:
+            share = min(round(100 * n_idle / n_parameters), 99)
             yield (
                 "vocab",
                 (
-                    f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the"
+                    f"is {self.vocab:,}, and the data have {data_vocab:,} tokens: {share}% of the"
                     " parameters are rows of tokens that never come; --config.model.vocab=None"
                     " takes the data's"
                 ),
