@@ -40,47 +40,55 @@ def walk(folder: pathlib.Path, errors: Errors) -> Iterator[str]:
     Folders that cannot be entered, and recordings in hidden ones, are errors.
     """
 
-    def wrong(path: str, error: OSError) -> None:
-        kind = {
-            errno.EACCES: "no-permission",
-            errno.EPERM: "no-permission",
-            errno.ELOOP: "link-circle",
-        }
-        errors.add(
-            kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}"
-        )
+    yield from _walk(os.path.abspath(folder), (), errors)
 
-    def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-        try:
-            stat = os.stat(path)
-            here = (stat.st_dev, stat.st_ino)
-            if here in above:
-                errors.add("link-circle", f"{path} leads to a folder that it lies in")
-                return
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except OSError as error:
-            wrong(path, error)
+
+def _walk(path: str, above: tuple[tuple[int, int], ...], errors: Errors) -> Iterator[str]:
+    """``above``: device and inode of the folders that ``path`` lies in."""
+    try:
+        stat = os.stat(path)
+        inode = (stat.st_dev, stat.st_ino)
+        if inode in above:
+            errors.add("link-circle", f"{path} leads to a folder that it lies in")
             return
-        for entry in entries:
-            try:
-                inside, is_file = entry.is_dir(), entry.is_file()
-            except OSError as error:
-                wrong(entry.path, error)
-                continue
-            if not inside and not is_file and entry.is_symlink():
-                errors.add("missing-file", f"{entry.path} is a link to no file or folder")
-            elif inside and (entry.name.startswith(".") or entry.name.casefold() in SYSTEM):
-                for above_it, _, names in os.walk(entry.path):
-                    for name in sorted(filter(is_audio, names)):
-                        errors.add("hidden-file", os.path.join(above_it, name))
-            elif inside:
-                yield from enter(entry.path, (*above, here))
-            elif is_file and not entry.name.startswith("."):
-                yield entry.path
-            elif is_file and is_audio(entry.name):
-                errors.add("hidden-file", entry.path)
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError as error:
+        _add_error(path, error, errors)
+        return
+    for entry in entries:
+        try:
+            is_folder = entry.is_dir()
+            is_file = entry.is_file()
+        except OSError as error:
+            _add_error(entry.path, error, errors)
+            continue
+        is_hidden = entry.name.startswith(".")
+        if is_folder and (is_hidden or entry.name.casefold() in SYSTEM):
+            _add_hidden(entry.path, errors)
+        elif is_folder:
+            yield from _walk(entry.path, (*above, inode), errors)
+        elif is_file and not is_hidden:
+            yield entry.path
+        elif is_file and is_audio(entry.name):
+            errors.add("hidden-file", entry.path)
+        elif not is_file and entry.is_symlink():
+            errors.add("missing-file", f"{entry.path} is a link to no file or folder")
 
-    yield from enter(os.path.abspath(folder), ())
+
+def _add_error(path: str, error: OSError, errors: Errors) -> None:
+    kinds = {
+        errno.EACCES: "no-permission",
+        errno.EPERM: "no-permission",
+        errno.ELOOP: "link-circle",
+    }
+    kind = kinds.get(error.errno or 0, "missing-file")
+    errors.add(kind, f"{path}: {(error.strerror or '').lower()}")
+
+
+def _add_hidden(folder: str, errors: Errors) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in sorted(filter(is_audio, names)):
+            errors.add("hidden-file", os.path.join(parent, name))
 
 
 class Names:
@@ -90,15 +98,15 @@ class Names:
         """names: of recordings, relative to a folder, "/" between."""
         self.all: set[str] = set()
         self.folders: set[str] = set()  # their names, in lower case
-        self._by_last: dict[str, list[str]] = {}
+        self._by_file_name: dict[str, list[str]] = {}
         self._any_case: dict[str, list[str]] = {}
-        self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
+        self._name_in_table: dict[str, str] = {}  # recording -> the name that a table has for it
         for name in names:
             self.all.add(name)
-            *above, last = _one_form(name).split("/")
-            self.folders.update(map(str.casefold, above))
-            for key in dict.fromkeys((last, last.rpartition(".")[0])):
-                self._by_last.setdefault(key, []).append(name)
+            *folders, file_name = _one_form(name).split("/")
+            self.folders.update(map(str.casefold, folders))
+            for key in dict.fromkeys((file_name, file_name.rpartition(".")[0])):
+                self._by_file_name.setdefault(key, []).append(name)
                 self._any_case.setdefault(key.casefold(), []).append(name)
 
     def match(self, name: str) -> tuple[list[str], list[str]]:
@@ -110,56 +118,77 @@ class Names:
         parts = _parts(name)
         if not parts:
             return [], []
-        last = parts[-1]
-        # of YouTube, whose downloads AudioSet's tools name with a Y
-        video = re.fullmatch(r"[\w-]{11}(\.\w+)?", last)
-        for key in (
-            last,
-            last.rpartition(".")[0] if is_audio(last) else last,
-            *(["Y" + last] if video else []),
-        ):
-            if found := self._by_last.get(key) or self._any_case.get(key.casefold()):
-                break
-        agreeing: dict[int, list[str]] = {}
-        others = []
-        for each in found or []:
-            folders = list(zip(reversed(_parts(each)[:-1]), reversed(parts[:-1]), strict=False))
-            if any(ours.casefold() != theirs.casefold() for ours, theirs in folders):
-                others.append(each)
+        *folders, file_name = parts
+        agreeing: dict[int, list[str]] = {}  # number of compared folders -> recordings
+        contradicted = []
+        for recording in self._namesakes(file_name):
+            *folders_of_recording, _ = _parts(recording)
+            pairs = list(zip(reversed(folders_of_recording), reversed(folders), strict=False))
+            if any(ours.casefold() != theirs.casefold() for ours, theirs in pairs):
+                contradicted.append(recording)
             else:
-                agreeing.setdefault(len(folders), []).append(each)
-        return (agreeing[max(agreeing)] if agreeing else []), others
+                agreeing.setdefault(len(pairs), []).append(recording)
+        longest = agreeing[max(agreeing)] if agreeing else []
+        return longest, contradicted
+
+    def _namesakes(self, file_name: str) -> list[str]:
+        """Return the recordings with this file name, which may lack its ending."""
+        keys = [file_name, file_name.rpartition(".")[0] if is_audio(file_name) else file_name]
+        if re.fullmatch(r"[\w-]{11}(\.\w+)?", file_name):
+            # of YouTube, whose downloads AudioSet's tools name with a Y
+            keys.append("Y" + file_name)
+        for key in keys:
+            recordings = self._by_file_name.get(key) or self._any_case.get(key.casefold())
+            if recordings:
+                return recordings
+        return []
 
     def contradicted(self, recording: str, name: str) -> str:
         """Return an earlier name of a recording whose folders contradict a new one, or ""."""
-        before = self._meant.setdefault(recording, name)
-        return "" if Names([before]).match(name)[0] else before
+        earlier = self._name_in_table.setdefault(recording, name)
+        matching, _ = Names([earlier]).match(name)
+        return "" if matching else earlier
 
 
 def _parts(name: str) -> list[str]:
-    parts = [
-        part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")
-    ]
-    return parts[1:] if parts and re.fullmatch(r"[A-Za-z]:", parts[0]) else parts
+    path = _one_form(name).replace("\\", "/")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if parts and re.fullmatch(r"[A-Za-z]:", parts[0]):  # a drive
+        return parts[1:]
+    return parts
+
+
+def _file_below(folder: pathlib.Path, name: str) -> str:
+    """Return the path of a file that a name means below ``folder``, or "" without one.
+
+    A table may come from anyone: its files are below the folder that the user named, or next to the
+    table.
+    """
+    if "\0" in name:
+        return ""
+    top = os.path.abspath(folder)
+    path = os.path.normpath(os.path.join(top, name))
+    is_below = os.path.isfile(path) and pathlib.Path(path).is_relative_to(top)
+    return path if is_below else ""
 
 
 class Finder:
     """Finds the file that a table's name means, in the folder or by the table, in parts too."""
 
     def __init__(self, folder: pathlib.Path | None, errors: Errors):
-        self.folder, self._errors = folder, errors
-        self._found: dict[tuple[str, str], str | None] = {}
+        self.folder = folder
+        self._errors = errors
+        self._paths: dict[tuple[str, str], str | None] = {}
         self._names: dict[pathlib.Path, Names] = {}
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
         """Return a recording's absolute path, or None for none or several, and an error."""
         key = (name, str(table.parent))
-        if key not in self._found:
+        if key not in self._paths:
             name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
-            self._found[key] = self._find(
-                name.removeprefix("file://").replace("\\", "/"), table, where
-            )
-        return self._found[key]
+            name = name.removeprefix("file://").replace("\\", "/")
+            self._paths[key] = self._find(name, table, where)
+        return self._paths[key]
 
     def _find(self, name: str, table: pathlib.Path, where: str) -> str | None:
         if not name:
@@ -167,61 +196,62 @@ class Finder:
             return None
         folders = [self.folder] if self.folder else []
         for folder in (*folders, table.parent):
-            path = os.path.normpath(os.path.join(os.path.abspath(folder), name))
-            # A table may come from anyone: its files are below the folder that the user named, or
-            # next to the table.
-            if (
-                "\0" not in name
-                and os.path.isfile(path)
-                and pathlib.Path(path).is_relative_to(os.path.abspath(folder))
-            ):
+            path = _file_below(folder, name)
+            if path:
                 return path
         # Tables hold the paths of the machine that they were made on, and names without their
         # ending.
         folder = (folders or [table.parent])[0]
-        found, others = self._of(folder).match(name)
-        if not found and not others and "%" in name:
-            found, others = self._of(folder).match(urllib.parse.unquote(name))
-        if "/" not in name and table.name.casefold().startswith(
-            os.path.splitext(name)[0].casefold()
-        ):
-            found, others = self._in_folder_of(table, folder, found), found
-        paths = [os.path.join(os.path.abspath(folder), each) for each in found]
+        matching, contradicted = self._match(folder, table, name)
+        paths = [os.path.join(os.path.abspath(folder), recording) for recording in matching]
         if len(paths) > 1:
-            self._errors.add(
-                "ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}"
-            )
-            return None
-        if not paths:
-            near = (
-                f"; {others[0]!r} has its file name, in a folder that contradicts the table's"
-                if others
-                else ""
-            )
-            self._errors.add(
-                "missing-file", f"{where} names {name!r}, which is not below {folder}{near}"
-            )
-            return None
-        if before := self._of(folder).contradicted(found[0], name):
-            text = f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
+            text = f"{where} names {name!r}, and there are {', '.join(paths[:3])}"
             self._errors.add("ambiguous-name", text)
             return None
-        return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
+        if not paths:
+            text = f"{where} names {name!r}, which is not below {folder}"
+            if contradicted:
+                text += (
+                    f"; {contradicted[0]!r} has its file name, in a folder that contradicts the"
+                    " table's"
+                )
+            self._errors.add("missing-file", text)
+            return None
+        path = paths[0]
+        earlier = self._of(folder).contradicted(matching[0], name)
+        if earlier:
+            text = f"{where} names {name!r}, another line {earlier!r}, and there is {path} alone"
+            self._errors.add("ambiguous-name", text)
+            return None
+        return None if self._is_elsewhere(folder, path, name, where) else path
+
+    def _match(
+        self, folder: pathlib.Path, table: pathlib.Path, name: str
+    ) -> tuple[list[str], list[str]]:
+        """Return `Names.match` of a name, or of the name that an address escapes."""
+        matching, contradicted = self._of(folder).match(name)
+        if not matching and not contradicted and "%" in name:
+            matching, contradicted = self._of(folder).match(urllib.parse.unquote(name))
+        stem, _ = os.path.splitext(name)
+        if "/" not in name and table.name.casefold().startswith(stem.casefold()):
+            return self._in_folder_of(table, folder, matching), matching
+        return matching, contradicted
 
     def _is_elsewhere(self, folder: pathlib.Path, path: str, name: str, where: str) -> bool:
         """Whether a name means a file next to the folder. In another folder, it is an error."""
-        ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
-        pairs = zip(reversed(ours), reversed(theirs), strict=False)
-        at = next(
-            (n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0
-        )
-        if not at:
+        ours = pathlib.Path(path).parts[:-1]
+        theirs = _parts(name)[:-1]
+        n_up = 0  # from the file to the first folder that differs
+        for n, (our, their) in enumerate(zip(reversed(ours), reversed(theirs), strict=False), 1):
+            if _one_form(our).casefold() != their.casefold():
+                n_up = n
+                break
+        if not n_up:
             return False
-        there = os.path.join(*ours[:-at], *theirs[-at:], os.path.basename(path))
-        if ".." not in theirs and os.path.isfile(there):
-            self._errors.add(
-                "missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}"
-            )
+        elsewhere = os.path.join(*ours[:-n_up], *theirs[-n_up:], os.path.basename(path))
+        if ".." not in theirs and os.path.isfile(elsewhere):
+            text = f"{where} names {name!r}, which is not below {folder}, but {elsewhere}"
+            self._errors.add("missing-file", text)
             return True
         if re.match("/|[A-Za-z]:", name):  # a whole path, of another machine perhaps
             return False
@@ -229,38 +259,24 @@ class Finder:
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """Return the recording of a table without file names: the one whose name it begins with."""
+        folders = [table.parent]
+        if self.folder:
+            folders.append(self.folder)
         stem = table.name
         while stem:
-            for folder in (table.parent, *([self.folder] if self.folder else [])):
-                found, others = self._of(folder).match(
-                    os.path.join(os.path.abspath(table.parent), stem)
-                )
-                near = [
-                    path
-                    for path in (*found, *others)
-                    if os.path.dirname(os.path.join(folder, path)) == str(table.parent)
-                ]
-                if not near and self._has_own(folder, table.parent):
-                    continue  # a recording elsewhere is another one
-                if not near:
-                    near = (
-                        found
-                        if found and "/" in found[0]
-                        else self._in_folder_of(table, folder, [*found, *others])
-                    )
-                if len(near) == 1:
-                    return os.path.join(os.path.abspath(folder), near[0])
-                if near and not quiet:
-                    self._errors.add(
-                        "ambiguous-name",
-                        f"{where} is about {stem!r}, and there are {', '.join(near[:3])}",
-                    )
-                if near:
+            for folder in folders:
+                recordings = self._recordings_of(table, folder, stem)
+                if len(recordings) == 1:
+                    return os.path.join(os.path.abspath(folder), recordings[0])
+                if recordings and not quiet:
+                    text = f"{where} is about {stem!r}, and there are {', '.join(recordings[:3])}"
+                    self._errors.add("ambiguous-name", text)
+                if recordings:
                     return None
-            rest, _, part = stem.rpartition(".")
-            if part.isdecimal() and not rest.endswith("Table"):
+            shorter, _, part = stem.rpartition(".")
+            if part.isdecimal() and not shorter.endswith("Table"):
                 break  # a number is a part of the recording's name
-            stem = rest
+            stem = shorter
         if not quiet:
             text = (
                 f"{where}: no recording has the name that the table begins with; name it in a"
@@ -269,31 +285,47 @@ class Finder:
             self._errors.add("missing-file", text)
         return None
 
+    def _recordings_of(self, table: pathlib.Path, folder: pathlib.Path, stem: str) -> list[str]:
+        """Return the recordings in ``folder`` that a table with this name may be about."""
+        path = os.path.join(os.path.abspath(table.parent), stem)
+        matching, contradicted = self._of(folder).match(path)
+        namesakes = [*matching, *contradicted]
+        next_to_table = []
+        for recording in namesakes:
+            if os.path.dirname(os.path.join(folder, recording)) == str(table.parent):
+                next_to_table.append(recording)
+        if next_to_table:
+            return next_to_table
+        if self._has_recordings(folder, table.parent):
+            return []  # a recording elsewhere is another one
+        if matching and "/" in matching[0]:
+            return matching
+        return self._in_folder_of(table, folder, namesakes)
+
     def _in_folder_of(
         self, table: pathlib.Path, folder: pathlib.Path, names: list[str]
     ) -> list[str]:
         """Return the recordings in a folder named like a table, or all without such a folder."""
-        own = table.parent.name.casefold()
-        if own not in self._of(folder).folders:
+        folder_name = table.parent.name.casefold()
+        if folder_name not in self._of(folder).folders:
             return names
         top = os.path.abspath(folder)
-        return [
-            name
-            for name in names
-            if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)
-        ]
+        inside = []
+        for name in names:
+            parts = pathlib.PurePath(top, name).parent.parts
+            if folder_name in map(str.casefold, parts):
+                inside.append(name)
+        return inside
 
-    def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
-        where = os.path.relpath(os.path.abspath(place), os.path.abspath(folder))
-        return any(
-            os.path.dirname(name) == ("" if where == "." else where)
-            for name in self._of(folder).all
-        )
+    def _has_recordings(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
+        """Whether recordings of ``folder`` lie in its folder ``place`` itself."""
+        path = os.path.relpath(os.path.abspath(place), os.path.abspath(folder))
+        inside = "" if path == "." else path
+        return any(os.path.dirname(name) == inside for name in self._of(folder).all)
 
     def _of(self, folder: pathlib.Path) -> Names:
         if folder not in self._names:
             top = os.path.abspath(folder)
-            self._names[folder] = Names(
-                os.path.relpath(path, top) for path in walk(folder, Errors()) if is_audio(path)
-            )
+            recordings = filter(is_audio, walk(folder, Errors()))
+            self._names[folder] = Names(os.path.relpath(path, top) for path in recordings)
         return self._names[folder]
