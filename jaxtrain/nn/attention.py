@@ -67,8 +67,9 @@ def within(
         platform=platform,
         capability=capability,
     )
-    settings = {"causal": causal, "window": window, "capability": capability, "keep": keep}
-    run: Callable[..., Array] = functools.partial(_call, kernel, platform, **settings)
+    run: Callable[..., Array] = functools.partial(
+        _call, kernel, shard.devices, causal=causal, window=window, keep=keep
+    )
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         if platform != "cpu":
@@ -133,27 +134,39 @@ def attention(
         platform=platform,
         capability=capability,
     )
-    settings = {"causal": causal, "window": window, "capability": capability, "keep": keep}
-    return _call(kernel, platform, q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt, **settings)
+    return _call(
+        kernel,
+        (platform, capability),
+        q_bthk,
+        k_bsgk,
+        v_bsgk,
+        causal=causal,
+        window=window,
+        segments_bt=segments_bt,
+        keep=keep,
+    )
 
 
 def _call(
     kernel: str,
-    platform: str,
-    *qkv: Array,
+    devices: tuple[str, str],
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
     causal: bool,
     window: int,
     segments_bt: Array | None,
-    capability: str,
     keep: str | None,
 ) -> Array:
+    qkv = (q_bthk, k_bsgk, v_bsgk)
+    platform, capability = devices
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, capability=capability)
     if kernel == "flash":
         return flash(*qkv, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
         return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
-    q_bthk = qkv[0]
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     if platform == "cpu" and q_bthk.dtype == jnp.float32:
         y_bthk = cpu.heads_first(*qkv, mask_bts)
