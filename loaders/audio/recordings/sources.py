@@ -4,7 +4,8 @@ import os
 import pathlib
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from loaders.audio import shards
 from loaders.audio.recordings import column_names, columns, lines, tables, values
@@ -16,28 +17,37 @@ from loaders.base import DataError
 from loaders.io import files
 
 Note = Callable[[str], None]
-SOUND = re.compile(
-    rb"RIF[FX]|RF64|BW64|riff\x2e\x91\xcf\x11|fLaC|OggS|ID3|\xff[\xf1-\xfb]|....ftyp|caff|\x1aE\xdf\xa3|FORM....AIF|wvpk|\.snd|#!AMR"
-    rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0|NIST_1A|Creative Voice|DSD"
-    rb" |FRM8|FORM....(8SVX|16SV)|MP\+|MPCK",
+# The first bytes of recordings.
+SOUND_SIGNATURE = re.compile(
+    rb"RIF[FX]|RF64|BW64|riff\x2e\x91\xcf\x11|fLaC|OggS|ID3|\xff[\xf1-\xfb]|....ftyp|caff"
+    rb"|\x1aE\xdf\xa3|FORM....AIF|wvpk|\.snd|#!AMR|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1"
+    rb"|#!SILK|wac0|NIST_1A|Creative Voice|DSD |FRM8|FORM....(8SVX|16SV)|MP\+|MPCK",
     re.DOTALL,
-)  # the first bytes of recordings
-SOUNDS = (
+)
+# Endings of recordings that are not read here.
+UNREAD_SOUND_ENDINGS = tuple(
     ".3g2 .3gp .8svx .aa3 .aac .ac3 .adts .amr .ape .avi .avr .awb .dff .dsf .dts .f4a .fap .flv"
     " .gsm .iff .latm .loas .m4b .m4r .m4v .mka .mkv .mov .mp1 .mp2 .mpc .mpeg .mpg .mpga .nist"
     " .oma .ra .ram .raw .rm .sd2 .sf .snd .sph .spx .svx .tak .tta .voc .vox .wma .wv .wve .webm"
-    " .weba .xi .zc"
-).split()  # endings of recordings that are not read here
-# its first line, between tabs, or blanks as of old
-AUDACITY = re.compile(r"\"?-?[\d.,]+\"?(\t|  *)\"?-?[\d.,]+\"?(\t| |$)")
-# that may hold recordings
-ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")
-TABLES = (
-    ".csv .tsv .txt .xls .xlsx .ods .data .textgrid .eaf .svl .json .jsonl .geojson .xml .parquet"
-    " .feather .arrow .sqlite .sqlite3 .db .mdb .accdb .rds .rda .rdata .mat .lab .mlf .antx .cha"
-).split()  # that people annotate in, of which the first three hold other texts, too
-STATED = ("recording", "site", "date", "time", "latitude", "longitude")  # groups of --labels
-OWN = ("index.json", "detect.json", "embeddings.json")  # in the folders that jaxtrain makes
+    " .weba .xi .zc".split()
+)
+# The first line of a label track of Audacity, between tabs, or blanks as of old.
+AUDACITY_LINE = re.compile(r"\"?-?[\d.,]+\"?(\t|  *)\"?-?[\d.,]+\"?(\t| |$)")
+AUDACITY_BAND = "\\"  # the first field of a line with the frequencies of the label above it
+BIRDSET_NAME = re.compile(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$")
+# Endings of files that may hold recordings.
+ARCHIVE_ENDINGS = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")
+# Endings of files that people annotate in. The first three hold other texts, too.
+SHEET_ENDINGS = tuple(".csv .tsv .txt .xls .xlsx .ods .data .textgrid .eaf .svl".split())
+TABLE_ENDINGS = (
+    *SHEET_ENDINGS,
+    *".json .jsonl .geojson .xml .parquet .feather .arrow .sqlite .sqlite3 .db .mdb .accdb".split(),
+    *".rds .rda .rdata .mat .lab .mlf .antx .cha".split(),
+)
+# Groups of --labels.
+STATED_FIELDS = ("recording", "site", "date", "time", "latitude", "longitude")
+# Files in the folders that jaxtrain makes.
+OWN_FILES = ("index.json", "detect.json", "embeddings.json")
 
 
 def read(
@@ -48,27 +58,26 @@ def read(
     Raises DataError: it does not exist, or is no folder, table, metadata or list of paths.
     """
     for annotation in _annotations(source, options, errors, note):
-        if any(map(values.says_none, annotation.labels)):
-            if not errors.add("no-label", f"{annotation.where}: {', '.join(annotation.labels)!r}"):
-                continue
-            annotation.labels = tuple(
-                label for label in annotation.labels if not values.says_none(label)
-            )
-        if open_labels := list(filter(values.says_unknown, annotation.labels)):
-            if not errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
-                continue
-        yield annotation
+        if _is_kept(annotation, errors):
+            yield annotation
+
+
+def _is_kept(annotation: Annotation, errors: Errors) -> bool:
+    """Count labels that say none or unknown, and remove those that say none."""
+    labels = annotation.labels
+    if any(map(values.says_none, labels)):
+        if not errors.add("no-label", f"{annotation.where}: {', '.join(labels)!r}"):
+            return False
+        annotation.labels = tuple(label for label in labels if not values.says_none(label))
+    open_labels = list(filter(values.says_unknown, annotation.labels))
+    if not open_labels:
+        return True
+    return errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}")
 
 
 def _annotations(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
     path = files.expanded(source)
-    if options.audio and not (named := files.expanded(options.audio)).is_dir():
-        raise DataError(
-            f"--audio={options.audio} is not a folder; name the folder of the"
-            f" recordings{shards.nearest(named)}"
-        )
-    audio = options.audio or root_of(path)
-    finder = Finder(files.expanded(audio) if audio else None, errors)
+    finder = Finder(_audio_folder(path, options), errors)
     if path.is_dir():
         yield from _of_folder(path, options, errors, finder, note)
     elif not path.exists():
@@ -82,13 +91,30 @@ def _annotations(source: str, options: Options, errors: Errors, note: Note) -> I
         yield from _of_file(path, options, errors, finder, note)
 
 
+def _audio_folder(source: pathlib.Path, options: Options) -> pathlib.Path | None:
+    """Return the folder of --audio, or that of the detections that a source is one of."""
+    if not options.audio:
+        root = root_of(source)
+        return files.expanded(root) if root else None
+    folder = files.expanded(options.audio)
+    if not folder.is_dir():
+        raise DataError(
+            f"--audio={options.audio} is not a folder; name the folder of the"
+            f" recordings{shards.nearest(folder)}"
+        )
+    return folder
+
+
 def root_of(path: pathlib.Path) -> str:
     """Return the recordings' folder that `jaxtrain detect` notes for its tables, or ""."""
     path = pathlib.Path(os.path.abspath(path))
-    for folder in (path, *path.parents)[:8]:
+    nearest_folders = (path, *path.parents)[:8]
+    for folder in nearest_folders:
         if (folder / "detect.json").is_file():
             root = files.read_json(files.inside(folder, "detect.json")).get("root")
-            return root if isinstance(root, str) and "\0" not in root else ""
+            if isinstance(root, str) and "\0" not in root:
+                return root
+            return ""
     return ""
 
 
@@ -100,22 +126,42 @@ def passed_over(
     A link out of it is judged by its name: what it leads to may be private.
     """
     names = list(names)
-    with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
-    made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
+    own_folders = _own_folders(names)
     for path in names:
-        above = map(str, pathlib.PurePath(path).parents)
         is_own = os.path.basename(path) in ("index.json", "errors.csv")
-        if is_audio(path) or path in used or made.intersection(above) or is_own:
+        if is_own or is_audio(path) or path in used:
             continue
-        first = _begin(path, folder)
-        if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
-            errors.add("unread-sound", path)
-        else:
-            named = path.lower().endswith(tuple(TABLES)) and leads_out(path, str(folder))
-            errors.add("unread-table" if named or _is_table(path, first) else "other-file", path)
+        if own_folders.isdisjoint(map(str, pathlib.PurePath(path).parents)):
+            errors.add(_unread_kind(path, folder), path)
 
 
-def _begin(path: str, folder: pathlib.Path) -> bytes:
+def _own_folders(names: Sequence[str]) -> set[str]:
+    """Return the folders that jaxtrain made, of those without recordings."""
+    own_folders: set[str] = set()
+    audio_folders: set[str] = set()
+    for path in names:
+        folder, name = os.path.split(path)
+        if name in OWN_FILES:
+            own_folders.add(folder)
+        if is_audio(path):
+            audio_folders.add(folder)
+    return own_folders - audio_folders
+
+
+def _unread_kind(path: str, folder: pathlib.Path) -> str:
+    """Return the kind of error that a file is which is neither a recording nor used."""
+    first_bytes = _first_bytes(path, folder)
+    lower_path = path.lower()
+    if SOUND_SIGNATURE.match(first_bytes):
+        return "unread-sound"
+    if lower_path.endswith(ARCHIVE_ENDINGS + UNREAD_SOUND_ENDINGS):
+        return "unread-sound"
+    if lower_path.endswith(TABLE_ENDINGS) and leads_out(path, str(folder)):
+        return "unread-table"
+    return "unread-table" if _is_table(path, first_bytes) else "other-file"
+
+
+def _first_bytes(path: str, folder: pathlib.Path) -> bytes:
     """Return the first bytes of a file, none if it cannot be read or leads out of ``folder``."""
     if leads_out(path, str(folder)):
         return b""
@@ -131,143 +177,209 @@ def unnamed(given: Iterable[str], options: Options, named: Collection[str], erro
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
-        near = list(walk(files.expanded(options.audio), Errors()))
+        candidates = list(walk(files.expanded(options.audio), Errors()))
     else:
-        near = [
-            entry.path
-            for folder in {os.path.dirname(path) for path in named}
-            for entry in os.scandir(folder)
-        ]
-    for path in sorted(near):
-        if (
-            is_audio(path)
-            and not os.path.basename(path).startswith(".")
-            and path not in named
-            and os.path.isfile(path)
-        ):
+        candidates = _neighbours(named)
+    for path in sorted(candidates):
+        is_hidden = os.path.basename(path).startswith(".")
+        if is_audio(path) and not is_hidden and path not in named and os.path.isfile(path):
             errors.add("no-table", path)
 
 
-def _is_table(path: str, first: bytes) -> bool:
+def _neighbours(paths: Iterable[str]) -> list[str]:
+    """Return the paths of all files and folders in the folders of ``paths``."""
+    neighbours: list[str] = []
+    for folder in {os.path.dirname(path) for path in paths}:
+        neighbours += [entry.path for entry in os.scandir(folder)]
+    return neighbours
+
+
+def _is_table(path: str, first_bytes: bytes) -> bool:
     ending = os.path.splitext(path)[1].lower()
-    if ending not in TABLES or not first or os.path.basename(path).lower() == "thumbs.db":
+    is_thumbnails = os.path.basename(path).lower() == "thumbs.db"
+    if ending not in TABLE_ENDINGS or not first_bytes or is_thumbnails:
         return False
-    line = first.decode(
-        "utf-16" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1", errors="replace"
-    ).partition("\n")[0]
-    if (
-        ending != ".txt"
-        or AUDACITY.match(line)
-        or is_audio(line.partition("\t")[0].split(",")[0].split(" ")[0])
-    ):
+    is_utf_16 = first_bytes.startswith((b"\xff\xfe", b"\xfe\xff"))
+    text = first_bytes.decode("utf-16" if is_utf_16 else "latin-1", errors="replace")
+    line = text.partition("\n")[0]
+    if ending != ".txt" or AUDACITY_LINE.match(line):
+        return True
+    first_field = line.partition("\t")[0].split(",")[0]
+    if is_audio(first_field.split(" ")[0]):
         return True
     cells = [cell.strip(' "') for cell in line.split(tables.separator(line))]
-    return bool({"file", "start", "label"} & set(map(column_names.what, cells)))
+    return not {"file", "start", "label"}.isdisjoint(map(column_names.what, cells))
 
 
 def _is_raven(path: str, folder: pathlib.Path) -> bool:
-    first = _begin(path, folder).lower() if path.lower().endswith(".txt") else b""
-    return (
-        b"begin time (s)" in first
-        and b"\t" in first
-        and first.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
-    )
+    if not path.lower().endswith(".txt"):
+        return False
+    first_bytes = _first_bytes(path, folder).lower()
+    if b"begin time (s)" not in first_bytes or b"\t" not in first_bytes:
+        return False
+    return first_bytes.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
+
+
+class _Contents(NamedTuple):
+    """The paths of a folder's files, and of those that are read, by what they hold."""
+
+    paths: list[str]
+    audio: list[str]
+    metadata: list[str]  # of BirdSet
+    selections: list[str]  # of Raven
+    catalogues: list[str]  # of xeno-canto
+
+    def tables(self) -> list[str]:
+        return [*self.metadata, *self.selections, *self.catalogues]
+
+    def is_nested(self, folder: pathlib.Path) -> bool:
+        """Return whether a recording lies in a subfolder."""
+        top = os.path.abspath(folder)
+        return any(os.path.dirname(path) != top for path in self.audio)
+
+
+def _contents(folder: pathlib.Path, options: Options, errors: Errors) -> _Contents:
+    contents = _Contents(list(walk(folder, errors)), [], [], [], [])
+    for path in contents.paths:
+        if is_audio(path):
+            contents.audio.append(path)
+        elif BIRDSET_NAME.search(path):
+            contents.metadata.append(path)
+        elif path.endswith(".json"):
+            if _is_xeno_canto(path, folder, errors):
+                contents.catalogues.append(path)
+        elif not options.labels:
+            if path.endswith(".selections.txt") or _is_raven(path, folder):
+                contents.selections.append(path)
+    return contents
 
 
 def _of_folder(
     folder: pathlib.Path, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
-    names = list(walk(folder, errors))
-    metadata = [
-        path
-        for path in names
-        if re.search(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$", path)
-    ]
-    selections = (
-        []
-        if options.labels
-        else [path for path in names if path.endswith(".selections.txt") or _is_raven(path, folder)]
-    )
-    catalogues = [
-        path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, errors)
-    ]
-    audio = [path for path in names if is_audio(path)]
-    # that were unpacked
-    archives = [path for path in names if path.endswith(ARCHIVES)] if metadata else []
-    passed_over(folder, names, errors, {*metadata, *selections, *catalogues, *archives})
-    top = os.path.abspath(folder)
-    nested = any(os.path.dirname(path) != top for path in audio)
-    if nested and selections and not any(path.endswith(".selections.txt") for path in selections):
-        raise DataError(
-            f"{folder} has subfolders, which may be labels, and {len(selections)} tables, for"
-            f" example {selections[0]}; say --labels folder (or none), or name the tables as"
-            " sources"
-        )
-    for each in (*metadata, *selections, *catalogues):
+    contents = _contents(folder, options, errors)
+    used = set(contents.tables())
+    if contents.metadata:  # whose archives were unpacked
+        used.update(path for path in contents.paths if path.endswith(ARCHIVE_ENDINGS))
+    passed_over(folder, contents.paths, errors, used)
+    _refuse_labels_of_two_kinds(folder, contents)
+    for path in contents.tables():
+        name = os.path.relpath(path, os.path.abspath(folder))
         remedy = "; name that file itself, or the folder that it lies in"
-        files.inside(folder, os.path.relpath(each, os.path.abspath(folder)), remedy=remedy)
-    if metadata or selections or catalogues:
-        finder = finder if finder.folder else Finder(folder, errors)
-        about: set[str] = set()
-        for each in (*metadata, *sorted([*selections, *catalogues])):
-            of_it = _birdset(pathlib.Path(each), errors, finder) if each in metadata else None
-            for annotation in of_it or _of_file(pathlib.Path(each), options, errors, finder, note):
-                about.add(annotation.path)
-                yield annotation
-        for each in audio:
-            if os.path.abspath(each) not in about:
-                errors.add("no-table", each)
+        files.inside(folder, name, remedy=remedy)
+    if contents.tables():
+        if not finder.folder:
+            finder = Finder(folder, errors)
+        yield from _of_tables(contents, options, errors, finder, note)
+    elif contents.audio:
+        yield from _of_recordings(folder, contents, options.labels, errors)
+    else:
+        raise DataError(
+            f"{folder} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)"
+            f"{_hint_without_audio(contents.paths)}"
+        )
+
+
+def _refuse_labels_of_two_kinds(folder: pathlib.Path, contents: _Contents) -> None:
+    """Raise DataError if subfolders or tables may be the labels."""
+    selections = contents.selections
+    if not selections or not contents.is_nested(folder):
         return
-    if not audio:
-        packed = ", ".join(
-            os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path)
-        )
-        given = [path for path in names if path.lower().endswith(tuple(TABLES[:10]))]
-        hint = f"; it holds {len(names)} other files"
-        if packed:
-            hint = f"; unpack {packed[:80]} first: --unpack"
-        elif given:
-            hint = (
-                f"; of its tables, such as {given[0]}, name each as a source, and the folder of the"
-                " recordings: --audio"
-            )
-        raise DataError(
-            f"{folder} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf,"
-            f" .m4a){hint}"
-        )
-    label = options.labels or ("folder" if nested else "none")
-    pattern = None
-    if label not in ("folder", "none"):
-        try:
-            pattern = re.compile(label)
-        except re.error as error:
-            raise DataError(f"--labels {label!r} is no pattern: {error}") from error
-        if "label" not in pattern.groupindex:
-            raise DataError(
-                f"--labels {label!r} has no group (?P<label>…); use folder, none, or a pattern with"
-                " that group"
-            )
-    last = sorted(
-        {os.path.basename(os.path.dirname(path)) for path in audio if os.path.dirname(path) != top}
+    if any(path.endswith(".selections.txt") for path in selections):
+        return
+    raise DataError(
+        f"{folder} has subfolders, which may be labels, and {len(selections)} tables, for"
+        f" example {selections[0]}; say --labels folder (or none), or name the tables as"
+        " sources"
     )
-    if label == "folder" and len(last) > 1 and values.are_splits(last, train=True):
+
+
+def _hint_without_audio(paths: Sequence[str]) -> str:
+    """Return a remedy for a folder that holds no recordings."""
+    archives = [path for path in paths if re.search(r"\.(tar|tar\.gz|tgz)$", path)]
+    if archives:
+        archive_names = ", ".join(map(os.path.basename, archives))
+        return f"; unpack {archive_names[:80]} first: --unpack"
+    sheets = [path for path in paths if path.lower().endswith(SHEET_ENDINGS)]
+    if sheets:
+        return (
+            f"; of its tables, such as {sheets[0]}, name each as a source, and the folder of the"
+            " recordings: --audio"
+        )
+    return f"; it holds {len(paths)} other files"
+
+
+def _of_tables(
+    contents: _Contents, options: Options, errors: Errors, finder: Finder, note: Note
+) -> Iterator[Annotation]:
+    """Yield the annotations of a folder's tables. Count its recordings that no table is about."""
+    annotated: set[str] = set()
+    for path in (*contents.metadata, *sorted([*contents.selections, *contents.catalogues])):
+        if path in contents.metadata:
+            annotations = _birdset(pathlib.Path(path), errors, finder)
+        else:
+            annotations = _of_file(pathlib.Path(path), options, errors, finder, note)
+        for annotation in annotations:
+            annotated.add(annotation.path)
+            yield annotation
+    for path in contents.audio:
+        if os.path.abspath(path) not in annotated:
+            errors.add("no-table", path)
+
+
+def _of_recordings(
+    folder: pathlib.Path, contents: _Contents, labels_option: str, errors: Errors
+) -> Iterator[Annotation]:
+    """Yield the recordings of a folder without tables, labelled by --labels."""
+    top = os.path.abspath(folder)
+    default = "folder" if contents.is_nested(folder) else "none"
+    label_source = labels_option or default
+    pattern: re.Pattern[str] | None = None
+    if label_source not in ("folder", "none"):
+        pattern = _label_pattern(label_source)
+    if label_source == "folder":
+        _refuse_splits_as_labels(folder, contents.audio)
+    for path in contents.audio:
+        name = os.path.relpath(path, top).replace(os.sep, "/")
+        label = ""
+        stated: dict[str, str] = {}
+        if pattern:
+            match = pattern.search(name)
+            if not match:
+                errors.add("bad-row", f"{path} does not match the pattern {label_source!r}")
+                continue
+            groups = match.groupdict()
+            label = groups["label"]
+            stated = {key: groups[key] for key in groups if key in STATED_FIELDS and groups[key]}
+        elif label_source == "folder" and "/" in name:
+            label = unicodedata.normalize("NFC", name.split("/")[-2])
+        yield Annotation(path, labels=(label,) if label else (), where=path, about=stated)
+
+
+def _label_pattern(labels_option: str) -> re.Pattern[str]:
+    """Compile the pattern of --labels. Raises DataError."""
+    try:
+        pattern = re.compile(labels_option)
+    except re.error as error:
+        raise DataError(f"--labels {labels_option!r} is no pattern: {error}") from error
+    if "label" not in pattern.groupindex:
         raise DataError(
-            f"{folder}: its recordings lie in {', '.join(last)}, which are splits and would be"
-            " labels; take the folder above as the label: --labels"
+            f"--labels {labels_option!r} has no group (?P<label>…); use folder, none, or a pattern"
+            " with that group"
+        )
+    return pattern
+
+
+def _refuse_splits_as_labels(folder: pathlib.Path, audio: Sequence[str]) -> None:
+    """Raise DataError if the names of the recordings' folders are those of splits."""
+    subfolders = set(map(os.path.dirname, audio)) - {os.path.abspath(folder)}
+    folder_names = sorted(set(map(os.path.basename, subfolders)))
+    if len(folder_names) > 1 and values.are_splits(folder_names, train=True):
+        raise DataError(
+            f"{folder}: its recordings lie in {', '.join(folder_names)}, which are splits and"
+            " would be labels; take the folder above as the label: --labels"
             " '(?P<label>[^/]+)/[^/]+/[^/]+$', or no label: --labels none"
         )
-    for path in audio:
-        inside = os.path.relpath(path, top).replace(os.sep, "/")
-        found = pattern.search(inside) if pattern else None
-        if pattern and not found:
-            errors.add("bad-row", f"{path} does not match the pattern {label!r}")
-            continue
-        groups = {key: value for key, value in found.groupdict().items() if value} if found else {}
-        its = groups.pop("label", "")
-        if label == "folder" and "/" in inside:
-            its = unicodedata.normalize("NFC", inside.split("/")[-2])
-        stated = {key: value for key, value in groups.items() if key in STATED}
-        yield Annotation(path, labels=(its,) if its else (), where=path, about=stated)
 
 
 def _of_file(
@@ -279,155 +391,190 @@ def _of_file(
     text, encoding = tables.read_text(path, options.encoding)
     if path.suffix == ".json":
         yield from _xeno_canto(path, text, errors, finder)
-        return
-    first = next(
-        (line for line in files.lines(text) if line.strip() and not line.startswith("#")), ""
-    ).strip()
-    if not text.strip():
-        if found := finder.next_to(path, str(path), quiet=True):  # a label track without a label
-            yield Annotation(found, where=str(path), nothing=True)
-            return
-        raise DataError(f"{path} is empty; expected a table, a list of recordings, or metadata")
-    if AUDACITY.match(first):
-        yield from _audacity(path, text, encoding, options.separator, errors, finder)
-        return
-    table = tables.Table(path, text, encoding)
-    if is_audio(first) and not any(map(column_names.meaning_of, table.columns)):
-        yield from _list(path, text, errors, finder)
-    elif (
-        options.file_column
-        or options.start_column
-        or {"file", "start"} & set(map(column_names.what, table.columns))
-    ):
-        yield from _of_table(table, options, errors, finder, note)
+    elif not text.strip():
+        without_events = _without_events(path, finder)  # a label track without a label
+        if not without_events:
+            raise DataError(f"{path} is empty; expected a table, a list of recordings, or metadata")
+        yield without_events
+    elif AUDACITY_LINE.match(_first_line(text)):
+        if audio := finder.next_to(path, str(path)):
+            if encoding != "UTF-8":
+                errors.add("other-encoding", f"{path} is read as {encoding}")
+            yield from _audacity(path, text, audio, options.separator, errors)
     else:
+        yield from _of_text(path, text, encoding, options, errors, finder, note)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line with text that is no comment, or ""."""
+    for line in files.lines(text):
+        if line.strip() and not line.startswith("#"):
+            return line.strip()
+    return ""
+
+
+def _without_events(table: pathlib.Path, finder: Finder) -> Annotation | None:
+    """Return the annotation of an empty table's recording: it has no events."""
+    audio = finder.next_to(table, str(table), quiet=True)
+    return Annotation(audio, where=str(table), nothing=True) if audio else None
+
+
+def _of_text(
+    path: pathlib.Path,
+    text: str,
+    encoding: str,
+    options: Options,
+    errors: Errors,
+    finder: Finder,
+    note: Note,
+) -> Iterator[Annotation]:
+    """Yield the annotations of a table or a list of recordings."""
+    table = tables.Table(path, text, encoding)
+    if is_audio(_first_line(text)) and not any(map(column_names.meaning_of, table.columns)):
+        yield from _list(path, text, errors, finder)
+        return
+    states_columns = options.file_column or options.start_column
+    meanings = set(map(column_names.what, table.columns))
+    if not states_columns and meanings.isdisjoint({"file", "start"}):
         raise DataError(
             f"{path} is no table that names recordings: its columns are"
             f" {', '.join(table.columns)[:200]}; name them with --file-column, --start-column,"
             " --end-column, --label-column"
         )
+    yield from _of_table(table, options, errors, finder, note)
 
 
 def _list(path: pathlib.Path, text: str, errors: Errors, finder: Finder) -> Iterator[Annotation]:
     for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
-        if line.startswith("#") and not is_audio(line.strip()):
+        name = line.strip()
+        if line.startswith("#") and not is_audio(name):
             errors.add("comment-line", where)
-        elif line.strip() and (found := finder.find(line.strip(), path, where)):
-            yield Annotation(found, where=where)
+        elif name and (audio := finder.find(name, path, where)):
+            yield Annotation(audio, where=where)
 
 
 def _of_table(
     table: tables.Table, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
     layout = columns.find(table, options)
-    for text in layout.describe():
-        note(text)
-    if (
-        not table.rows()
-        and not table.wrong
-        and not layout.used["file"]
-        or (layout.used["start"] and not table.rows())
-    ):
-        if found := finder.next_to(table.path, str(table.path), quiet=True):
-            yield Annotation(found, where=str(table.path), nothing=True)
+    for description in layout.describe():
+        note(description)
+    names_files = bool(layout.used["file"])
+    has_times = bool(layout.used["start"])
+    if not table.rows() and (has_times or not (names_files or table.wrong)):
+        without_events = _without_events(table.path, finder)
+        if without_events:
+            yield without_events
             return
-    named = bool(layout.used["file"])
     for line in lines.read(layout, options, errors):
-        found = (
-            finder.find(line.file, table.path, line.where)
-            if named
-            else finder.next_to(table.path, line.where)
-        )
+        if names_files:
+            audio = finder.find(line.file, table.path, line.where)
+        else:
+            audio = finder.next_to(table.path, line.where)
         if line.answer == "skip" and not line.labels:
             errors.add("unanswered", line.where)
-        elif found:
-            nothing = (
-                line.start is None
-                and all(map(values.says_none, line.labels))
-                and bool(layout.used["start"])
-            )
-            yield Annotation(
-                found,
-                line.start,
-                line.end,
-                () if line.answer == "no" else line.labels,
-                line.low,
-                line.high,
-                line.channel,
-                line.split,
-                line.where,
-                line.about,
-                nothing,
-            )
+        elif audio:
+            yield _of_line(line, audio, has_times)
+
+
+def _of_line(line: lines.Line, audio: str, has_times: bool) -> Annotation:
+    """Return the annotation of a line of a table, which may have a column of times."""
+    says_nothing = all(map(values.says_none, line.labels))
+    return Annotation(
+        audio,
+        start=line.start,
+        end=line.end,
+        labels=() if line.answer == "no" else line.labels,
+        low=line.low,
+        high=line.high,
+        channel=line.channel,
+        split=line.split,
+        where=line.where,
+        about=line.about,
+        nothing=has_times and line.start is None and says_nothing,
+    )
 
 
 def _audacity(
-    path: pathlib.Path, text: str, encoding: str, separator: str, errors: Errors, finder: Finder
+    path: pathlib.Path, text: str, audio: str, separator: str, errors: Errors
 ) -> Iterator[Annotation]:
     """Yield Audacity's labels: start, end and text, and below, after a backslash, frequencies."""
-    audio = finder.next_to(path, str(path))
-    if not audio:
-        return
-    if encoding != "UTF-8":
-        errors.add("other-encoding", f"{path} is read as {encoding}")
-    last: Annotation | None = None
+    latest: Annotation | None = None  # to which a line of frequencies may follow
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        fields = [
-            lines.unquoted(field.strip())
-            for field in (line.split("\t") if "\t" in line else line.split(None, 2))
-        ]
+        where = f"{path}:{number}"
         if not line.strip():
             continue
         if line.startswith("#"):
-            errors.add("comment-line", f"{path}:{number}")
+            errors.add("comment-line", where)
             continue
-        try:
-            numbers = [
-                values.number(field) for field in (fields[1:3] if fields[0] == "\\" else fields[:2])
-            ]
-        except ValueError:
-            numbers = []
-        text = fields[2].strip() if len(fields) > 2 else ""
-        is_band = fields[0] == "\\"
-        shown = f"{path}:{number}: {line[:60]!r}"
-        if values.is_sheet_error(text):
-            errors.add(
-                "bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet"
-            )
-        elif len(fields) > 3 and not is_band and values.are_numbers([text]):
-            errors.add(
-                "bad-row", f"{shown} has a number for its label; expected start, end and label"
-            )
-        elif (
-            len(fields) == 4 and not is_band and re.fullmatch(r"0*(\.0*)?", fields[3]) and fields[3]
-        ):
-            errors.add(
-                "bad-row", f"{shown} has the weight 0, so its label is absent; remove the line"
-            )
-        elif len(numbers) < 2 or None in numbers:
-            errors.add(
-                "bad-row", f"{shown} is no label; expected start, end and label between tabs"
-            )
-        elif is_band:
-            if last:
-                last.low, last.high = (value if value and value > 0 else None for value in numbers)
-        else:
-            if last:
-                yield last
-            its_labels = lines.labels(text, separator)
-            if not its_labels:
-                errors.add("no-label", f"{path}:{number}")
-            last = Annotation(audio, numbers[0], numbers[1], its_labels, where=f"{path}:{number}")
-    if last:
-        yield last
+        fields = _audacity_fields(line)
+        numbers = _audacity_numbers(fields)
+        if error := _audacity_error(fields, numbers, where, line):
+            errors.add("bad-row", error)
+        elif fields[0] != AUDACITY_BAND:
+            if latest:
+                yield latest
+            labels = lines.labels(_audacity_label(fields), separator)
+            if not labels:
+                errors.add("no-label", where)
+            latest = Annotation(audio, numbers[0], numbers[1], labels, where=where)
+        elif latest:
+            latest.low = _positive(numbers[0])
+            latest.high = _positive(numbers[1])
+    if latest:
+        yield latest
+
+
+def _audacity_fields(line: str) -> list[str]:
+    fields = line.split("\t") if "\t" in line else line.split(None, 2)
+    return [lines.unquoted(field.strip()) for field in fields]
+
+
+def _audacity_numbers(fields: Sequence[str]) -> list[float | None]:
+    """Return a label's start and end, or its frequencies, or nothing if one is no number."""
+    texts = fields[:2]
+    if fields[0] == AUDACITY_BAND:
+        texts = fields[1:3]
+    try:
+        return [values.number(text) for text in texts]
+    except ValueError:
+        return []
+
+
+def _audacity_label(fields: Sequence[str]) -> str:
+    return fields[2].strip() if len(fields) > 2 else ""
+
+
+def _audacity_error(
+    fields: Sequence[str], numbers: Sequence[float | None], where: str, line: str
+) -> str:
+    """Return the error of a line of a label track, or ""."""
+    label = _audacity_label(fields)
+    quoted = f"{where}: {line[:60]!r}"
+    if values.is_sheet_error(label):
+        return f"{where} has {label!r} as its label, an error of a spreadsheet"
+    if len(fields) > 3 and fields[0] != AUDACITY_BAND:
+        if values.are_numbers([label]):
+            return f"{quoted} has a number for its label; expected start, end and label"
+        if len(fields) == 4 and fields[3] and re.fullmatch(r"0*(\.0*)?", fields[3]):
+            return f"{quoted} has the weight 0, so its label is absent; remove the line"
+    if len(numbers) < 2 or None in numbers:
+        return f"{quoted} is no label; expected start, end and label between tabs"
+    return ""
+
+
+def _positive(frequency: float | None) -> float | None:
+    if frequency and frequency > 0:
+        return frequency
+    return None
 
 
 def _is_xeno_canto(path: str, folder: pathlib.Path, errors: Errors) -> bool:
-    if led := leads_out(path, str(folder)):
-        errors.add("link-outside", f"{path} leads to {led}")
+    if target := leads_out(path, str(folder)):
+        errors.add("link-outside", f"{path} leads to {target}")
         return False
-    return re.search(rb'"recordings"\s*:\s*\[', _begin(path, folder)) is not None
+    return re.search(rb'"recordings"\s*:\s*\[', _first_bytes(path, folder)) is not None
 
 
 def _xeno_canto(
@@ -436,34 +583,45 @@ def _xeno_canto(
     """xeno-canto's answer to a query: recordings next to it are XC<number> or by name."""
     try:
         recordings = files.parse(text, str(path))["recordings"]
-        if not isinstance(recordings, list) or not all(
-            isinstance(each, dict) for each in recordings
-        ):
+        is_list = isinstance(recordings, list)
+        if not is_list or not all(isinstance(recording, dict) for recording in recordings):
             raise TypeError("recordings is no list of objects")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is no metadata of xeno-canto, which has a list of recordings: {error}"
         ) from error
-    for n, each in enumerate(recordings):
-        where = f"{path}: recording {each.get('id', n)}"
-        quiet = Finder(finder.folder, Errors())
-        found = quiet.find(f"XC{each.get('id')}", path, where)
-        if not found and not (
-            found := finder.find(str(each.get("file-name") or f"XC{each.get('id')}"), path, where)
-        ):
-            continue
-        species = " ".join(str(each.get(key) or "") for key in ("gen", "sp")).strip()
-        time = str(each.get("time") or "")
-        about = {
-            "recording": f"XC{each.get('id')}",
-            "date": each.get("date"),
-            "time": f"{time}:00" if len(time) == 5 else time,
-            "latitude": each.get("lat"),
-            "longitude": each.get("lng", each.get("lon")),
-            "site": each.get("loc"),
-        }
-        stated = {key: str(value) for key, value in about.items() if value}
-        yield Annotation(found, labels=(species,) if species else (), where=where, about=stated)
+    for number, recording in enumerate(recordings):
+        where = f"{path}: recording {recording.get('id', number)}"
+        name = f"XC{recording.get('id')}"
+        audio = Finder(finder.folder, Errors()).find(name, path, where)
+        if not audio:
+            audio = finder.find(str(recording.get("file-name") or name), path, where)
+        if audio:
+            species_parts = [str(recording.get(key) or "") for key in ("gen", "sp")]
+            species = " ".join(species_parts).strip()
+            labels = (species,) if species else ()
+            about = _about_xeno_canto(recording)
+            yield Annotation(audio, labels=labels, where=where, about=about)
+
+
+def _about_xeno_canto(recording: Mapping[str, Any]) -> dict[str, str]:
+    time = str(recording.get("time") or "")
+    about = {
+        "recording": f"XC{recording.get('id')}",
+        "date": recording.get("date"),
+        "time": f"{time}:00" if len(time) == 5 else time,
+        "latitude": recording.get("lat"),
+        "longitude": recording.get("lng", recording.get("lon")),
+        "site": recording.get("loc"),
+    }
+    return {key: str(value) for key, value in about.items() if value}
+
+
+BIRDSET_NUMBERS = ("start_time", "end_time", "low_freq", "high_freq")
+BIRDSET_TYPES: Mapping[str, tuple[type, ...]] = {
+    "ebird_code_multilabel": (str, list),
+    **dict.fromkeys(BIRDSET_NUMBERS, (int, float)),
+}
 
 
 def _birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Annotation]:
@@ -474,55 +632,67 @@ def _birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Ann
     with files.reading(path):
         table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
         rows = table.to_pylist()
-    named = re.search(r"_metadata_(train|test|test_5s)\.", path.name)
-    split = named[1] if named else "train"
-    columns = set(table.column_names)
-    file = next((name for name in ("filepath", "__index_level_0__") if name in columns), None)
-    if not file or not columns & {"ebird_code", "ebird_code_multilabel"}:
-        raise DataError(
-            f"{path} is no metadata of BirdSet: it lacks filepath, or ebird_code and"
-            " ebird_code_multilabel"
-        )
-    numbers = ("start_time", "end_time", "low_freq", "high_freq")
-    kinds: dict[str, tuple[type, ...]] = {
-        "ebird_code_multilabel": (str, list),
-        **dict.fromkeys(numbers, (int, float)),
-    }
-    for n, row in enumerate(rows):
-        where = f"{path}: row {n}"
-        if wrong := [
-            name
-            for name, kind in kinds.items()
-            if not isinstance(row.get(name), (*kind, type(None)))
-        ]:
-            raise DataError(
-                f"{where}: its {wrong[0]} is {str(row[wrong[0]])[:80]!r}, which no metadata of"
-                " BirdSet has"
-            )
-        found = finder.find(str(row[file] or ""), path, where)
-        if not found:
+    split_match = re.search(r"_metadata_(train|test|test_5s)\.", path.name)
+    split = split_match[1] if split_match else "train"
+    file_column = _birdset_file_column(path, set(table.column_names))
+    for number, row in enumerate(rows):
+        where = f"{path}: row {number}"
+        _refuse_other_types(row, where)
+        audio = finder.find(str(row[file_column] or ""), path, where)
+        if not audio:
             continue
-        several = row.get("ebird_code_multilabel") or ()
-        several = (
-            lines.labels(several, "") if isinstance(several, str) else tuple(map(str, several))
-        )
-        single = (str(row["ebird_code"]),) if row.get("ebird_code") else ()
-        names = several if split == "test_5s" else single or several
-        part = {name: row.get(name) for name in numbers} if split == "test" else {}
-        about = {
-            "latitude": row.get("lat"),
-            "longitude": row.get("long"),
-            "time": row.get("local_time"),
-        }
-        about = {key: str(value) for key, value in about.items() if value not in (None, "")}
+        part: dict[str, float | None] = {}
+        if split == "test":
+            part = {name: row.get(name) for name in BIRDSET_NUMBERS}
         yield Annotation(
-            found,
+            audio,
             start=part.get("start_time"),
             end=part.get("end_time"),
-            labels=names,
+            labels=_birdset_labels(row, split),
             low=part.get("low_freq"),
             high=part.get("high_freq"),
             split=split,
             where=where,
-            about=about,
+            about=_about_birdset(row),
         )
+
+
+def _birdset_file_column(path: pathlib.Path, names: Collection[str]) -> str:
+    """Return the column of the recordings' names. Raises DataError: this is no such table."""
+    has_labels = "ebird_code" in names or "ebird_code_multilabel" in names
+    for column in ("filepath", "__index_level_0__"):
+        if column in names and has_labels:
+            return column
+    raise DataError(
+        f"{path} is no metadata of BirdSet: it lacks filepath, or ebird_code and"
+        " ebird_code_multilabel"
+    )
+
+
+def _refuse_other_types(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError if a value of a row is of a type that BirdSet does not have there."""
+    for name, types in BIRDSET_TYPES.items():
+        value = row.get(name)
+        if value is not None and not isinstance(value, types):
+            raise DataError(
+                f"{where}: its {name} is {str(value)[:80]!r}, which no metadata of BirdSet has"
+            )
+
+
+def _birdset_labels(row: Mapping[str, Any], split: str) -> tuple[str, ...]:
+    code = row.get("ebird_code")
+    if code and split != "test_5s":
+        return (str(code),)
+    codes = row.get("ebird_code_multilabel") or ()
+    if isinstance(codes, str):
+        return lines.labels(codes, "")
+    return tuple(map(str, codes))
+
+
+def _about_birdset(row: Mapping[str, Any]) -> dict[str, str]:
+    about = {
+        "latitude": row.get("lat"),
+        "longitude": row.get("long"),
+        "time": row.get("local_time"),
+    }
+    return {key: str(value) for key, value in about.items() if value not in (None, "")}
