@@ -7,12 +7,13 @@ DIR/
   errors.csv                      every error: kind, text
 """
 
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,14 @@ VERSION = "2"  # of index.json
 PARTS_VERSION = "1"  # of the rows in Parquet: equals that of rust/core/src/source/parts.rs
 TEXTS = ("recording", "site", "date", "time")
 PLACES = ("latitude", "longitude")
-OF_ROW = ("start", "end", "channel", "labels", "low", "high")
-OF_HEADER = ("rate", "frames", "channels")
+ROW_FIELDS = ("start", "end", "channel", "labels", "low", "high")
+HEADER_FIELDS = ("rate", "frames", "channels")
 
 
 def schema(names: list[str]) -> pa.Schema:
     """Return the columns of an index, its classes' ``names`` as Hugging Face declares them."""
-    audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    numbers = {
+    column_types = {
+        "audio": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
         "start": pa.float64(),
         "end": pa.float64(),
         "channel": pa.int32(),
@@ -50,28 +51,30 @@ def schema(names: list[str]) -> pa.Schema:
         "rate": pa.int32(),
         "frames": pa.int64(),
         "channels": pa.int32(),
-    }
-    fields = {
-        "audio": audio,
-        **numbers,
         **dict.fromkeys(TEXTS, pa.string()),
         **dict.fromkeys(PLACES, pa.float64()),
     }
-    label = {"names": names, "_type": "ClassLabel"}
-    features: dict[str, Any] = {
-        name: {"dtype": str(kind).replace("double", "float64"), "_type": "Value"}
-        for name, kind in fields.items()
-    }
-    features["audio"] = {
-        "bytes": {"dtype": "binary", "_type": "Value"},
-        "path": {"dtype": "string", "_type": "Value"},
-    }
-    features |= {"label": label, "labels": {"feature": label, "_type": "Sequence"}}
+    features = {name: _feature(name, kind, names) for name, kind in column_types.items()}
     metadata = {
         "huggingface": json.dumps({"info": {"features": features}}),
         "jaxtrain.index": PARTS_VERSION,
     }
-    return pa.schema(fields, metadata=metadata)
+    return pa.schema(column_types, metadata=metadata)
+
+
+def _feature(column: str, kind: pa.DataType, class_names: list[str]) -> dict[str, Any]:
+    """Return the declaration of a column for Hugging Face's libraries."""
+    class_label = {"names": class_names, "_type": "ClassLabel"}
+    if column == "audio":
+        return {
+            "bytes": {"dtype": "binary", "_type": "Value"},
+            "path": {"dtype": "string", "_type": "Value"},
+        }
+    if column == "label":
+        return class_label
+    if column == "labels":
+        return {"feature": class_label, "_type": "Sequence"}
+    return {"dtype": str(kind).replace("double", "float64"), "_type": "Value"}
 
 
 def write(
@@ -85,31 +88,37 @@ def write(
     refuse_other(out)
     with atomic_write.folder(out, replace=True) as fresh:
         (fresh / "data").mkdir()
-        splits = {
-            split: write_split(fresh / "data", split, plan)
-            for split in sorted(set(plan.splits.values()))
-        }
-        splits = {split: about for split, about in splits.items() if about["rows"]}
-        if not splits:
-            why = (
-                "see the list of errors"
-                if errors.counts
-                else "they name no recording, or windows without an event alone"
-            )
-            raise DataError(f"the sources leave no row to write; {why}")
-        about = {
+        split_counts = _write_splits(fresh / "data", plan)
+        if not split_counts:
+            reason = "they name no recording, or windows without an event alone"
+            if errors.counts:
+                reason = "see the list of errors"
+            raise DataError(f"the sources leave no row to write; {reason}")
+        root = os.path.relpath(plan.root, os.path.realpath(out))
+        index = {
             "version": VERSION,
-            "root": os.path.relpath(plan.root, os.path.realpath(out)),
+            "root": root,
             "classes": plan.names,
-            "splits": splits,
+            "splits": split_counts,
             "errors": {kind: errors.counts[kind] for kind in sorted(errors.counts)},
             "options": dict(options),
         }
         _write_recordings(fresh / "headers.cache", plan)
         errors.save(fresh / "errors.csv", always=True)
-        (fresh / "index.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
-    return about
+        index_text = json.dumps(index, indent=2, ensure_ascii=False)
+        (fresh / "index.json").write_text(index_text + "\n")
+    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), root)))
+    return index
+
+
+def _write_splits(folder: pathlib.Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Write the shards of all splits. Return the counts of those with rows."""
+    split_counts: dict[str, dict[str, Any]] = {}
+    for split in sorted(set(plan.splits.values())):
+        counts = write_split(folder, split, plan)
+        if counts["rows"]:
+            split_counts[split] = counts
+    return split_counts
 
 
 def refuse_other(out: pathlib.Path) -> None:
@@ -129,45 +138,52 @@ def refuse_other(out: pathlib.Path) -> None:
 def read(folder: pathlib.Path) -> dict[str, Any]:
     """Read index.json of an index. Raises DataError."""
     try:
-        about = files.read_json(files.inside(folder, "index.json"))
-        if about.get("version") != VERSION:
-            raise TypeError(
-                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads"
-                f" {VERSION!r}; make it again"
-            )
-        splits, names = about.get("splits"), about.get("classes")
-        if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
-            raise TypeError("it has no splits, or one without its rows and hours")
-        if not isinstance(about.get("errors", {}), dict):
-            raise TypeError("its errors are no counts")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise TypeError("it has no classes")
-        if wrong := [split for split in splits if not re.fullmatch(r"[A-Za-z]\w*", split)]:
-            raise TypeError(f"it has a split {wrong[0]!r}")
-        return about
+        index = files.read_json(files.inside(folder, "index.json"))
+        _check(index)
     except (ValueError, TypeError) as error:
         raise DataError(f"{folder} is not an index of jaxtrain index: {error}") from error
+    return index
+
+
+def _check(index: Mapping[str, Any]) -> None:
+    """Raise TypeError if a part of index.json is missing or of another kind."""
+    version = index.get("version")
+    if version != VERSION:
+        raise TypeError(
+            f"it is of version {version!r:.80}, and this jaxtrain reads {VERSION!r}; make it again"
+        )
+    splits = index.get("splits")
+    if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
+        raise TypeError("it has no splits, or one without its rows and hours")
+    if not isinstance(index.get("errors", {}), dict):
+        raise TypeError("its errors are no counts")
+    names = index.get("classes")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError("it has no classes")
+    for split in splits:
+        if not re.fullmatch(r"[A-Za-z]\w*", split):
+            raise TypeError(f"it has a split {split!r}")
 
 
 def _is_counted(split: Any) -> bool:
-    numbers = ("rows", "recordings", "hours", "hours_of_recordings")
-    return isinstance(split, dict) and all(
-        isinstance(split.get(name), int | float) for name in numbers
-    )
+    if not isinstance(split, dict):
+        return False
+    numbers = [split.get(n) for n in ("rows", "recordings", "hours", "hours_of_recordings")]
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
     """Return the headers that an index keeps, by absolute path, or none of another version."""
+    headers: dict[str, Header] = {}
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
-        rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
-        found = {
-            os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])})
-            for row in rows
-        }
+        for row in pq.read_table(files.inside(folder, "headers.cache")).to_pylist():
+            path = os.path.join(root, row.pop("path"))
+            row["about"] = dict(row["about"])
+            headers[path] = Header(**row)
     except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
         return {}
-    return found if all(map(_is_header, found.values())) else {}
+    return headers if all(map(_is_header, headers.values())) else {}
 
 
 def _is_header(header: Header) -> bool:
@@ -179,21 +195,20 @@ def _is_header(header: Header) -> bool:
         header.channels,
         header.stated,
     )
-    texts = (header.digest, *header.about, *header.about.values())
-    return (
-        all(type(x) is int and x >= 0 for x in numbers)
-        and LOWEST <= header.rate <= HIGHEST
-        and type(header.slow) is type(header.cancels) is bool
-        and all(type(x) is str for x in texts)
-    )
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        return False
+    if not LOWEST <= header.rate <= HIGHEST:
+        return False
+    flag_types = {type(header.slow), type(header.cancels)}
+    text_types = set(map(type, (header.digest, *header.about, *header.about.values())))
+    return flag_types == {bool} and text_types == {str}
 
 
 def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
     headers = {path.partition("\0")[0]: header for path, header in plan.headers.items()}
-    names = {
-        path: os.path.relpath(path, plan.root).replace(os.sep, "/") for path in sorted(headers)
-    }
-    kinds = {
+    paths = sorted(headers)
+    names = [os.path.relpath(path, plan.root).replace(os.sep, "/") for path in paths]
+    column_types = {
         "size": pa.int64(),
         "mtime": pa.int64(),
         "rate": pa.int32(),
@@ -204,74 +219,121 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         "cancels": pa.bool_(),
         "digest": pa.string(),
     }
-    columns = {"path": pa.array(names.values(), pa.string())}
-    columns |= {
-        name: pa.array([getattr(headers[path], name) for path in names], kind)
-        for name, kind in kinds.items()
-    }
-    about = [sorted(headers[path].about.items()) for path in names]
-    table = pa.table({**columns, "about": pa.array(about, pa.map_(pa.string(), pa.string()))})
+    columns = {"path": pa.array(names, pa.string())}
+    for column, kind in column_types.items():
+        columns[column] = pa.array([getattr(headers[path], column) for path in paths], kind)
+    about_items = [sorted(headers[path].about.items()) for path in paths]
+    columns["about"] = pa.array(about_items, pa.map_(pa.string(), pa.string()))
     # closed also on a full disk: pyarrow leaves that to the collector
     with file.open("wb") as opened:
-        pq.write_table(table, opened)
+        pq.write_table(pa.table(columns), opened)
+
+
+@dataclasses.dataclass
+class _Counts:
+    """The counts of a split's rows."""
+
+    rows: int = 0
+    several_classes: int = 0
+    no_class: int = 0
+    seconds: list[np.ndarray] = dataclasses.field(default_factory=list)  # of each group's rows
+
+    def add(self, group: Sequence[Row]) -> None:
+        self.rows += len(group)
+        for row in group:
+            self.several_classes += len(row.labels) > 1
+            self.no_class += not row.labels
+        self.seconds.append(np.array([row.end - row.start for row in group]))
+
+    @property
+    def median_seconds(self) -> float:
+        if not self.seconds:
+            return 0.0
+        return round(float(np.median(np.concatenate(self.seconds))), 6)
+
+    @property
+    def hours(self) -> float:
+        total_seconds = float(sum(group.sum() for group in self.seconds))
+        return round(total_seconds / 3600, 6)
 
 
 def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     """Write the shards of a split. Return its rows, recordings and hours."""
-    kind = schema(plan.names)
-    files: list[pathlib.Path] = []
+    index_schema = schema(plan.names)
+    shard_paths: list[pathlib.Path] = []
     writer: pq.ParquetWriter | None = None
-    lengths: list[np.ndarray] = []
-    n_rows, several, empty = 0, 0, 0
+    counts = _Counts()
     rows = plan.rows(split)
     while group := list(itertools.islice(rows, GROUP_ROWS)):
-        if writer is None or n_rows >= SHARD_ROWS * len(files):
+        if writer is None or counts.rows >= SHARD_ROWS * len(shard_paths):
             if writer:
                 writer.close()
-            files.append(folder / f"{split}-{len(files):05d}")
-            # A recording's values repeat from row to row. Times and sets of classes do not.
-            writer = pq.ParquetWriter(
-                files[-1], kind, use_dictionary=["audio.path", *TEXTS], compression="zstd"
-            )
-        writer.write_table(_table(group, kind))
-        n_rows += len(group)
-        several += sum(len(row.labels) > 1 for row in group)
-        empty += sum(not row.labels for row in group)
-        lengths.append(np.array([row.end - row.start for row in group]))
+            shard_paths.append(folder / f"{split}-{len(shard_paths):05d}")
+            writer = _open_shard(shard_paths[-1], index_schema)
+        writer.write_table(_table(group, index_schema))
+        counts.add(group)
     if writer:
         writer.close()
-    for file in files:
-        file.rename(f"{file}-of-{len(files):05d}.parquet")
-    recordings = {path.partition("\0")[0] for path, its in plan.splits.items() if its == split}
+    for path in shard_paths:
+        path.rename(f"{path}-of-{len(shard_paths):05d}.parquet")
+    recordings = _recordings(split, plan)
     return {
-        "rows": n_rows,
+        "rows": counts.rows,
         "recordings": len(recordings),
-        "rows_of_several_classes": several,
-        "rows_of_no_class": empty,
-        "median_seconds": round(float(np.median(np.concatenate(lengths))), 6) if lengths else 0.0,
-        "hours": round(float(sum(part.sum() for part in lengths)) / 3600, 6),
-        "hours_of_recordings": round(
-            sum(plan.headers[path].seconds for path in recordings if path in plan.headers) / 3600, 6
-        ),
+        "rows_of_several_classes": counts.several_classes,
+        "rows_of_no_class": counts.no_class,
+        "median_seconds": counts.median_seconds,
+        "hours": counts.hours,
+        "hours_of_recordings": _hours_of_recordings(recordings, plan),
     }
 
 
-def _table(rows: list[Row], kind: pa.Schema) -> pa.Table:
-    def number(text: str | None) -> float | None:
-        try:
-            return float(text) if text else None
-        except ValueError:
-            return None
+def _open_shard(path: pathlib.Path, index_schema: pa.Schema) -> pq.ParquetWriter:
+    # A recording's values repeat from row to row. Times and sets of classes do not.
+    repeated_columns = ["audio.path", *TEXTS]
+    return pq.ParquetWriter(path, index_schema, use_dictionary=repeated_columns, compression="zstd")
 
-    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in OF_ROW}
-    columns |= {name: [getattr(row.header, name) for row in rows] for name in OF_HEADER}
-    columns |= {name: [row.about.get(name) for row in rows] for name in TEXTS}
-    columns |= {name: [number(row.about.get(name)) for row in rows] for name in PLACES}
-    columns["label"] = [row.labels[0] if len(row.labels) == 1 else None for row in rows]
-    columns["recording"] = [row.about.get("recording") or row.path for row in rows]
-    arrays = {name: pa.array(column, kind.field(name).type) for name, column in columns.items()}
-    paths = pa.array([row.path for row in rows], pa.string())
-    arrays["audio"] = pa.StructArray.from_arrays(
-        [pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"]
-    )
-    return pa.table([arrays[name] for name in kind.names], schema=kind)
+
+def _recordings(split: str, plan: Plan) -> set[str]:
+    """Return the paths of a split's recordings."""
+    parts = [path for path in plan.splits if plan.splits[path] == split]
+    return {part.partition("\0")[0] for part in parts}
+
+
+def _hours_of_recordings(recordings: set[str], plan: Plan) -> float:
+    seconds = sum(plan.headers[path].seconds for path in recordings if path in plan.headers)
+    return round(seconds / 3600, 6)
+
+
+def _table(rows: list[Row], index_schema: pa.Schema) -> pa.Table:
+    columns = []
+    for name in index_schema.names:
+        if name == "audio":
+            paths = pa.array([row.path for row in rows], pa.string())
+            audio_bytes = pa.nulls(len(rows), pa.binary())
+            column = pa.StructArray.from_arrays([audio_bytes, paths], ["bytes", "path"])
+        else:
+            column = pa.array(_values(rows, name), index_schema.field(name).type)
+        columns.append(column)
+    return pa.table(columns, schema=index_schema)
+
+
+def _values(rows: list[Row], column: str) -> list[Any]:
+    """Return the values of a column of an index."""
+    if column in ROW_FIELDS:
+        return [getattr(row, column) for row in rows]
+    if column in HEADER_FIELDS:
+        return [getattr(row.header, column) for row in rows]
+    if column == "label":
+        return [row.labels[0] if len(row.labels) == 1 else None for row in rows]
+    if column == "recording":
+        return [row.about.get("recording") or row.path for row in rows]
+    texts = [row.about.get(column) for row in rows]
+    return list(map(_number, texts)) if column in PLACES else texts
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
