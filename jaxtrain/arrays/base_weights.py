@@ -59,11 +59,11 @@ def recorded(data: Mapping[str, Any]) -> Base | None:
     return Base(*fields)
 
 
-def pin(rules: WarmStart) -> WarmStart:
-    """Replace the run that ``rules`` name by the step that they mean now. Raises StoredError."""
+def pin(rules: WarmStart, step: int | None = None) -> WarmStart:
+    """Replace the run that ``rules`` name by its newest step, or ``step``. Raises StoredError."""
     if not rules.source or safetensors_reader.is_safetensors(rules.source):
         return rules
-    return at(rules, os.fspath(orbax_steps.find_step(rules.source)))
+    return at(rules, os.fspath(orbax_steps.find_step(rules.source, step)))
 
 
 def at(rules: WarmStart, place: str) -> WarmStart:

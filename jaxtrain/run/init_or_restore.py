@@ -1,6 +1,5 @@
 """Initialise or restore: the list of all sources of a run's state, in order."""
 
-import dataclasses
 import functools
 import logging
 import os
@@ -208,7 +207,7 @@ def _exact(rules: WarmStart) -> WarmStart:
         step = cluster.agree(int(name) if is_step else -1)
         if step < 0 or name == str(step):
             return pinned
-        return base_weights.pin(dataclasses.replace(rules, step=step))
+        return base_weights.pin(rules, step)
     except stored.StoredError as error:
         raise warm_start.WarmStartError(rules.source, [str(error)]) from error
 

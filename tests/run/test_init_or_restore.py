@@ -6,8 +6,9 @@ import json
 import pytest
 
 from jaxtrain.checkpoint import History, Restored
-from jaxtrain.config import Config, Optim, Train
+from jaxtrain.config import Config, Optim, Train, WarmStart
 from jaxtrain.run import init_or_restore
+from tests.support import runs
 
 
 def resumed(tmp_path, caplog, before, now, *, step):
@@ -57,3 +58,13 @@ def test_the_config_of_another_version_is_left_alone(tmp_path, caplog):
         (tmp_path / "meta" / "metadata").write_text(text)
         init_or_restore._report_schedule(config(100), Restored(None, 5, History(), tmp_path))
     assert not caplog.text
+
+
+def test_every_process_starts_from_the_step_that_process_0_found(tmp_path, monkeypatch):
+    """The source trains on: another process may see a newer step."""
+    for step in (10, 20):
+        runs.save(tmp_path, step, runs.state(0, step))
+    rules = WarmStart(source=str(tmp_path))
+    assert init_or_restore._exact(rules).source == str(tmp_path / "checkpoints" / "20")
+    monkeypatch.setattr(init_or_restore.cluster, "agree", lambda step: 10)
+    assert init_or_restore._exact(rules).source == str(tmp_path / "checkpoints" / "10")
