@@ -25,7 +25,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# Reference: every field of a config
 
-After this page you know every field of a config, its default, unit and meaning, every metric, column and error in recordings.
+After this page you know every field of a config, its default, unit and meaning, every metric, \
+column and error in recordings.
 
 ```
 jaxtrain explain --config=xcm              # the fields of one config with its own values
@@ -44,10 +45,12 @@ METRICS = (
 )
 
 
-COLUMNS = """These names of columns in tables of recordings are recognised ([recordings](recordings.md#columns)). Of several
+COLUMNS = """These names of columns in tables of recordings are recognised ([recordings](recordings.md#columns)). \
+Of several
 columns with one meaning, the name that is listed first is used."""
 
-ERRORS = """`jaxtrain index` lists these errors ([recordings](recordings.md#errors-in-the-data)). `--on KIND=drop` leaves their
+ERRORS = """`jaxtrain index` lists these errors ([recordings](recordings.md#errors-in-the-data)). \
+`--on KIND=drop` leaves their
 rows out, and `--on KIND=keep` keeps them if the column "keep" says yes."""
 
 

@@ -102,8 +102,9 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
         )
     if not any(re.search(BELOW_LAYERS, path) for path in paths(specs)):
         raise OptimError(
-            f"optim.layer_decay={optim.layer_decay}, but no name of {', '.join(paths(specs))} is that"
-            " of a parameter below the layers: w_patch, b_patch, embed…, pos… or cls…; leave it at 1"
+            f"optim.layer_decay={optim.layer_decay}, but no name of {', '.join(paths(specs))} is"
+            " that of a parameter below the layers: w_patch, b_patch, embed…, pos… or cls…; leave"
+            " it at 1"
         )
 
     def factor(path: str, spec: Spec) -> float | np.ndarray:

@@ -300,7 +300,8 @@ print(bytes(i for i in ids[0].tolist() if i < 256).decode(errors="replace"))"""
 _TOKENS_EXAMPLE = """import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(".")
-ids = model.generate(torch.tensor([[0]]), max_new_tokens=32)  # of tokens: the export has no tokenizer
+ids = model.generate(torch.tensor([[0]]), max_new_tokens=32)  # of tokens: \
+the export has no tokenizer
 print(ids[0].tolist())"""
 
 
