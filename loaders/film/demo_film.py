@@ -5,10 +5,10 @@ that rise and fall within seconds. Each is the brightness of one coloured blob t
 place; two of the audio codes follow each of four of them, and the text embeddings are a random
 projection of all, plus noise.
 
-Viewers share a linear-nonlinear map to 2,000 voxels (`voxels`): v = tanh(A a) for the mean a of the
-quantities in the window before each volume. It is convolved with the haemodynamic response and
-z-scored. Noise of the same variance, drawn for each viewer, is added, and the sum is z-scored
-again. So no prediction correlates better than about 0.7 with the measurements.
+Viewers share a linear-nonlinear map to 2,000 voxels: v = tanh(A a) for the mean a of the quantities
+in the window before each volume. It is convolved with the haemodynamic response and z-scored. Noise
+of the same variance, drawn for each viewer, is added, and the sum is z-scored again. So no
+prediction correlates better than about 0.7 with the measurements.
 
 The folder has the format of `loaders.film.film_files`. It is a pure function of this file, and
 appears by one rename. `ensure_blank` makes a folder of the published shapes that holds only zeros.
@@ -22,6 +22,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,11 +31,26 @@ from loaders.film import film_files
 from loaders.film.hrf import glover
 from loaders.io import atomic_write, machine
 
-TR, FPS, AUDIO_RATE = 1.5, 8, 16.0
+TR = 1.5  # [s] between volumes
+FPS = 8
+AUDIO_RATE = 16.0  # [1/s] of codes
 HEIGHT, WIDTH = 36, 64
 VOLUMES, VOXELS, VIEWERS = 720, 2000, 4
 QUANTITIES, CODEBOOKS, TEXT = 12, 8, 96
 NOISE = 1.0  # standard deviation of each viewer's noise. The shared response has 1
+
+
+class Sizes(NamedTuple):
+    """The sizes and rates of a film of zeros."""
+
+    picture: tuple[int, int]  # height, width
+    fps: int
+    audio_rate: float
+    codebooks: int
+    text: int  # values of an embedding
+    viewers: int
+    volumes: int
+    voxels: int
 
 
 def ensure() -> pathlib.Path:
@@ -49,18 +65,23 @@ def folder() -> pathlib.Path:
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
     """Return a folder of the published shapes of Sherlock, all zeros. Raises DataError."""
-    name, sizes = (
-        f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}",
-        dict(viewers=viewers, volumes=volumes, voxels=voxels),
+    sizes = Sizes(
+        picture=(90, 160),
+        fps=25,
+        audio_rate=75,
+        codebooks=8,
+        text=3072,
+        viewers=viewers,
+        volumes=volumes,
+        voxels=voxels,
     )
-    published = functools.partial(
-        _write_zeros, picture=(90, 160), fps=25, audio_rate=75, codebooks=8, text=3072
-    )
-    return _ensure_folder(name, functools.partial(published, **sizes))
+    name = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}"
+    return _ensure_folder(name, functools.partial(_write_zeros, sizes=sizes))
 
 
 def _recipe_hash() -> str:
-    return hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
+    recipe = pathlib.Path(__file__).read_bytes()
+    return hashlib.sha256(recipe).hexdigest()[:12]
 
 
 def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
@@ -68,120 +89,162 @@ def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.P
     try:
         return atomic_write.once(machine.cache_folder(name), make)
     except OSError as error:
-        remedy = "set JAXTRAIN_CACHE to a writable folder with 100 MB free"
         raise DataError(
-            f"cannot make {name} in {machine.cache_folder()}: {error}; {remedy}"
+            f"cannot make {name} in {machine.cache_folder()}: {error};"
+            " set JAXTRAIN_CACHE to a writable folder with 100 MB free"
         ) from error
 
 
 def make(folder: pathlib.Path) -> None:
-    (folder / "fmri").mkdir()
+    """Write the film into an empty folder."""
+    # The order in which these draw numbers belongs to the recipe.
     rng = np.random.default_rng(2026)
     n_frames = round(VOLUMES * TR * FPS)
-    happens = quantities(rng, n_frames)
-    np.save(folder / "video.npy", film(rng, happens))
-    np.save(folder / "audio.npy", codes(rng, happens))
-    # A volume's window is the frames before it. Before the first volume there is only the first
-    # frame.
-    ends = np.arange(VOLUMES) * round(TR * FPS)
-    window = np.stack(
-        [happens[max(end - round(TR * FPS), 0) : max(end, 1)].mean(0) for end in ends]
-    )
-    projected = window @ rng.standard_normal((QUANTITIES, TEXT)) + 0.5 * rng.standard_normal(
-        (VOLUMES, TEXT)
-    )
-    np.save(folder / "text.npy", projected.astype(np.float32))
-    shared, names = voxels(rng, window), [f"viewer-{i + 1}" for i in range(VIEWERS)]
-    for name in names:
-        measured = shared + NOISE * rng.standard_normal(shared.shape)
-        np.save(folder / "fmri" / f"{name}.npy", z_scored(measured).astype(np.float16))
-    info = {"tr": TR, "fps": FPS, "audio_rate": AUDIO_RATE, "audio": "codes", "subjects": names}
+    levels = _draw_levels(rng, n_frames)
+    np.save(folder / "video.npy", _paint_frames(rng, levels))
+    np.save(folder / "audio.npy", _draw_codes(rng, levels))
+    window_levels = _window_means(levels)
+    np.save(folder / "text.npy", _embed_text(rng, window_levels))
+    response = _shared_response(rng, window_levels)
+    viewers = _viewer_names(VIEWERS)
+    (folder / "fmri").mkdir()
+    for viewer in viewers:
+        noise = NOISE * rng.standard_normal(response.shape)
+        measured = _z_scored(response + noise)
+        np.save(folder / "fmri" / f"{viewer}.npy", measured.astype(np.float16))
+    info = {"tr": TR, "fps": FPS, "audio_rate": AUDIO_RATE, "audio": "codes", "subjects": viewers}
     film_files.write(folder, info)
 
 
 def make_outline(folder: pathlib.Path) -> None:
     """Write the film's shapes, all zeros: its dataset info before it is made."""
-    sizes = dict(viewers=VIEWERS, volumes=VOLUMES, voxels=VOXELS, codebooks=CODEBOOKS, text=TEXT)
-    _write_zeros(folder, picture=(HEIGHT, WIDTH), fps=FPS, audio_rate=AUDIO_RATE, **sizes)
+    sizes = Sizes(
+        picture=(HEIGHT, WIDTH),
+        fps=FPS,
+        audio_rate=AUDIO_RATE,
+        codebooks=CODEBOOKS,
+        text=TEXT,
+        viewers=VIEWERS,
+        volumes=VOLUMES,
+        voxels=VOXELS,
+    )
+    _write_zeros(folder, sizes)
 
 
-def _write_zeros(
-    folder: pathlib.Path,
-    *,
-    picture: tuple[int, int],
-    fps: int,
-    audio_rate: float,
-    codebooks: int,
-    text: int,
-    viewers: int,
-    volumes: int,
-    voxels: int,
-) -> None:
-    """Write a film of these shapes into an empty folder: sparse files, which take no space."""
-    streams = {
-        "video": ((round(volumes * TR * fps), *picture, 3), "u1"),
-        "audio": ((round(volumes * TR * audio_rate), codebooks), "<i2"),
-        "text": ((volumes, text), "<f4"),
-    }
+def _viewer_names(n_viewers: int) -> list[str]:
+    return [f"viewer-{number}" for number in range(1, n_viewers + 1)]
+
+
+def _write_zeros(folder: pathlib.Path, sizes: Sizes) -> None:
+    """Write a film of these sizes into an empty folder: sparse files, which take no space."""
+    seconds = sizes.volumes * TR
+    n_frames = round(seconds * sizes.fps)
+    n_codes = round(seconds * sizes.audio_rate)
+    _write_zero_array(folder / "video.npy", (n_frames, *sizes.picture, 3), "u1")
+    _write_zero_array(folder / "audio.npy", (n_codes, sizes.codebooks), "<i2")
+    _write_zero_array(folder / "text.npy", (sizes.volumes, sizes.text), "<f4")
+    viewers = _viewer_names(sizes.viewers)
     (folder / "fmri").mkdir()
-    names = [f"viewer-{i + 1}" for i in range(viewers)]
-    measured = {f"fmri/{name}": ((volumes, voxels), "<f2") for name in names}
-    for name, (shape, dtype) in {**streams, **measured}.items():
-        with (folder / f"{name}.npy").open("wb") as file:
-            np.lib.format.write_array_header_1_0(
-                file, {"descr": dtype, "fortran_order": False, "shape": shape}
-            )
-            file.truncate(file.tell() + math.prod(shape) * np.dtype(dtype).itemsize)
+    for viewer in viewers:
+        _write_zero_array(folder / f"fmri/{viewer}.npy", (sizes.volumes, sizes.voxels), "<f2")
     # Without checksums, for which all the zeros would be read.
-    rates = {"tr": TR, "fps": fps, "audio_rate": audio_rate}
-    info = {"version": film_files.VERSION, **rates, "audio": "codes", "subjects": names}
+    info = {
+        "version": film_files.VERSION,
+        "tr": TR,
+        "fps": sizes.fps,
+        "audio_rate": sizes.audio_rate,
+        "audio": "codes",
+        "subjects": viewers,
+    }
     (folder / "dataset.json").write_text(json.dumps(info))
 
 
-def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Return the quantities, [n, QUANTITIES] in 0..1: noise, smoothed over 4 s, a sigmoid."""
+def _write_zero_array(path: pathlib.Path, shape: tuple[int, ...], dtype: str) -> None:
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.truncate(file.tell() + n_bytes)
+
+
+def _draw_levels(rng: np.random.Generator, n_frames: int) -> np.ndarray:
+    """Return the levels, [n_frames, QUANTITIES] in 0..1: a sigmoid of noise smoothed over 4 s."""
     span = round(4 * FPS)
     bump = np.hanning(2 * span + 1)
-    white = rng.standard_normal((n + 2 * span, QUANTITIES))
-    smooth = np.stack([np.convolve(x, bump, "valid") for x in white.T], axis=1)
+    noise = rng.standard_normal((n_frames + 2 * span, QUANTITIES))
+    smooth_columns = [np.convolve(column, bump, "valid") for column in noise.T]
+    smooth = np.stack(smooth_columns, axis=1)
     levels: np.ndarray = 1 / (1 + np.exp(-2 * smooth / smooth.std(0)))
     return levels
 
 
-def film(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
-    """Return the frames, uint8 [n, HEIGHT, WIDTH, 3]."""
-    n = len(happens)
-    frames = np.full((n, HEIGHT, WIDTH, 3), 20.0, np.float32)
+def _paint_frames(rng: np.random.Generator, levels: np.ndarray) -> np.ndarray:
+    """Return the frames, uint8 [frames, HEIGHT, WIDTH, 3]."""
+    n_frames = len(levels)
+    seconds = np.arange(n_frames) / FPS
+    frames = np.full((n_frames, HEIGHT, WIDTH, 3), 20.0, np.float32)
     y, x = np.mgrid[:HEIGHT, :WIDTH].astype(np.float32)
-    for k in range(QUANTITIES):
-        column, line = k % 4, k // 4
-        sway = 2 * np.sin(np.arange(n) / FPS * rng.uniform(0.5, 2.0))
-        cx, cy = (column + 0.5) * WIDTH / 4 + sway, (line + 0.5) * HEIGHT / 3
-        blob = np.exp(-((x[None] - cx[:, None, None]) ** 2 + (y[None] - cy) ** 2) / (2 * 4.0**2))
+    for quantity in range(QUANTITIES):
+        line, column = divmod(quantity, 4)
+        sway = 2 * np.sin(seconds * rng.uniform(0.5, 2.0))
+        centre_x = (column + 0.5) * WIDTH / 4 + sway
+        centre_y = (line + 0.5) * HEIGHT / 3
+        distance_x = x[None] - centre_x[:, None, None]
+        distance_y = y[None] - centre_y
+        blob = np.exp(-(distance_x**2 + distance_y**2) / (2 * 4.0**2))
+        brightness = levels[:, quantity, None, None] * blob
         colour = rng.uniform(60, 220, 3).astype(np.float32)
-        frames += (happens[:, k, None, None] * blob)[..., None].astype(np.float32) * colour
-    return np.clip(frames + rng.normal(0, 4, frames.shape), 0, 255).astype(np.uint8)
+        frames += brightness[..., None].astype(np.float32) * colour
+    noisy = frames + rng.normal(0, 4, frames.shape)
+    return np.clip(noisy, 0, 255).astype(np.uint8)
 
 
-def codes(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
+def _draw_codes(rng: np.random.Generator, levels: np.ndarray) -> np.ndarray:
     """Return the audio codes, int16 [times, CODEBOOKS]."""
-    times = np.arange(round(len(happens) / FPS * AUDIO_RATE)) * FPS / AUDIO_RATE
-    level = happens[np.minimum(times.astype(int), len(happens) - 1)][:, np.arange(CODEBOOKS) % 4]
-    noisy = np.clip(1023 * level + rng.normal(0, 60, level.shape), 0, 1023)
-    return np.ascontiguousarray(noisy, np.int16)  # otherwise its memory order depends on its size
+    n_codes = round(len(levels) / FPS * AUDIO_RATE)
+    frame_of_code = (np.arange(n_codes) * FPS / AUDIO_RATE).astype(int)
+    frame_of_code = np.minimum(frame_of_code, len(levels) - 1)
+    quantity_of_codebook = np.arange(CODEBOOKS) % 4
+    code_levels = levels[frame_of_code][:, quantity_of_codebook]
+    noise = rng.normal(0, 60, code_levels.shape)
+    codes = np.clip(1023 * code_levels + noise, 0, 1023)
+    return np.ascontiguousarray(codes, np.int16)  # otherwise its memory order depends on its size
 
 
-def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:
+def _window_means(levels: np.ndarray) -> np.ndarray:
+    """Return the mean of the quantities in each volume's window, [VOLUMES, QUANTITIES]."""
+    frames_per_volume = round(TR * FPS)
+    means = []
+    for volume in range(VOLUMES):
+        # A window is the frames before its volume. Before the first there is only the first frame.
+        stop = volume * frames_per_volume
+        start = max(stop - frames_per_volume, 0)
+        window = levels[start : max(stop, 1)]
+        means.append(window.mean(0))
+    return np.stack(means)
+
+
+def _embed_text(rng: np.random.Generator, window_levels: np.ndarray) -> np.ndarray:
+    """Return the embeddings of text, float32 [VOLUMES, TEXT]."""
+    projection = rng.standard_normal((QUANTITIES, TEXT))
+    noise = rng.standard_normal((VOLUMES, TEXT))
+    embeddings: np.ndarray = window_levels @ projection + 0.5 * noise
+    return embeddings.astype(np.float32)
+
+
+def _shared_response(rng: np.random.Generator, window_levels: np.ndarray) -> np.ndarray:
     """Return the response of a viewer without noise, [VOLUMES, VOXELS], z-scored."""
-    a = (window - window.mean(0)) / window.std(0)
-    response = np.tanh(a @ rng.standard_normal((QUANTITIES, VOXELS)) / 2)
-    kernel = glover(TR)
-    return z_scored(
-        sum(h * response[np.maximum(np.arange(VOLUMES) - k, 0)] for k, h in enumerate(kernel))
-    )
+    weights = rng.standard_normal((QUANTITIES, VOXELS))
+    activity = np.tanh(_z_scored(window_levels) @ weights / 2)
+    volumes = np.arange(VOLUMES)
+    response = np.zeros_like(activity)
+    for lag, weight in enumerate(glover(TR)):
+        past_volumes = np.maximum(volumes - lag, 0)
+        response += weight * activity[past_volumes]
+    return _z_scored(response)
 
 
-def z_scored(x: np.ndarray) -> np.ndarray:
+def _z_scored(x: np.ndarray) -> np.ndarray:
     scored: np.ndarray = (x - x.mean(0)) / x.std(0)
     return scored
 

@@ -12,18 +12,17 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
     [s]: Glover (1999), with the delays, dispersion and undershoot that fMRI packages have agreed
     on. ``norm``: its "sum" or its "peak" is 1, or "none".
     """
-    t = np.arange(0, seconds, tr)
+    times = np.arange(0, seconds, tr)
+    response = _gamma_density(times, 6.0) - 0.35 * _gamma_density(times, 12.0)
+    scales = {"sum": response.sum(), "peak": response.max(), "none": 1.0}
+    return np.asarray(response / scales[norm], np.float32)
+
+
+def _gamma_density(times: np.ndarray, delay: float) -> np.ndarray:
+    """Return the density at ``times`` [s] of the gamma distribution with the mean ``delay`` [s]."""
     scale = 0.9
-
-    def gamma(delay: float) -> np.ndarray:
-        k = delay / scale  # the shape
-        g: np.ndarray = np.exp(
-            (k - 1) * np.log(np.maximum(t, 1e-300) / scale)
-            - t / scale
-            - math.lgamma(k)
-            - math.log(scale)
-        )
-        return g
-
-    h = gamma(6.0) - 0.35 * gamma(12.0)
-    return np.asarray(h / {"sum": h.sum(), "peak": h.max(), "none": 1.0}[norm], np.float32)
+    shape = delay / scale
+    log_times = np.log(np.maximum(times, 1e-300) / scale)
+    log_density = (shape - 1) * log_times - times / scale - math.lgamma(shape) - math.log(scale)
+    density: np.ndarray = np.exp(log_density)
+    return density
