@@ -25,7 +25,7 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +35,9 @@ from loaders.io import atomic_write, checks, files, machine
 
 VERSION = 1
 LARGEST_CODE = 1023  # of a codebook
-PIECE = 64 << 20  # [bytes] that are looked at at once
-AUDIO = {"codes": (np.int16,), "features": (np.float16, np.float32)}
+PIECE = 64 << 20  # [bytes] that are checked at a time
 FLOATS = (np.float16, np.float32)
+AUDIO = {"codes": (np.int16,), "features": FLOATS}
 
 
 class Film(NamedTuple):
@@ -53,10 +53,9 @@ class Film(NamedTuple):
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The viewers that are read, by the names of their files."""
-        return dict(
-            zip(_names(self.subjects), (self.video, self.audio, self.text, *self.fmri), strict=True)
-        )
+        """The arrays that are read, by the names of their files."""
+        arrays = (self.video, self.audio, self.text, *self.fmri)
+        return dict(zip(_array_names(self.subjects), arrays, strict=True))
 
     @property
     def n_volumes(self) -> int:
@@ -64,10 +63,11 @@ class Film(NamedTuple):
 
     def release(self) -> None:
         """Give the mapped pages back, so that a process holds a batch and not the film."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return  # not on every system
         for array in (self.video, self.audio, self.text, *self.fmri):
             base: Any = array.base
-            # not on every system
-            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            if isinstance(base, mmap.mmap):
                 base.madvise(mmap.MADV_DONTNEED)
 
 
@@ -80,7 +80,8 @@ class Windows(NamedTuple):
 
     def stop(self, volume: np.ndarray | int) -> Any:
         """One past the last sample before t = volume · tr."""
-        return np.ceil(np.asarray(volume) * self.tr * self.rate - 1e-6).astype(np.int64)
+        samples = np.asarray(volume) * self.tr * self.rate
+        return np.ceil(samples - 1e-6).astype(np.int64)
 
     def start(self, volume: np.ndarray | int) -> Any:
         return self.stop(volume) - self.length
@@ -89,8 +90,11 @@ class Windows(NamedTuple):
 def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
     """Return the windows of video and of audio, by the entries of dataset.json."""
     tr = info["tr"]
-    video = Windows(info["fps"], math.ceil(tr * info["fps"] - 1e-6), tr)
-    return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
+    fps = info["fps"]
+    audio_rate = info["audio_rate"]
+    video = Windows(fps, math.ceil(tr * fps - 1e-6), tr)
+    audio = Windows(audio_rate, math.floor(tr * audio_rate + 1e-6), tr)
+    return video, audio
 
 
 def open_folder(
@@ -114,41 +118,16 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     """``version`` distinguishes a dataset.json from a later one at the same path."""
     folder = pathlib.Path(path)
     info = _read_info(files.inside(folder, "dataset.json", links=links, remedy=files.LINKS))
-    if unknown := [name for name in chosen if name not in info["subjects"]]:
+    known_subjects = info["subjects"]
+    unknown_subjects = [name for name in chosen if name not in known_subjects]
+    if unknown_subjects:
         raise DataError(
-            f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}"
+            f"data.subjects names {', '.join(unknown_subjects)}; {folder} has"
+            f" {', '.join(known_subjects)}"
         )
-    subjects = tuple(chosen or info["subjects"])
-    for name in info.get("files", {}):  # a checksum of no file would be compared with nothing
-        if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
-            raise DataError(
-                f'{folder}/dataset.json: "files" has a checksum of {name!r}, which does not exist; '
-                f"{checks.expected(name, _names(info['subjects']))}"
-            )
-
-    def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
-        array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
-        if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
-            kinds = " or ".join(np.dtype(d).name for d in dtypes)
-            raise DataError(
-                f"{folder / name} is {array.dtype} {array.shape}; expected {dimensions} dimensions"
-                f" of {kinds}"
-            )
-        if 0 in array.shape:
-            raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
-        if not array.flags.c_contiguous:
-            raise DataError(
-                f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray"
-                " of it"
-            )
-        # A plain array on the map: slices of np.memmap cost more than their content.
-        return np.ndarray(
-            array.shape,
-            array.dtype,
-            buffer=array.base,
-            offset=array.offset % mmap.ALLOCATIONGRANULARITY,
-        )
-
+    subjects = tuple(chosen or known_subjects)
+    _check_listed_files(folder, info, links=links)
+    load = functools.partial(_load, folder, links=links)
     video = load("video.npy", 4, (np.uint8,))
     if video.shape[3] != 3:
         raise DataError(
@@ -158,36 +137,135 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     audio = load("audio.npy", 2, AUDIO[info["audio"]])
     text = load("text.npy", 2, FLOATS)
     fmri = tuple(load(f"fmri/{name}.npy", 2, FLOATS) for name in subjects)
-    for name, x in zip(subjects, fmri, strict=True):
-        if x.shape != (len(text), fmri[0].shape[1]) or x.dtype != fmri[0].dtype:
-            raise DataError(
-                f"{folder}/fmri/{name}.npy is {x.dtype} {x.shape}; expected {len(text)} volumes, as"
-                f" text.npy has rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}, as the first"
-                " subject has"
-            )
     film = Film(info, video, audio, text, fmri, subjects, path)
-    since = info.get("text_since")
-    if since is not None and (
-        len(since) != len(text) or any(first > i for i, first in enumerate(since))
-    ):
-        raise DataError(
-            f"{folder}/dataset.json: text_since must name for each of {len(text)} volumes one that"
-            " is not later"
-        )
-    for name, window, n in zip(
-        ("video", "audio"), windows(info), (len(video), len(audio)), strict=True
-    ):
-        if not window.length:
-            raise DataError(
-                f"{folder}: {info['tr']:g} s between volumes at {window.rate:g} a second hold not"
-                f" one sample of {name}; prepare it again with a higher rate"
-            )
-        if (missing := int(window.stop(len(text) - 1)) - n) > window.length:
-            raise DataError(
-                f"{folder}: the {name} ends {missing / window.rate:.1f} s before the last of"
-                f" {len(text)} volumes; prepare it again with as many volumes as the film lasts"
-            )
+    _check_fmri(film)
+    _check_text_since(film)
+    video_windows, audio_windows = windows(info)
+    _check_windows(film, "video", video_windows, len(video))
+    _check_windows(film, "audio", audio_windows, len(audio))
     return film
+
+
+def _check_listed_files(folder: pathlib.Path, info: Mapping[str, Any], *, links: bool) -> None:
+    """Raise DataError for a checksum of no file, which would be compared with nothing."""
+    for name in info.get("files", {}):
+        if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
+            raise DataError(
+                f'{folder}/dataset.json: "files" has a checksum of {name!r}, which does not exist; '
+                f"{checks.expected(name, _array_names(info['subjects']))}"
+            )
+
+
+def _load(
+    folder: pathlib.Path, name: str, n_axes: int, dtypes: Sequence[Any], *, links: bool
+) -> np.ndarray:
+    """Map a file of the folder. Raises DataError: another shape or type."""
+    array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
+    expected_dtypes = [np.dtype(dtype) for dtype in dtypes]
+    if array.ndim != n_axes or array.dtype not in expected_dtypes:
+        kinds = " or ".join(dtype.name for dtype in expected_dtypes)
+        raise DataError(
+            f"{folder / name} is {array.dtype} {array.shape}; expected {n_axes} dimensions"
+            f" of {kinds}"
+        )
+    if 0 in array.shape:
+        raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
+    if not array.flags.c_contiguous:
+        raise DataError(
+            f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray of it"
+        )
+    # A plain array on the map: slices of np.memmap cost more than their content.
+    offset_in_map = array.offset % mmap.ALLOCATIONGRANULARITY
+    return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=offset_in_map)
+
+
+def _check_fmri(film: Film) -> None:
+    """Raise DataError if a subject's fMRI fits neither the text nor the first subject's."""
+    first = film.fmri[0]
+    n_volumes = film.n_volumes
+    n_voxels = first.shape[1]
+    for name, voxels in zip(film.subjects, film.fmri, strict=True):
+        if voxels.shape != (n_volumes, n_voxels) or voxels.dtype != first.dtype:
+            raise DataError(
+                f"{film.folder}/fmri/{name}.npy is {voxels.dtype} {voxels.shape};"
+                f" expected {n_volumes} volumes, as text.npy has rows, of {n_voxels} voxels in"
+                f" {first.dtype}, as the first subject has"
+            )
+
+
+def _check_text_since(film: Film) -> None:
+    text_since = film.info.get("text_since")
+    if text_since is None:
+        return
+    names_later = any(first > volume for volume, first in enumerate(text_since))
+    if len(text_since) != film.n_volumes or names_later:
+        raise DataError(
+            f"{film.folder}/dataset.json: text_since must name for each of {film.n_volumes} volumes"
+            " one that is not later"
+        )
+
+
+def _check_windows(film: Film, stream: str, window: Windows, n_samples: int) -> None:
+    """Raise DataError if a window holds no sample, or the stream ends before the volumes do."""
+    if not window.length:
+        raise DataError(
+            f"{film.folder}: {window.tr:g} s between volumes at {window.rate:g} a second hold not"
+            f" one sample of {stream}; prepare it again with a higher rate"
+        )
+    n_missing = int(window.stop(film.n_volumes - 1)) - n_samples
+    if n_missing > window.length:
+        raise DataError(
+            f"{film.folder}: the {stream} ends {n_missing / window.rate:.1f} s before the last of"
+            f" {film.n_volumes} volumes; prepare it again with as many volumes as the film lasts"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_rate(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 1e-6 < value < 1e6
+
+
+def _is_audio(value: Any) -> bool:
+    return isinstance(value, str) and value in AUDIO
+
+
+def _are_names(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    if not all(isinstance(name, str) and name for name in value):
+        return False
+    return len(set(value)) == len(value)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_checksums(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(sha256, str) for sha256 in value.values())
+
+
+class _Entry(NamedTuple):
+    """The rule for an entry of dataset.json."""
+
+    is_valid: Callable[[Any], bool]
+    expected: str
+    optional: bool = False
+
+
+ENTRIES = {
+    "tr": _Entry(_is_rate, "a positive number of seconds"),
+    "fps": _Entry(_is_rate, "a positive number"),
+    "audio_rate": _Entry(_is_rate, "a positive number"),
+    "audio": _Entry(_is_audio, " or ".join(AUDIO)),
+    "subjects": _Entry(_are_names, "a list of names, each once"),
+    "text_since": _Entry(_are_counts, "a list of volumes", optional=True),
+    "files": _Entry(_are_checksums, "a sha256 for each file", optional=True),
+}
 
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
@@ -198,36 +276,12 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
             f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it"
             " again"
         )
-
-    def whole(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and x >= 0
-
-    def rate(x: Any) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6
-
-    def names(x: Any) -> bool:
-        return (
-            isinstance(x, list)
-            and bool(x)
-            and all(isinstance(n, str) and n for n in x)
-            and len(set(x)) == len(x)
-        )
-
-    rules = {
-        "tr": (rate, "a positive number of seconds"),
-        "fps": (rate, "a positive number"),
-        "audio_rate": (rate, "a positive number"),
-        "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
-        "subjects": (names, "a list of names, each once"),
-        "text_since": (lambda x: isinstance(x, list) and all(map(whole, x)), "a list of volumes"),
-        "files": (
-            lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
-            "a sha256 for each file",
-        ),
-    }
-    for name, (is_right, kind) in rules.items():
-        if not is_right(info.get(name)) and (name in info or name not in ("text_since", "files")):
-            raise DataError(f"{path}: {name} is {str(info.get(name))[:80]!r}; expected {kind}")
+    for name, entry in ENTRIES.items():
+        if entry.optional and name not in info:
+            continue
+        value = info.get(name)
+        if not entry.is_valid(value):
+            raise DataError(f"{path}: {name} is {str(value)[:80]!r}; expected {entry.expected}")
     return info
 
 
@@ -238,57 +292,57 @@ def digests(film: Film) -> Mapping[str, str]:
     codes beyond the codebook.
     """
     folder = pathlib.Path(film.folder)
-    stats = {name: os.stat(folder / name) for name in film.arrays}
-    key = json.dumps(
-        [
-            str(folder),
-            [[name, s.st_ino, s.st_size, s.st_mtime_ns] for name, s in stats.items()],
-            film.info["audio"],
-        ]
-    )
-    note = machine.cache_folder("films", hashlib.sha256(key.encode()).hexdigest()[:32])
-    found: dict[str, str] = {}
+    cache_file = _digest_cache_file(film)
+    sha256s: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError, files.FileError):
-        found = files.read_json(note)
-    if set(found) != set(film.arrays):
-        found = {
-            name: _digest(folder / name, array, film.info["audio"])
-            for name, array in film.arrays.items()
-        }
+        sha256s = files.read_json(cache_file)
+    if set(sha256s) != set(film.arrays):
+        sha256s = {}
+        for name, array in film.arrays.items():
+            _check_values(folder / name, array, film.info["audio"])
+            sha256s[name] = _sha256(folder / name)
         film.release()
-        # Without the note, the next start reads the film again.
-        with contextlib.suppress(OSError), atomic_write.shared(note) as place:
-            place.write_text(json.dumps(found))
+        # Without the cached file, the next start reads the film again.
+        with contextlib.suppress(OSError), atomic_write.shared(cache_file) as partial:
+            partial.write_text(json.dumps(sha256s))
     for name, expected in film.info.get("files", {}).items():
-        if found.get(name, expected).casefold() != expected.casefold():
+        if sha256s.get(name, expected).casefold() != expected.casefold():
             raise DataError(
                 f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged"
                 ' or replaced; prepare the folder again, or remove "files" from dataset.json if'
                 " you changed it yourself"
             )
-    return found
+    return sha256s
 
 
-def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
-    """Return a file's sha256. Raises DataError for numbers in ``array`` that no step should see."""
-    for start in range(0, len(array), rows := max(1, PIECE // max(array[:1].nbytes, 1))):
-        some = array[start : start + rows]
-        if some.dtype.kind == "f" and not np.isfinite(some).all():
-            at = start + int(np.argwhere(~np.isfinite(some))[0][0])
+def _digest_cache_file(film: Film) -> pathlib.Path:
+    """Return the path at which the checksums of the film's present files are cached."""
+    versions = []
+    for name in film.arrays:
+        stat = os.stat(pathlib.Path(film.folder) / name)
+        versions.append([name, stat.st_ino, stat.st_size, stat.st_mtime_ns])
+    key = json.dumps([film.folder, versions, film.info["audio"]])
+    return machine.cache_folder("films", hashlib.sha256(key.encode()).hexdigest()[:32])
+
+
+def _check_values(path: pathlib.Path, array: np.ndarray, audio: str) -> None:
+    """Raise DataError for numbers in ``array`` that no step should see."""
+    holds_codes = path.name == "audio.npy" and audio == "codes"
+    row_bytes = max(array[:1].nbytes, 1)
+    n_rows = max(1, PIECE // row_bytes)
+    for start in range(0, len(array), n_rows):
+        piece = array[start : start + n_rows]
+        if piece.dtype.kind == "f" and not np.isfinite(piece).all():
+            first_broken = np.argwhere(~np.isfinite(piece))[0]
             raise DataError(
-                f"{path} has numbers that are not finite, the first in row {at}; replace them, for"
-                " example by 0"
+                f"{path} has numbers that are not finite, the first in row"
+                f" {start + int(first_broken[0])}; replace them, for example by 0"
             )
-        if (
-            path.name == "audio.npy"
-            and audio == "codes"
-            and not 0 <= some.min() <= some.max() <= LARGEST_CODE
-        ):
+        if holds_codes and not 0 <= piece.min() <= piece.max() <= LARGEST_CODE:
             raise DataError(
-                f"{path} has codes from {some.min()} to {some.max()} behind row {start}; expected 0"
-                f" … {LARGEST_CODE}"
+                f"{path} has codes from {piece.min()} to {piece.max()} behind row {start}; expected"
+                f" 0 … {LARGEST_CODE}"
             )
-    return _sha256(path)
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -296,8 +350,9 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _names(subjects: Sequence[str]) -> list[str]:
-    return ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in subjects)]
+def _array_names(subjects: Sequence[str]) -> list[str]:
+    fmri_names = [f"fmri/{subject}.npy" for subject in subjects]
+    return ["video.npy", "audio.npy", "text.npy", *fmri_names]
 
 
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
@@ -306,6 +361,6 @@ def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
     ``info``: "tr", "fps", "audio_rate", "audio", "subjects", "text_since" if rows share text, more.
     """
     folder = pathlib.Path(folder)
-    files = {name: _sha256(folder / name) for name in _names(info["subjects"])}
-    text = json.dumps({"version": VERSION, **info, "files": files}, indent=2)
-    atomic_write.write(folder / "dataset.json", f"{text}\n")
+    sha256s = {name: _sha256(folder / name) for name in _array_names(info["subjects"])}
+    content = json.dumps({"version": VERSION, **info, "files": sha256s}, indent=2)
+    atomic_write.write(folder / "dataset.json", f"{content}\n")
