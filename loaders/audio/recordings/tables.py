@@ -12,7 +12,7 @@ from loaders.audio.recordings.find import is_audio
 from loaders.base import DataError
 from loaders.io import files
 
-LARGEST = 2 << 30  # [bytes] of a table
+MAX_BYTES = 2 << 30  # [bytes] of a table
 MARKS = (
     (b"\xff\xfe\0\0", "utf-32"),
     (b"\0\0\xfe\xff", "utf-32"),
@@ -30,9 +30,9 @@ LANGUAGES = tuple(
         " àçèéíïòóúü".split(),
     )
 )
-HOW = "--encoding cp1250, cp1251, mac-roman, shift-jis, …"
+ENCODING_OPTION = "--encoding cp1250, cp1251, mac-roman, shift-jis, …"
 # A character of several bytes in UTF-8.
-_SEVERAL = re.compile(
+_SEVERAL_BYTES = re.compile(
     rb"[\xc3-\xdf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}"
 )
 
@@ -47,83 +47,117 @@ def read_text(path: pathlib.Path, stated: str = "") -> tuple[str, str]:
 
     Raises DataError: it is no text, or no encoding fits.
     """
-    try:
-        if path.stat().st_size > LARGEST:
-            raise DataError(
-                f"{path} is larger than 2 GiB, more than a table of annotations; split it"
-            )
-        data = files.read(path, most=LARGEST)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    encoding = next((name for mark, name in MARKS if data.startswith(mark)), "")
-    if not encoding and not stated and b"\0" in data[:4096]:
-        zeros = [data[:4096][first::2].count(0) for first in (0, 1)]
-        if min(zeros) or max(zeros) * 8 < len(data[:4096]):
-            raise DataError(
-                f"{path} is not text; name a table (CSV, TSV, Raven, Audacity), a folder, or"
-                " metadata (JSON)"
-            )
-        encoding = "utf-16-be" if zeros[0] else "utf-16-le"
-    for name in (stated or encoding,) if stated or encoding else ("utf-8", "cp1252"):
+    data = _read_bytes(path)
+    detected = next((name for mark, name in MARKS if data.startswith(mark)), "")
+    if not detected and not stated and b"\0" in data[:4096]:
+        detected = _utf_16_of(path, data[:4096])
+    candidates = ["utf-8", "cp1252"]
+    if stated or detected:
+        candidates = [stated or detected]
+    undecoded = ""
+    for name in candidates:
         try:
             text = data.decode(name)
         except LookupError:
-            known = "for example cp1250, mac-roman, shift-jis"
-            raise DataError(f"--encoding {name!r} is none that Python knows; {known}") from None
+            raise DataError(
+                f"--encoding {name!r} is none that Python knows; for example cp1250, mac-roman,"
+                " shift-jis"
+            ) from None
         except UnicodeDecodeError as error:
             line = data[: error.start].count(b"\n") + 1
-            wrong = f"{path}:{line} holds the byte {data[error.start : error.start + 1].hex()}"
-            if name == "utf-8" and _SEVERAL.search(data):
+            byte = data[error.start : error.start + 1]
+            undecoded = f"{path}:{line} holds the byte {byte.hex()}"
+            if name == "utf-8" and _SEVERAL_BYTES.search(data):
                 break
             continue
-        if name == "cp1252" and not stated and (odd := _not_western(text)):
-            raise DataError(
-                f"{path} is not in UTF-8, and in Windows-1252 it has {odd!r}; name it: {HOW}"
-            )
-        found = ENCODINGS.get(name, "UTF-16" if name == encoding else name)
-        # which many bytes of other encodings are letters in, too
         if name == "cp1252" and not stated:
-            word = next(
-                word for word in re.findall(r"\w+", text) + ["\u2019"] if not word.isascii()
-            )
-            found = f"{found}, as in {word!r}; if that is no word, say --encoding"
-        return text, found
+            return text, _western_encoding(path, text)
+        default = "UTF-16" if name == detected else name
+        return text, ENCODINGS.get(name, default)
     raise DataError(
-        f"{wrong}, which its encoding does not have; save it as UTF-8, or name it: {HOW}"
+        f"{undecoded}, which its encoding does not have; save it as UTF-8, or name it:"
+        f" {ENCODING_OPTION}"
     )
+
+
+def _read_bytes(path: pathlib.Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DataError(
+                f"{path} is larger than 2 GiB, more than a table of annotations; split it"
+            )
+        return files.read(path, most=MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _utf_16_of(path: pathlib.Path, first_bytes: bytes) -> str:
+    """Return the order of UTF-16's bytes without a mark. Raises DataError: they are no text."""
+    even_zeros = first_bytes[0::2].count(0)
+    odd_zeros = first_bytes[1::2].count(0)
+    has_few_zeros = max(even_zeros, odd_zeros) * 8 < len(first_bytes)
+    if has_few_zeros or (even_zeros and odd_zeros):
+        raise DataError(
+            f"{path} is not text; name a table (CSV, TSV, Raven, Audacity), a folder, or metadata"
+            " (JSON)"
+        )
+    return "utf-16-be" if even_zeros else "utf-16-le"
+
+
+def _western_encoding(path: pathlib.Path, text: str) -> str:
+    """Return the encoding of a text in Windows-1252, with a word for the user to judge it by.
+
+    Many bytes of other encodings are letters in it, too. Raises DataError: it has an odd word.
+    """
+    odd_word = _not_western(text)
+    if odd_word:
+        raise DataError(
+            f"{path} is not in UTF-8, and in Windows-1252 it has {odd_word!r}; name it:"
+            f" {ENCODING_OPTION}"
+        )
+    words = [*re.findall(r"\w+", text), "\u2019"]
+    word = next(word for word in words if not word.isascii())
+    return f"Windows-1252, as in {word!r}; if that is no word, say --encoding"
 
 
 def _not_western(text: str) -> str:
     """Return a word that Windows-1252 cannot mean, such as SwainsonÕs of a Mac, or ""."""
-    found = {
+    letters = {
         letter
         for letter in text.lower()
         if letter > "\x7f" and letter.isalpha() and letter not in "ªº"
     }
-    if not any(found <= language for language in LANGUAGES):
-        return next((word for word in text.split() if found & set(word.lower())), "")
-    for each in re.finditer(r"[^\x00-\x7f]", text):
-        at, letter = each.start(), each[0]
-        before, after = text[at - 1 : at], text[at + 1 : at + 2]
-        kind = unicodedata.category(letter)
-        capital = letter.isupper() and before.islower()
-        sign = (
-            kind in ("No", "Sk", "Sc", "Sm")
-            and after.isalpha()
-            or before.islower()
-            and letter in "†‡‰¤¦¬¶¼¾¹"
-        )
-        inside = kind[0] in "PSN" and letter not in "’‘´·" and before.isalpha() and after.isalpha()
-        if capital or sign or inside:
-            rest = text[at + 1 :].split(maxsplit=1)[0] if after.strip() else ""
-            return text[: at + 1].split()[-1] + rest
+    if not any(letters <= language for language in LANGUAGES):
+        return next((word for word in text.split() if letters & set(word.lower())), "")
+    for match in re.finditer(r"[^\x00-\x7f]", text):
+        if _is_odd(text, match.start()):
+            word_start = text[: match.end()].split()[-1]
+            following = text[match.end() :]
+            word_end = following.split(maxsplit=1)[0] if following[:1].strip() else ""
+            return word_start + word_end
     return ""
+
+
+def _is_odd(text: str, position: int) -> bool:
+    """Return whether a character stands between others as no language writes it."""
+    letter = text[position]
+    previous = text[position - 1 : position]
+    following = text[position + 1 : position + 2]
+    category = unicodedata.category(letter)
+    if letter.isupper() and previous.islower():
+        return True
+    if category in ("No", "Sk", "Sc", "Sm") and following.isalpha():
+        return True
+    if letter in "†‡‰¤¦¬¶¼¾¹" and previous.islower():
+        return True
+    is_sign = category[0] in "PSN" and letter not in "’‘´·"
+    return is_sign and previous.isalpha() and following.isalpha()
 
 
 def stated_separator(line: str) -> str | None:
     """Return the separator that a first line states as Excel writes it, "sep=;", or None."""
-    found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
-    return found[1] if found else None
+    match = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
+    return match[1] if match else None
 
 
 def separator(header: str) -> str:
@@ -136,81 +170,89 @@ class Table:
 
     def __init__(self, path: pathlib.Path, text: str, encoding: str = "UTF-8"):
         """Open the table. Raises DataError: a quoted field does not end."""
-        self.path, self.encoding = path, encoding
-        lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
-        stated = stated_separator(lines[0]) if lines else None
-        # the line of the header, and lines with comments
-        n, self.comments = int(bool(stated)), list[int]()
-        while n + 1 < len(lines) and (not lines[n].strip() or lines[n].startswith("#")):
-            between = stated or separator(lines[n])
-            if 0 < lines[n].count(between) == lines[n + 1].count(between) or re.match(
-                "# *YTID", lines[n]
-            ):
-                break  # AudioSet's header is its last comment
-            self.comments += [n + 1] if lines[n].strip() else []
-            n += 1
-        after = n + 1  # a name in quotes may have several lines
-        while (
-            after < min(len(lines), n + 20) and sum(line.count('"') for line in lines[n:after]) % 2
-        ):
-            after += 1
-        header = " ".join(lines[n:after]).lstrip("# ")
-        self.separator = stated or separator(header)
-        self.columns = _unique(next(self._reader([header], 0), (0, []))[1])
+        self.path = path
+        self.encoding = encoding
+        self.comments: list[int] = []  # numbers of lines
         self.wrong: list[str] = []  # lines with too many or too few cells
-        self._rows = list(self._read(lines[after:], after))
+        lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
+        stated = stated_separator(lines[0])
+        header_start = self._skip_comments(lines, stated)
+        header_end = _header_end(lines, header_start)
+        header = " ".join(lines[header_start:header_end]).lstrip("# ")
+        self.separator = stated or separator(header)
+        _, header_cells = next(self._cells([header], 0), (0, []))
+        self.columns = _unique(header_cells)
+        self._rows = list(self._read(lines[header_end:], header_end))
 
-    def _reader(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, list[str]]]:
+    def _skip_comments(self, lines: Sequence[str], stated: str | None) -> int:
+        """Return the index of the header's line. Note the comments before it."""
+        index = 1 if stated else 0
+        while index + 1 < len(lines):
+            line = lines[index]
+            is_blank = not line.strip()
+            if not is_blank and not line.startswith("#"):
+                break
+            between = stated or separator(line)
+            n_separators = line.count(between)
+            if n_separators and n_separators == lines[index + 1].count(between):
+                break
+            if re.match("# *YTID", line):
+                break  # AudioSet's header is its last comment
+            if not is_blank:
+                self.comments.append(index + 1)
+            index += 1
+        return index
+
+    def _cells(self, lines: Sequence[str], n_before: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number and cells of each line, of which others are before the first."""
         text = io.StringIO("\n".join(lines))
         reader = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
-        begins = before + 1
+        number = n_before + 1
         try:
             for cells in reader:
-                yield begins, cells
-                begins = before + reader.line_num + 1
+                yield number, cells
+                number = n_before + reader.line_num + 1
         except csv.Error as error:  # a quote that does not end would take other lines into its cell
             raise DataError(
-                f"{self.path}:{begins} cannot be read as a line of a table: {error}"
+                f"{self.path}:{number} cannot be read as a line of a table: {error}"
             ) from error
 
-    def _read(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, Mapping[str, str]]]:
+    def _read(self, lines: Sequence[str], n_before: int) -> Iterator[tuple[int, Mapping[str, str]]]:
         rows = []
-        for number, cells in self._reader(lines, before):
-            if (
-                cells
-                and cells[0].startswith("#")
-                and not is_audio(cells[0])
-                and not values.is_sheet_error(cells[0])
-            ):
+        for number, cells in self._cells(lines, n_before):
+            if cells and _is_comment(cells[0]):
                 self.comments.append(number)
             elif any(cell.strip() for cell in cells):
                 rows.append((number, [cell.strip() for cell in cells]))
-        longer = (
-            rows
-            and all(len(cells) == len(self.columns) + 1 for _, cells in rows)
-            and any(c[-1] for _, c in rows)
-        )
-        if (
-            longer
-            and len({c[0] for _, c in rows}) == len(rows)
-            and _plain(self.columns[0]) != "selection"
-        ):
-            self.columns = ["", *self.columns]  # R's names of rows, without a name of their own
-        n = len(self.columns)
+        if self._has_row_names([cells for _, cells in rows]):
+            self.columns = ["", *self.columns]
+        n_columns = len(self.columns)
         for number, cells in rows:
-            while len(cells) > n and not cells[-1]:
+            while len(cells) > n_columns and not cells[-1]:
                 cells.pop()
-            if len(cells) != n:
-                self.wrong.append(
-                    f"{self.path}:{number} has {len(cells)} cells, and the header {n}"
-                )
-            else:
+            if len(cells) == n_columns:
                 yield number, dict(zip(self.columns, cells, strict=True))
+            else:
+                self.wrong.append(
+                    f"{self.path}:{number} has {len(cells)} cells, and the header {n_columns}"
+                )
+
+    def _has_row_names(self, rows: Sequence[Sequence[str]]) -> bool:
+        """Return whether rows begin with R's names, which have no name in the header."""
+        if any(len(cells) != len(self.columns) + 1 for cells in rows):
+            return False
+        if not any(cells[-1] for cells in rows):
+            return False
+        row_names = {cells[0] for cells in rows}
+        return len(row_names) == len(rows) and _plain(self.columns[0]) != "selection"
 
     def find(self, *names: str) -> str | None:
         """Return the first column that has one of these names, or None."""
-        known = {_plain(name): name for name in reversed(self.columns)}
-        return next((known[_plain(name)] for name in names if _plain(name) in known), None)
+        columns_by_name = {_plain(column): column for column in reversed(self.columns)}
+        for name in names:
+            if _plain(name) in columns_by_name:
+                return columns_by_name[_plain(name)]
+        return None
 
     def rows(self) -> Sequence[tuple[int, Mapping[str, str]]]:
         """Return each line's number and values by column, of no empty, comment or wrong lines."""
@@ -228,15 +270,36 @@ def read(path: pathlib.Path) -> Table:
     return table
 
 
+def _header_end(lines: Sequence[str], start: int) -> int:
+    """Return the index after the header: a name in quotes may have several lines."""
+    end = start + 1
+    while end < min(len(lines), start + 20):
+        n_quotes = "".join(lines[start:end]).count('"')
+        if n_quotes % 2 == 0:
+            break
+        end += 1
+    return end
+
+
+def _is_comment(cell: str) -> bool:
+    """Return whether a line with this first cell is a comment."""
+    return cell.startswith("#") and not is_audio(cell) and not values.is_sheet_error(cell)
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name)).casefold()
 
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Names of columns in the form of labels. Later ones of one name get a number, as of pandas."""
-    found: list[str] = []
-    for given in names:
-        name = " ".join(unicodedata.normalize("NFC", given.strip().strip('"')).split())
-        n = found.count(name)
-        found.append(f"{name}.{n}" if n and name else name if not n else f"unnamed.{len(found)}")
-    return found
+    unique_names: list[str] = []
+    for stated_name in names:
+        unquoted = stated_name.strip().strip('"')
+        name = " ".join(unicodedata.normalize("NFC", unquoted).split())
+        n_same = unique_names.count(name)
+        if n_same and name:
+            name = f"{name}.{n_same}"
+        elif n_same:
+            name = f"unnamed.{len(unique_names)}"
+        unique_names.append(name)
+    return unique_names
