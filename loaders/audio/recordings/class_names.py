@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from loaders.audio.recordings import tables
@@ -12,25 +12,29 @@ from loaders.io import files
 
 # Between labels in a field: it is enough that it is there, that one part is a label of its own, or
 # that all are.
-SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
-    *((text, lambda parts: True) for text in (";", "|", " / ", "\uff1b", "\u3001", "\uff0c")),
-    *((text, any) for text in (" + ", " & ", " and ", ",", "/", "+")),
-    *((text, all) for text in ("&", " ")),
-)
+SEPARATORS: Mapping[str, Callable[[Iterable[bool]], bool]] = {
+    **dict.fromkeys((";", "|", " / ", "\uff1b", "\u3001", "\uff0c"), lambda parts: True),
+    **dict.fromkeys((" + ", " & ", " and ", ",", "/", "+"), any),
+    **dict.fromkeys(("&", " "), all),
+}
 # Parts that are labels by their form: scientific names, and codes such as PIPPIP.
 WHOLE = re.compile("[A-Z][a-z]{2,} [a-z]{3,}|[A-Z]{4,6}")
+# A Latin letter next to a Greek or a Cyrillic one.
+TWO_ALPHABETS = re.compile(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", re.IGNORECASE)
 CODE = re.compile("[a-z]{6}[0-9]?|[A-Z]{4}")  # of eBird and of the Bird Banding Laboratory
 
 
 class Classes(NamedTuple):
-    """names: in order. known: lower-case names and synonyms to classes; empty: all are."""
+    """The names of classes, in order."""
 
     names: Sequence[str]
-    known: Mapping[str, str]
+    by_synonym: Mapping[str, str]  # from names and synonyms, in lower case; empty: all are known
 
     def of(self, label: str) -> str | None:
         """Return the class of a label, or None if it is unknown."""
-        return self.known.get(" ".join(label.split()).casefold()) if self.known else label
+        if not self.by_synonym:
+            return label
+        return self.by_synonym.get(" ".join(label.split()).casefold())
 
 
 def read(path: str) -> Classes:
@@ -40,91 +44,110 @@ def read(path: str) -> Classes:
     """
     file = files.expanded(path)
     names: list[str] = []
-    known: dict[str, str] = {}
-    for number, line in enumerate(
-        files.lines(unicodedata.normalize("NFC", tables.text_of(file))), 1
-    ):
+    by_synonym: dict[str, str] = {}
+    text = unicodedata.normalize("NFC", tables.text_of(file))
+    for number, line in enumerate(files.lines(text), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        fields = [
-            " ".join(field.split()).strip('"') for field in line.split(tables.separator(line))
-        ]
+        cells = line.split(tables.separator(line))
+        fields = [" ".join(cell.split()).strip('"') for cell in cells]
         name = fields[0]
         if not name:
             raise DataError(
                 f"{path}:{number} has no class before its synonyms; write NAME,SYNONYM,…"
             )
         names.append(name)
-        for field in filter(None, fields):
-            if known.setdefault(field.casefold(), name) != name:
+        for synonym in filter(None, fields):
+            class_name = by_synonym.setdefault(synonym.casefold(), name)
+            if class_name != name:
                 raise DataError(
-                    f"{path}:{number} gives {field!r} to {name!r}, and line before to"
-                    f" {known[field.casefold()]!r}"
+                    f"{path}:{number} gives {synonym!r} to {name!r}, and line before to"
+                    f" {class_name!r}"
                 )
     if not names:
         raise DataError(f"{path} holds no class; write one a line: NAME,SYNONYM,…")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{path} holds the class {twice!r} twice; omit one of the lines")
-    return Classes(names, known)
+    return Classes(names, by_synonym)
 
 
 def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) -> None:
     """Count the labels of (place, labels) that may be several, or are spelled in two ways."""
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # to the first place of each
     for where, labels in lines:
         for label in labels:
             names.setdefault(label, where)
-    folded: dict[str, str] = {}
-    for name in names:
-        if (other := folded.setdefault(_core(name), name)) != name:
-            errors.add("similar-labels", f"{other!r} and {name!r}")
-        elif (repaired := _repaired(name)) != name:
-            errors.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
-        elif "\ufffd" in name or re.search(
-            r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE
-        ):
-            errors.add(
-                "similar-labels",
-                f"{ascii(name)} has a letter that was lost, or is of another alphabet",
-            )
-    recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
+    _count_similar(names, errors)
+    recurring = {between: _recurring(names, between) for between in SEPARATORS}
     # by the name of a column
     reported = {text for kind, text in errors.lines if kind == "joined-labels"}
     for name, where in names.items():
-        if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
-            errors.add(
-                "joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own"
-            )
+        score = re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name)
+        if score:
+            text = f"{where}: {name!r}; write {score[1]} into a column of its own"
+            errors.add("joined-labels", text)
             continue
-        for between, enough in SEPARATORS:
+        for between in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
-            own = [part in names for part in parts]
-            are_uniform = all(
-                map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)
-            ) and (between != " " or any(own))
-            if (
-                all(parts)
-                and len(parts) > 1
-                and (enough(own) or are_uniform or recurring[between] & set(parts))
-            ):
-                numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
-                remedy = f"split it with --separator {between!r}"
-                if 0 < len(numbers) < len(parts):
-                    remedy = f"write {numbers[0]} into a column of its own"
-                text = f"{where}: {name!r}; {remedy}"
+            if _are_labels(parts, between, names, recurring[between]):
+                text = f"{where}: {name!r}; {_remedy(parts, between)}"
                 if text not in reported:
                     errors.add("joined-labels", text)
                 break
 
 
+def _count_similar(names: Iterable[str], errors: Errors) -> None:
+    """Count the labels that are spelled in two ways, or were read in a wrong encoding."""
+    first_spellings: dict[str, str] = {}
+    for name in names:
+        first_spelling = first_spellings.setdefault(_core(name), name)
+        repaired = _repaired(name)
+        if first_spelling != name:
+            errors.add("similar-labels", f"{first_spelling!r} and {name!r}")
+        elif repaired != name:
+            errors.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
+        elif "\ufffd" in name or TWO_ALPHABETS.search(name):
+            errors.add(
+                "similar-labels",
+                f"{ascii(name)} has a letter that was lost, or is of another alphabet",
+            )
+
+
+def _are_labels(
+    parts: Sequence[str], between: str, names: Collection[str], recurring: Set[str]
+) -> bool:
+    """Return whether the parts of a label are labels themselves."""
+    if len(parts) < 2 or not all(parts):
+        return False
+    are_names = [part in names for part in parts]
+    is_enough = SEPARATORS[between]
+    if is_enough(are_names) or not recurring.isdisjoint(parts):
+        return True
+    if between == " ":
+        return any(are_names) and all(map(CODE.fullmatch, parts))
+    return all(map(WHOLE.fullmatch, parts))
+
+
+def _remedy(parts: Sequence[str], between: str) -> str:
+    """Return what to do about a label of several parts, one of which may be a number."""
+    numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
+    if 0 < len(numbers) < len(parts):
+        return f"write {numbers[0]} into a column of its own"
+    return f"split it with --separator {between!r}"
+
+
 def _recurring(names: Iterable[str], between: str) -> set[str]:
     """Return parts that recur, elsewhere after a comma: "Bunting, Reed" is one label."""
-    places: dict[str, set[int | str]] = {}
-    for name in names if between in (",", "/", "+", " + ", "&") else ():
-        for n, part in enumerate(name.split(between) if between in name else ()):
-            places.setdefault(part.strip(), set()).add(n if between in ",/" else name)
-    return {part for part, its in places.items() if len(its) > 1}
+    if between not in (",", "/", "+", " + ", "&"):
+        return set()
+    places: dict[str, set[int | str]] = {}  # where a part stands, or the labels that it is in
+    for name in names:
+        if between in name:
+            for position, part in enumerate(name.split(between)):
+                place = position if between in (",", "/") else name
+                places.setdefault(part.strip(), set()).add(place)
+    return {part for part in places if len(places[part]) > 1}
 
 
 def _core(name: str) -> str:
@@ -136,7 +159,9 @@ def _core(name: str) -> str:
 
 def _repaired(name: str) -> str:
     """Return a label that was written in UTF-8 and read in Windows-1252 or Latin-1 as it was."""
-    for encoding in ("cp1252", "latin-1") if not name.isascii() else ():
+    if name.isascii():
+        return name
+    for encoding in ("cp1252", "latin-1"):
         try:
             return name.encode(encoding).decode()
         except UnicodeError:

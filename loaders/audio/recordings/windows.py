@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -49,48 +49,54 @@ class Windows:
     @property
     def total(self) -> float:
         """Seconds of all recordings."""
-        return sum(each.header.seconds for each in self.recordings)
+        return sum(recording.header.seconds for recording in self.recordings)
 
     @property
     def digest(self) -> str:
         """A hash of the recordings' names, their headers, and the cut."""
         digest = hashlib.sha256(f"{self.seconds!r} {self.hop!r}".encode())
-        for each in self.recordings:
-            h = each.header
-            digest.update(
-                f"\n{each.name} {h.size} {h.rate} {h.frames} {h.channels} {h.digest}".encode()
-            )
+        for recording in self.recordings:
+            header = recording.header
+            signal = f"{header.size} {header.rate} {header.frames} {header.channels}"
+            digest.update(f"\n{recording.name} {signal} {header.digest}".encode())
         return digest.hexdigest()[:32]
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, float, float]]:
         """Windows by number: the number of the recording, and start and end in it [s]."""
-        k = int(np.searchsorted(self.first, start, side="right")) - 1
+        recording_number = int(np.searchsorted(self.first, start, side="right")) - 1
         while start < stop:
-            of_it = _cut(self.recordings[k].header, self.seconds, self.hop)
-            low, high = (
-                start - int(self.first[k]),
-                min(stop, int(self.first[k + 1])) - int(self.first[k]),
-            )
-            yield from ((k, begin, end) for begin, end in of_it[low:high])
-            start = int(self.first[k + 1])
-            k += 1
+            header = self.recordings[recording_number].header
+            first = int(self.first[recording_number])
+            next_first = int(self.first[recording_number + 1])
+            parts = _cut(header, self.seconds, self.hop)
+            for begin, end in parts[start - first : min(stop, next_first) - first]:
+                yield recording_number, begin, end
+            start = next_first
+            recording_number += 1
 
     def write(self, folder: pathlib.Path) -> None:
         """Write the index that the loader reads them by, into a folder that is new or empty."""
-        at = {os.path.join(self.root, each.name): each.header for each in self.recordings}
-        whole = {path: [Annotation(path)] for path in at}
-        options = rows.Options(windows=self.seconds, hop=self.hop)
-        splits = dict.fromkeys(at, "train")
+        recordings = self.recordings
+        paths = [os.path.join(self.root, recording.name) for recording in recordings]
+        headers_by_path = {
+            path: recording.header for path, recording in zip(paths, recordings, strict=True)
+        }
         plan = rows.Plan(
-            names=[], events=whole, splits=splits, headers=at, root=self.root, options=options
+            names=[],
+            events={path: [Annotation(path)] for path in paths},
+            splits=dict.fromkeys(paths, "train"),
+            headers=headers_by_path,
+            root=self.root,
+            options=rows.Options(windows=self.seconds, hop=self.hop),
         )
         (folder / "data").mkdir(parents=True)
-        about = store.write_split(folder / "data", "train", plan)
-        root = os.path.relpath(self.root, os.path.realpath(folder))
-        text = json.dumps(
-            {"version": store.VERSION, "root": root, "classes": [], "splits": {"train": about}}
-        )
-        (folder / "index.json").write_text(text)
+        index = {
+            "version": store.VERSION,
+            "root": os.path.relpath(self.root, os.path.realpath(folder)),
+            "classes": [],
+            "splits": {"train": store.write_split(folder / "data", "train", plan)},
+        }
+        (folder / "index.json").write_text(json.dumps(index))
 
 
 def clock(date: str | None, time: str | None, seconds: float) -> str:
@@ -98,13 +104,14 @@ def clock(date: str | None, time: str | None, seconds: float) -> str:
     if not date or not time:
         return ""
     try:
-        return (datetime.fromisoformat(f"{date}T{time}") + timedelta(seconds=seconds)).isoformat()
+        begin = datetime.fromisoformat(f"{date}T{time}")
+        return (begin + timedelta(seconds=seconds)).isoformat()
     except (ValueError, TypeError, OverflowError):
         return ""
 
 
 def cut(
-    given: Sequence[str],
+    inputs: Sequence[str],
     *,
     seconds: float,
     hop: float,
@@ -129,94 +136,96 @@ def cut(
             f"windows would begin every {hop:g} s; at least {rows.SHORTEST:g} s apart: give less"
             " overlap"
         )
-    known: dict[str, Header] = {}
+    known_headers: dict[str, Header] = {}
     paths: set[str] = set()
-    roots: list[str] = []
-    for each in given:
-        folder, found = _recordings_of(each, root, known, reading or columns.Options(), errors)
-        paths |= found
-        roots.append(folder)
-    common = (
-        root
-        or (roots[0] if len(roots) == 1 else "")
-        or os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"])
-    )
-    root = os.path.abspath(files.expanded(common))
+    folders: list[str] = []
+    options = reading or columns.Options()
+    for name in inputs:
+        folder, recording_paths = _recordings_of(name, root, known_headers, options, errors)
+        paths |= recording_paths
+        folders.append(folder)
+    root = os.path.abspath(files.expanded(root or _common_root(folders, paths)))
     for path in sorted(paths):
         if not path.startswith(os.path.join(root, "")):
             errors.add("outside-root", f"{path} is not below {root}")
             paths.discard(path)
-        elif not links and (led := rows.leads_out(path, root)):
+        elif not links and (target := rows.leads_out(path, root)):
             errors.add(
-                "link-outside", f"{path} leads to {led}; links are followed with --follow-links"
+                "link-outside", f"{path} leads to {target}; links are followed with --follow-links"
             )
             paths.discard(path)
-    found_headers, n_read = headers.read_all(paths, known, errors)
-    note(f"{len(found_headers)} recordings, {n_read} headers read")
+    headers_by_path, n_read = headers.read_all(paths, known_headers, errors)
+    note(f"{len(headers_by_path)} recordings, {n_read} headers read")
+    recordings = _with_samples(headers_by_path, root, errors)
+    if not recordings:
+        first_error = f" ({errors.lines[0][1]})" if errors.lines else ""
+        raise DataError(
+            f"none of {len(paths)} recordings can be read{first_error}; name some that can"
+        )
+    n_windows = [len(_cut(recording.header, seconds, hop)) for recording in recordings]
+    first = np.concatenate([[0], np.cumsum(n_windows)])
+    return Windows(root, recordings, seconds, hop, first.astype(np.int64))
+
+
+def _common_root(folders: Sequence[str], paths: Iterable[str]) -> str:
+    """Return the folder or index that is alone given, or the nearest folder that holds all."""
+    if len(folders) == 1 and folders[0]:
+        return folders[0]
+    return os.path.commonpath(list(map(os.path.dirname, paths)) or ["/"])
+
+
+def _with_samples(
+    headers_by_path: Mapping[str, Header], root: str, errors: Errors
+) -> list[Recording]:
+    """Return the recordings that have samples, by name. Count the others."""
     recordings = []
-    for path in sorted(found_headers, key=lambda path: os.path.relpath(path, root)):
-        if found_headers[path].frames > 0:
-            recordings.append(
-                Recording(os.path.relpath(path, root).replace(os.sep, "/"), found_headers[path])
-            )
+    for path in sorted(headers_by_path, key=lambda path: os.path.relpath(path, root)):
+        header = headers_by_path[path]
+        if header.frames > 0:
+            name = os.path.relpath(path, root).replace(os.sep, "/")
+            recordings.append(Recording(name, header))
         else:
             errors.add("unreadable-file", f"{path} holds no samples")
-    if not recordings:
-        first = f" ({errors.lines[0][1]})" if errors.lines else ""
-        raise DataError(f"none of {len(paths)} recordings can be read{first}; name some that can")
-    counts = [len(_cut(each.header, seconds, hop)) for each in recordings]
-    return Windows(
-        root, recordings, seconds, hop, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    )
+    return recordings
 
 
 def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]]:
-    return [
-        part[:2]
-        for part in rows.windows_of([], header.seconds, {}, rows.Options(windows=seconds, hop=hop))
-    ]
+    options = rows.Options(windows=seconds, hop=hop)
+    return [part[:2] for part in rows.windows_of([], header.seconds, {}, options)]
 
 
 def _recordings_of(
-    given: str, root: str, known: dict[str, Header], reading: columns.Options, errors: Errors
+    name: str, root: str, known_headers: dict[str, Header], reading: columns.Options, errors: Errors
 ) -> tuple[str, set[str]]:
-    """Return the folder of a source, or "", and its recordings. Add to the ``known`` headers."""
-    path = files.expanded(given)
+    """Return the folder of a source, or "", and its recordings. Add to the known headers."""
+    path = files.expanded(name)
     if (path / "index.json").is_file():
-        of_index: Mapping[str, Header] = store.read_recordings(path)
-        if not of_index:
+        index_headers = store.read_recordings(path)
+        if not index_headers:
             raise DataError(
                 f"{path} is an index without the list of its recordings (headers.cache); make it"
                 " again"
             )
-        known.update(of_index)
-        return str(shards.index_root(path / "index.json")), set(of_index)
+        known_headers.update(index_headers)
+        return str(shards.index_root(path / "index.json")), set(index_headers)
     if path.is_dir():
-        names = list(walk(path, errors))
-        found = {each for each in names if is_audio(each)}
-        sources.passed_over(path, names, errors)
-        if not found:
+        file_paths = list(walk(path, errors))
+        recording_paths = set(filter(is_audio, file_paths))
+        sources.passed_over(path, file_paths, errors)
+        if not recording_paths:
             raise DataError(
-                f"{given} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)"
+                f"{name} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)"
             )
-        return os.path.abspath(path), found
+        return os.path.abspath(path), recording_paths
     if is_audio(path.name):
         if path.is_file() or not path.exists():
             return "", {os.path.abspath(path)}
-        raise files.FileError(f"{given} is neither a file nor a folder")
-    return "", {
-        each.path
-        for each in sources.read(
-            given, dataclasses.replace(reading, audio=root, whole=True), errors
-        )
-    }
+        raise files.FileError(f"{name} is neither a file nor a folder")
+    options = dataclasses.replace(reading, audio=root, whole=True)
+    return "", {annotation.path for annotation in sources.read(name, options, errors)}
 
 
 def lenient() -> Errors:
     """Drop the rows of all errors. Read a truncated recording to its end."""
-    return Errors(
-        [
-            "all=drop",
-            *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels")),
-        ]
-    )
+    kept_kinds = ("truncated-file", "stale-header", "opposite-channels")
+    return Errors(["all=drop", *(f"{kind}={KEEP}" for kind in kept_kinds)])
