@@ -172,9 +172,11 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
     if "speed" in args.only:
         from tools.chip.cases import CASES
 
-        chosen = QUICK_CASES if args.quick else [case.name for case in CASES]
+        chosen = [case.name for case in CASES]
         if small:
-            chosen = SMALL_CASES
+            chosen = list(SMALL_CASES)
+        elif args.quick:
+            chosen = list(QUICK_CASES)
         for case in CASES:
             if case.name in chosen and case.model in args.models:
                 yield Unit("model", case.name)
