@@ -78,7 +78,7 @@ def make(
     labels = ((annotation.where, annotation.labels) for annotation in annotations)
     class_names.refuse_joined(labels, errors)
     paths = {annotation.path for annotation in annotations}
-    sources.unnamed(given, reading, paths, errors)
+    sources.count_unnamed(given, reading, paths, errors)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
     root = _root(given, reading, root, paths)
     # Before any is opened: the contents of a folder elsewhere are private.

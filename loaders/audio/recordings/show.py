@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,13 +75,11 @@ def report(folder: pathlib.Path) -> list[str]:
         lines += ["", _totals_line(split, totals, counts)]
         lines += _class_lines(names, counts.classes)
         lines.append("  length [s]: " + _bins(counts.lengths))
-        rates = [f"{rate}: {n_rows}" for rate, n_rows in sorted(counts.rates.items())]
-        lines.append("  rate [Hz]: " + ", ".join(rates))
+        lines.append("  rate [Hz]: " + _listed(sorted(counts.rates.items())))
         if counts.pairs:
             lines.append("  together: " + _pairs(names, counts.pairs))
     if index.get("errors"):
-        errors = [f"{kind}: {n_errors}" for kind, n_errors in index["errors"].items()]
-        lines += ["", "errors met: " + ", ".join(errors)]
+        lines += ["", "errors met: " + _listed(index["errors"].items())]
     return lines
 
 
@@ -110,10 +108,14 @@ def _class_lines(names: Sequence[str], counts: np.ndarray) -> list[str]:
 
 def _pairs(names: Sequence[str], pairs: Counter[tuple[int, int]]) -> str:
     """Return the commonest pairs of classes."""
-    texts = []
-    for (first, second), n_rows in pairs.most_common(MAX_PAIRS):
-        texts.append(f"{names[first]} + {names[second]}: {n_rows}")
-    return ", ".join(texts)
+    named_pairs = []
+    for (a, b), n_rows in pairs.most_common(MAX_PAIRS):
+        named_pairs.append((f"{names[a]} + {names[b]}", n_rows))
+    return _listed(named_pairs)
+
+
+def _listed(counts: Iterable[tuple[object, int]]) -> str:
+    return ", ".join(f"{name}: {n}" for name, n in counts)
 
 
 def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
@@ -160,8 +162,11 @@ def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
 
 def _bins(lengths: np.ndarray) -> str:
     edges = ["0", *(f"{edge:g}" for edge in LENGTHS), "…"]
-    bins = zip(itertools.pairwise(edges), lengths, strict=True)
-    return ", ".join(f"{lower}–{upper}: {n_rows}" for (lower, upper), n_rows in bins if n_rows)
+    filled_bins = []
+    for (lower, upper), n_rows in zip(itertools.pairwise(edges), lengths, strict=True):
+        if n_rows:
+            filled_bins.append((f"{lower}–{upper}", n_rows))
+    return _listed(filled_bins)
 
 
 def _bars(names: Sequence[str], counts: np.ndarray) -> Image.Image:
@@ -169,7 +174,7 @@ def _bars(names: Sequence[str], counts: np.ndarray) -> Image.Image:
     order = np.argsort(-counts, kind="stable")[:MAX_BARS]
     image = Image.new("RGB", (640, 16 * max(1, len(order)) + 8), "white")
     draw = ImageDraw.Draw(image)
-    largest = max([int(counts[c]) for c in order], default=1) or 1
+    largest = int(counts.max(initial=1))
     for line, c in enumerate(order):
         y = 4 + 16 * line
         width = int(380 * counts[c] / largest)

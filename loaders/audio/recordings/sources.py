@@ -35,6 +35,10 @@ UNREAD_SOUND_ENDINGS = tuple(
 AUDACITY_LINE = re.compile(r"\"?-?[\d.,]+\"?(\t|  *)\"?-?[\d.,]+\"?(\t| |$)")
 AUDACITY_BAND = "\\"  # the first field of a line with the frequencies of the label above it
 BIRDSET_NAME = re.compile(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$")
+BIRDSET_TYPES: Mapping[str, tuple[type, ...]] = {
+    "ebird_code_multilabel": (str, list),
+    **dict.fromkeys(("start_time", "end_time", "low_freq", "high_freq"), (int, float)),
+}
 # Endings of files that may hold recordings.
 ARCHIVE_ENDINGS = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")
 # Endings of files that people annotate in. The first three hold other texts, too.
@@ -57,13 +61,13 @@ def read(
 
     Raises DataError: it does not exist, or is no folder, table, metadata or list of paths.
     """
-    for annotation in _annotations(source, options, errors, note):
+    for annotation in _read_source(source, options, errors, note):
         if _is_kept(annotation, errors):
             yield annotation
 
 
 def _is_kept(annotation: Annotation, errors: Errors) -> bool:
-    """Count labels that say none or unknown, and remove those that say none."""
+    """Count labels that say none or unknown, and remove the former. Return whether to yield."""
     labels = annotation.labels
     if any(map(values.says_none, labels)):
         if not errors.add("no-label", f"{annotation.where}: {', '.join(labels)!r}"):
@@ -75,11 +79,11 @@ def _is_kept(annotation: Annotation, errors: Errors) -> bool:
     return errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}")
 
 
-def _annotations(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
+def _read_source(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
     path = files.expanded(source)
     finder = Finder(_audio_folder(path, options), errors)
     if path.is_dir():
-        yield from _of_folder(path, options, errors, finder, note)
+        yield from _read_folder(path, options, errors, finder, note)
     elif not path.exists():
         raise DataError(
             f"{source} does not exist{shards.nearest(path)}; name a folder of recordings, a table,"
@@ -88,7 +92,7 @@ def _annotations(source: str, options: Options, errors: Errors, note: Note) -> I
     elif is_audio(path.name):
         yield Annotation(os.path.abspath(path), where=source)
     else:
-        yield from _of_file(path, options, errors, finder, note)
+        yield from _read_file(path, options, errors, finder, note)
 
 
 def _audio_folder(source: pathlib.Path, options: Options) -> pathlib.Path | None:
@@ -118,7 +122,7 @@ def root_of(path: pathlib.Path) -> str:
     return ""
 
 
-def passed_over(
+def count_unread(
     folder: pathlib.Path, names: Iterable[str], errors: Errors, used: Collection[str] = ()
 ) -> None:
     """Count files of a folder that are neither recordings nor ``used``, by kind.
@@ -150,7 +154,7 @@ def _own_folders(names: Sequence[str]) -> set[str]:
 
 def _unread_kind(path: str, folder: pathlib.Path) -> str:
     """Return the kind of error that a file is which is neither a recording nor used."""
-    first_bytes = _first_bytes(path, folder)
+    first_bytes = _read_first_bytes(path, folder)
     lower_path = path.lower()
     if SOUND_SIGNATURE.match(first_bytes):
         return "unread-sound"
@@ -161,7 +165,7 @@ def _unread_kind(path: str, folder: pathlib.Path) -> str:
     return "unread-table" if _is_table(path, first_bytes) else "other-file"
 
 
-def _first_bytes(path: str, folder: pathlib.Path) -> bytes:
+def _read_first_bytes(path: str, folder: pathlib.Path) -> bytes:
     """Return the first bytes of a file, none if it cannot be read or leads out of ``folder``."""
     if leads_out(path, str(folder)):
         return b""
@@ -172,25 +176,27 @@ def _first_bytes(path: str, folder: pathlib.Path) -> bytes:
         return b""
 
 
-def unnamed(given: Iterable[str], options: Options, named: Collection[str], errors: Errors) -> None:
+def count_unnamed(
+    given: Iterable[str], options: Options, named: Collection[str], errors: Errors
+) -> None:
     """Count recordings of --audio, or next to ``given`` tables' own, that are not ``named``."""
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
         candidates = list(walk(files.expanded(options.audio), Errors()))
     else:
-        candidates = _neighbours(named)
+        candidates = _list_neighbours(named)
     for path in sorted(candidates):
         is_hidden = os.path.basename(path).startswith(".")
         if is_audio(path) and not is_hidden and path not in named and os.path.isfile(path):
             errors.add("no-table", path)
 
 
-def _neighbours(paths: Iterable[str]) -> list[str]:
+def _list_neighbours(paths: Iterable[str]) -> list[str]:
     """Return the paths of all files and folders in the folders of ``paths``."""
     neighbours: list[str] = []
-    for folder in {os.path.dirname(path) for path in paths}:
-        neighbours += [entry.path for entry in os.scandir(folder)]
+    for folder in set(map(os.path.dirname, paths)):
+        neighbours += map(os.fspath, os.scandir(folder))
     return neighbours
 
 
@@ -214,7 +220,7 @@ def _is_table(path: str, first_bytes: bytes) -> bool:
 def _is_raven(path: str, folder: pathlib.Path) -> bool:
     if not path.lower().endswith(".txt"):
         return False
-    first_bytes = _first_bytes(path, folder).lower()
+    first_bytes = _read_first_bytes(path, folder).lower()
     if b"begin time (s)" not in first_bytes or b"\t" not in first_bytes:
         return False
     return first_bytes.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
@@ -228,6 +234,7 @@ class _Contents(NamedTuple):
     metadata: list[str]  # of BirdSet
     selections: list[str]  # of Raven
     catalogues: list[str]  # of xeno-canto
+    archives: list[str]
 
     def tables(self) -> list[str]:
         return [*self.metadata, *self.selections, *self.catalogues]
@@ -238,13 +245,15 @@ class _Contents(NamedTuple):
         return any(os.path.dirname(path) != top for path in self.audio)
 
 
-def _contents(folder: pathlib.Path, options: Options, errors: Errors) -> _Contents:
-    contents = _Contents(list(walk(folder, errors)), [], [], [], [])
+def _list_contents(folder: pathlib.Path, options: Options, errors: Errors) -> _Contents:
+    contents = _Contents(list(walk(folder, errors)), [], [], [], [], [])
     for path in contents.paths:
         if is_audio(path):
             contents.audio.append(path)
         elif BIRDSET_NAME.search(path):
             contents.metadata.append(path)
+        elif path.endswith(ARCHIVE_ENDINGS):
+            contents.archives.append(path)
         elif path.endswith(".json"):
             if _is_xeno_canto(path, folder, errors):
                 contents.catalogues.append(path)
@@ -254,14 +263,14 @@ def _contents(folder: pathlib.Path, options: Options, errors: Errors) -> _Conten
     return contents
 
 
-def _of_folder(
+def _read_folder(
     folder: pathlib.Path, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
-    contents = _contents(folder, options, errors)
+    contents = _list_contents(folder, options, errors)
     used = set(contents.tables())
     if contents.metadata:  # whose archives were unpacked
-        used.update(path for path in contents.paths if path.endswith(ARCHIVE_ENDINGS))
-    passed_over(folder, contents.paths, errors, used)
+        used.update(contents.archives)
+    count_unread(folder, contents.paths, errors, used)
     _refuse_labels_of_two_kinds(folder, contents)
     for path in contents.tables():
         name = os.path.relpath(path, os.path.abspath(folder))
@@ -270,9 +279,9 @@ def _of_folder(
     if contents.tables():
         if not finder.folder:
             finder = Finder(folder, errors)
-        yield from _of_tables(contents, options, errors, finder, note)
+        yield from _read_tables(contents, options, errors, finder, note)
     elif contents.audio:
-        yield from _of_recordings(folder, contents, options.labels, errors)
+        yield from _read_recordings(folder, contents, options.labels, errors)
     else:
         raise DataError(
             f"{folder} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)"
@@ -281,7 +290,7 @@ def _of_folder(
 
 
 def _refuse_labels_of_two_kinds(folder: pathlib.Path, contents: _Contents) -> None:
-    """Raise DataError if subfolders or tables may be the labels."""
+    """Raise DataError if both subfolders and tables may be the labels."""
     selections = contents.selections
     if not selections or not contents.is_nested(folder):
         return
@@ -309,16 +318,16 @@ def _hint_without_audio(paths: Sequence[str]) -> str:
     return f"; it holds {len(paths)} other files"
 
 
-def _of_tables(
+def _read_tables(
     contents: _Contents, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
     """Yield the annotations of a folder's tables. Count its recordings that no table is about."""
     annotated: set[str] = set()
     for path in (*contents.metadata, *sorted([*contents.selections, *contents.catalogues])):
         if path in contents.metadata:
-            annotations = _birdset(pathlib.Path(path), errors, finder)
+            annotations = _read_birdset(pathlib.Path(path), errors, finder)
         else:
-            annotations = _of_file(pathlib.Path(path), options, errors, finder, note)
+            annotations = _read_file(pathlib.Path(path), options, errors, finder, note)
         for annotation in annotations:
             annotated.add(annotation.path)
             yield annotation
@@ -327,7 +336,7 @@ def _of_tables(
             errors.add("no-table", path)
 
 
-def _of_recordings(
+def _read_recordings(
     folder: pathlib.Path, contents: _Contents, labels_option: str, errors: Errors
 ) -> Iterator[Annotation]:
     """Yield the recordings of a folder without tables, labelled by --labels."""
@@ -382,15 +391,15 @@ def _refuse_splits_as_labels(folder: pathlib.Path, audio: Sequence[str]) -> None
         )
 
 
-def _of_file(
+def _read_file(
     path: pathlib.Path, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
     if path.suffix == ".parquet":
-        yield from _birdset(path, errors, finder)
+        yield from _read_birdset(path, errors, finder)
         return
     text, encoding = tables.read_text(path, options.encoding)
     if path.suffix == ".json":
-        yield from _xeno_canto(path, text, errors, finder)
+        yield from _read_xeno_canto(path, text, errors, finder)
     elif not text.strip():
         without_events = _without_events(path, finder)  # a label track without a label
         if not without_events:
@@ -400,9 +409,9 @@ def _of_file(
         if audio := finder.next_to(path, str(path)):
             if encoding != "UTF-8":
                 errors.add("other-encoding", f"{path} is read as {encoding}")
-            yield from _audacity(path, text, audio, options.separator, errors)
+            yield from _read_audacity(path, text, audio, options.separator, errors)
     else:
-        yield from _of_text(path, text, encoding, options, errors, finder, note)
+        yield from _read_text(path, text, encoding, options, errors, finder, note)
 
 
 def _first_line(text: str) -> str:
@@ -419,7 +428,7 @@ def _without_events(table: pathlib.Path, finder: Finder) -> Annotation | None:
     return Annotation(audio, where=str(table), nothing=True) if audio else None
 
 
-def _of_text(
+def _read_text(
     path: pathlib.Path,
     text: str,
     encoding: str,
@@ -431,7 +440,7 @@ def _of_text(
     """Yield the annotations of a table or a list of recordings."""
     table = tables.Table(path, text, encoding)
     if is_audio(_first_line(text)) and not any(map(column_names.meaning_of, table.columns)):
-        yield from _list(path, text, errors, finder)
+        yield from _read_list(path, text, errors, finder)
         return
     states_columns = options.file_column or options.start_column
     meanings = set(map(column_names.what, table.columns))
@@ -441,10 +450,12 @@ def _of_text(
             f" {', '.join(table.columns)[:200]}; name them with --file-column, --start-column,"
             " --end-column, --label-column"
         )
-    yield from _of_table(table, options, errors, finder, note)
+    yield from _read_table(table, options, errors, finder, note)
 
 
-def _list(path: pathlib.Path, text: str, errors: Errors, finder: Finder) -> Iterator[Annotation]:
+def _read_list(
+    path: pathlib.Path, text: str, errors: Errors, finder: Finder
+) -> Iterator[Annotation]:
     for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
         name = line.strip()
@@ -454,7 +465,7 @@ def _list(path: pathlib.Path, text: str, errors: Errors, finder: Finder) -> Iter
             yield Annotation(audio, where=where)
 
 
-def _of_table(
+def _read_table(
     table: tables.Table, options: Options, errors: Errors, finder: Finder, note: Note
 ) -> Iterator[Annotation]:
     layout = columns.find(table, options)
@@ -496,7 +507,7 @@ def _of_line(line: lines.Line, audio: str, has_times: bool) -> Annotation:
     )
 
 
-def _audacity(
+def _read_audacity(
     path: pathlib.Path, text: str, audio: str, separator: str, errors: Errors
 ) -> Iterator[Annotation]:
     """Yield Audacity's labels: start, end and text, and below, after a backslash, frequencies."""
@@ -574,10 +585,10 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, errors: Errors) -> bool:
     if target := leads_out(path, str(folder)):
         errors.add("link-outside", f"{path} leads to {target}")
         return False
-    return re.search(rb'"recordings"\s*:\s*\[', _first_bytes(path, folder)) is not None
+    return re.search(rb'"recordings"\s*:\s*\[', _read_first_bytes(path, folder)) is not None
 
 
-def _xeno_canto(
+def _read_xeno_canto(
     path: pathlib.Path, text: str, errors: Errors, finder: Finder
 ) -> Iterator[Annotation]:
     """xeno-canto's answer to a query: recordings next to it are XC<number> or by name."""
@@ -597,8 +608,9 @@ def _xeno_canto(
         if not audio:
             audio = finder.find(str(recording.get("file-name") or name), path, where)
         if audio:
-            species_parts = [str(recording.get(key) or "") for key in ("gen", "sp")]
-            species = " ".join(species_parts).strip()
+            genus = str(recording.get("gen") or "")
+            epithet = str(recording.get("sp") or "")
+            species = f"{genus} {epithet}".strip()
             labels = (species,) if species else ()
             about = _about_xeno_canto(recording)
             yield Annotation(audio, labels=labels, where=where, about=about)
@@ -617,14 +629,7 @@ def _about_xeno_canto(recording: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in about.items() if value}
 
 
-BIRDSET_NUMBERS = ("start_time", "end_time", "low_freq", "high_freq")
-BIRDSET_TYPES: Mapping[str, tuple[type, ...]] = {
-    "ebird_code_multilabel": (str, list),
-    **dict.fromkeys(BIRDSET_NUMBERS, (int, float)),
-}
-
-
-def _birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Annotation]:
+def _read_birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Annotation]:
     """Yield BirdSet's metadata: recordings (train), events (test), clips of 5 s (test_5s)."""
     import pyarrow.csv as pc
     import pyarrow.parquet as pq
@@ -641,9 +646,7 @@ def _birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Ann
         audio = finder.find(str(row[file_column] or ""), path, where)
         if not audio:
             continue
-        part: dict[str, float | None] = {}
-        if split == "test":
-            part = {name: row.get(name) for name in BIRDSET_NUMBERS}
+        part = row if split == "test" else {}
         yield Annotation(
             audio,
             start=part.get("start_time"),

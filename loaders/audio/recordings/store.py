@@ -100,7 +100,7 @@ def write(
             "root": root,
             "classes": plan.names,
             "splits": split_counts,
-            "errors": {kind: errors.counts[kind] for kind in sorted(errors.counts)},
+            "errors": dict(sorted(errors.counts.items())),
             "options": dict(options),
         }
         _write_recordings(fresh / "headers.cache", plan)
@@ -168,8 +168,10 @@ def _check(index: Mapping[str, Any]) -> None:
 def _is_counted(split: Any) -> bool:
     if not isinstance(split, dict):
         return False
-    numbers = [split.get(n) for n in ("rows", "recordings", "hours", "hours_of_recordings")]
-    return all(isinstance(number, int | float) for number in numbers)
+    for name in ("rows", "recordings", "hours", "hours_of_recordings"):
+        if not isinstance(split.get(name), int | float):
+            return False
+    return True
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
@@ -253,7 +255,7 @@ class _Counts:
 
     @property
     def hours(self) -> float:
-        total_seconds = float(sum(group.sum() for group in self.seconds))
+        total_seconds = float(sum(map(np.sum, self.seconds)))
         return round(total_seconds / 3600, 6)
 
 
@@ -296,12 +298,18 @@ def _open_shard(path: pathlib.Path, index_schema: pa.Schema) -> pq.ParquetWriter
 
 def _recordings(split: str, plan: Plan) -> set[str]:
     """Return the paths of a split's recordings."""
-    parts = [path for path in plan.splits if plan.splits[path] == split]
-    return {part.partition("\0")[0] for part in parts}
+    recordings: set[str] = set()
+    for key, its_split in plan.splits.items():
+        if its_split == split:
+            recordings.add(key.partition("\0")[0])
+    return recordings
 
 
 def _hours_of_recordings(recordings: set[str], plan: Plan) -> float:
-    seconds = sum(plan.headers[path].seconds for path in recordings if path in plan.headers)
+    seconds = 0.0
+    for path in recordings:
+        if path in plan.headers:
+            seconds += plan.headers[path].seconds
     return round(seconds / 3600, 6)
 
 

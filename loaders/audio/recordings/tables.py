@@ -219,12 +219,13 @@ class Table:
 
     def _read(self, lines: Sequence[str], n_before: int) -> Iterator[tuple[int, Mapping[str, str]]]:
         rows = []
-        for number, cells in self._cells(lines, n_before):
-            if cells and _is_comment(cells[0]):
+        for number, padded_cells in self._cells(lines, n_before):
+            cells = [cell.strip() for cell in padded_cells]
+            if padded_cells and _is_comment(padded_cells[0]):
                 self.comments.append(number)
-            elif any(cell.strip() for cell in cells):
-                rows.append((number, [cell.strip() for cell in cells]))
-        if self._has_row_names([cells for _, cells in rows]):
+            elif any(cells):
+                rows.append((number, cells))
+        if self._has_row_names(rows):
             self.columns = ["", *self.columns]
         n_columns = len(self.columns)
         for number, cells in rows:
@@ -237,14 +238,18 @@ class Table:
                     f"{self.path}:{number} has {len(cells)} cells, and the header {n_columns}"
                 )
 
-    def _has_row_names(self, rows: Sequence[Sequence[str]]) -> bool:
+    def _has_row_names(self, rows: Sequence[tuple[int, list[str]]]) -> bool:
         """Return whether rows begin with R's names, which have no name in the header."""
-        if any(len(cells) != len(self.columns) + 1 for cells in rows):
+        row_names: set[str] = set()
+        last_cells: set[str] = set()
+        for _, cells in rows:
+            if len(cells) != len(self.columns) + 1:
+                return False
+            row_names.add(cells[0])
+            last_cells.add(cells[-1])
+        if not any(last_cells) or len(row_names) < len(rows):
             return False
-        if not any(cells[-1] for cells in rows):
-            return False
-        row_names = {cells[0] for cells in rows}
-        return len(row_names) == len(rows) and _plain(self.columns[0]) != "selection"
+        return _plain(self.columns[0]) != "selection"
 
     def find(self, *names: str) -> str | None:
         """Return the first column that has one of these names, or None."""

@@ -76,15 +76,16 @@ class Windows:
 
     def write(self, folder: pathlib.Path) -> None:
         """Write the index that the loader reads them by, into a folder that is new or empty."""
-        recordings = self.recordings
-        paths = [os.path.join(self.root, recording.name) for recording in recordings]
-        headers_by_path = {
-            path: recording.header for path, recording in zip(paths, recordings, strict=True)
-        }
+        headers_by_path: dict[str, Header] = {}
+        annotations: dict[str, list[Annotation]] = {}
+        for recording in self.recordings:
+            path = os.path.join(self.root, recording.name)
+            headers_by_path[path] = recording.header
+            annotations[path] = [Annotation(path)]
         plan = rows.Plan(
             names=[],
-            events={path: [Annotation(path)] for path in paths},
-            splits=dict.fromkeys(paths, "train"),
+            events=annotations,
+            splits=dict.fromkeys(annotations, "train"),
             headers=headers_by_path,
             root=self.root,
             options=rows.Options(windows=self.seconds, hop=self.hop),
@@ -211,7 +212,7 @@ def _recordings_of(
     if path.is_dir():
         file_paths = list(walk(path, errors))
         recording_paths = set(filter(is_audio, file_paths))
-        sources.passed_over(path, file_paths, errors)
+        sources.count_unread(path, file_paths, errors)
         if not recording_paths:
             raise DataError(
                 f"{name} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)"
@@ -227,5 +228,5 @@ def _recordings_of(
 
 def lenient() -> Errors:
     """Drop the rows of all errors. Read a truncated recording to its end."""
-    kept_kinds = ("truncated-file", "stale-header", "opposite-channels")
-    return Errors(["all=drop", *(f"{kind}={KEEP}" for kind in kept_kinds)])
+    kept_kinds = [f"truncated-file={KEEP}", f"stale-header={KEEP}", f"opposite-channels={KEEP}"]
+    return Errors(["all=drop", *kept_kinds])
