@@ -8,393 +8,104 @@ ms, min and h, Hz and kHz.
 import re
 import unicodedata
 from collections.abc import Mapping
+from typing import NamedTuple
+
+
+def _split_names(names: str) -> tuple[str, ...]:
+    return tuple(names.split(", "))
+
 
 # Meaning -> names. Of several columns with one meaning, the one whose name is listed first is used.
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "file": (
-        "begin path",
-        "file path",
-        "audio file path",
-        "audio path",
-        "begin file",
-        "in file",
-        "file name",
-        "file",
-        "audio file name",
-        "audio file",
-        "audio",
-        "path",
-        "recording",
-        "recording name",
-        "recording file",
-        "fname",
-        "sound files",
-        "sound file",
-        "wav file name",
-        "wav file",
-        "wav",
-        "slice file name",
-        "segment id",
-        "ytid",
-        "item id",
-        "item name",
-        "clip name",
-        "clip",
-        "source file",
-        "soundscape",
-        "sample name",
-        "media",
-        "datei",
-        "dateiname",
-        "archivo",
-        "nombre archivo",
-        "nombre del archivo",
-        "nombre de archivo",
-        "fichier",
-        "nom fichier",
-        "nom du fichier",
-        "aufnahme",
-        "enregistrement",
-        "grabacion",
-        "bestand",
-        "bestandsnaam",
-        "arquivo",
-        "ficheiro",
-        "sound url",
+    "file": _split_names(
+        "begin path, file path, audio file path, audio path, begin file, in file, file name,"
+        " file, audio file name, audio file, audio, path, recording, recording name,"
+        " recording file, fname, sound files, sound file, wav file name, wav file, wav,"
+        " slice file name, segment id, ytid, item id, item name, clip name, clip, source file,"
+        " soundscape, sample name, media, datei, dateiname, archivo, nombre archivo,"
+        " nombre del archivo, nombre de archivo, fichier, nom fichier, nom du fichier, aufnahme,"
+        " enregistrement, grabacion, bestand, bestandsnaam, arquivo, ficheiro, sound url"
     ),
     # and names with a word of `FOLDERS`
-    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
-    "start": (
-        "start",
-        "start time",
-        "begin",
-        "begin time",
-        "onset",
-        "onset time",
-        "event start",
-        "event start time",
-        "segment start",
-        "event onset",
-        "window start",
-        "window start time",
-        "time begin",
-        "clip start",
-        "clip start time",
-        "start offset",
-        "time start",
-        "t start",
-        "t min",
-        "min t",
-        "time min",
-        "t0",
-        "x1",
-        "from",
-        "starts",
-        "beginn",
-        "tag start",
-        "anfang",
-        "startzeit",
-        "anfangszeit",
-        "von",
-        "inicio",
-        "tiempo inicio",
-        "debut",
-        "temps debut",
-        "tiempo inicial",
-        "inizio",
-        "file begin",
+    "folder": _split_names("indir, in dir, folder, directory, dir, subfolder"),
+    "start": _split_names(
+        "start, start time, begin, begin time, onset, onset time, event start, event start time,"
+        " segment start, event onset, window start, window start time, time begin, clip start,"
+        " clip start time, start offset, time start, t start, t min, min t, time min, t0, x1,"
+        " from, starts, beginn, tag start, anfang, startzeit, anfangszeit, von, inicio,"
+        " tiempo inicio, debut, temps debut, tiempo inicial, inizio, file begin"
     ),
-    "end": (
-        "end",
-        "end time",
-        "stop",
-        "stop time",
-        "event end",
-        "event end time",
-        "segment end",
-        "event offset",
-        "window end",
-        "window end time",
-        "clip end",
-        "clip end time",
-        "end offset",
-        "time end",
-        "t end",
-        "t stop",
-        "t max",
-        "max t",
-        "time max",
-        "t1",
-        "x2",
-        "to",
-        "ends",
-        "finish",
-        "ende",
-        "endzeit",
-        "bis",
-        "fin",
-        "tiempo fin",
-        "temps fin",
-        "tiempo final",
-        "fim",
-        "file end",
+    "end": _split_names(
+        "end, end time, stop, stop time, event end, event end time, segment end, event offset,"
+        " window end, window end time, clip end, clip end time, end offset, time end, t end,"
+        " t stop, t max, max t, time max, t1, x2, to, ends, finish, ende, endzeit, bis, fin,"
+        " tiempo fin, temps fin, tiempo final, fim, file end"
     ),
-    "duration": (
-        "duration",
-        "dur",
-        "delta time",
-        "event duration",
-        "segment duration",
-        "tag duration",
-        "length",
-        "dauer",
-        "duree",
-        "duracion",
+    "duration": _split_names(
+        "duration, dur, delta time, event duration, segment duration, tag duration, length,"
+        " dauer, duree, duracion"
     ),
-    "offset": ("offset",),  # an end next to an onset, a start next to a duration
+    # an end next to an onset, a start next to a duration
+    "offset": _split_names("offset"),
     # Raven's start in the file; its Begin Time counts over all files
-    "file offset": ("file offset", "begin file offset"),
-    "label": (
-        "manual id",
-        "label",
-        "labels",
-        "annotation",
-        "annotations",
-        "class name",
-        "class label",
-        "species",
-        "species name",
-        "ebird code",
-        "species ebird code",
-        "primary label",
-        "species code",
-        "alpha code",
-        "common name",
-        "scientific name",
-        "event label",
-        "positive labels",
-        "category",
-        "class",
-        "tags",
-        "tag",
-        "taxon",
-        "taxon name",
-        "vernacular name",
-        "english name",
-        "sci name",
-        "latin name",
-        "target",
-        "auto id",
-        "top1match",
-        "art",
-        "artname",
-        "spezies",
-        "especie",
-        "espece",
-        "class species",
+    "file offset": _split_names("file offset, begin file offset"),
+    "label": _split_names(
+        "manual id, label, labels, annotation, annotations, class name, class label, species,"
+        " species name, ebird code, species ebird code, primary label, species code, alpha code,"
+        " common name, scientific name, event label, positive labels, category, class, tags, tag,"
+        " taxon, taxon name, vernacular name, english name, sci name, latin name, target, auto id,"
+        " top1match, art, artname, spezies, especie, espece, class species"
     ),
     # with "epithet" or species a scientific name
-    "genus": ("gen", "genus", "gattung", "genre", "genero"),
-    "epithet": ("sp", "specific epithet"),
-    "low": (
-        "low",
-        "low freq",
-        "low f",
-        "freq low",
-        "f low",
-        "f min",
-        "min freq",
-        "freq min",
-        "low frequency",
-        "min frequency",
-        "lower frequency",
-        "frequency min",
-        "frequency low",
-        "bottom freq",
-        "y1",
+    "genus": _split_names("gen, genus, gattung, genre, genero"),
+    "epithet": _split_names("sp, specific epithet"),
+    "low": _split_names(
+        "low, low freq, low f, freq low, f low, f min, min freq, freq min, low frequency,"
+        " min frequency, lower frequency, frequency min, frequency low, bottom freq, y1"
     ),
-    "high": (
-        "high",
-        "high freq",
-        "high f",
-        "freq high",
-        "f high",
-        "f max",
-        "max freq",
-        "freq max",
-        "high frequency",
-        "max frequency",
-        "upper frequency",
-        "frequency max",
-        "frequency high",
-        "top freq",
-        "y2",
+    "high": _split_names(
+        "high, high freq, high f, freq high, f high, f max, max freq, freq max, high frequency,"
+        " max frequency, upper frequency, frequency max, frequency high, top freq, y2"
     ),
-    "channel": (
-        "channel",
-        "channel number",
-        "channel no",
-        "channel index",
-        "chan",
-        "ch",
-        "kanal",
-        "canal",
-        "canale",
-        "voie",
+    "channel": _split_names(
+        "channel, channel number, channel no, channel index, chan, ch, kanal, canal, canale, voie"
     ),
-    "selection": ("selection", "selec"),
-    "view": ("view",),
-    "answer": ("answer", "validated", "validation", "validation status"),
-    "asked": ("asked",),
-    "score": ("score", "confidence"),
-    "clock": ("clock",),
-    "embeddings": ("embeddings",),
+    "selection": _split_names("selection, selec"),
+    "view": _split_names("view"),
+    "answer": _split_names("answer, validated, validation, validation status"),
+    "asked": _split_names("asked"),
+    "score": _split_names("score, confidence"),
+    "clock": _split_names("clock"),
+    "embeddings": _split_names("embeddings"),
     # Those other than the first are used if all their values are names of splits. Columns without a
     # meaning are used if one of them is train, too.
-    "split": ("split", "set", "subset", "partition", "data split", "dataset split", "split name"),
-    "recording": ("recording id",),
-    "site": (
-        "site",
-        "location",
-        "station",
-        "site name",
-        "site id",
-        "locality",
-        "loc",
-        "deployment",
+    "split": _split_names("split, set, subset, partition, data split, dataset split, split name"),
+    "recording": _split_names("recording id"),
+    "site": _split_names("site, location, station, site name, site id, locality, loc, deployment"),
+    "date": _split_names("date, recording date, date recorded, event date, datum, fecha"),
+    "time": _split_names("time, local time, recording time, time of day, uhrzeit, heure, hora"),
+    "datetime": _split_names(
+        "date time, recorded at, timestamp, recording date time, recording start"
     ),
-    "date": ("date", "recording date", "date recorded", "event date", "datum", "fecha"),
-    "time": ("time", "local time", "recording time", "time of day", "uhrzeit", "heure", "hora"),
-    "datetime": ("date time", "recorded at", "timestamp", "recording date time", "recording start"),
-    "latitude": ("latitude", "lat", "decimal latitude", "breitengrad", "latitud"),
-    "longitude": (
-        "longitude",
-        "lon",
-        "lng",
-        "long",
-        "decimal longitude",
-        "laengengrad",
-        "langengrad",
-        "longitud",
+    "latitude": _split_names("latitude, lat, decimal latitude, breitengrad, latitud"),
+    "longitude": _split_names(
+        "longitude, lon, lng, long, decimal longitude, laengengrad, langengrad, longitud"
     ),
 }
 # Columns of the same programs that say nothing about times and labels.
-OTHER = (
-    "notes",
-    "note",
-    "comment",
-    "comments",
-    "remarks",
-    "rmk",
-    "observer",
-    "recordist",
-    "rec",
-    "author",
-    "reviewer",
-    "annotator",
-    "url",
-    "license",
-    "lic",
-    "rating",
-    "quality",
-    "q",
-    "id",
-    "index",
-    "unnamed",
-    "row",
-    "x",
-    "key",
-    "uuid",
-    "model",
-    "overlap",
-    "sensitivity",
-    "week",
-    "min conf",
-    "species list",
-    "seconds",
-    "windows",
-    "unreadable windows",
-    "detections",
-    "query",
-    "begin clock time",
-    "end clock time",
-    "begin date",
-    "begin date time",
-    "begin hour",
-    "sample rate",
-    "rate",
-    "samplerate",
-    "peak time",
-    "center time",
-    "delta freq",
-    "peak freq",
-    "center freq",
-    "avg power density",
-    "inband power",
-    "occupancy",
-    "type",
-    "sex",
-    "stage",
-    "method",
-    "cnt",
-    "country",
-    "elevation",
-    "alt",
-    "uploaded",
-    "also",
-    "sono",
-    "osci",
-    "ssp",
-    "group",
-    "grp",
-    "en",
-    "manufacturer",
-    "device",
-    "recorder",
-    "temperature",
-    "temp",
-    "battery",
-    "gain",
-    "humidity",
-    "weather",
-    "hour",
-    "day",
-    "month",
-    "year",
-    "fs id",
-    "salience",
-    "fold",
-    "class id",
-    "esc10",
-    "src file",
-    "take",
-    "mids",
-    "out file",
-    "out dir",
-    "out file fs",
-    "out file zc",
-    "time 12",
-    "date 12",
-    "hour 12",
-    "n",
-    "verified",
-    "checked",
-    "file size",
-    "size",
-    "channels",
-    "fmean",
-    "fc",
-    "dur mean",
-    "match",
-    "matching",
-    "margin",
-    "pulses",
-    "qual",
-    "sc",
-    "tk",
-    "files",
-    "top1dist",
-    "s1",
+OTHER = _split_names(
+    "notes, note, comment, comments, remarks, rmk, observer, recordist, rec, author, reviewer,"
+    " annotator, url, license, lic, rating, quality, q, id, index, unnamed, row, x, key, uuid,"
+    " model, overlap, sensitivity, week, min conf, species list, seconds, windows,"
+    " unreadable windows, detections, query, begin clock time, end clock time, begin date,"
+    " begin date time, begin hour, sample rate, rate, samplerate, peak time, center time,"
+    " delta freq, peak freq, center freq, avg power density, inband power, occupancy, type, sex,"
+    " stage, method, cnt, country, elevation, alt, uploaded, also, sono, osci, ssp, group, grp,"
+    " en, manufacturer, device, recorder, temperature, temp, battery, gain, humidity, weather,"
+    " hour, day, month, year, fs id, salience, fold, class id, esc10, src file, take, mids,"
+    " out file, out dir, out file fs, out file zc, time 12, date 12, hour 12, n, verified,"
+    " checked, file size, size, channels, fmean, fc, dur mean, match, matching, margin, pulses,"
+    " qual, sc, tk, files, top1dist, s1"
 )
 # Of those, the ones that count, number or ask, and so are no class although they hold 0 and 1.
 NUMBERS = set(
@@ -425,7 +136,8 @@ DENYING = set(
 # 0, too.
 COUNTS = set(
     "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls"
-    " ncall numcalls calls callcount numberofcalls anzahl individuen nombre effectif cantidad".split()
+    " ncall numcalls calls callcount numberofcalls anzahl individuen nombre effectif"
+    " cantidad".split()
 )
 WEIGHTS = set("softlabel softlabels weight value relevance presenceprobability".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
@@ -442,18 +154,7 @@ KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
 # units that names have without a mark before them: startms
 GLUED = ("milliseconds", "seconds", "msec", "secs", "sec", "ms")
 # Words of units that are no times until they are divided by a rate, or multiplied by a length.
-COUNTING = {
-    "sample",
-    "samples",
-    "frame",
-    "frames",
-    "pixel",
-    "pixels",
-    "percent",
-    "percentage",
-    "fraction",
-    "%",
-}
+COUNTING = set("sample samples frame frames pixel pixels percent percentage fraction %".split())
 # Words of names that say that a date is of a recording, not of an event in it.
 RECORDING = set(
     "recording recorded rec file audio deployment deployed survey visit session upload uploaded"
@@ -469,7 +170,8 @@ TIME = set(
 )
 # How words begin and end that say so, too: Zeitpunkt, Startposition, detectionTime.
 TIMES = re.compile(
-    "start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$"
+    "start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position"
+    "|.*(time|zeit)$"
 )
 MINUTES = {"min", "minute", "minuten", "minutes", "minuto", "minutos"}  # such a word, too
 SPLIT = {"train", "training", "test", "testing", "split", "holdout"}
@@ -502,23 +204,33 @@ def plain(name: str) -> str:
     return "".join(words(name))
 
 
-KNOWN = {
-    plain(name): (meaning, place)
-    for meaning, its in NAMES.items()
-    for place, name in enumerate(its)
-}
-IGNORED = {plain(name) for name in OTHER}
+class Meaning(NamedTuple):
+    """The meaning of a column by its name."""
+
+    name: str  # of `NAMES`
+    rank: int  # place in `NAMES`: of several columns, the one of the lowest rank counts first
+    scale: float  # of the values, to s and Hz
+
+
+def _rank_names() -> dict[str, tuple[str, int]]:
+    ranks = {}
+    for meaning, names in NAMES.items():
+        for rank, name in enumerate(names):
+            ranks[plain(name)] = (meaning, rank)
+    return ranks
+
+
+KNOWN = _rank_names()  # plain name -> meaning and rank
+IGNORED = set(map(plain, OTHER))
 
 
 def is_other(name: str) -> bool:
     """Whether a column is known to say nothing about times and labels."""
     parts = words(name)
-    return (
-        not parts
-        or parts[0] == "unnamed"
-        or "".join(parts) in IGNORED
-        or (parts[-1] in SECONDS | HERTZ and "".join(parts[:-1]) in IGNORED)
-    )
+    if not parts or parts[0] == "unnamed" or "".join(parts) in IGNORED:
+        return True
+    has_unit = parts[-1] in SECONDS or parts[-1] in HERTZ
+    return has_unit and "".join(parts[:-1]) in IGNORED
 
 
 def may_deny(name: str) -> bool:
@@ -540,61 +252,76 @@ def says_time(name: str) -> bool:
 
 def counting(name: str) -> str:
     """Return the word of a name that counts times in samples, frames or percent, or ""."""
-    return next((word for word in [*words(name), *re.findall("%", name)] if word in COUNTING), "")
+    for word in [*words(name), *re.findall("%", name)]:
+        if word in COUNTING:
+            return word
+    return ""
 
 
 def unit_of(name: str) -> float:
     """Return the scale of a column of times to s, by the unit at the end of its name."""
-    found = meaning_of(name)
-    return found[2] if found else SECONDS.get((words(name) or [""])[-1], 1.0)
+    if meaning := meaning_of(name):
+        return meaning.scale
+    last_word = "".join(words(name)[-1:])
+    return SECONDS.get(last_word, 1.0)
 
 
-def meaning_of(name: str) -> tuple[str, int, float] | None:
-    """Return a column's meaning, its name's place in `NAMES`, and its values' scale, or None."""
+def meaning_of(name: str) -> Meaning | None:
+    """Return a column's meaning, or None."""
     parts = words(name)
-    whole = "".join(parts)
-    if whole in KNOWN:
-        return (*KNOWN[whole], 1e3 if whole in KILOHERTZ else 1.0)
-    if whole in IGNORED:
+    plain_name = "".join(parts)
+    if plain_name in KNOWN:
+        meaning, rank = KNOWN[plain_name]
+        return Meaning(meaning, rank, scale=1e3 if plain_name in KILOHERTZ else 1.0)
+    if plain_name in IGNORED:
         return None
-    unit = parts[-1] if parts else ""
-    if FOLDERS & set(parts) and unit not in NUMBERING:
-        return "folder", len(NAMES["folder"]), 1.0
-    if parts[-2:-1] == ["in"]:  # "start in s"
-        parts = [*parts[:-2], unit]
-    if parts[-2:-1] == ["ss"] and re.fullmatch("ms|s+|f+|0+", unit):  # hh:mm:ss.ms
-        parts = parts[:-1]
-    if parts[-3:] in (["hh", "mm", "ss"], ["h", "mm", "ss"]):
-        parts, unit = [*parts[:-3], "hhmmss"], "hhmmss"
-    elif in_minutes(name):
-        parts, unit = [*parts[:-2], "mmss"], "mmss"
-    elif len(parts) == 1 and (glued := next((each for each in GLUED if unit.endswith(each)), "")):
-        parts, unit = [unit.removesuffix(glued), glued], glued
-    stem = "".join(parts[:-1])
-    meaning, place = KNOWN.get(stem, ("", 0))
+    if FOLDERS & set(parts) and parts[-1] not in NUMBERING:
+        return Meaning("folder", rank=len(NAMES["folder"]), scale=1.0)
+    stem, unit = _split_unit(name)
+    meaning, rank = KNOWN.get(stem, ("", 0))
     if unit in SECONDS:
         # "time (s)" is a place in a recording, "time" one in a day
         if meaning in ("time", "datetime"):
-            return "start", len(NAMES["start"]), SECONDS[unit]
+            return Meaning("start", len(NAMES["start"]), SECONDS[unit])
         if meaning in ("start", "end", "duration", "offset", "file offset"):
-            return meaning, place, SECONDS[unit]
+            return Meaning(meaning, rank, SECONDS[unit])
     if unit in HERTZ and meaning in ("low", "high"):
-        return meaning, place, HERTZ[unit]
+        return Meaning(meaning, rank, HERTZ[unit])
     return None
+
+
+def _split_unit(name: str) -> tuple[str, str]:
+    """Return a column's plain name without its last word, and that word, which may be a unit."""
+    parts = words(name)
+    if not parts:
+        return "", ""
+    unit = parts[-1]
+    if parts[-2:-1] == ["in"]:  # "start in s"
+        del parts[-2]
+    if parts[-2:-1] == ["ss"] and re.fullmatch("ms|s+|f+|0+", unit):  # hh:mm:ss.ms
+        del parts[-1]
+    if parts[-3:] in (["hh", "mm", "ss"], ["h", "mm", "ss"]):
+        return "".join(parts[:-3]), "hhmmss"
+    if in_minutes(name):
+        return "".join(parts[:-2]), "mmss"
+    if len(parts) == 1:
+        for glued_unit in GLUED:
+            if unit.endswith(glued_unit):
+                return unit.removesuffix(glued_unit), glued_unit
+    return "".join(parts[:-1]), unit
 
 
 def in_minutes(name: str) -> bool:
     """Whether a column's name says that its times are m:ss."""
     parts = words(name)
     if parts[-2:-1] == ["ss"]:
-        parts = parts[:-1]
-    return parts[-2:] in (["mm", "ss"], ["m", "ss"], ["min", "sec"]) and parts[-3:-2] not in (
-        ["hh"],
-        ["h"],
-    )
+        del parts[-1]
+    if parts[-2:] not in (["mm", "ss"], ["m", "ss"], ["min", "sec"]):
+        return False
+    return parts[-3:-2] not in (["hh"], ["h"])
 
 
 def what(name: str) -> str:
     """Return the meaning of a column, or ""."""
-    found = meaning_of(name)
-    return found[0] if found else ""
+    meaning = meaning_of(name)
+    return meaning.name if meaning else ""

@@ -1,8 +1,10 @@
 """The columns of a table by their values: names of recordings, splits, and classes of 0 and 1."""
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
 
 from loaders.audio.recordings import values
 from loaders.audio.recordings.column_names import (
@@ -41,8 +43,12 @@ HARD = (
     "date",
     "time",
 )
-# none has, unless next to another
+# Meanings that no class has, unless next to another class.
 PLACES = ("recording", "site", "latitude", "longitude", "score", "clock", "datetime")
+
+
+def filled_cells(table: Table, name: str) -> list[str]:
+    return list(filter(values.given, table.values(name)))
 
 
 def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
@@ -53,50 +59,66 @@ def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
     files = used.setdefault("file", [])
     if named or not table.rows():
         return
-    files[:] = [
-        name for name in files if not any("://" in value for value in table.values(name))
-    ] or files
+    files[:] = [name for name in files if not _holds_urls(table, name)] or files
     if not files:
-        files[:] = [
-            name
-            for name in table.columns
-            if not meaning_of(name) and not is_other(name) and are_audio(table, name)
-        ]
-    ended = [name for name in files if are_audio(table, name)]
-    best = (ended or files)[:1]
-    for name in [name for name in files if name not in best]:
-        its = [
-            (row[best[0]], row[name])
-            for _, row in table.rows()
-            if values.given(row[best[0]]) and values.given(row[name])
-        ]
-        if all(_last(a) == _last(b) for a, b in its):
+        files[:] = _find_audio_columns(table)
+    if not files:
+        return
+    audio_columns = [name for name in files if are_audio(table, name)]
+    best = (audio_columns or files)[0]
+    for name in files.copy():
+        if name == best or _name_same_files(table, best, name):
             continue
-        texts = filter(values.given, table.values(name))
-        if name in ended or not (
-            PATHS & set(words(name)) or all(re.search(r"[/\\]", text) for text in texts)
-        ):
-            if (
-                name not in ended
-                and ended
-                and (values.are_numbers(table.values(name)) or not used.get("start"))
-            ):
-                # the number or title of a recording, whose file another column names
-                files.remove(name)
-                continue
-            raise DataError(
-                f"{table.path} has {best[0]!r} and {name!r}, which name different recordings; say"
-                f" which: --file-column {best[0]!r} or {name!r}"
-            )
-        files.remove(name)
-        used.setdefault("folder", []).insert(0, name)
-    files.sort(key=lambda name: name not in best)
+        if name not in audio_columns and _holds_folders(table, name):
+            files.remove(name)
+            used.setdefault("folder", []).insert(0, name)
+            continue
+        is_numbered = values.are_numbers(table.values(name)) or not used.get("start")
+        if name not in audio_columns and audio_columns and is_numbered:
+            # the number or title of a recording, whose file another column names
+            files.remove(name)
+            continue
+        raise DataError(
+            f"{table.path} has {best!r} and {name!r}, which name different recordings; say"
+            f" which: --file-column {best!r} or {name!r}"
+        )
+    files.sort(key=lambda name: name != best)
+
+
+def _holds_urls(table: Table, name: str) -> bool:
+    return any("://" in text for text in table.values(name))
+
+
+def _find_audio_columns(table: Table) -> list[str]:
+    """Return the columns without a meaning of which all cells end like a recording."""
+    audio_columns = []
+    for name in table.columns:
+        is_unknown = not meaning_of(name) and not is_other(name)
+        if is_unknown and are_audio(table, name):
+            audio_columns.append(name)
+    return audio_columns
+
+
+def _name_same_files(table: Table, first: str, second: str) -> bool:
+    """Whether two columns name one file in every line in which both have a name."""
+    for _, row in table.rows():
+        has_both = values.given(row[first]) and values.given(row[second])
+        if has_both and _file_stem(row[first]) != _file_stem(row[second]):
+            return False
+    return True
+
+
+def _holds_folders(table: Table, name: str) -> bool:
+    """Whether a column may hold folders by its name, or by the slashes in all its cells."""
+    if PATHS & set(words(name)):
+        return True
+    return all(re.search(r"[/\\]", text) for text in filled_cells(table, name))
 
 
 def are_audio(table: Table, name: str) -> bool:
     """Whether every cell that is not empty has the ending of a recording."""
-    given = list(filter(values.given, table.values(name)))
-    return bool(given) and all(map(is_audio, given)) and "://" not in given[0]
+    texts = filled_cells(table, name)
+    return bool(texts) and all(map(is_audio, texts)) and "://" not in texts[0]
 
 
 def joined(folders: Sequence[str], name: str) -> str:
@@ -105,20 +127,26 @@ def joined(folders: Sequence[str], name: str) -> str:
     if not parts[0] or re.fullmatch("[A-Za-z]:", parts[0]):
         return "/".join(parts)  # a whole path
     for folder in reversed(folders):
-        above = [
-            part
-            for n, part in enumerate(re.split(r"[/\\]+", folder))
-            if part not in ("", ".") or n == 0
-        ]
-        most = min(len(above), len(parts) - 1)
-        shared = next((n for n in range(most, 0, -1) if above[-n:] == parts[:n]), 0)
-        parts = above + parts[shared:]
+        parts = _join_parts(folder, parts)
     return "/".join(parts)
 
 
-def _last(text: str) -> str:
-    last = unicodedata.normalize("NFC", re.split(r"[/\\]+", text)[-1]).casefold()
-    return last.rpartition(".")[0] if is_audio(last) else last
+def _join_parts(folder: str, parts: list[str]) -> list[str]:
+    """Return the parts of a path in a folder whose last parts may be the path's first ones."""
+    root, *subfolders = re.split(r"[/\\]+", folder)
+    folder_parts = [root, *(part for part in subfolders if part not in ("", "."))]
+    largest = min(len(folder_parts), len(parts) - 1)
+    for n_shared in range(largest, 0, -1):
+        if folder_parts[-n_shared:] == parts[:n_shared]:
+            return folder_parts + parts[n_shared:]
+    return folder_parts + parts
+
+
+def _file_stem(text: str) -> str:
+    """Return a file's name for comparison: without its folders, case and audio ending."""
+    last_part = re.split(r"[/\\]+", text)[-1]
+    name = unicodedata.normalize("NFC", last_part).casefold()
+    return name.rpartition(".")[0] if is_audio(name) else name
 
 
 def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[str]) -> None:
@@ -126,38 +154,53 @@ def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[s
 
     Raises DataError: a column tells test lines apart in other words: they would be trained on.
     """
-    taken = {
-        name for meaning, several in used.items() if meaning != "split" for name in several
-    } | set(classes)
-    named = used.get("split", [])
-    others = [
-        name
-        for name in table.columns
-        if name not in taken and name not in named and not meaning_of(name)
-    ]
-    texts = {name: list(filter(values.given, table.values(name))) for name in (*named, *others)}
-    fits = [name for name, its in texts.items() if values.are_splits(its, train=name not in named)]
-    used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
-    for name, its in texts.items() if not used["split"] else ():
-        if name in named and any(text.casefold() in values.SPLITS for text in its):
-            odd = next(text for text in its if text.casefold() not in values.SPLITS)
-            raise DataError(
-                f"{table.path}: {name!r} holds splits, and {odd!r}; to split by it: --split-column"
-                f" {name!r}, or --split-column none"
-            )
-        if SPLIT & set(words(name)) and values.are_answers(its, both=True):
-            of_test = next(
-                (
-                    text
-                    for text in its
-                    if values.answer(text) != bool({"train", "training"} & set(words(name)))
-                ),
-                "1",
-            )
-            raise DataError(
-                f"{table.path}: {name!r} may tell recordings to test on; to split by it: --split"
-                f" column={name}:{of_test}, or --split-column none"
-            )
+    split_columns = used.get("split", [])
+    texts_of = {name: filled_cells(table, name) for name in split_columns}
+    for name in _free_columns(table, used, classes):
+        texts_of[name] = filled_cells(table, name)
+    for name, texts in texts_of.items():
+        if values.are_splits(texts, train=name not in split_columns):
+            used["split"] = [name]
+            return
+    used["split"] = [name for name in split_columns if plain(name) == "split"]
+    if used["split"]:
+        return
+    for name, texts in texts_of.items():
+        if name in split_columns:
+            _refuse_odd_split(table, name, texts)
+        _refuse_test_flag(table, name, texts)
+
+
+def _free_columns(
+    table: Table, used: Mapping[str, list[str]], classes: Collection[str]
+) -> list[str]:
+    """Return the columns that have no meaning, by their names or their use."""
+    columns_in_use = {*classes, *itertools.chain.from_iterable(used.values())}
+    return [name for name in table.columns if name not in columns_in_use and not meaning_of(name)]
+
+
+def _refuse_odd_split(table: Table, name: str, texts: Sequence[str]) -> None:
+    """Raise DataError for a column of splits with a cell that is none."""
+    odd_texts = [text for text in texts if text.casefold() not in values.SPLITS]
+    if len(odd_texts) < len(texts):
+        raise DataError(
+            f"{table.path}: {name!r} holds splits, and {odd_texts[0]!r}; to split by it:"
+            f" --split-column {name!r}, or --split-column none"
+        )
+
+
+def _refuse_test_flag(table: Table, name: str, texts: Sequence[str]) -> None:
+    """Raise DataError for a column of yes and no that may tell recordings to test on."""
+    name_words = set(words(name))
+    if not SPLIT & name_words or not values.are_answers(texts, both=True):
+        return
+    is_train_flag = bool(name_words & {"train", "training"})
+    test_texts = [text for text in texts if values.answer(text) != is_train_flag]
+    test_text = test_texts[0] if test_texts else "1"
+    raise DataError(
+        f"{table.path}: {name!r} may tell recordings to test on; to split by it: --split"
+        f" column={name}:{test_text}, or --split-column none"
+    )
 
 
 def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list[str]:
@@ -166,93 +209,123 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
     Names with another meaning (`fin`, `low`) are classes next to others if they hold both.
     Raises DataError: a column may be a class or not.
     """
-    rows = {name: table.values(name) for name in table.columns}
-    unknown = [
-        name
-        for name in rows
-        if not is_other(name) and not meaning_of(name) and name not in used.get("split", ())
-    ]
-    unknown = [name for name in unknown if not NUMBERING & set(words(name)[-1:])]
-    found = [name for name in unknown if values.are_answers(rows[name])]
+    unknown = _unknown_columns(table, used.get("split", ()))
+    class_names = [name for name in unknown if values.are_answers(table.values(name))]
     if used["label"] or used.get("genus"):
-        label = next(
-            (name for name in used["label"] if values.are_answers(rows[name], both=True)), None
-        )
-        if label and found:
-            _refuse_doubt(table, found, label, "0 and 1, too")
+        for name in used["label"]:
+            if class_names and values.are_answers(table.values(name), both=True):
+                _refuse_doubt(table, class_names, name, "0 and 1, too")
         return []
-    odd = [name for name in found if _is_about(name)]
-    if odd and len(odd) < len(found):
-        sure = [name for name in found if name not in odd]
-        _refuse_doubt(table, sure, odd[0], "0 and 1, too, about the recording or the line")
-    again = [
-        name
-        for name in found
-        if name.rpartition(".")[0] in found and name.rpartition(".")[2].isdigit()
-    ]
-    if again:
-        once = ",".join(name for name in found if name not in again)
-        raise DataError(
-            f"{table.path} has {again[0].rpartition('.')[0]!r} twice; name the classes:"
-            f" --label-column '{once}'"
-        )
-    hours = {name for name in unknown if OF_DAY & set(words(name))} if table.find("hour") else set()
-    numbers = [
-        name
-        for name in unknown
-        if name not in found and name not in hours and values.are_nearly_answers(rows[name])
-    ]
-    if found and numbers:
-        value = next(
-            value
-            for value in rows[numbers[0]]
-            if values.given(value) and values.answer(value) is None
-        )
-        _refuse_doubt(table, found, numbers[0], value)
-    hard = HARD if found else (*HARD, *PLACES)
-    others = [
-        name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in hard
-    ]
-    others = [name for name in others if name and plain(name) not in NUMBERS]
-    others = [
-        name
-        for name in others
-        if values.are_answers(rows[name], both=True) or values.are_posneg(rows[name])
-    ]
-    if not found:  # DCASE's has a column Q
-        found = [name for name in others if values.are_posneg(rows[name])]
-    if not found and others and not optional and not _are_frequencies(table, used, others[0]):
-        raise DataError(
-            f"{table.path} has no column of labels that is known, and"
-            f" {', '.join(map(repr, others))} with 0 and 1 may be classes; name them:"
-            f" --label-column '{','.join(others)}', or --label-column none"
-        )
-    for name in others:
+    if class_names:
+        _refuse_flags(table, class_names)
+        _refuse_repeated(table, class_names)
+        _refuse_numbers(table, class_names, unknown)
+    candidates = _named_candidates(table, HARD if class_names else (*HARD, *PLACES))
+    if not class_names:  # DCASE's has a column Q
+        class_names = [name for name in candidates if values.are_posneg(table.values(name))]
+    if candidates and not class_names and not optional:
+        _refuse_unnamed_classes(table, used, candidates)
+    for name in candidates:
         if _are_frequencies(table, used, name):
             continue
-        if what(name) not in SOFT and name not in found:
-            _refuse_doubt(table, found, name, "0 and 1, too")
-        found.append(name)
-    return [name for name in table.columns if name in found]
+        if what(name) not in SOFT and name not in class_names:
+            _refuse_doubt(table, class_names, name, "0 and 1, too")
+        class_names.append(name)
+    return [name for name in table.columns if name in class_names]
+
+
+def _unknown_columns(table: Table, splits: Sequence[str]) -> list[str]:
+    """Return the columns whose names have no meaning, and do not number or count."""
+    unknown = []
+    for name in table.columns:
+        if is_other(name) or meaning_of(name) or name in splits:
+            continue
+        if words(name)[-1] not in NUMBERING:
+            unknown.append(name)
+    return unknown
+
+
+def _refuse_flags(table: Table, class_names: Sequence[str]) -> None:
+    """Raise DataError if some columns of 0 and 1, and not all, are about the line."""
+    flags = list(filter(_is_about, class_names))
+    if flags and len(flags) < len(class_names):
+        sure = [name for name in class_names if name not in flags]
+        _refuse_doubt(table, sure, flags[0], "0 and 1, too, about the recording or the line")
+
+
+def _refuse_repeated(table: Table, class_names: Sequence[str]) -> None:
+    """Raise DataError for a class that has two columns, of which a reader names one X.1."""
+    repeated = []
+    for name in class_names:
+        first_name, _, number = name.rpartition(".")
+        if first_name in class_names and number.isdigit():
+            repeated.append(name)
+    if repeated:
+        first_name = repeated[0].rpartition(".")[0]
+        unique_names = ",".join(name for name in class_names if name not in repeated)
+        raise DataError(
+            f"{table.path} has {first_name!r} twice; name the classes:"
+            f" --label-column '{unique_names}'"
+        )
+
+
+def _refuse_numbers(table: Table, class_names: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raise DataError for a column of numbers or of some answers: it may be a class."""
+    has_hours = table.find("hour")
+    for name in unknown:
+        if name in class_names or (has_hours and OF_DAY & set(words(name))):
+            continue
+        if values.are_nearly_answers(table.values(name)):
+            texts = filled_cells(table, name)
+            number = next(text for text in texts if values.answer(text) is None)
+            _refuse_doubt(table, class_names, name, number)
+
+
+def _named_candidates(table: Table, excluded_meanings: Collection[str]) -> list[str]:
+    """Return the columns of 0 and 1 that may be classes although their names mean other things."""
+    candidates = []
+    for name in table.columns:
+        if not name or plain(name) in NUMBERS or what(name) in excluded_meanings:
+            continue
+        if not is_other(name) and not meaning_of(name):
+            continue
+        texts = table.values(name)
+        if values.are_answers(texts, both=True) or values.are_posneg(texts):
+            candidates.append(name)
+    return candidates
+
+
+def _refuse_unnamed_classes(
+    table: Table, used: Mapping[str, list[str]], candidates: Sequence[str]
+) -> None:
+    if _are_frequencies(table, used, candidates[0]):
+        return
+    raise DataError(
+        f"{table.path} has no column of labels that is known, and"
+        f" {', '.join(map(repr, candidates))} with 0 and 1 may be classes; name them:"
+        f" --label-column '{','.join(candidates)}', or --label-column none"
+    )
 
 
 def _is_about(name: str) -> bool:
     """Whether 0 and 1 are about a line or recording by the name: is_test, has_audio, usable."""
     parts = words(name)
-    about = parts[0] in ("is", "has", "was") or parts[-1] in ("usable", "total", "any")
-    return about or bool(SPLIT & set(parts)) or may_deny(name)
+    if parts[0] in ("is", "has", "was") or parts[-1] in ("usable", "total", "any"):
+        return True
+    return bool(SPLIT & set(parts)) or may_deny(name)
 
 
 def _are_frequencies(table: Table, used: Mapping[str, list[str]], name: str) -> bool:
-    other = {"low": "high", "high": "low"}.get(what(name), "")
-    return any(not values.are_answers(table.values(each)) for each in used.get(other, ()))
+    opposite = {"low": "high", "high": "low"}.get(what(name), "")
+    return any(not values.are_answers(table.values(bound)) for bound in used.get(opposite, ()))
 
 
-def _refuse_doubt(table: Table, classes: Sequence[str], name: str, odd: str) -> list[str]:
+def _refuse_doubt(table: Table, classes: Sequence[str], name: str, content: str) -> NoReturn:
     """Raise DataError for a column that may be a class, and may not."""
     raise DataError(
-        f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {name!r} holds {odd};"
-        f" name the classes: --label-column '{','.join([*classes, name])}', or without {name!r}"
+        f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {name!r} holds"
+        f" {content}; name the classes: --label-column '{','.join([*classes, name])}', or without"
+        f" {name!r}"
     )
 
 
@@ -261,10 +334,10 @@ def refuse_no_answers(table: Table, names: Sequence[str]) -> None:
     for name in names:
         for number, row in table.rows():
             text = row[name]
-            if (
-                values.given(text)
-                and values.answer(text) is None
-                and text.casefold() not in values.OPEN
-            ):
-                wrong = f"{table.path}:{number}: {name!r} holds {text!r}"
-                raise DataError(f"{wrong}; a column of a class holds 0 and 1, or yes and no")
+            if not values.given(text) or text.casefold() in values.OPEN:
+                continue
+            if values.answer(text) is None:
+                raise DataError(
+                    f"{table.path}:{number}: {name!r} holds {text!r}; a column of a class holds 0"
+                    " and 1, or yes and no"
+                )

@@ -7,8 +7,9 @@ is recognised. Every option for a column also takes "none".
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from loaders.audio.recordings import column_values, values
 from loaders.audio.recordings.column_names import (
@@ -82,24 +83,35 @@ class Layout:
 
     def text(self, row: Mapping[str, str], meaning: str) -> str:
         """Return the value of a row, "" if it has none."""
-        return next(
-            (row[name] for name in self.used.get(meaning, ()) if values.given(row[name])), ""
-        )
+        for name in self.used.get(meaning, ()):
+            if values.given(row[name]):
+                return row[name]
+        return ""
+
+    def has_labels(self) -> bool:
+        """Whether the table names labels in any of the three ways."""
+        return bool(self.used["label"] or self.used.get("genus") or self.classes)
 
     def describe(self) -> list[str]:
         """Return the columns that were found, a meaning a line."""
-        units = {1e-3: " [ms]", 60.0: " [min]", 3600.0: " [h]", 1e3: " [kHz]"}
-        found = {
-            meaning: [name + units.get(self.scales.get(name, 1.0), "") for name in names]
-            for meaning, names in self.used.items()
-        }
-        found |= {"classes": self.classes, "ignored": list(filter(None, self.ignored))}
         lines = [f"{self.table.path}: {len(self.table.rows())} lines, {self.table.encoding}"]
-        return lines + [
-            f"    {meaning:12} {', '.join(names)}" for meaning, names in found.items() if names
-        ]
+        for meaning, names in self.used.items():
+            self._describe_columns(lines, meaning, [self._with_unit(name) for name in names])
+        self._describe_columns(lines, "classes", self.classes)
+        self._describe_columns(lines, "ignored", list(filter(None, self.ignored)))
+        return lines
+
+    def _with_unit(self, name: str) -> str:
+        scale = self.scales.get(name, 1.0)
+        return name + UNITS.get(scale, "")
+
+    @staticmethod
+    def _describe_columns(lines: list[str], meaning: str, names: Sequence[str]) -> None:
+        if names:
+            lines.append(f"    {meaning:12} {', '.join(names)}")
 
 
+UNITS = {1e-3: " [ms]", 60.0: " [min]", 3600.0: " [h]", 1e3: " [kHz]"}
 FLAGS = {
     "file": "--file-column",
     "start": "--start-column",
@@ -111,195 +123,254 @@ FLAGS = {
     "split": "--split-column",
     "channel": "--channel-column",
 }
+SPECIES = ("species", "speciesname", "art", "spezies", "especie", "espece")
+# Meanings of columns that may hold times in a recording all the same.
+MAY_BE_POSITIONS = ("", "time", "clock", "date", "datetime", "duration", "offset")
+WRITTEN_TIME = re.compile(r":\d|\d ?(s|secs?|seconds?|ms|mins?|minutes?)\b|\d['\u2032]")
 Used = dict[str, list[str]]
 
 
 def find(table: Table, options: Options) -> Layout:
     """Return a table's columns. Raises DataError: one is missing, or times or labels are lost."""
-    used, scales = _by_names(table)
-    classes = _as_named(table, options, used, scales)
+    used, scales = _find_by_names(table)
+    classes = _apply_options(table, options, used, scales)
     column_values.choose_files(table, used, bool(options.file_column))
     if options.whole:
-        used = {"file": used["file"], "folder": used.get("folder", []), "start": [], "label": []}
-        return Layout(
-            table,
-            used,
-            scales,
-            [],
-            [name for name in table.columns if name not in used["file"]],
-            {},
-        )
+        return _layout_of_files(table, used, scales)
     _choose_labels(table, used, options)
-    is_about = bool(used["file"] or used.get("start"))  # else it is no table of recordings
-    if is_about and not classes and not options.label_column:
+    lists_recordings = bool(used["file"] or used.get("start"))
+    if lists_recordings and not classes and not options.label_column:
         classes = column_values.classes(table, used, options.optional)
-        for several in used.values():
-            several[:] = [name for name in several if name not in classes]
+        _remove_columns(used, classes)
     _choose_times(table, used, options, scales)
-    dated = [name for name in used.get("time", ()) if any(map(values.has_day, table.values(name)))]
-    used["datetime"] = [*used.get("datetime", ()), *dated]
-    used["time"] = [name for name in used.get("time", ()) if name not in dated]
-    if options.date_column == "none":
-        used |= {"date": [], "time": [], "datetime": []}
+    _choose_dates(table, used, options)
     if not options.split_column:
         column_values.choose_split(table, used, classes)
-    taken = {name for several in used.values() for name in several} | set(classes)
-    rest = [name for name in table.columns if name not in taken]
-    unused = {name: like for name in rest if (like := _looks_like(table, name, used))}
-    unused |= dict.fromkeys(
-        _named_numbers(table, used, [name for name in rest if name not in unused]), "a label"
-    )
-    layout = Layout(
-        table, used, scales, classes, [name for name in rest if name not in unused], unused
-    )
-    if is_about:
+    ignored, unused = _sort_leftovers(table, used, classes)
+    layout = Layout(table, used, scales, classes, ignored, unused)
+    if lists_recordings:
         _refuse_lost_times(layout, options)
         _refuse_lost_labels(layout, options)
         _refuse_denials(layout, options)
     return layout
 
 
-def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
-    places: dict[str, list[tuple[int, str]]] = {}
+def _layout_of_files(table: Table, used: Used, scales: dict[str, float]) -> Layout:
+    """Return the layout of a table of which only the names of recordings are read."""
+    files = used["file"]
+    folders = used.get("folder", [])
+    ignored = [name for name in table.columns if name not in files]
+    used = {"file": files, "folder": folders, "start": [], "label": []}
+    return Layout(table, used, scales, classes=[], ignored=ignored, unused={})
+
+
+def _remove_columns(used: Used, removed: Collection[str]) -> None:
+    for columns in used.values():
+        columns[:] = [name for name in columns if name not in removed]
+
+
+def _sort_leftovers(
+    table: Table, used: Used, classes: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the columns to ignore, and the unused ones with what they look like."""
+    columns_in_use = {*classes, *itertools.chain.from_iterable(used.values())}
+    plain_columns = []
+    unused: dict[str, str] = {}
+    for name in table.columns:
+        if name in columns_in_use:
+            continue
+        likeness = _looks_like(table, name, used)
+        if likeness:
+            unused[name] = likeness
+        else:
+            plain_columns.append(name)
+    numbered_words = _find_numbered_words(table, used, plain_columns)
+    unused |= dict.fromkeys(numbered_words, "a label")
+    ignored = [name for name in plain_columns if name not in numbered_words]
+    return ignored, unused
+
+
+def _find_by_names(table: Table) -> tuple[Used, dict[str, float]]:
+    """Return the columns of each meaning, the best name first, and the scales of columns."""
+    used: Used = {}
+    ranks: dict[str, int] = {}
     scales: dict[str, float] = {}
     for name in table.columns:
-        if found := meaning_of(name):
-            places.setdefault(found[0], []).append((found[1], name))
-            scales[name] = found[2]
-    return {
-        key: [name for _, name in sorted(several, key=lambda each: each[0])]
-        for key, several in places.items()
-    }, scales
+        if meaning := meaning_of(name):
+            used.setdefault(meaning.name, []).append(name)
+            ranks[name] = meaning.rank
+            scales[name] = meaning.scale
+    for columns in used.values():
+        columns.sort(key=ranks.__getitem__)
+    return used, scales
 
 
-def _as_named(table: Table, options: Options, used: Used, scales: dict[str, float]) -> list[str]:
+def _apply_options(
+    table: Table, options: Options, used: Used, scales: dict[str, float]
+) -> list[str]:
+    """Use the columns that the options name. Returns those of classes."""
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
-        if option := getattr(options, f"{meaning}_column"):
-            columns = (
-                []
-                if meaning == "duration" and fixed_length(table, options)
-                else _named(table, option, flag)
-            )
-            for each in used.values():
-                each[:] = [name for name in each if name not in columns]
-            several = len(columns) > 1 and not _are_words(table, columns)
-            if several:
-                column_values.refuse_no_answers(table, columns)
-            if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
-                several = values.are_answers(table.values(columns[0]), both=True)
-            used[meaning] = [] if several else columns
-            classes = columns if several else classes
-            for name in columns:
-                scales.setdefault(name, unit_of(name))
+        option = getattr(options, f"{meaning}_column")
+        if not option:
+            continue
+        columns: list[str] = []
+        if meaning != "duration" or not fixed_length(table, options):
+            columns = _named_columns(table, option, flag)
+        _remove_columns(used, columns)
+        if _hold_classes(table, meaning, columns):
+            used[meaning] = []
+            classes = columns
+        else:
+            used[meaning] = columns
+        for name in columns:
+            scales.setdefault(name, unit_of(name))
     return classes
+
+
+def _hold_classes(table: Table, meaning: str, columns: Sequence[str]) -> bool:
+    """Whether named columns are classes: cells of 0 and 1, under names that are labels."""
+    if len(columns) > 1:
+        if _are_words(table, columns):
+            return False
+        column_values.refuse_no_answers(table, columns)
+        return True
+    if meaning == "label" and columns and what(columns[0]) != "label":
+        return values.are_answers(table.values(columns[0]), both=True)
+    return False
 
 
 def fixed_length(table: Table, options: Options) -> float | None:
     """Return the length of all events, if --duration-column gives one, such as 5s."""
-    fixed = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
-    return float(fixed[1]) if fixed and not table.find(options.duration_column) else None
+    length = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
+    if length is None or table.find(options.duration_column):
+        return None
+    return float(length[1])
 
 
 def _are_words(table: Table, names: Sequence[str]) -> bool:
     """Whether all named columns hold labels, as species 1 and species 2, not 0 and 1."""
-    texts = {text for name in names for text in table.values(name) if values.given(text)}
-    return bool(texts) and all(
-        values.answer(text) is None and not values.are_numbers([text]) for text in texts
-    )
+    texts: set[str] = set()
+    for name in names:
+        texts.update(column_values.filled_cells(table, name))
+    for text in texts:
+        if values.answer(text) is not None or values.are_numbers([text]):
+            return False
+    return bool(texts)
 
 
-def _named(table: Table, option: str, flag: str) -> list[str]:
+def _named_columns(table: Table, option: str, flag: str) -> list[str]:
     """Return the column that an option names, or the columns between commas. Raises DataError."""
     if option == "none" and not table.find("none"):
         return []
     if column := table.find(option):
         return [column]
-    several = [table.find(part.strip()) for part in option.split(",")]
-    if flag == "--label-column" and len(several) > 1 and all(several):
-        return [name for name in several if name]
-    near = checks.expected(option, [name for name in table.columns if name])
+    columns = [table.find(part.strip()) for part in option.split(",")]
+    if flag == "--label-column" and len(columns) > 1 and all(columns):
+        return list(filter(None, columns))
+    near = checks.expected(option, list(filter(None, table.columns)))
     raise DataError(f"{table.path} has no column {option!r} ({flag}); {near}")
 
 
 def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[str, float]) -> None:
     """Decide which columns are start, end and duration. Raises DataError if two differ."""
     # Kaleidoscope's Dur is of a bat's pulses
-    if any(plain(name) == "infile" for name in used["file"]):
+    if "infile" in map(plain, used["file"]):
         used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
     for meaning in ("start", "end", "duration"):
-        columns = used.setdefault(meaning, [])
-        readable = [name for name in columns if values.are_times(table.values(name))]
-        columns[:] = readable or columns[:1]
-        if len(columns) > 1 and any(
-            not _are_equal(table, columns[0], name, scales) for name in columns[1:]
-        ):
-            names = " and ".join(map(repr, columns))
-            hint = (
-                ", or write their sum in s into one column"
-                if len({scales[name] for name in columns}) > 1
-                else ""
-            )
-            raise DataError(
-                f"{table.path} has {names}, which differ; name the {meaning}:"
-                f" {FLAGS[meaning]}{hint}"
-            )
-        del columns[1:]
-        if columns and (counted := counting(columns[0])):
-            remedy = f"write seconds into a column of its own, or say {FLAGS[meaning]} none"
-            raise DataError(
-                f"{table.path}: {columns[0]!r} is in {counted}, and no command reads those as"
-                f" times; {remedy}"
-            )
-    offset, by_file = used.pop("offset", []), used.setdefault("file offset", [])
-    if (
-        offset
-        and not used["start"]
-        and options.start_column != "none"
-        and (used["duration"] or used["end"])
-    ):
-        used["start"] = offset
-    elif (
-        offset
-        and used["start"]
-        and not used["end"]
-        and not used["duration"]
-        and options.end_column != "none"
-    ):
-        used["end"] = offset
-    elif offset and used["start"] and plain(used["start"][0]).startswith("begintime"):
-        used["file offset"] = by_file or offset
+        _choose_time(table, used, meaning, scales)
+    _place_offset(used, options)
     if used["end"] or not (used["start"] or used["file offset"]):
         used["duration"] = []
     _refuse_joined_files(table, used, options)
-    # then a user has the whole recordings
-    named = {options.start_column, options.end_column} - {"", "none"}
-    if not named and any(plain(name) in ELSEWHERE for name in used["file"]):
-        used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}
+    if _times_elsewhere(used) and not _names_times(options):
+        # then a user has the whole recordings
+        used |= {"start": [], "end": [], "duration": [], "file offset": []}
+
+
+def _times_elsewhere(used: Used) -> bool:
+    """Whether the times of a table are in another recording than the one that it names."""
+    return any(plain(name) in ELSEWHERE for name in used["file"])
+
+
+def _names_times(options: Options) -> bool:
+    return not {options.start_column, options.end_column} <= {"", "none"}
+
+
+def _choose_time(table: Table, used: Used, meaning: str, scales: Mapping[str, float]) -> None:
+    """Keep one column of a meaning. Raises DataError if two differ, or if it counts samples."""
+    columns = used.setdefault(meaning, [])
+    readable = [name for name in columns if values.are_times(table.values(name))]
+    columns[:] = readable or columns[:1]
+    if not columns:
+        return
+    for name in columns[1:]:
+        if not _are_equal(table, columns[0], name, scales):
+            _refuse_different_times(table, meaning, columns, scales)
+    del columns[1:]
+    if counting_word := counting(columns[0]):
+        raise DataError(
+            f"{table.path}: {columns[0]!r} is in {counting_word}, and no command reads those as times;"
+            f" write seconds into a column of its own, or say {FLAGS[meaning]} none"
+        )
+
+
+def _refuse_different_times(
+    table: Table, meaning: str, columns: Sequence[str], scales: Mapping[str, float]
+) -> None:
+    names = " and ".join(map(repr, columns))
+    units = {scales[name] for name in columns}
+    hint = ", or write their sum in s into one column" if len(units) > 1 else ""
+    raise DataError(
+        f"{table.path} has {names}, which differ; name the {meaning}: {FLAGS[meaning]}{hint}"
+    )
+
+
+def _place_offset(used: Used, options: Options) -> None:
+    """Decide whether a column named offset is a start, an end, or a start in the file."""
+    offset = used.pop("offset", [])
+    file_offset = used.setdefault("file offset", [])
+    if not offset:
+        return
+    if not used["start"]:
+        if options.start_column != "none" and (used["duration"] or used["end"]):
+            used["start"] = offset
+        return
+    has_length = used["end"] or used["duration"]
+    if not has_length and options.end_column != "none":
+        used["end"] = offset
+    elif plain(used["start"][0]).startswith("begintime"):
+        used["file offset"] = file_offset or offset
+
+
+def _choose_dates(table: Table, used: Used, options: Options) -> None:
+    """Count a column of times with days as one of dates and times."""
+    if options.date_column == "none":
+        used |= {"date": [], "time": [], "datetime": []}
+        return
+    times = []
+    dates_and_times = used.get("datetime", [])
+    for name in used.get("time", ()):
+        if any(map(values.has_day, table.values(name))):
+            dates_and_times.append(name)
+        else:
+            times.append(name)
+    used["datetime"] = dates_and_times
+    used["time"] = times
 
 
 def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
     """Raise DataError if Raven's times, no multiples of places in samples, count over files."""
     samples = table.find("Beg File Samp (samples)", "Begin File Samp (samples)")
-    start = used["start"][0] if used["start"] else ""
-    if (
-        not samples
-        or used["file offset"]
-        or options.start_column
-        or not plain(start).startswith("begintime")
-    ):
+    if not samples or not used["start"] or used["file offset"] or options.start_column:
+        return
+    start = used["start"][0]
+    if not plain(start).startswith("begintime"):
         return
     try:
-        pairs = [
-            (values.number(row[samples]), values.number(row[start])) for _, row in table.rows()
-        ]
+        rates = _sample_rates(table, samples, start)
     except ValueError:
         return
-    rates = [
-        place / time
-        for place, time in pairs
-        if place is not None and time is not None and time >= 1
-    ]
     if rates and (min(rates) < 1000 or max(rates) > 1.005 * min(rates)):
         raise DataError(
             f"{table.path}: {start!r} counts over all files, as {samples!r} does not grow with it;"
@@ -308,67 +379,113 @@ def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
         )
 
 
+def _sample_rates(table: Table, samples: str, start: str) -> list[float]:
+    """Return samples per s at the lines of 1 s and later. Raises ValueError: no numbers."""
+    rates = []
+    for _, row in table.rows():
+        position = values.number(row[samples])
+        time = values.number(row[start])
+        if position is not None and time is not None and time >= 1:
+            rates.append(position / time)
+    return rates
+
+
 def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float]) -> bool:
     pairs = zip(table.values(first), table.values(second), strict=True)
     try:
-        return all(
-            a == b or values.seconds(a, scales[first]) == values.seconds(b, scales[second])
-            for a, b in pairs
-        )
+        for first_text, second_text in pairs:
+            if first_text == second_text:
+                continue
+            first_time = values.seconds(first_text, scales[first])
+            if first_time != values.seconds(second_text, scales[second]):
+                return False
     except ValueError:
         return False
+    return True
 
 
 def _choose_labels(table: Table, used: Used, options: Options) -> None:
     """Keep one column of labels. Raises DataError: it is blank in lines in which another is not."""
     columns = used.setdefault("label", [])
-    genus, epithet = used.pop("genus", []), used.pop("epithet", [])
+    genus = used.pop("genus", [])
+    epithet = used.pop("epithet", [])
     if options.label_column:
         return
     programs = [name for name in columns if plain(name) in ("manualid", "autoid", "top1match")]
     if programs and programs[0] == columns[0]:  # Kaleidoscope's: the label of a person counts first
         columns[:] = programs
         return
-    filled = [name for name in columns if any(map(values.given, table.values(name)))]
-    if genus and (not filled or _are_epithets(table, genus[0], filled[0])) and (filled or epithet):
-        used["genus"], used["epithet"] = genus, filled[:1] or epithet
+    filled = [name for name in columns if _is_filled(table, name)]
+    if genus and _follows_genus(table, genus[0], filled, epithet):
+        used["genus"] = genus
+        used["epithet"] = filled[:1] or epithet
         columns.clear()
         return
     columns[:] = filled or columns[:1] or epithet[:1]
-    blank = [row for _, row in table.rows() if columns and not values.given(row[columns[0]])]
-    more = [name for name in columns[1:] if any(values.given(row[name]) for row in blank)]
-    if more and any(
-        values.given(row[more[0]]) for _, row in table.rows() if values.given(row[columns[0]])
-    ):
-        n = sum(values.given(row[more[0]]) for row in blank)
-        raise DataError(
-            f"{table.path}: {columns[0]!r} is blank in {n} lines in which {more[0]!r} is not; name"
-            f" the column of labels: --label-column {columns[0]!r} or {more[0]!r}"
-        )
-    names = [name for name in columns[1:] if not values.are_numbers(table.values(name))]
-    if names and values.are_answers(table.values(columns[0]), both=True):
-        raise DataError(
-            f"{table.path}: {columns[0]!r} holds yes and no, and {names[0]!r} names; if it denies"
-            f" them, --label-column {names[0]!r} --answer-column {columns[0]!r}, and if it numbers"
-            f" them, --label-column {names[0]!r}"
-        )
-    columns[:] = [*columns[:1], *more]  # one continues the other
+    if columns:
+        # one continues the other
+        columns[1:] = _find_continuations(table, columns[0], columns[1:])
 
 
-def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
+def _follows_genus(
+    table: Table, genus: str, species: Sequence[str], epithet: Sequence[str]
+) -> bool:
+    """Whether labels are a genus and the species in another column."""
+    if species:
+        return _are_epithets(table, genus, species[0])
+    return bool(epithet)
+
+
+def _find_continuations(table: Table, label: str, others: Sequence[str]) -> list[str]:
+    """Return the columns that hold labels only in lines in which ``label`` is blank.
+
+    Raises DataError: one holds labels in other lines, too, or ``label`` holds yes and no.
+    """
+    blank_rows = []
+    filled_rows = []
+    for _, row in table.rows():
+        rows = filled_rows if values.given(row[label]) else blank_rows
+        rows.append(row)
+    continuations = [name for name in others if _count_filled(blank_rows, name)]
+    if continuations and _count_filled(filled_rows, continuations[0]):
+        n_lines = _count_filled(blank_rows, continuations[0])
+        raise DataError(
+            f"{table.path}: {label!r} is blank in {n_lines} lines in which {continuations[0]!r} is"
+            f" not; name the column of labels: --label-column {label!r} or {continuations[0]!r}"
+        )
+    names = [name for name in others if not values.are_numbers(table.values(name))]
+    if names and values.are_answers(table.values(label), both=True):
+        raise DataError(
+            f"{table.path}: {label!r} holds yes and no, and {names[0]!r} names; if it denies them,"
+            f" --label-column {names[0]!r} --answer-column {label!r}, and if it numbers them,"
+            f" --label-column {names[0]!r}"
+        )
+    return continuations
+
+
+def _is_filled(table: Table, name: str) -> bool:
+    return any(map(values.given, table.values(name)))
+
+
+def _count_filled(rows: Sequence[Mapping[str, str]], name: str) -> int:
+    return sum(values.given(row[name]) for row in rows)
+
+
+def _find_numbered_words(table: Table, used: Used, names: Sequence[str]) -> list[str]:
     """Return the columns of words that each belong to a number of the labels: 5, with Blackbird."""
     numbers = table.values(used["label"][0]) if used["label"] else []
-    if len(set(numbers)) < 2 or not values.are_numbers(numbers):
+    n_classes = len(set(numbers))
+    if n_classes < 2 or not values.are_numbers(numbers):
         return []
-    texts = {
-        name: table.values(name) for name in names if not is_other(name) and not meaning_of(name)
-    }
-    return [
-        name
-        for name, its in texts.items()
-        if len(set(numbers)) == len(set(its)) == len(set(zip(numbers, its, strict=True)))
-        and not values.are_numbers(its)
-    ]
+    numbered_words = []
+    for name in names:
+        if is_other(name) or meaning_of(name):
+            continue
+        texts = table.values(name)
+        n_pairs = len(set(zip(numbers, texts, strict=True)))
+        if n_classes == len(set(texts)) == n_pairs and not values.are_numbers(texts):
+            numbered_words.append(name)
+    return numbered_words
 
 
 def _are_epithets(table: Table, genus: str, species: str) -> bool:
@@ -376,214 +493,239 @@ def _are_epithets(table: Table, genus: str, species: str) -> bool:
 
     Raises DataError: one species has two genera, and may be a common name.
     """
-    rows = [
-        (row[genus], row[species])
-        for _, row in table.rows()
-        if values.given(row[genus]) and values.given(row[species])
-    ]
-    if not rows or plain(species) not in (
-        "species",
-        "speciesname",
-        "art",
-        "spezies",
-        "especie",
-        "espece",
-    ):
+    pairs = []
+    for _, row in table.rows():
+        if values.given(row[genus]) and values.given(row[species]):
+            pairs.append((row[genus], row[species]))
+    if not pairs or plain(species) not in SPECIES:
         return False
-    words_alone = (
-        text.islower() and text.replace("-", "").rstrip(".").isalpha() for _, text in rows
-    )
-    if all(
-        alone or text.startswith(f"{name} ")
-        for alone, (name, text) in zip(words_alone, rows, strict=True)
-    ):
+    if all(itertools.starmap(_is_epithet, pairs)):
         return True
     genera: dict[str, str] = {}
-    for name, text in rows:
-        if genera.setdefault(text, name) != name:
+    for genus_name, text in pairs:
+        first_genus = genera.setdefault(text, genus_name)
+        if first_genus != genus_name:
             raise DataError(
-                f"{table.path}: {species!r} holds {text!r} for {genera[text]} and for {name}"
+                f"{table.path}: {species!r} holds {text!r} for {first_genus} and for {genus_name}"
                 f" ({genus!r}); write both into one column, or say --label-column {species!r}"
             )
     return False
 
 
+def _is_epithet(genus: str, species: str) -> bool:
+    letters = species.replace("-", "").rstrip(".")
+    is_lower_word = species.islower() and letters.isalpha()
+    return is_lower_word or species.startswith(f"{genus} ")
+
+
 def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return what an unused column may be by name and values: "a time", "a label", "a class"."""
-    its = [value for value in table.values(name) if values.given(value) and value != "[]"]
+    texts = [text for text in column_values.filled_cells(table, name) if text != "[]"]
     meaning = what(name)
-    if not meaning and values.are_posneg(its):
+    if not meaning and values.are_posneg(texts):
         return "a class"
-    if may_deny(name) and any(values.verdict(text) is None for text in its):
+    if may_deny(name) and None in map(values.verdict, texts):
         return "an answer"
-    more = plain(name) in MORE_LABELS or what(plain(name).rstrip("0123456789")) == "label"
-    if its and more and not meaning and not values.are_numbers(its) and not values.are_answers(its):
-        return "a label"
-    if not its or is_other(name) or meaning == "duration":
+    if texts and not meaning and _names_more_labels(name):
+        if not values.are_numbers(texts) and not values.are_answers(texts):
+            return "a label"
+    if not texts or is_other(name) or meaning == "duration":
         return ""
-    if meaning == "split" or SPLIT & set(words(name)) or values.are_splits(its):
+    name_words = set(words(name))
+    if meaning == "split" or SPLIT & name_words or values.are_splits(texts):
         return "a split"
-    if not meaning and all(map(values.has_day, its)):
+    are_dates = all(map(values.has_day, texts))
+    if not meaning and are_dates:
         return "a date"
-    like = (says_time(name) or bool(LABEL & set(words(name)))) and (
-        values.are_times(its) or values.like_times(its)
-    )
-    if (
-        like
-        and says_time(name)
-        and not all(map(values.has_day, its))
-        or values.are_spans(its)
-        or values.are_clocks(its)
-    ):
+    named_time = says_time(name)
+    named_label = bool(LABEL & name_words)
+    holds_times = (named_time or named_label) and _may_be_times(texts)
+    if holds_times and named_time and not are_dates:
         return "a time"
-    if not meaning and values.are_answers(its):
+    if values.are_spans(texts) or values.are_clocks(texts):
+        return "a time"
+    if meaning:
+        return "a label" if meaning in ("label", "genus", "epithet") else ""
+    if values.are_answers(texts):
         return "a class"
-    if (
-        not meaning
-        and not used["start"]
-        and values.are_numbers(its)
-        and not (table.find("hour") and OF_DAY & set(words(name)))
-    ):
+    is_of_day = bool(table.find("hour") and OF_DAY & name_words)
+    if not used["start"] and values.are_numbers(texts) and not is_of_day:
         return "numbers"
-    hint = meaning in ("label", "genus", "epithet") if meaning else bool(LABEL & set(words(name)))
-    return "a label" if hint and (meaning or not like) else ""
+    return "a label" if named_label and not holds_times else ""
+
+
+def _may_be_times(texts: Sequence[str]) -> bool:
+    return values.are_times(texts) or values.like_times(texts)
+
+
+def _names_more_labels(name: str) -> bool:
+    """Whether a name is of further labels of a line: also, species 2."""
+    plain_name = plain(name)
+    return plain_name in MORE_LABELS or what(plain_name.rstrip("0123456789")) == "label"
 
 
 def _refuse_lost_times(layout: Layout, options: Options) -> None:
-    table, used = layout.table, layout.used
-    if used["start"] or used["file offset"]:
-        start = (used["start"] or used["file offset"])[0]
-        its = table.values(start)
-        has_end = (
-            used["end"]
-            or used["duration"]
-            or options.end_column == "none"
-            or fixed_length(table, options)
-        )
-        if not has_end and any(map(values.given, its)) and not values.are_spans(its):
-            raise DataError(
-                f"{table.path} has starts ({start!r}), and no end or duration that is known; it has"
-                f" {', '.join(table.columns)[:200]}; name one: --end-column or --duration-column,"
-                " or the length of all: --duration-column 5s"
-            )
+    table = layout.table
+    used = layout.used
+    starts = used["start"] or used["file offset"]
+    if starts:
+        _refuse_missing_end(layout, options, starts[0])
         return
-    elsewhere = any(plain(name) in ELSEWHERE for name in used["file"])
-    if (
-        options.start_column == "none"
-        or (used["end"] and fixed_length(table, options))
-        or elsewhere
-    ):
+    if options.start_column == "none" or _times_elsewhere(used):
         return
-    ends = [name for name in used["end"] if any(map(values.given, table.values(name)))]
-    if times := [name for name in table.columns if name in ends or _is_position(layout, name)]:
-        its = [text for name in times for text in table.values(name) if values.given(text)]
-        odd = next(
-            (text for text in its if not values.are_times([text]) and not values.are_spans([text])),
-            "",
-        )
-        counted = next(filter(None, map(counting, times)), "")
-        remedy = f"write seconds in place of {counted or repr(odd)}, and " if counted or odd else ""
+    if used["end"] and fixed_length(table, options):
+        return
+    ends = [name for name in used["end"] if _is_filled(table, name)]
+    times = [name for name in table.columns if name in ends or _is_position(layout, name)]
+    if not times:
+        return
+    names = ", ".join(map(repr, times[:4]))
+    remedy = ""
+    odd_times = next(filter(None, map(counting, times)), "") or _find_odd_time(table, times)
+    if odd_times:
+        remedy = f"write seconds in place of {odd_times}, and "
+    hint = "; a time of day is written 05:30" if "time" in map(what, times) else ""
+    raise DataError(
+        f"{table.path}: {names} looks like times, and no start is known, so its events would become"
+        f" whole recordings; {remedy}name it: --start-column and --end-column, or --start-column"
+        f" none{hint}"
+    )
+
+
+def _refuse_missing_end(layout: Layout, options: Options, start: str) -> None:
+    """Raise DataError if events with a start have neither an end nor a duration."""
+    table = layout.table
+    if layout.used["end"] or layout.used["duration"]:
+        return
+    if options.end_column == "none" or fixed_length(table, options):
+        return
+    if _is_filled(table, start) and not values.are_spans(table.values(start)):
         raise DataError(
-            f"{table.path}: {', '.join(map(repr, times[:4]))} looks like times, and no start is"
-            f" known, so its events would become whole recordings; {remedy}name it: --start-column"
-            " and --end-column, or --start-column none"
-            + (
-                "; a time of day is written 05:30"
-                if any(what(name) == "time" for name in times)
-                else ""
-            )
+            f"{table.path} has starts ({start!r}), and no end or duration that is known; it has"
+            f" {', '.join(table.columns)[:200]}; name one: --end-column or --duration-column, or"
+            " the length of all: --duration-column 5s"
         )
+
+
+def _find_odd_time(table: Table, names: Sequence[str]) -> str:
+    """Return the first cell that no command reads as a time, in quotes, or ""."""
+    for name in names:
+        for text in column_values.filled_cells(table, name):
+            if not values.are_times([text]) and not values.are_spans([text]):
+                return repr(text)
+    return ""
 
 
 def _is_position(layout: Layout, name: str) -> bool:
     """Whether a column holds times that would be lost, by values, name and how they vary."""
-    table, its = layout.table, list(filter(values.given, layout.table.values(name)))
-    meaning, parts = what(name), set(words(name))
-    if (
-        not its
-        or name in layout.classes
-        or meaning not in ("", "time", "clock", "date", "datetime", "duration", "offset")
-    ):
+    table = layout.table
+    texts = column_values.filled_cells(table, name)
+    meaning = what(name)
+    if not texts or name in layout.classes or meaning not in MAY_BE_POSITIONS:
         return False
-    numbers, clocks = values.are_numbers(its), values.are_clocks(its)
-    files = table.values(layout.column("file") or name)
-    of_files = {
-        (file, text)
-        for file, text in zip(files, table.values(name), strict=True)
-        if values.given(text)
-    }
-    varies = len(of_files) > len({file for file, _ in of_files})  # in a recording
-    named = says_time(name) or bool(parts & MINUTES)
-    if not numbers and not clocks and not values.are_spans(its):
-        # of a recording, if it says so, and of an event otherwise
-        if all(map(values.has_day, its)):
-            own = bool(parts & RECORDING) or bool(meaning) or not named
-            return any(":" in text for text in its) and not is_other(name) and (varies or not own)
-        form = named or all(
-            re.search(r":\d|\d ?(s|secs?|seconds?|ms|mins?|minutes?)\b|\d['\u2032]", text)
-            for text in its
-        )
-        return not meaning and (
-            values.are_parts(files, table.values(name)) or form and values.like_times(its)
-        )
+    numbers = values.are_numbers(texts)
+    clocks = values.are_clocks(texts)
+    varies = _varies_in_recordings(layout, name)
+    if not numbers and not clocks and not values.are_spans(texts):
+        return _holds_written_times(layout, name, texts, varies)
     if meaning == "date":
         return False
-    if NUMBERING & set(words(name)[-1:]) or (table.find("hour") and parts & OF_DAY):
-        return varies and bool(parts & (TIME | {"clip"}))
+    name_words = set(words(name))
+    is_of_day = bool(table.find("hour") and name_words & OF_DAY)
+    if is_of_day or NUMBERING & set(words(name)[-1:]):
+        return varies and bool(name_words & (TIME | {"clip"}))
     if meaning == "duration":
         return varies
     if meaning in ("time", "clock", "datetime"):
         dated = bool(layout.used.get("date"))
-        early = (
-            clocks
-            and not dated
-            and all(re.match("00?:", text) and not re.search(r":\d\d:00$", text) for text in its)
-        )
-        return not values.are_hours(its, dated) if numbers else varies or early or not clocks
+        if numbers:
+            return not values.are_hours(texts, dated)
+        return varies or not clocks or (not dated and all(map(_is_early, texts)))
     if is_other(name):
-        labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
-        return (
-            bool(parts & {"seconds", "time"})
-            and labelled
-            and (varies or parts.isdisjoint({"begin", "end", "12"}))
-        )
+        if not name_words & {"seconds", "time"} or not layout.has_labels():
+            return False
+        return varies or name_words.isdisjoint({"begin", "end", "12"})
+    if varies or _names_position(name):
+        return True
     if numbers:
-        others = [other for other in layout.unused if other != name]
-        return (
-            named
-            or varies
-            or any(
-                _is_before(table, name, other) or _is_before(table, other, name) for other in others
-            )
-        )
-    return named or varies or any(":" in text for text in its) or clocks
+        return _borders_unused(layout, name)
+    return clocks or any(":" in text for text in texts)
+
+
+def _names_position(name: str) -> bool:
+    return says_time(name) or not MINUTES.isdisjoint(words(name))
+
+
+def _varies_in_recordings(layout: Layout, name: str) -> bool:
+    """Whether a column has several values in one recording."""
+    table = layout.table
+    files = table.values(layout.column("file") or name)
+    files_with_texts = set()
+    for file, text in zip(files, table.values(name), strict=True):
+        if values.given(text):
+            files_with_texts.add((file, text))
+    return len(files_with_texts) > len({file for file, _ in files_with_texts})
+
+
+def _holds_written_times(layout: Layout, name: str, texts: Sequence[str], varies: bool) -> bool:
+    """Whether cells that are neither numbers, clocks nor spans are still times in recordings."""
+    meaning = what(name)
+    if all(map(values.has_day, texts)):
+        # of a recording, if it says so, and of an event otherwise
+        of_recording = not RECORDING.isdisjoint(words(name))
+        is_recording_date = of_recording or bool(meaning) or not _names_position(name)
+        has_clock = any(":" in text for text in texts)
+        return has_clock and not is_other(name) and (varies or not is_recording_date)
+    if meaning:
+        return False
+    files = layout.table.values(layout.column("file") or name)
+    if values.are_parts(files, layout.table.values(name)):
+        return True
+    has_form = _names_position(name) or all(map(WRITTEN_TIME.search, texts))
+    return has_form and values.like_times(texts)
+
+
+def _is_early(text: str) -> bool:
+    """Whether a clock is within the first hour, and not a full minute."""
+    return bool(re.match("00?:", text)) and not re.search(r":\d\d:00$", text)
+
+
+def _borders_unused(layout: Layout, name: str) -> bool:
+    """Whether a column of numbers is a start or an end, by another unused column next to it."""
+    table = layout.table
+    for unused_name in layout.unused:
+        if unused_name == name:
+            continue
+        if _is_before(table, name, unused_name) or _is_before(table, unused_name, name):
+            return True
+    return False
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:
-    if not values.are_numbers(table.values(first)) or not values.are_numbers(table.values(second)):
+    first_texts = table.values(first)
+    second_texts = table.values(second)
+    if not values.are_numbers(first_texts) or not values.are_numbers(second_texts):
         return False
-    pairs = [
-        (values.number(a), values.number(b))
-        for a, b in zip(table.values(first), table.values(second), strict=True)
-    ]
-    return all(a is not None and b is not None and a < b for a, b in pairs) and len(set(pairs)) > 1
+    pairs = set()
+    for first_text, second_text in zip(first_texts, second_texts, strict=True):
+        start = values.number(first_text)
+        end = values.number(second_text)
+        if start is None or end is None or start >= end:
+            return False
+        pairs.add((start, end))
+    return len(pairs) > 1
 
 
 def _refuse_lost_labels(layout: Layout, options: Options) -> None:
-    used = layout.used
-    if (
-        used["label"]
-        or used.get("genus")
-        or layout.classes
-        or options.label_column == "none"
-        or options.optional
-    ):
+    if layout.has_labels() or options.label_column == "none" or options.optional:
         return
-    rest = [
-        *layout.unused,
-        *(n for n in layout.ignored if not is_other(n) and not meaning_of(n) or plain(n) == "en"),
-    ]
-    if labels := [name for name in rest if any(map(values.given, layout.table.values(name)))]:
+    candidates = list(layout.unused)
+    for name in layout.ignored:
+        has_no_meaning = not is_other(name) and not meaning_of(name)
+        if has_no_meaning or plain(name) == "en":
+            candidates.append(name)
+    labels = [name for name in candidates if _is_filled(layout.table, name)]
+    if labels:
         raise DataError(
             f"{layout.table.path} has no column of labels that is known, and"
             f" {', '.join(map(repr, labels[:4]))} may be one; name it: --label-column, or"
@@ -593,21 +735,27 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
 
 def _refuse_denials(layout: Layout, options: Options) -> None:
     """Raise DataError for a column that may deny labels, or call them unchecked."""
-    labelled = layout.used["label"] or layout.used.get("genus") or layout.classes
-    if options.answer_column or layout.used.get("answer") or not labelled:
+    if options.answer_column or layout.used.get("answer") or not layout.has_labels():
         return
     _refuse_absences(layout)
     for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
-        if may_deny(name) or values.are_verdicts(texts):
-            wrong = "yes" if plain(name) in DENYING else "no"
-            letters = values.are_letters(texts)
-            found = [(text, values.verdict(text, letters)) for text in texts]
-            mixed = any(each for _, each in found)  # else it is no column of verdicts
-            if denied := [
-                text for text, each in found if each == wrong or (each is None and mixed)
-            ]:
-                _refuse_doubtful(layout, name, denied, "are denied or not checked yet")
+        if not may_deny(name) and not values.are_verdicts(texts):
+            continue
+        if denied := _denied_cells(name, texts):
+            _refuse_doubtful(layout, name, denied, "are denied or not checked yet")
+
+
+def _denied_cells(name: str, texts: Sequence[str]) -> list[str]:
+    """Return the cells that deny their label, and those that are no verdict next to verdicts."""
+    denial = "yes" if plain(name) in DENYING else "no"
+    letters = values.are_letters(texts)
+    verdicts = [values.verdict(text, letters) for text in texts]
+    denials: set[str | None] = {denial}
+    if any(verdicts):  # else it is no column of verdicts
+        denials.add(None)
+    pairs = zip(texts, verdicts, strict=True)
+    return [text for text, verdict in pairs if verdict in denials]
 
 
 def _refuse_absences(layout: Layout) -> None:
@@ -615,16 +763,14 @@ def _refuse_absences(layout: Layout) -> None:
     if layout.classes:
         return
     for name in (*layout.ignored, *layout.unused, *layout.used.get("score", ())):
-        texts = list(filter(values.given, layout.table.values(name)))
-        absent = [is_absent(name, text) for text in texts]
-        is_weight = plain(name) in WEIGHTS and all(map(values.is_share, texts)) and not all(absent)
-        if (is_weight or plain(name) in COUNTS) and None not in absent and any(absent):
-            _refuse_doubtful(
-                layout,
-                name,
-                [text for text, each in zip(texts, absent, strict=True) if each],
-                "are then absent",
-            )
+        texts = column_values.filled_cells(layout.table, name)
+        are_absent = [is_absent(name, text) for text in texts]
+        if None in are_absent or not any(are_absent):
+            continue
+        is_weight = plain(name) in WEIGHTS and all(map(values.is_share, texts))
+        if plain(name) in COUNTS or (is_weight and not all(are_absent)):
+            absent_texts = list(itertools.compress(texts, are_absent))
+            _refuse_doubtful(layout, name, absent_texts, "are then absent")
 
 
 def _refuse_doubtful(layout: Layout, name: str, texts: Sequence[str], why: str) -> None:

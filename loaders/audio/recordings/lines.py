@@ -3,15 +3,20 @@
 import dataclasses
 import functools
 import html
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from loaders.audio.recordings import column_names, column_values, values
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.columns import Layout, Options, fixed_length
+from loaders.audio.recordings.tables import Table
 from loaders.base import DataError
 
+MARKS = re.compile(r"[-\u2013\u2014.*_/#+!]+")  # alone in a cell, no label
+WRAPPED_LIST = re.compile(r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)")
+OPPOSITES = {"yes": "no", "no": "yes"}
 INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
 Row = Mapping[str, str]
 SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
@@ -44,81 +49,27 @@ class Line:
 
 def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
     """Yield the lines of a table. Others are errors. Raises DataError: ambiguous dates."""
-    table, used = layout.table, layout.used
+    _report_table(layout, errors)
+    reader = _LineReader(layout, options, errors)
+    for number, row in reader.rows:
+        line = reader.read(f"{layout.table.path}:{number}", row)
+        if line:
+            yield line
+
+
+def _report_table(layout: Layout, errors: Errors) -> None:
+    """Report the lines and columns that are not read, and an encoding other than UTF-8."""
+    table = layout.table
     for text in table.wrong:
         errors.add("bad-row", text)
     for number in table.comments:
         errors.add("comment-line", f"{table.path}:{number}")
     if table.encoding != "UTF-8":
         errors.add("other-encoding", f"{table.path} is read as {table.encoding}")
-    for name, what in layout.unused.items():
-        flag = FLAGS.get(what, "--label-column")
-        errors.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
-    about = _About(layout, options, errors)
-    times = _Times(layout, options)
-    rows = _one_of_views(layout)
-    has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in rows)
-    has_splits = any(layout.text(row, "split") for _, row in rows)
-    labels_of = _Labels(layout, options)
-    channel_of = _Channels(layout, errors)
-    needed = [*(name for several in used.values() for name in several), *layout.classes]
-    needed = [name for name in needed if any(map(values.is_sheet_error, table.values(name)))]
-    letters = (
-        values.are_letters(table.values(asked)) if (asked := layout.column("answer")) else False
-    )
-    for number, row in rows:
-        where = f"{table.path}:{number}"
-        try:
-            if needed and (
-                broken := next((name for name in needed if values.is_sheet_error(row[name])), None)
-            ):
-                raise _WrongLine(
-                    f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet"
-                )
-            start, end = times.of(row)
-            its_labels = labels_of(row)
-            answer = _answer(layout, row, letters)
-            its_about = about.of(row, where)
-        except _WrongLine as error:
-            errors.add("bad-row", f"{where} {error}")
-            continue
-        except ValueError as error:
-            errors.add("bad-date", f"{where}: {error}, or --date-column none")
-            continue
-        is_open = layout.classes and any(
-            row[name].casefold() in values.OPEN for name in layout.classes
-        )
-        if is_open and not errors.add("open-class" if its_labels else "unanswered", where):
-            continue
-        if joined := labels_of.joined(its_labels):
-            errors.add("joined-labels", f"{where}: {joined}")
-        heard = not all(map(values.says_none, its_labels))
-        if has_times and start is None and heard and not errors.add("no-times", where):
-            continue
-        text = layout.text(row, "label")
-        silent = (
-            start is not None
-            and not (layout.classes or used.get("answer"))
-            and options.label_column != "none"
-        )
-        if not its_labels and (silent or text):
-            errors.add("no-label", f"{where}: {text!r}" if text else where)
-        split = values.split_of(layout.text(row, "split"))
-        if has_splits and not split and not errors.add("no-split", where):
-            continue
-        yield Line(
-            where,
-            _file(layout, row),
-            start,
-            end,
-            its_labels,
-            _frequency(layout, row, "low"),
-            _frequency(layout, row, "high"),
-            channel_of(row, where),
-            answer,
-            split,
-            its_about,
-            row,
+    for name, likeness in layout.unused.items():
+        flag = FLAGS.get(likeness, "--label-column")
+        errors.add(
+            "unused-column", f"{table.path}: {name!r} looks like {likeness}; to use it: {flag}"
         )
 
 
@@ -126,113 +77,243 @@ class _WrongLine(ValueError):
     """A line whose times, labels or answer are none."""
 
 
+class _LineReader:
+    def __init__(self, layout: Layout, options: Options, errors: Errors):
+        self._layout = layout
+        self._errors = errors
+        self._about = _About(layout, options, errors)
+        self._times = _Times(layout, options)
+        self._labels = _Labels(layout, options)
+        self._channels = _Channels(layout, errors)
+        self.rows = _one_of_views(layout)
+        self._has_times = self._is_in_some_row("start") or self._is_in_some_row("file offset")
+        self._has_splits = self._is_in_some_row("split")
+        self._sheet_error_columns = _find_sheet_errors(layout)
+        self._answers_are_letters = False
+        if answer_column := layout.column("answer"):
+            answers = layout.table.values(answer_column)
+            self._answers_are_letters = values.are_letters(answers)
+        has_answers = bool(layout.classes or layout.used.get("answer"))
+        self._may_lack_label = has_answers or options.label_column == "none"
+
+    def _is_in_some_row(self, meaning: str) -> bool:
+        return any(self._layout.text(row, meaning) for _, row in self.rows)
+
+    def read(self, where: str, row: Row) -> Line | None:
+        """Return a line, or None if an error drops it."""
+        layout = self._layout
+        try:
+            self._refuse_sheet_errors(row)
+            start, end = self._times.of(row)
+            labels_of_row = self._labels.of(row)
+            answer = _answer(layout, row, self._answers_are_letters)
+            about = self._about.of(row, where)
+        except _WrongLine as error:
+            self._errors.add("bad-row", f"{where} {error}")
+            return None
+        except ValueError as error:
+            self._errors.add("bad-date", f"{where}: {error}, or --date-column none")
+            return None
+        if not self._keeps_labels(where, row, start, labels_of_row):
+            return None
+        split = values.split_of(layout.text(row, "split"))
+        if self._has_splits and not split and not self._errors.add("no-split", where):
+            return None
+        return Line(
+            where=where,
+            file=_file(layout, row),
+            start=start,
+            end=end,
+            labels=labels_of_row,
+            low=_frequency(layout, row, "low"),
+            high=_frequency(layout, row, "high"),
+            channel=self._channels.of(row, where),
+            answer=answer,
+            split=split,
+            about=about,
+            row=row,
+        )
+
+    def _refuse_sheet_errors(self, row: Row) -> None:
+        for name in self._sheet_error_columns:
+            if values.is_sheet_error(row[name]):
+                raise _WrongLine(f"has {row[name]!r} as its {name!r}, an error of a spreadsheet")
+
+    def _keeps_labels(
+        self, where: str, row: Row, start: float | None, labels_of_row: tuple[str, ...]
+    ) -> bool:
+        """Report doubtful labels of a line. Returns whether no error drops the line."""
+        if any(row[name].casefold() in values.OPEN for name in self._layout.classes):
+            kind = "open-class" if labels_of_row else "unanswered"
+            if not self._errors.add(kind, where):
+                return False
+        if problem := self._labels.joined(labels_of_row):
+            self._errors.add("joined-labels", f"{where}: {problem}")
+        has_calls = not all(map(values.says_none, labels_of_row))
+        if self._has_times and start is None and has_calls:
+            if not self._errors.add("no-times", where):
+                return False
+        text = self._layout.text(row, "label")
+        needs_label = start is not None and not self._may_lack_label
+        if not labels_of_row and (needs_label or text):
+            self._errors.add("no-label", f"{where}: {text!r}" if text else where)
+        return True
+
+
+def _find_sheet_errors(layout: Layout) -> list[str]:
+    """Return the columns in use that hold errors of a spreadsheet."""
+    columns_in_use = [*itertools.chain.from_iterable(layout.used.values()), *layout.classes]
+    columns_with_errors = []
+    for name in columns_in_use:
+        if any(map(values.is_sheet_error, layout.table.values(name))):
+            columns_with_errors.append(name)
+    return columns_with_errors
+
+
 class _Labels:
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
-        its = layout.used["label"]
-        texts = [text for name in its for text in layout.table.values(name)]
-        self._numbered = values.are_numbers(texts)
+        columns = layout.used["label"]
+        texts: list[str] = []
+        for name in columns:
+            texts += layout.table.values(name)
+        self._are_numbers = values.are_numbers(texts)
         # 5.0, but not 1.0 and 1.1
-        self._counted = self._numbered and all(
-            map(re.compile(r"-?\d+(\.0*)?|\D*").fullmatch, texts)
-        )
-        listed = any(column_names.plain(name) == "positivelabels" for name in its)
-        self._separator = options.separator or ("," if listed else "")
-        self._several = its if len(its) > 1 and options.label_column else []
+        whole_number = re.compile(r"-?\d+(\.0*)?|\D*")
+        self._are_whole_numbers = self._are_numbers and all(map(whole_number.fullmatch, texts))
+        lists_positives = "positivelabels" in map(column_names.plain, columns)
+        self._separator = options.separator or ("," if lists_positives else "")
+        self._named_columns = columns if len(columns) > 1 and options.label_column else []
         self._reported: set[str] = set()
-        last = (column_names.words(its[0]) if its else [""])[-1]
-        plural = last[-1:] == "s" and last not in ("species", "class")
-        self._between = (
-            (*",/+&", *(" " if last in ("tags", "keywords") else ""))
-            if plural and not self._separator
-            else ()
-        )
+        self._likely_separators = ""
+        if columns and not self._separator:
+            self._likely_separators = _likely_separators(columns[0])
 
-    def __call__(self, row: Row) -> tuple[str, ...]:
-        """Raise _WrongLine for a field that holds more than labels."""
-        if self._layout.classes:
-            return tuple(name for name in self._layout.classes if values.answer(row[name]))
-        if self._layout.used.get("genus"):
-            genus, epithet = self._layout.text(row, "genus"), self._layout.text(row, "epithet")
-            if epithet and not genus:
-                raise _WrongLine(f"has {epithet!r} as its species, and no genus")
-            return labels(epithet if epithet.startswith(f"{genus} ") else f"{genus} {epithet}", "")
-        text = self._layout.text(row, "label")
-        found = labels(values.whole(text) if self._counted else text, self._separator)
-        if self._several:
-            found = tuple(
-                dict.fromkeys(
-                    label for name in self._several for label in labels(row[name], self._separator)
-                )
-            )
-        if found and found[0].startswith("{") and ":" in found[0]:
-            raise _WrongLine(f"has {found[0][:60]!r} as its label; write the labels alone")
-        numbers = (
-            [] if self._numbered else [label for label in found if values.are_numbers([label])]
-        )
-        if 0 < len(numbers) < len(found):
+    def of(self, row: Row) -> tuple[str, ...]:
+        """Return the labels of a line. Raises _WrongLine: a field holds more than labels."""
+        layout = self._layout
+        if layout.classes:
+            return tuple(name for name in layout.classes if values.answer(row[name]))
+        if layout.used.get("genus"):
+            return self._scientific_name(row)
+        if self._named_columns:
+            row_labels = self._of_columns(row)
+        else:
+            text = layout.text(row, "label")
+            if self._are_whole_numbers:
+                text = values.whole(text)
+            row_labels = labels(text, self._separator)
+        if row_labels and row_labels[0].startswith("{") and ":" in row_labels[0]:
+            raise _WrongLine(f"has {row_labels[0][:60]!r} as its label; write the labels alone")
+        if not self._are_numbers:
+            self._refuse_numbers(row_labels)
+        return row_labels
+
+    def _scientific_name(self, row: Row) -> tuple[str, ...]:
+        genus = self._layout.text(row, "genus")
+        epithet = self._layout.text(row, "epithet")
+        if epithet and not genus:
+            raise _WrongLine(f"has {epithet!r} as its species, and no genus")
+        name = epithet if epithet.startswith(f"{genus} ") else f"{genus} {epithet}"
+        return labels(name, "")
+
+    def _of_columns(self, row: Row) -> tuple[str, ...]:
+        row_labels: dict[str, None] = {}
+        for name in self._named_columns:
+            row_labels |= dict.fromkeys(labels(row[name], self._separator))
+        return tuple(row_labels)
+
+    @staticmethod
+    def _refuse_numbers(row_labels: tuple[str, ...]) -> None:
+        """Raise _WrongLine for a number among other labels."""
+        numbers = [label for label in row_labels if values.are_numbers([label])]
+        if numbers and len(numbers) < len(row_labels):
             raise _WrongLine(
                 f"has the number {numbers[0]} among its labels; write it into a column of its own"
             )
-        return found
 
-    def joined(self, its_labels: tuple[str, ...]) -> str:
+    def joined(self, row_labels: tuple[str, ...]) -> str:
         """Return why a label of a plural column may be several, or "" if not, or not again."""
-        name = (
-            its_labels[0]
-            if len(its_labels) == 1 and self._between and not self._layout.classes
-            else ""
-        )
-        for between in self._between if name and name not in self._reported else ():
-            if len(parts := name.split(between)) > 1 and all(map(str.strip, parts)):
-                self._reported.add(name)
-                return f"{name!r}; split it with --separator {between!r}"
+        if len(row_labels) != 1 or self._layout.classes:
+            return ""
+        label = row_labels[0]
+        if label in self._reported:
+            return ""
+        for separator in self._likely_separators:
+            parts = label.split(separator)
+            if len(parts) > 1 and all(map(str.strip, parts)):
+                self._reported.add(label)
+                return f"{label!r}; split it with --separator {separator!r}"
         return ""
+
+
+def _likely_separators(column: str) -> str:
+    """Return the marks that may stand between labels if a column's name is a plural."""
+    last_word = "".join(column_names.words(column)[-1:])
+    if not last_word.endswith("s") or last_word in ("species", "class"):
+        return ""
+    return ",/+& " if last_word in ("tags", "keywords") else ",/+&"
 
 
 def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
     """Return the lines of a table, of which Raven lists a selection once for each view."""
-    view, selection = layout.column("view"), layout.column("selection")
+    view = layout.column("view")
+    selection = layout.column("selection")
     if not view or not selection or len(set(layout.table.values(view))) < 2:
         return list(layout.table.rows())
-    meanings = ("selection", "start", "end", "duration", "file", "channel")
-    places = [name for meaning in meanings for name in layout.used.get(meaning, ())]
-    found: dict[tuple[str, ...], list[tuple[int, dict[str, str]]]] = {}
+    key_columns: list[str] = []
+    for meaning in ("selection", "start", "end", "duration", "file", "channel"):
+        key_columns += layout.used.get(meaning, ())
+    selections: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    lines: list[tuple[int, Row]] = []
     for number, row in layout.table.rows():
-        several = found.setdefault(tuple(row[name] for name in places), [])
-        for _, other in several:
-            same = all(not row[n] or not other[n] or row[n] == other[n] for n in row if n != view)
-            if same and row[view] != other[view]:
-                other.update({name: text for name, text in row.items() if text and not other[name]})
-                break
-        else:
-            several.append((number, dict(row)))
-    return sorted(
-        (each for several in found.values() for each in several), key=lambda each: each[0]
-    )
+        key = tuple(row[name] for name in key_columns)
+        rows_of_selection = selections.setdefault(key, [])
+        if not _merge_view(rows_of_selection, row, view):
+            merged_row = dict(row)
+            rows_of_selection.append(merged_row)
+            lines.append((number, merged_row))
+    return lines
+
+
+def _merge_view(rows: Sequence[dict[str, str]], row: Row, view: str) -> bool:
+    """Fill the first of ``rows`` that is another view of ``row``. Returns whether there is one."""
+    for other_row in rows:
+        if row[view] != other_row[view] and _agree(row, other_row, view):
+            for name, text in row.items():
+                other_row[name] = other_row[name] or text
+            return True
+    return False
+
+
+def _agree(row: Row, other_row: Row, view: str) -> bool:
+    """Whether no cell but the view differs where both lines have one."""
+    for name, text in row.items():
+        other_text = other_row[name]
+        if name != view and text and other_text and text != other_text:
+            return False
+    return True
 
 
 class _Channels:
     """The channel of lines, from 0: of 0, 1, 1.0, L, R, "Channel 2"."""
 
     def __init__(self, layout: Layout, errors: Errors):
-        self._layout, self._errors = layout, errors
-        texts = [self._number(layout.text(row, "channel")) for _, row in layout.table.rows()]
-        zero = "0" in texts or any(
-            column_names.plain(name) == "infile" for name in layout.used["file"]
-        )
-        self._first = 0 if zero else 1
+        self._layout = layout
+        self._errors = errors
+        texts = {self._plain_channel(layout.text(row, "channel")) for _, row in layout.table.rows()}
+        counts_from_zero = "0" in texts or "infile" in map(column_names.plain, layout.used["file"])
+        self._first = 0 if counts_from_zero else 1
 
     @staticmethod
     @functools.lru_cache(1 << 10)
-    def _number(text: str) -> str:
-        found = re.fullmatch(
-            r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", text.strip().casefold()
-        )
-        return str(int(found[1])) if found else text.strip().casefold()
+    def _plain_channel(text: str) -> str:
+        folded = text.strip().casefold()
+        channel = re.fullmatch(r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", folded)
+        return str(int(channel[1])) if channel else folded
 
-    def __call__(self, row: Row, where: str) -> int | None:
-        text = self._number(self._layout.text(row, "channel"))
+    def of(self, row: Row, where: str) -> int | None:
+        text = self._plain_channel(self._layout.text(row, "channel"))
         if text in SIDES:
             return SIDES[text]
         if text.isdecimal() and len(text) < 10 and int(text) >= self._first:
@@ -249,149 +330,182 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
     Lines and tabs of a cell are shown with | between them, and refused as one label. Marks alone,
     such as -, are no label. ???? is one, of published sets.
     """
-    text = re.sub(r"\s*[\r\n\t]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
-    text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
-    text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
-    parts: Iterable[str] = [text]
-    wrapped = re.fullmatch(
-        r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)", text
-    )
-    listed = re.fullmatch(r"[\[{(]*(.*?)[\]})]*", wrapped[1]) if wrapped else None
-    if listed := listed or re.fullmatch(r"\[+(.*?)\]+|\((\s*['\"].*|.*,.*)\)|\{([^:]*)\}", text):
-        parts = _parts(next(part for part in listed.groups() if part is not None))
+    text = _clean(text or "")
+    list_content = _content_of_list(text)
+    parts = [text]
+    if list_content is not None:
+        parts = _parts(list_content)
     elif separator:
         parts = text.split(separator)
-    found = (unquoted(part.strip()) for part in parts)
-    marks = re.compile(r"[-\u2013\u2014.*_/#+!]+")
-    return tuple(
-        dict.fromkeys(part for part in found if values.given(part) and not marks.fullmatch(part))
-    )
+    unique_labels: dict[str, None] = {}
+    for part in parts:
+        label = unquoted(part.strip())
+        if values.given(label) and not MARKS.fullmatch(label):
+            unique_labels[label] = None
+    return tuple(unique_labels)
+
+
+def _clean(text: str) -> str:
+    """Return a cell in one line, without entities of HTML and letters that nobody sees."""
+    text = unicodedata.normalize("NFC", text).strip()
+    text = re.sub(r"\s*[\r\n\t]\s*", " | ", text)
+    if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text):
+        text = html.unescape(text)
+    text = re.sub(r"[\x00-\x1f\x7f]+", " ", text)
+    return INVISIBLE.sub("", " ".join(text.split()))
+
+
+def _content_of_list(text: str) -> str | None:
+    """Return the text in the brackets of a list, as Python, NumPy, pandas and R write it."""
+    if wrapped := WRAPPED_LIST.fullmatch(text):
+        if in_brackets := re.fullmatch(r"[\[{(]*(.*?)[\]})]*", wrapped[1]):
+            return in_brackets[1]
+    in_brackets = re.fullmatch(r"\[+(.*?)\]+|\((\s*['\"].*|.*,.*)\)|\{([^:]*)\}", text)
+    if in_brackets is None:
+        return None
+    return in_brackets[in_brackets.lastindex or 0]
 
 
 def _parts(text: str) -> list[str]:
     """Return the parts of a list: between commas, or in quotes, which no apostrophe is."""
     quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
     text = text.replace("\\'", "'")
-    return [
-        each["quoted"] or each["plain"] or ""
-        for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)
-    ]
+    parts = re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)
+    return [part["quoted"] or part["plain"] or "" for part in parts]
 
 
 def unquoted(text: str) -> str:
     """Return a text without the quotes around it, as a spreadsheet or NumPy writes it."""
     text = re.sub(r"^(?:np\.str_\()?b?(['\"].*['\"])\)?$", r"\1", text)
-    if (
-        len(text) > 1
-        and text[0] == text[-1]
-        and text[0] in "\"'"
-        and text[0] not in text[1:-1].replace(text[0] * 2, "")
-    ):
-        return text[1:-1].replace(text[0] * 2, text[0]).strip()
-    return text
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "\"'":
+        return text
+    quote = text[0]
+    content = text[1:-1]
+    if quote in content.replace(quote * 2, ""):
+        return text
+    return content.replace(quote * 2, quote).strip()
 
 
 class _Times:
     def __init__(self, layout: Layout, options: Options):
-        self._length = fixed_length(layout.table, options)
-        self._names = [
-            layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")
-        ]
-        self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
-        cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
-        self._comma = not any("." in cell for cell in cells)
-        self._spans = bool(self._names[0]) and values.are_spans(
-            layout.table.values(self._names[0] or "")
-        )
-        self._minutes = {name for name in self._names if name and column_names.in_minutes(name)}
-        self._offsets = any(layout.text(row, "file offset") for _, row in layout.table.rows())
-        self._days = _are_days(
-            row[name] for name in self._names[:2] if name for _, row in layout.table.rows()
-        )
+        table = layout.table
+        self._length = fixed_length(table, options)
+        self._start = layout.column("start")
+        self._end = layout.column("end")
+        self._duration = layout.column("duration")
+        self._file_offset = layout.column("file offset")
+        self._scales = layout.scales
+        columns = list(filter(None, (self._start, self._end, self._duration, self._file_offset)))
+        self._comma_is_point = not any("." in text for text in _cells(table, columns))
+        self._are_spans = bool(self._start) and values.are_spans(_cells(table, columns[:1]))
+        self._minutes = set(filter(column_names.in_minutes, columns))
+        self._has_offsets = any(layout.text(row, "file offset") for _, row in table.rows())
+        start_and_end = list(filter(None, (self._start, self._end)))
+        self._are_days = _are_days(_cells(table, start_and_end))
         # columns, and the forms of cells in them that may be thousands or a fraction
         self._grouped: dict[str, str] = {}
-        for name, scale in zip(self._names, self._scales, strict=True):
-            form = r"\d{1,3}(,\d{3})+" if layout.table.separator == "," else ""
-            marked = (
-                [text for text in layout.table.values(name) if "," in text or "." in text]
-                if name and scale < 1
-                else []
-            )
+        for name in columns:
+            if form := self._form_of_groups(table, name):
+                self._grouped[name] = form
+
+    def _scale(self, name: str) -> float:
+        return self._scales.get(name, 1.0)
+
+    def _form_of_groups(self, table: Table, name: str) -> str:
+        if self._scale(name) < 1:
+            marked_texts = [text for text in table.values(name) if "," in text or "." in text]
+            either_mark = r"\d{1,3}([.,]\d{3})+"
             # of ms, 2.000
-            if marked and all(re.fullmatch(r"\d{1,3}([.,]\d{3})+", text) for text in marked):
-                form = r"\d{1,3}([.,]\d{3})+"
-            self._grouped |= {name: form} if name and form else {}
+            if marked_texts and all(re.fullmatch(either_mark, text) for text in marked_texts):
+                return either_mark
+        return r"\d{1,3}(,\d{3})+" if table.separator == "," else ""
 
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongLine."""
-        if self._days:
-            cell = f"{row[self._names[0] or '']!r} as its {self._names[0]!r}"
+        if self._are_days:
+            cell = f"{row[self._start or '']!r} as its {self._start!r}"
             raise _WrongLine(f"has {cell}, a spreadsheet's part of a day; format it in s")
-        if self._spans:
-            return values.span(row[self._names[0] or ""]) or (None, None)
-        found: list[float | None] = []
-        for name, scale in zip(self._names, self._scales, strict=True):
-            text = row[name] if name else ""
-            if name in self._grouped and re.fullmatch(self._grouped[name], text):
-                mark = "," if "," in text else "."
-                raise _WrongLine(
-                    f"has {text!r} as its {name!r}, which may be thousands or a fraction; write it"
-                    f" without {mark}"
-                )
-            try:
-                is_clock = name in self._minutes and ":" in text
-                found.append(
-                    values.minutes(text) if is_clock else values.seconds(text, scale, self._comma)
-                )
-            except ValueError:
-                hint = (
-                    "; write 0:00:12 for 0:12, or (mm:ss) into the column's name"
-                    if ":" in text
-                    else ""
-                )
-                raise _WrongLine(
-                    f"has {text!r} as its {name!r}, which is no number of seconds{hint}"
-                ) from None
-        start, end, duration, offset = found
-        if self._offsets and offset is None and start is not None:
+        if self._are_spans:
+            return values.span(row[self._start or ""]) or (None, None)
+        start = self._read_time(row, self._start)
+        end = self._read_time(row, self._end)
+        duration = self._read_time(row, self._duration)
+        offset = self._read_time(row, self._file_offset)
+        if self._has_offsets and offset is None and start is not None:
             raise _WrongLine(
-                f"has no {self._names[3]!r}, which other lines have, so its start counts over all"
-                " files"
+                f"has no {self._file_offset!r}, which other lines have, so its start counts over"
+                " all files"
             )
-        duration = self._length if duration is None else duration
+        if duration is None:
+            duration = self._length
         if start is None and end is not None and self._length is not None:
             start = round(max(0.0, end - self._length), 9)
         if end is None and start is not None and duration is not None:
             end = round(start + duration, 9)
         if end is None and start is None and duration is not None and offset is not None:
-            start, end = offset, round(offset + duration, 9)
+            start = offset
+            end = round(offset + duration, 9)
         if (start is None) != (end is None):
             raise _WrongLine("has a start or an end, and not both")
         if start is not None and end is not None and offset is not None:
-            start, end = offset, round(offset + end - start, 9)
+            return offset, round(offset + end - start, 9)
         return start, end
 
+    def _read_time(self, row: Row, name: str | None) -> float | None:
+        if not name:
+            return None
+        text = row[name]
+        if name in self._grouped and re.fullmatch(self._grouped[name], text):
+            mark = "," if "," in text else "."
+            raise _WrongLine(
+                f"has {text!r} as its {name!r}, which may be thousands or a fraction; write it"
+                f" without {mark}"
+            )
+        try:
+            if name in self._minutes and ":" in text:
+                return values.minutes(text)
+            return values.seconds(text, self._scale(name), self._comma_is_point)
+        except ValueError:
+            hint = ""
+            if ":" in text:
+                hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name"
+            raise _WrongLine(
+                f"has {text!r} as its {name!r}, which is no number of seconds{hint}"
+            ) from None
 
-def _are_days(texts: Iterable[str]) -> bool:
+
+def _cells(table: Table, columns: Sequence[str]) -> Iterator[str]:
+    return itertools.chain.from_iterable(map(table.values, columns))
+
+
+def _are_days(cells: Iterable[str]) -> bool:
     """Whether all times are parts of a day, as of a spreadsheet: many digits, or within 1 ms."""
-    found = [text.strip() for text in texts if values.given(text.strip())]
-    number = r"0(\.0*)?|0[.,]\d{8,}|\d([.,]\d+)?[eE]-0?\d|0[.,]000\d+"
-    if not all(re.fullmatch(number, text) for text in found):
+    texts = list(filter(values.given, map(str.strip, cells)))
+    day_part = re.compile(r"0(\.0*)?|0[.,]\d{8,}|\d([.,]\d+)?[eE]-0?\d|0[.,]000\d+")
+    if not all(map(day_part.fullmatch, texts)):
         return False
-    days = [float(text.replace(",", ".")) for text in found]
-    return any(days) and (
-        max(days) < 1e-3 or all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
-    )
+    days = [float(text.replace(",", ".")) for text in texts]
+    if not any(days):
+        return False
+    return max(days) < 1e-3 or all(map(_is_near_full_second, days))
+
+
+def _is_near_full_second(day: float) -> bool:
+    seconds = day * 86400
+    return abs(seconds - round(seconds)) < 1e-3
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
-    if not (name := layout.column(meaning)):
+    name = layout.column(meaning)
+    if not name:
         return None
     try:
         value = values.number(row[name])
     except ValueError:
         return None  # of a figure that nothing depends on
-    return None if value is None else value * layout.scales.get(name, 1.0)
+    if value is None:
+        return None
+    return value * layout.scales.get(name, 1.0)
 
 
 def _file(layout: Layout, row: Row) -> str:
@@ -404,28 +518,33 @@ def _file(layout: Layout, row: Row) -> str:
 
 def _answer(layout: Layout, row: Row, letters: bool) -> str:
     """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine."""
-    if not (text := layout.text(row, "answer")):
+    text = layout.text(row, "answer")
+    if not text:
         return ""
     name = layout.column("answer") or ""
-    absent = column_names.is_absent(name, text)
-    found = values.verdict(text, letters) if absent is None else "no" if absent else "yes"
-    if found is None:
+    is_absent = column_names.is_absent(name, text)
+    if is_absent is None:
+        verdict = values.verdict(text, letters)
+    else:
+        verdict = "no" if is_absent else "yes"
+    if verdict is None:
         raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")
-    denying = column_names.plain(name) in column_names.DENYING
-    return {"yes": "no", "no": "yes"}.get(found, found) if denying else found
+    if column_names.plain(name) in column_names.DENYING:
+        return OPPOSITES.get(verdict, verdict)
+    return verdict
 
 
 class _About:
     def __init__(self, layout: Layout, options: Options, errors: Errors):
-        self._layout, self._errors = layout, errors
-        self._given = [key for key in column_names.ABOUT if layout.used.get(key)]
+        self._layout = layout
+        self._errors = errors
+        self._columns = [key for key in column_names.ABOUT if layout.used.get(key)]
         # of each column, as one may have days first, and another months
         self._dates: dict[str, values.Dates] = {}
         for name in (*layout.used.get("date", ()), *layout.used.get("datetime", ())):
+            texts = column_values.filled_cells(layout.table, name)
             try:
-                self._dates[name] = values.Dates(
-                    list(filter(values.given, layout.table.values(name))), options.dates
-                )
+                self._dates[name] = values.Dates(texts, options.dates)
             except ValueError as error:
                 raise DataError(
                     f"{layout.table.path}: in {name!r}, {error}, or omit them: --date-column none"
@@ -433,21 +552,27 @@ class _About:
 
     def of(self, row: Row, where: str) -> dict[str, str]:
         """Return the place's facts. Raises ValueError: a date or a time that is none."""
-        about = {key: self._layout.text(row, key) for key in self._given}
-        for key, negative in (("latitude", "S"), ("longitude", "W")):
-            try:
-                about[key] = f"{values.degrees(about[key], negative):.9g}" if about.get(key) else ""
-            except ValueError as error:
-                self._errors.add("odd-place", f"{where}: {error}")
-                about[key] = ""
+        about = {key: self._layout.text(row, key) for key in self._columns}
+        about["latitude"] = self._degrees(about.get("latitude", ""), "S", where)
+        about["longitude"] = self._degrees(about.get("longitude", ""), "W", where)
         for meaning in ("datetime", "date"):
-            name = next(
-                (name for name in self._layout.used.get(meaning, ()) if values.given(row[name])),
-                None,
-            )
-            if name:
-                about["date"], time = self._dates[name].read(row[name])
-                about["time"] = time or about.get("time", "")
+            self._add_date(about, row, meaning)
         if text := self._layout.text(row, "time"):
             about["time"] = values.time_of_day(text) if re.search(r"\d", text) else ""
         return {key: value for key, value in about.items() if value}
+
+    def _degrees(self, text: str, negative: str, where: str) -> str:
+        if not text:
+            return ""
+        try:
+            return f"{values.degrees(text, negative):.9g}"
+        except ValueError as error:
+            self._errors.add("odd-place", f"{where}: {error}")
+            return ""
+
+    def _add_date(self, about: dict[str, str], row: Row, meaning: str) -> None:
+        for name in self._layout.used.get(meaning, ()):
+            if values.given(row[name]):
+                about["date"], time = self._dates[name].read(row[name])
+                about["time"] = time or about.get("time", "")
+                return
