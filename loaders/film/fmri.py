@@ -2,8 +2,8 @@
 
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,72 +12,102 @@ from loaders.io import atomic_write, files, machine
 from loaders.io.files import DataError
 
 UNITS = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}  # [s] of a NIfTI header's time
+VOXELS_AT_ONCE = 4096  # that are z-scored together, in float64
+
+
+class Scan(NamedTuple):
+    """The shape of a scan, by its header."""
+
+    grid: tuple[int, ...]  # x, y, z
+    volumes: int
+    time_axis: int  # the axis of the volumes
 
 
 def check(
     paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None
 ) -> tuple[float, int, list[str]]:
     """Read the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
-    given: Any = "--tr"
-    shapes, names = {}, [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"--fmri: the viewers {', '.join(twice)} are given twice")
+    names = [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
+    repeated_names = sorted({name for name in names if names.count(name) > 1})
+    if repeated_names:
+        raise DataError(f"--fmri: the viewers {', '.join(repeated_names)} are given twice")
+    tr_source: Any = "--tr"
+    scans = {}
     for path in paths:
         image = foreign_files.nifti(path)
-        shape, axis = _over_time(path, image)
+        scan = _scan(path, image)
         if image.get_data_dtype().kind not in "iuf":
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
-        shapes[path] = shape
-        _same_place(path, image, paths[0])
-        with files.reading(path):
-            units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
-        unit = UNITS.get(units[1], 0.0)
-        own_tr = unit * float(image.header.get_zooms()[axis])
-        has_tr = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
-        if tr is None and not has_tr:
-            raise DataError(f"{path} does not say its TR with a unit; give --tr")
-        tr, given = (own_tr, path) if tr is None else (tr, given)
-        if has_tr and abs(own_tr - tr) > 1e-3:
+        scans[path] = scan
+        _check_place(path, image, paths[0])
+        header_tr = _header_tr(path, image, scan.time_axis)
+        if tr is None:
+            if header_tr is None:
+                raise DataError(f"{path} does not say its TR with a unit; give --tr")
+            tr = header_tr
+            tr_source = path
+        if header_tr is not None and abs(header_tr - tr) > 1e-3:
             raise DataError(
-                f"{path} has a TR of {own_tr:g} s, and {given} says {tr:g} s; omit --tr, or correct"
-                " the header"
+                f"{path} has a TR of {header_tr:g} s, and {tr_source} says {tr:g} s; omit --tr, or"
+                " correct the header"
             )
-    if len({shape[:3] for shape in shapes.values()}) > 1:
-        raise DataError(
-            f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}"
-        )
-    lengths = {shape[3] for shape in shapes.values()}
-    if volumes is None and len(lengths) > 1:
-        listed = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
-        raise DataError(
-            f"--fmri: the numbers of volumes differ ({listed}); take the first ones of all with"
-            f" --volumes={min(lengths)}"
-        )
-    if volumes and volumes > min(lengths):
-        shortest = min(shapes, key=lambda path: shapes[path][3])
-        raise DataError(f"--volumes={volumes}, and {shortest} has only {min(lengths)}")
     assert tr is not None  # given, or read from the first file
-    return round(tr, 6), volumes or lengths.pop(), names
+    return round(tr, 6), _common_volumes(scans, volumes), names
+
+
+def _header_tr(path: pathlib.Path, image: Any, time_axis: int) -> float | None:
+    """Return a scan's TR [s]; None if its header does not say it with a unit."""
+    with files.reading(path):
+        units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
+    unit = UNITS.get(units[1], 0.0)  # many writers leave a TR of 1, and no unit
+    tr = unit * float(image.header.get_zooms()[time_axis])
+    return tr if 0 < tr < math.inf else None
+
+
+def _common_volumes(scans: Mapping[pathlib.Path, Scan], volumes: int | None) -> int:
+    """Return how many volumes to take of each scan. Raises DataError: they do not fit together."""
+    if len({scan.grid for scan in scans.values()}) > 1:
+        grids = ", ".join(f"{path.name} {scan.grid}" for path, scan in scans.items())
+        raise DataError(f"--fmri: the grids differ: {grids}")
+    fewest = min(scan.volumes for scan in scans.values())
+    most = max(scan.volumes for scan in scans.values())
+    if volumes is None and fewest < most:
+        counts = ", ".join(f"{path.name} {scan.volumes}" for path, scan in scans.items())
+        raise DataError(
+            f"--fmri: the numbers of volumes differ ({counts}); take the first ones of all with"
+            f" --volumes={fewest}"
+        )
+    if volumes and volumes > fewest:
+        shortest = min(scans, key=lambda path: scans[path].volumes)
+        raise DataError(f"--volumes={volumes}, and {shortest} has only {fewest}")
+    return volumes or fewest
 
 
 def offset(path: pathlib.Path) -> float:
     """Return the time at which a scan begins, by its header [s]; 0 if it does not say it."""
     header = foreign_files.nifti(path).header
-    return UNITS.get(header.get_xyzt_units()[1], 0.0) * float(header["toffset"])
+    _, time_unit = header.get_xyzt_units()
+    return UNITS.get(time_unit, 0.0) * float(header["toffset"])
 
 
-def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
+def _check_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
     """Raise DataError if voxels of ``image`` lie 0.1 voxels or more from the first viewer's."""
-    other = foreign_files.nifti(first)
-    if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
-        return  # one of them has no position
+    first_image = foreign_files.nifti(first)
+    if not _has_position(image) or not _has_position(first_image):
+        return
     corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
-    apart = corners @ (image.affine - other.affine)[:3, :3].T + (image.affine - other.affine)[:3, 3]
-    if np.linalg.norm(apart, axis=1).max() > 0.1 * min(other.header.get_zooms()[:3]):
+    affine_change = image.affine - first_image.affine
+    shifts = corners @ affine_change[:3, :3].T + affine_change[:3, 3]
+    voxel_size = min(first_image.header.get_zooms()[:3])
+    if np.linalg.norm(shifts, axis=1).max() > 0.1 * voxel_size:
         raise DataError(
             f"{path} lies elsewhere in space than {first} (their affines differ); resample it to"
             " that grid, for example with nilearn.image.resample_to_img"
         )
+
+
+def _has_position(image: Any) -> bool:
+    return bool(int(image.header["qform_code"]) or int(image.header["sform_code"]))
 
 
 def write(
@@ -90,87 +120,110 @@ def write(
 ) -> int:
     """Write fmri/<viewer>.npy and mask.nii.gz. Return how many voxels are constant in a viewer."""
     nibabel = foreign_files.package("nibabel")
-    first = foreign_files.nifti(paths[0])
+    first_image = foreign_files.nifti(paths[0])
     if mask:
-        image = foreign_files.nifti(mask)
-        if image.shape[3:] == (1,):
-            image = image.slicer[..., 0]
-        if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
-            raise DataError(
-                f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}"
-            )
-        _same_place(mask, image, paths[0])
-        with files.reading(mask):
-            found = np.asanyarray(image.dataobj)
-        if len(kinds := np.unique(found)) > 2 or not np.isfinite(kinds).all():
-            raise DataError(
-                f"{mask} has {len(kinds)} different values, {kinds[0]:g} to {kinds[-1]:g}; a mask"
-                " has two: save one of its labels, or the voxels above a threshold, as 0 and 1"
-            )
-        if len(kinds) == 2 and 0 not in kinds:
-            raise DataError(
-                f"{mask} has the values {kinds[0]:g} and {kinds[-1]:g}, so it is unclear which"
-                " voxels are inside; write those outside as 0"
-            )
-        inside = found > 0
+        inside = _read_mask(mask, paths[0])
     else:
-        votes = np.zeros(first.shape[:3])
-        for path in paths:
-            x = read_volumes(path, volumes)
-            spread = np.where(np.isfinite(x).all(3), np.nan_to_num(x, posinf=0, neginf=0).std(3), 0)
-            votes += spread > np.percentile(spread, 10)
-        inside = votes >= 0.5 * len(paths)
+        inside = _vote_on_mask(paths, volumes)
     if not inside.any():
         raise DataError(f"{mask or 'the mask of voxels that vary'} holds no voxel")
-    constant = 0
+    n_constant = 0
     for path, name in zip(paths, names, strict=True):
-        x = np.ascontiguousarray(read_volumes(path, volumes)[inside].T)  # [volumes, voxels]
-        if not np.isfinite(x).all():
-            raise DataError(
-                f"{path} has values that are not finite in {(~np.isfinite(x)).any(0).sum()} voxels"
-                " of the mask"
-            )
-        z = np.empty(x.shape, dtype)
-        for start in range(0, x.shape[1], 4096):  # in float64, of some voxels at a time
-            some = x[:, start : start + 4096].astype(np.float64)
-            deviation = some.std(0)
-            # a constant's is not 0 if its mean is rounded
-            varies = (some.min(0) < some.max(0)) & (deviation > 0)
-            constant += int((~varies).sum())
-            z[:, start : start + 4096] = np.where(
-                varies, (some - some.mean(0)) / np.where(varies, deviation, 1), 0
-            )
-        atomic_write.save(folder / "fmri" / f"{name}.npy", z)
-    nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
-    return constant
+        scores, n_constant_here = _z_score_scan(path, inside, volumes, dtype)
+        n_constant += n_constant_here
+        atomic_write.save(folder / "fmri" / f"{name}.npy", scores)
+    mask_image = nibabel.Nifti1Image(inside.astype(np.uint8), first_image.affine)
+    nibabel.save(mask_image, folder / "mask.nii.gz")
+    return n_constant
 
 
-def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
-    """Return the shape [x, y, z, time] of a scan, and its axis of time. Raises DataError."""
-    long = [axis for axis in range(3, len(image.shape)) if image.shape[axis] > 1]
-    if len(image.shape) < 4 or len(long) > 1 or min(image.shape) < 1:
+def _read_mask(path: pathlib.Path, first: pathlib.Path) -> np.ndarray:
+    """Return bool [x, y, z]: the voxels above 0 in a NIfTI of two values. Raises DataError."""
+    grid = foreign_files.nifti(first).shape[:3]
+    image = foreign_files.nifti(path)
+    if image.shape[3:] == (1,):
+        image = image.slicer[..., 0]
+    if image.shape[:3] != grid or len(image.shape) != 3:
+        raise DataError(f"{path} has the shape {image.shape}, and the volumes {grid}")
+    _check_place(path, image, first)
+    with files.reading(path):
+        labels = np.asanyarray(image.dataobj)
+    kinds = np.unique(labels)
+    if len(kinds) > 2 or not np.isfinite(kinds).all():
         raise DataError(
-            f"{path} has the shape {image.shape}; expected x, y, z and time: choose one of the"
+            f"{path} has {len(kinds)} different values, {kinds[0]:g} to {kinds[-1]:g}; a mask"
+            " has two: save one of its labels, or the voxels above a threshold, as 0 and 1"
+        )
+    if len(kinds) == 2 and 0 not in kinds:
+        raise DataError(
+            f"{path} has the values {kinds[0]:g} and {kinds[-1]:g}, so it is unclear which"
+            " voxels are inside; write those outside as 0"
+        )
+    inside: np.ndarray = labels > 0
+    return inside
+
+
+def _vote_on_mask(paths: Sequence[pathlib.Path], volumes: int) -> np.ndarray:
+    """Return bool [x, y, z]: the voxels that vary in at least half of the viewers."""
+    votes = np.zeros(foreign_files.nifti(paths[0]).shape[:3])
+    for path in paths:
+        scan = read_volumes(path, volumes)
+        deviation = np.nan_to_num(scan, posinf=0, neginf=0).std(3)
+        is_finite = np.isfinite(scan).all(3)
+        deviation = np.where(is_finite, deviation, 0)
+        votes += deviation > np.percentile(deviation, 10)
+    inside: np.ndarray = votes >= 0.5 * len(paths)
+    return inside
+
+
+def _z_score_scan(
+    path: pathlib.Path, inside: np.ndarray, volumes: int, dtype: Any
+) -> tuple[np.ndarray, int]:
+    """Return z-scores [volumes, voxels], and how many voxels are constant. Raises DataError."""
+    voxels = np.ascontiguousarray(read_volumes(path, volumes)[inside].T)
+    n_broken = (~np.isfinite(voxels)).any(0).sum()
+    if n_broken:
+        raise DataError(f"{path} has values that are not finite in {n_broken} voxels of the mask")
+    scores = np.empty(voxels.shape, dtype)
+    n_constant = 0
+    for start in range(0, voxels.shape[1], VOXELS_AT_ONCE):
+        columns = slice(start, start + VOXELS_AT_ONCE)
+        values = voxels[:, columns].astype(np.float64)
+        deviation = values.std(0)
+        # The deviation of a constant is not 0 if its mean is rounded.
+        varies = (values.min(0) < values.max(0)) & (deviation > 0)
+        n_constant += int((~varies).sum())
+        centred = values - values.mean(0)
+        scores[:, columns] = np.where(varies, centred / np.where(varies, deviation, 1), 0)
+    return scores, n_constant
+
+
+def _scan(path: pathlib.Path, image: Any) -> Scan:
+    """Return the shape of a scan. Raises DataError: it has more axes than space and time."""
+    shape = image.shape
+    long_axes = [axis for axis in range(3, len(shape)) if shape[axis] > 1]
+    if len(shape) < 4 or len(long_axes) > 1 or min(shape) < 1:
+        raise DataError(
+            f"{path} has the shape {shape}; expected x, y, z and time: choose one of the"
             " scans in it, for example with nibabel's image.slicer[..., 0]"
         )
-    axis = long[0] if long else 3
-    return (*image.shape[:3], image.shape[axis]), axis
+    time_axis = long_axes[0] if long_axes else 3
+    return Scan(shape[:3], shape[time_axis], time_axis)
 
 
 def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
-    """float32 [x, y, z, n], or float64 if the file has that."""
+    """Return the first volumes: float32 [x, y, z, n], or float64 if the file has that."""
     image = foreign_files.nifti(path)
-    shape, axis = _over_time(path, image)
-    part = tuple(
-        slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape))
-    )
+    scan = _scan(path, image)
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
-    if (size := math.prod(shape[:3]) * n * np.dtype(dtype).itemsize) > (
-        most := machine.most_memory()
-    ):
+    n_bytes = math.prod(scan.grid) * n * np.dtype(dtype).itemsize
+    most_bytes = machine.most_memory()
+    if n_bytes > most_bytes:
         raise DataError(
-            f"{path} takes {size:,} bytes for {n} volumes, and this machine has {most:,}; take"
-            " fewer: --volumes"
+            f"{path} takes {n_bytes:,} bytes for {n} volumes, and this machine has {most_bytes:,};"
+            " take fewer: --volumes"
         )
+    selection: list[Any] = [slice(None)] * 3 + [0] * (len(image.shape) - 3)
+    selection[scan.time_axis] = slice(n)
     with files.reading(path):
-        return np.asanyarray(image.dataobj[part], dtype)
+        return np.asanyarray(image.dataobj[tuple(selection)], dtype)
