@@ -44,8 +44,8 @@ VERSION = 1  # changes whenever the same (seed, position, row) would give anothe
 PADDINGS = ("edge", "zero")
 NORMS = ("sum", "peak")
 STREAMS = ("video", "audio", "text")
-# Files of the published size without content, which take no space on the disk: to plan and to
-# measure with.
+# Files of the published size without content. They take no space on the disk, and serve to plan and
+# to measure.
 BLANK = dict(viewers=17, volumes=920, voxels=77_347)
 BUILT_IN = ("demo", "blank")
 
@@ -56,22 +56,22 @@ class Config(checks.DataSection):
         checks.FREE, function=("average", "frame_skip", "padding", "hrf", "hrf_norm", "hrf_seconds")
     )
 
-    # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank":
-    # `BLANK`
+    # [path] folder of dataset.json; "demo": a film and viewers, made at the first use;
+    # "blank": `BLANK`
     path: str = "demo"
     subjects: tuple[str, ...] = ()  # [names] viewers to read; empty = all
-    # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each
-    # viewer
+    # [bool] one row for each volume, with the mean of the viewers' fMRI,
+    # instead of one for each viewer
     average: bool = False
     # [frames] stride: a window's first frame is used, and every frame_skip-th after it
     frame_skip: int = 1
-    # [name] beyond the film: "edge" repeats its first or last frame, "zero" is black, silent and
-    # empty
+    # [name] beyond the film: "edge" repeats its first or last frame,
+    # "zero" is black, silent and empty
     padding: str = "edge"
     # [names] continuous features that are convolved with it: video, audio (not codes), text
     hrf: tuple[str, ...] = ()
-    # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is
-    # 1
+    # [name] "sum": the response adds up to 1, a constant is unchanged;
+    # "peak": its largest value is 1
     hrf_norm: str = "sum"
     hrf_seconds: float = 32.0  # [s] time after which the response is cut off
     test_share: float = 0.2  # [share] share of the volumes, the last ones, that are tested on
@@ -81,13 +81,11 @@ class Config(checks.DataSection):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if self.path not in BUILT_IN and not (files.expanded(self.path) / "dataset.json").is_file():
-            yield (
-                "path",
-                (
-                    f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet`"
-                    " makes such a folder"
-                ),
+            problem = (
+                f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet`"
+                " makes such a folder"
             )
+            yield "path", problem
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")
         yield from checks.choice(self, NORMS, "hrf_norm")
@@ -97,20 +95,20 @@ class Config(checks.DataSection):
             if name not in STREAMS:
                 yield "hrf", f"holds {name!r}; {checks.expected(name, STREAMS)}"
         if "video" in self.hrf and self.hrf_norm == "peak":
-            yield (
-                "hrf_norm",
-                (
-                    "is 'peak', which makes frames brighter than white while hrf holds 'video'; use"
-                    " 'sum'"
-                ),
+            problem = (
+                "is 'peak', which makes frames brighter than white while hrf holds 'video'; use"
+                " 'sum'"
             )
+            yield "hrf_norm", problem
         yield from checks.within(self, "(0, 600]", "hrf_seconds")  # the response is over after 40 s
         yield from checks.within(self, "[0, 1)", "test_share")
         yield from checks.threads(self, least=0)
 
     def exists(self) -> bool:
         """Return False when reading the dataset info would first have to make the data."""
-        return self.path != "blank" and (self.path != "demo" or demo_film.folder().is_dir())
+        if self.path == "demo":
+            return demo_film.folder().is_dir()
+        return self.path != "blank"
 
 
 class Split(NamedTuple):
@@ -135,15 +133,15 @@ class Volumes(Loader):
     def __init__(
         self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
     ):
-        self._config, self._in_order = config, in_order
+        self._config = config
+        self._in_order = in_order
         self._film = open_film(config, make=True)
-        # Our own films are not read whole before they are used.
-        self._files = (
-            dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
-        )
+        self._video_window, self._audio_window = windows(self._film.info)
+        self._checksums = self._file_checksums()
         self._volumes = getattr(split_volumes(config), split)
-        self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
-        if split == "train" and not self._n:
+        n_subjects = 1 if config.average else len(self._film.subjects)
+        self._n_examples = n_subjects * len(self._volumes)
+        if split == "train" and not self._n_examples:
             raise DataError(
                 f"{config.path}: {self._film.n_volumes} volumes leave none to train on; lower"
                 " data.test_share"
@@ -154,35 +152,38 @@ class Volumes(Loader):
         self._pool = concurrent.futures.ThreadPoolExecutor(
             config.threads or machine.cores(), thread_name_prefix="windows"
         )
-        train = split == "train" and not in_order
         super().__init__(
             element_spec(config),
-            train=train,
+            train=split == "train" and not in_order,
             rows=rows,
             seed=seed,
-            n_batches=-(-self._n // rows.batch),
+            n_batches=-(-self._n_examples // rows.batch),
         )
 
     @property
     def fingerprint(self) -> str:
-        info = dict(self._film.info) | ({"files": self._files} if self._files else {})
-        return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16]
+        info = dict(self._film.info)
+        if self._checksums:
+            info["files"] = self._checksums
+        content = json.dumps(info, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def _digests(self) -> dict[str, str]:
+    def _file_checksums(self) -> dict[str, str]:
         """Return the checksums of all files, from dataset.json for a viewer that is not read."""
+        listed = dict(self._film.info.get("files", {}))
+        if self._config.path in BUILT_IN:
+            return listed  # our own films are not read whole before they are used
         try:
-            return {**self._film.info.get("files", {}), **film_files.digests(self._film)}
+            return {**listed, **film_files.digests(self._film)}
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}") from error
 
     @property
     def order(self) -> dict[str, Any]:
-        changes = {
-            name: value
-            for name, value in vars(self._config).items()
-            if name not in ("path", "threads", "follow_links")
-        }
-        return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **changes}
+        settings = dict(vars(self._config))
+        for name in ("path", "threads", "follow_links"):
+            del settings[name]
+        return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **settings}
 
     def close(self) -> None:
         super().close()
@@ -195,60 +196,72 @@ class Volumes(Loader):
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         batch = self._empty(len(row))
-        for name in ("subject", "volume"):
-            batch[name][:] = -1
+        batch["subject"][:] = -1
+        batch["volume"][:] = -1
         example = position * self._rows.batch + row
-        valid, number = self._numbers(example)
-        subject, volume_number = np.divmod(number, len(self._volumes))
-        volume = self._volumes[volume_number]
-        batch["subject"][valid], batch["volume"][valid] = subject, volume
-        batch["index"][valid], batch["weight"][valid] = subject * self._film.n_volumes + volume, 1
-        jobs = [
-            self._pool.submit(self._fill, batch, *job)
-            for job in zip(valid.tolist(), subject.tolist(), volume.tolist(), strict=True)
-        ]
+        valid, pair = self._pairs(example)
+        subject, volume_index = np.divmod(pair, len(self._volumes))
+        volume = self._volumes[volume_index]
+        batch["subject"][valid] = subject
+        batch["volume"][valid] = volume
+        batch["index"][valid] = subject * self._film.n_volumes + volume
+        batch["weight"][valid] = 1
+        valid_rows = zip(valid.tolist(), subject.tolist(), volume.tolist(), strict=True)
+        jobs = [self._pool.submit(self._fill, batch, *valid_row) for valid_row in valid_rows]
         for job in jobs:
             job.result()
         return batch
 
-    def _numbers(self, example: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the examples exist, and the (subject, volume) pair of each of them."""
+    def _pairs(self, example: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the examples that exist, by place, and the (subject, volume) pair of each."""
         if self._in_order:
-            valid = np.flatnonzero(example < self._n)
+            valid = np.flatnonzero(example < self._n_examples)
             return valid, example[valid]
         if self._train:
-            return np.arange(len(example)), order.epochs(self._seed, self._n, example)[1]
-        return order.once(self._n, example)
+            _, pair = order.epochs(self._seed, self._n_examples, example)
+            return np.arange(len(example)), pair
+        return order.once(self._n_examples, example)
 
-    def _fill(self, batch: Mapping[str, np.ndarray], at: int, subject: int, volume: int) -> None:
-        film, config = self._film, self._config
-        video, audio = windows(film.info)
-        shape = (-(-video.length // config.frame_skip), *film.video.shape[1:])
-        if "video" in config.hrf:
-            total, scaled = np.zeros(shape, np.float32), np.empty(shape, np.float32)
-            for k, h in enumerate(self._kernel):
-                if h:
-                    frames = self._cut(film.video, video, volume - k, config.frame_skip)
-                    total += np.multiply(frames, np.float32(h / 255), out=scaled)
-            batch["video"][at].reshape(shape)[:] = total
+    def _fill(self, batch: Mapping[str, np.ndarray], row: int, subject: int, volume: int) -> None:
+        """Write a volume's window and fMRI to a row of the batch."""
+        self._write_video(batch["video"][row], volume)
+        self._write_audio(batch["audio"][row], volume)
+        batch["text"][row] = self._text[volume]
+        fmri = self._film.fmri
+        if self._config.average:
+            volumes = [viewer[volume] for viewer in fmri]
+            batch["fmri"][row] = np.mean(volumes, axis=0, dtype=np.float32)
         else:
-            self._cut(
-                film.video, video, volume, config.frame_skip, out=batch["video"][at].reshape(shape)
-            )
-        kernel = self._kernel if "audio" in config.hrf else np.ones(1, np.float32)
-        if len(kernel) > 1:
-            sound = sum(
-                h * self._cut(film.audio, audio, volume - k).astype(np.float32)
-                for k, h in enumerate(kernel)
-            )
+            batch["fmri"][row] = fmri[subject][volume]
+
+    def _write_video(self, out: np.ndarray, volume: int) -> None:
+        video = self._film.video
+        window = self._video_window
+        skip = self._config.frame_skip
+        shape = (_n_frames(self._config, window), *video.shape[1:])
+        out = out.reshape(shape)
+        if "video" not in self._config.hrf:
+            self._cut(video, window, volume, skip, out=out)
+            return
+        total = np.zeros(shape, np.float32)
+        scaled = np.empty(shape, np.float32)
+        for lag, response in enumerate(self._kernel):
+            if response:
+                frames = self._cut(video, window, volume - lag, skip)
+                total += np.multiply(frames, np.float32(response / 255), out=scaled)
+        out[:] = total
+
+    def _write_audio(self, out: np.ndarray, volume: int) -> None:
+        audio = self._film.audio
+        window = self._audio_window
+        if "audio" in self._config.hrf:
+            times = np.zeros((window.length, audio.shape[1]), np.float32)
+            for lag, response in enumerate(self._kernel):
+                past = self._cut(audio, window, volume - lag)
+                times += response * past.astype(np.float32)
         else:
-            sound = self._cut(film.audio, audio, volume)
-        batch["audio"][at].reshape(-1, audio.length)[:] = sound.T
-        batch["text"][at] = self._text[volume]
-        if config.average:
-            batch["fmri"][at] = np.mean([x[volume] for x in film.fmri], axis=0, dtype=np.float32)
-        else:
-            batch["fmri"][at] = film.fmri[subject][volume]
+            times = self._cut(audio, window, volume)
+        out.reshape(-1, window.length)[:] = times.T
 
     def _cut(
         self,
@@ -259,39 +272,48 @@ class Volumes(Loader):
         out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return a window, padded beyond the ends of the stream: a view, or a copy in ``out``."""
-        start, stop = int(window.start(volume)), int(window.stop(volume))
+        start = int(window.start(volume))
+        stop = int(window.stop(volume))
         if start >= 0 and stop <= len(stream):
-            cut = stream[start:stop:skip]
+            samples = stream[start:stop:skip]
         else:
-            places = np.arange(start, stop, skip)
-            cut = stream[np.clip(places, 0, len(stream) - 1)]
+            indices = np.arange(start, stop, skip)
+            samples = stream[np.clip(indices, 0, len(stream) - 1)]
             if self._config.padding == "zero":
-                cut[(places < 0) | (places >= len(stream))] = 0
+                is_beyond = (indices < 0) | (indices >= len(stream))
+                samples[is_beyond] = 0
         if out is None:
-            return cut
-        out[:] = cut
+            return samples
+        out[:] = samples
         return out
+
+
+def _n_frames(config: Config, window: Windows) -> int:
+    """Return the number of frames in a row: every ``frame_skip``-th one of the window."""
+    return -(-window.length // config.frame_skip)
 
 
 def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype, read from the headers."""
     film = open_film(config)
     video, audio = windows(film.info)
-    frames = -(-video.length // config.frame_skip)
-    sound = film.audio.dtype if "audio" not in config.hrf else np.dtype(np.float32)
-    integer = Field((), np.dtype(np.int32))
+    float32 = np.dtype(np.float32)
+    int32 = np.dtype(np.int32)
+    n_pixel_values = _n_frames(config, video) * math.prod(film.video.shape[1:])
+    video_dtype = np.dtype(np.float16 if "video" in config.hrf else np.uint8)
+    n_audio_values = audio.length * film.audio.shape[1]
+    audio_dtype = float32 if "audio" in config.hrf else film.audio.dtype
+    first_fmri = film.fmri[0]
+    fmri_dtype = float32 if config.average else first_fmri.dtype
     return {
-        "video": Field(
-            (frames * math.prod(film.video.shape[1:]),),
-            np.dtype(np.float16 if "video" in config.hrf else np.uint8),
-        ),
-        "audio": Field((audio.length * film.audio.shape[1],), sound),
-        "text": Field((film.text.shape[1],), np.dtype(np.float32)),
-        "fmri": Field(
-            (film.fmri[0].shape[1],), np.dtype(np.float32) if config.average else film.fmri[0].dtype
-        ),
-        **{name: integer for name in ("subject", "volume", "index")},
-        "weight": Field((), np.dtype(np.float32)),
+        "video": Field((n_pixel_values,), video_dtype),
+        "audio": Field((n_audio_values,), audio_dtype),
+        "text": Field((film.text.shape[1],), float32),
+        "fmri": Field((first_fmri.shape[1],), fmri_dtype),
+        "subject": Field((), int32),
+        "volume": Field((), int32),
+        "index": Field((), int32),
+        "weight": Field((), float32),
     }
 
 
@@ -304,20 +326,23 @@ def dataset_info(config: Config) -> DatasetInfo:
     """
     film = open_film(config)
     video, audio = windows(film.info)
+    _, height, width, _ = film.video.shape
     splits = split_volumes(config)
+    n_train = len(splits.train)
+    n_test = len(splits.test)
     return {
-        "n_frames": -(-video.length // config.frame_skip),
-        "height": film.video.shape[1],
-        "width": film.video.shape[2],
+        "n_frames": _n_frames(config, video),
+        "height": height,
+        "width": width,
         "codebooks": film.audio.shape[1],
         "audio_frames": audio.length,
         "n_text": film.text.shape[1],
         "n_voxels": film.fmri[0].shape[1],
         "audio": film.info["audio"],
         "n_subjects": len(film.subjects),
-        "n_train": len(splits.train),
-        "n_test": len(splits.test),
-        "n_between": film.n_volumes - len(splits.train) - len(splits.test),
+        "n_train": n_train,
+        "n_test": n_test,
+        "n_between": film.n_volumes - n_train - n_test,
     }
 
 
@@ -331,43 +356,56 @@ def make_loader(
 def split_volumes(config: Config) -> Split:
     """Return train and test volumes that share nothing. Raises DataError: none to test on."""
     film = open_film(config)
-    n = film.n_volumes
-    n_train = n - round(config.test_share * n)
-    taps = len(_kernel(config, film))
-    first = n_train
-    for name, window in zip(("video", "audio"), windows(film.info), strict=True):
-        back = taps - 1 if name in config.hrf else 0
-        while first < n and n_train and window.start(first - back) < window.stop(n_train - 1):
-            first += 1
+    n_volumes = film.n_volumes
+    n_train = n_volumes - round(config.test_share * n_volumes)
+    kernel_length = len(_kernel(config, film))
+    candidates = np.arange(_first_after(n_train, config, film, kernel_length), n_volumes)
     # The oldest volume that a test row's text shares something with, itself or by convolution.
-    since = np.asarray(film.info.get("text_since") or np.arange(n))
-    apart = test = np.arange(first, n)
-    oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
-    test = test[np.min(oldest, axis=0) >= n_train]
+    oldest = candidates
+    text_since = np.asarray(film.info.get("text_since") or np.arange(n_volumes))
+    for lag in range(kernel_length if "text" in config.hrf else 1):
+        past = np.maximum(candidates - lag, 0)
+        oldest = np.minimum(oldest, text_since[past])
+    test = candidates[oldest >= n_train]
     if config.test_share and not test.size:
-        shorter = (
-            f"lower data.hrf_seconds (data.hrf reaches {(taps - 1) * film.info['tr']:g} s back), "
-            * (taps > 1)
-        )
-        remedy = f"{shorter}raise data.test_share, or set it to 0 to test on nothing"
-        if apart.size and "text_since" in film.info:
+        if candidates.size and "text_since" in film.info:
             remedy = (
                 "segments of text span the border, or occur again: prepare the film with shorter"
                 " ones, or fewer --slots"
             )
+        else:
+            remedy = "raise data.test_share, or set it to 0 to test on nothing"
+            if kernel_length > 1:
+                reach = (kernel_length - 1) * film.info["tr"]
+                remedy = f"lower data.hrf_seconds (data.hrf reaches {reach:g} s back), {remedy}"
         raise DataError(
-            f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n}"
-            f" volumes, and each of them shares a frame, sound or text with training; {remedy}"
+            f"{config.path}: data.test_share={config.test_share:g} holds out"
+            f" {n_volumes - n_train} of {n_volumes} volumes, and each of them shares a frame, sound"
+            f" or text with training; {remedy}"
         )
     return Split(np.arange(n_train), test)
+
+
+def _first_after(n_train: int, config: Config, film: Film, kernel_length: int) -> int:
+    """Return the first volume that shares neither frames nor sound with the first ``n_train``."""
+    if not n_train:
+        return 0
+    first = n_train
+    for stream, window in zip(("video", "audio"), windows(film.info), strict=True):
+        reach = kernel_length - 1 if stream in config.hrf else 0
+        train_stop = window.stop(n_train - 1)
+        while first < film.n_volumes and window.start(first - reach) < train_stop:
+            first += 1
+    return first
 
 
 def _kernel(config: Config, film: Film) -> np.ndarray:
     """Return the response at 0, tr, 2 tr, …, or 1 without convolution. Raises DataError."""
     if not config.hrf:
         return np.ones(1, np.float32)
-    tr, seconds = film.info["tr"], config.hrf_seconds
-    # only its start at 0, or more undershoot than response
+    tr = film.info["tr"]
+    seconds = config.hrf_seconds
+    # Only the response's start, which is 0, may be left, or more undershoot than response.
     if not glover(tr, seconds, "none").sum() > 0:
         raise DataError(
             f"{config.path}: data.hrf_seconds={seconds:g} leaves nothing of the haemodynamic"
@@ -381,12 +419,13 @@ def _convolved_text(config: Config, film: Film) -> np.ndarray:
     text = np.asarray(film.text, np.float32)
     if "text" not in config.hrf:
         return text
-    total, volumes = np.zeros_like(text), np.arange(len(text))
-    for k, h in enumerate(_kernel(config, film)):
-        past = text[np.maximum(volumes - k, 0)]
+    volumes = np.arange(len(text))
+    total = np.zeros_like(text)
+    for lag, response in enumerate(_kernel(config, film)):
+        past = text[np.maximum(volumes - lag, 0)]
         if config.padding == "zero":
-            past[:k] = 0
-        total += h * past
+            past[:lag] = 0
+        total += response * past
     return total
 
 
