@@ -69,18 +69,18 @@ def _common_volumes(scans: Mapping[pathlib.Path, Scan], volumes: int | None) -> 
     if len({scan.grid for scan in scans.values()}) > 1:
         grids = ", ".join(f"{path.name} {scan.grid}" for path, scan in scans.items())
         raise DataError(f"--fmri: the grids differ: {grids}")
-    fewest = min(scan.volumes for scan in scans.values())
-    most = max(scan.volumes for scan in scans.values())
-    if volumes is None and fewest < most:
+    smallest_count = min(scan.volumes for scan in scans.values())
+    largest_count = max(scan.volumes for scan in scans.values())
+    if volumes is None and smallest_count < largest_count:
         counts = ", ".join(f"{path.name} {scan.volumes}" for path, scan in scans.items())
         raise DataError(
             f"--fmri: the numbers of volumes differ ({counts}); take the first ones of all with"
-            f" --volumes={fewest}"
+            f" --volumes={smallest_count}"
         )
-    if volumes and volumes > fewest:
+    if volumes and volumes > smallest_count:
         shortest = min(scans, key=lambda path: scans[path].volumes)
-        raise DataError(f"--volumes={volumes}, and {shortest} has only {fewest}")
-    return volumes or fewest
+        raise DataError(f"--volumes={volumes}, and {shortest} has only {smallest_count}")
+    return volumes or smallest_count
 
 
 def offset(path: pathlib.Path) -> float:
@@ -211,19 +211,19 @@ def _scan(path: pathlib.Path, image: Any) -> Scan:
     return Scan(shape[:3], shape[time_axis], time_axis)
 
 
-def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
-    """Return the first volumes: float32 [x, y, z, n], or float64 if the file has that."""
+def read_volumes(path: pathlib.Path, n_volumes: int) -> np.ndarray:
+    """Return the first volumes: float32 [x, y, z, volumes], or float64 if the file has that."""
     image = foreign_files.nifti(path)
     scan = _scan(path, image)
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
-    n_bytes = math.prod(scan.grid) * n * np.dtype(dtype).itemsize
+    n_bytes = math.prod(scan.grid) * n_volumes * np.dtype(dtype).itemsize
     most_bytes = machine.most_memory()
     if n_bytes > most_bytes:
         raise DataError(
-            f"{path} takes {n_bytes:,} bytes for {n} volumes, and this machine has {most_bytes:,};"
-            " take fewer: --volumes"
+            f"{path} takes {n_bytes:,} bytes for {n_volumes} volumes,"
+            f" and this machine has {most_bytes:,}; take fewer: --volumes"
         )
     selection: list[Any] = [slice(None)] * 3 + [0] * (len(image.shape) - 3)
-    selection[scan.time_axis] = slice(n)
+    selection[scan.time_axis] = slice(n_volumes)
     with files.reading(path):
         return np.asanyarray(image.dataobj[tuple(selection)], dtype)
