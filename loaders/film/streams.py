@@ -9,7 +9,7 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from loaders.io.files import DataError
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
 MAX_GAP = 0.05  # [s] between the time stamps of sound that is taken for rounding
+MEL_WINDOW = 1024  # [samples]
 
 
 def write_video(
@@ -31,41 +32,48 @@ def write_video(
 ) -> int:
     """Write uint8 [frames, height, width, 3], each at ``start`` + k / fps. Return how many."""
     width, height = size
-    n, last, last_time = 0, np.zeros((height, width, 3), np.uint8), None
+    n_frames = 0
+    picture = np.zeros((height, width, 3), np.uint8)
+    picture_time = None
     with out.open("wb") as file:
+        _write_header(file, (n_frames, height, width, 3))
 
-        def append(until: float) -> int:
-            """Repeat the last picture as long as it was there. Return all frames."""
-            m = n
-            while m < limit and m / fps < until - start:
-                file.write(np.ascontiguousarray(last).data)
-                m += 1
-            return m
+        def repeat_picture(until: float) -> int:
+            """Write the latest picture as long as it was shown. Return the number of all frames."""
+            n_written = n_frames
+            while n_written < limit and n_written / fps < until - start:
+                file.write(np.ascontiguousarray(picture).data)
+                n_written += 1
+            return n_written
 
-        def write_header() -> None:  # which numpy pads for a longer first dimension
-            head = {"descr": "|u1", "fortran_order": False, "shape": (n, height, width, 3)}
-            np.lib.format.write_array_header_1_0(file, head)
-
-        write_header()
         for time, frame in _decoded(path, "video"):
-            n = append(time - 1e-6)
-            last, last_time = _upright(frame, width, height), time
-            if n >= limit:
+            n_frames = repeat_picture(time - 1e-6)
+            picture = _upright(frame, width, height)
+            picture_time = time
+            if n_frames >= limit:
                 break
         else:
-            if last_time is None:
+            if picture_time is None:
                 raise DataError(f"{path}: its video holds no frame")
-            n = append(last_time + 1e-6)
+            n_frames = repeat_picture(picture_time + 1e-6)
         file.seek(0)
-        write_header()
-    return n
+        _write_header(file, (n_frames, height, width, 3))
+    return n_frames
+
+
+def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
+    """Write the header of an array, which numpy pads for a longer first dimension."""
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _upright(frame: Any, width: int, height: int) -> np.ndarray:
     """uint8 [height, width, 3]: the picture as players turn it, by the file's own rotation."""
-    turns = round(frame.rotation / 90) % 4
-    width, height = (height, width) if turns % 2 else (width, height)
-    return np.rot90(frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), turns)
+    quarter_turns = round(frame.rotation / 90) % 4
+    if quarter_turns % 2:
+        width, height = height, width
+    picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
+    return np.rot90(picture, quarter_turns)
 
 
 def sound_features(
@@ -73,37 +81,50 @@ def sound_features(
 ) -> np.ndarray:
     """float32 [times, bands]: log mel energies around ``start`` + k / rate, each band z-scored."""
     samples = _sound(path)
-    skipped = round(start * SOUND_RATE)
-    samples = samples[skipped:] if skipped >= 0 else np.pad(samples, (-skipped, 0))
-    window, bank = np.hanning(1024).astype(np.float32), mel_bank(bands, 1024)
-    padded = np.pad(samples, 512)
-    n = math.floor(len(samples) / SOUND_RATE * rate)
-    if not n:
+    n_skipped = round(start * SOUND_RATE)
+    if n_skipped >= 0:
+        samples = samples[n_skipped:]
+    else:
+        samples = np.pad(samples, (-n_skipped, 0))
+    n_times = math.floor(len(samples) / SOUND_RATE * rate)
+    if not n_times:
         raise DataError(f"{path}: its sound is shorter than {1 / rate:g} s")
-    log = np.empty((n, bands), np.float32)
-    for k in range(n):
+    taper = np.hanning(MEL_WINDOW).astype(np.float32)
+    bank = mel_bank(bands, MEL_WINDOW)
+    padded = np.pad(samples, MEL_WINDOW // 2)
+    log_energies = np.empty((n_times, bands), np.float32)
+    for k in range(n_times):
         begin = round(k * SOUND_RATE / rate)
-        power = np.abs(np.fft.rfft(window * padded[begin : begin + 1024])) ** 2
-        log[k] = np.log(bank @ power + 1e-6)
-    return np.asarray((log - log.mean(0)) / np.maximum(log.std(0), 1e-6), np.float32)
+        window = taper * padded[begin : begin + MEL_WINDOW]
+        power = np.abs(np.fft.rfft(window)) ** 2
+        log_energies[k] = np.log(bank @ power + 1e-6)
+    centred = log_energies - log_energies.mean(0)
+    return np.asarray(centred / np.maximum(log_energies.std(0), 1e-6), np.float32)
 
 
 def _sound(path: pathlib.Path) -> np.ndarray:
     """float32 [samples] at `SOUND_RATE` from the clock's zero, silent where no frame is."""
     av = foreign_files.package("av")
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
-    # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
-    chunks, n = [np.zeros(0, np.float32)], 0.0
-    for time, decoded in _decoded(path, "audio"):
-        late = round(time * SOUND_RATE - n)
-        if late > (MAX_GAP * SOUND_RATE if n else 0):
-            chunks.append(np.zeros(late, np.float32))
-            n += late
-        decoded.pts = None  # the resampler would fill gaps in its own way
-        chunks += [frame.to_ndarray()[0] for frame in resampler.resample(decoded)]
-        n += decoded.samples * SOUND_RATE / decoded.sample_rate
-    chunks += [frame.to_ndarray()[0] for frame in resampler.resample(None)] if n else []
+    chunks = [np.zeros(0, np.float32)]
+    # Not rounded: a frame of AAC at 44.1 kHz has 557.28 samples at `SOUND_RATE`.
+    n_samples = 0.0
+    for time, frame in _decoded(path, "audio"):
+        gap = round(time * SOUND_RATE - n_samples)
+        max_gap = MAX_GAP * SOUND_RATE if n_samples else 0
+        if gap > max_gap:
+            chunks.append(np.zeros(gap, np.float32))
+            n_samples += gap
+        frame.pts = None  # the resampler would fill gaps in its own way
+        chunks += _resampled(resampler, frame)
+        n_samples += frame.samples * SOUND_RATE / frame.sample_rate
+    if n_samples:
+        chunks += _resampled(resampler, None)  # the samples that it still holds
     return np.concatenate(chunks)
+
+
+def _resampled(resampler: Any, frame: Any) -> list[np.ndarray]:
+    return [part.to_ndarray()[0] for part in resampler.resample(frame)]
 
 
 class Clock(NamedTuple):
@@ -119,23 +140,28 @@ def clock(path: pathlib.Path) -> Clock:
 
 
 def _clock(container: Any) -> Clock:
-    starts = {}
+    stamps = {}
     for kind in ("audio", "video"):
-        if (stream := _stream(container, kind)) and stream.start_time is not None:
-            starts[kind] = float(stream.start_time * stream.time_base)
-    zero = min(starts.values(), default=0.0)
+        stream = _stream(container, kind)
+        if stream and stream.start_time is not None:
+            stamps[kind] = float(stream.start_time * stream.time_base)
+    zero = min(stamps.values(), default=0.0)
+    starts = {kind: stamp - zero for kind, stamp in stamps.items()}
     length = container.duration / 1e6 if container.duration else math.nan
-    return Clock(zero, {kind: start - zero for kind, start in starts.items()}, length)
+    return Clock(zero, starts, length)
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
     """Return float32 [bands, n / 2 + 1]: triangles in 2595 log10(1 + f / 700), from 50 Hz."""
-    low, high = (2595 * np.log10(1 + f / 700) for f in (50.0, SOUND_RATE / 2))
-    edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
-    f = np.arange(n // 2 + 1) * SOUND_RATE / n
-    up = (f - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
-    down = (edges[2:, None] - f) / (edges[2:] - edges[1:-1])[:, None]
-    return np.maximum(np.minimum(up, down), 0).astype(np.float32)
+    lowest_mel = 2595 * np.log10(1 + 50.0 / 700)
+    highest_mel = 2595 * np.log10(1 + SOUND_RATE / 2 / 700)
+    mels = np.linspace(lowest_mel, highest_mel, bands + 2)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    widths = (edges[1:] - edges[:-1])[:, None]
+    frequencies = np.arange(n // 2 + 1) * SOUND_RATE / n
+    rising = (frequencies - edges[:-2, None]) / widths[:-1]
+    falling = (edges[2:, None] - frequencies) / widths[1:]
+    return np.maximum(np.minimum(rising, falling), 0).astype(np.float32)
 
 
 @contextlib.contextmanager
@@ -150,22 +176,26 @@ def _open(path: pathlib.Path) -> Iterator[Any]:
 
 def _stream(container: Any, kind: str) -> Any:
     """Return the first stream of a kind that is no cover picture, or None."""
-    streams = getattr(container.streams, kind)
-    return next((one for one in streams if "attached_pic" not in str(one.disposition)), None)
+    for stream in getattr(container.streams, kind):
+        if "attached_pic" not in str(stream.disposition):
+            return stream
+    return None
 
 
 def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
     """Yield (seconds on the clock, frame). One without a time stamp follows the one before."""
     with _open(path) as container:
-        if not (stream := _stream(container, kind)):
+        stream = _stream(container, kind)
+        if not stream:
             raise DataError(f"{path} has no {kind}")
-        zero, following = _clock(container).zero, 0.0
+        zero = _clock(container).zero
         stream.thread_type = "AUTO"
+        next_time = 0.0
         for frame in container.decode(stream):
-            time = following if frame.time is None else frame.time - zero
-            following = time + (
-                1 / float(stream.average_rate or 25)
-                if kind == "video"
-                else frame.samples / frame.sample_rate
-            )
+            time = next_time if frame.time is None else frame.time - zero
+            if kind == "video":
+                duration = 1 / float(stream.average_rate or 25)
+            else:
+                duration = frame.samples / frame.sample_rate
+            next_time = time + duration
             yield time, frame
