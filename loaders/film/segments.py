@@ -6,7 +6,7 @@ import io
 import pathlib
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,26 +16,30 @@ from loaders.film import film_files, foreign_files
 from loaders.io import files
 
 MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
-MAX_ROWS, MAX_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
+MAX_ROWS = 1 << 20  # of a sheet, as many as Excel's have
+MAX_CELLS = 1 << 24  # of a sheet
 
 
 def read_codes(path: pathlib.Path) -> np.ndarray:
     """int16 [times, codebooks]."""
     codes = foreign_files.only_array(path)
-    codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
+    if codes.ndim == 3 and len(codes) == 1:
+        codes = codes[0]
     if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
         raise DataError(
             f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]"
         )
-    if codes.shape[0] > codes.shape[1]:
+    n_codebooks, n_times = codes.shape
+    if n_codebooks > n_times:
         raise DataError(
-            f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; expected"
+            f"{path} holds {n_codebooks} codebooks of {n_times} times; expected"
             " [codebooks, times]: transpose it"
         )
-    if codes.min() < 0 or codes.max() > film_files.LARGEST_CODE:
+    lowest = codes.min()
+    highest = codes.max()
+    if lowest < 0 or highest > film_files.LARGEST_CODE:
         raise DataError(
-            f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 …"
-            f" {film_files.LARGEST_CODE}"
+            f"{path} holds codes from {lowest} to {highest}; expected 0 … {film_files.LARGEST_CODE}"
         )
     return narrowed(np.ascontiguousarray(codes.T), np.int16, f"the codes of {path}")
 
@@ -57,145 +61,202 @@ def window_text(
     the begin and the end of a segment. ``cut``: rows after ``volumes`` may be left out. ``start``:
     [s] of the film, at the first volume. Raises DataError.
     """
-    embeddings = foreign_files.only_array(place)
-    if (
-        embeddings.ndim != 2
-        or not embeddings.size
-        or not np.issubdtype(embeddings.dtype, np.floating)
-    ):
+    embeddings = _read_embeddings(place)
+    if not annotations:
+        n_rows = len(embeddings)
+        if n_rows < volumes or (n_rows > volumes and not cut):
+            raise DataError(
+                f"{place} has {n_rows} rows for {volumes} volumes; give one for each, or"
+                " --annotations"
+            )
+        return embeddings[:volumes], np.arange(volumes), ""
+    spans = read_annotations(annotations, *columns) - start
+    n_segments = len(spans)
+    if n_segments != len(embeddings):
         raise DataError(
-            f"{place} holds {embeddings.dtype} {embeddings.shape}; expected floating-point numbers"
+            f"{annotations} has {n_segments} segments, and {place} {len(embeddings)} rows"
+        )
+    text = np.zeros((volumes, slots, embeddings.shape[1]), np.float32)
+    first_volume = np.full(n_segments, volumes)  # that has each segment
+    text_since = np.arange(volumes)
+    for volume in range(volumes):
+        segments = _window_segments(spans, volume, tr)[-slots:]
+        text[volume, slots - len(segments) :] = embeddings[segments]
+        first_volume[segments] = np.minimum(first_volume[segments], volume)
+        text_since[volume] = min([volume, *first_volume[segments]])
+    n_unused = int((first_volume == volumes).sum())
+    if n_unused == n_segments:
+        raise DataError(
+            f"{annotations}: no segment touches the {volumes * tr:g} s of film; they lie from"
+            f" {spans.min():g} to {spans.max():g} in {' and '.join(columns)}, which are seconds"
+        )
+    n_empty = int((~text.any((1, 2))).sum())
+    note = ""
+    if n_empty or n_unused:
+        note = f" (none in {n_empty} volumes; {n_unused} of {n_segments} segments are in no volume)"
+    return text.reshape(volumes, -1), text_since, note
+
+
+def _read_embeddings(path: pathlib.Path) -> np.ndarray:
+    """Return float32 [rows, values]. Raises DataError."""
+    embeddings = foreign_files.only_array(path)
+    is_floating = np.issubdtype(embeddings.dtype, np.floating)
+    if embeddings.ndim != 2 or not embeddings.size or not is_floating:
+        raise DataError(
+            f"{path} holds {embeddings.dtype} {embeddings.shape}; expected floating-point numbers"
             " [rows, values]"
         )
     with np.errstate(over="ignore"):
         embeddings = embeddings.astype(np.float32)
-    if broken := int((~np.isfinite(embeddings)).any(1).sum()):
+    is_broken_row = (~np.isfinite(embeddings)).any(1)
+    if is_broken_row.any():
         raise DataError(
-            f"{place} has values that are not finite in float32, in {broken} of its rows"
+            f"{path} has values that are not finite in float32, in {is_broken_row.sum()} of its"
+            " rows"
         )
-    if not annotations:
-        if len(embeddings) < volumes or (len(embeddings) > volumes and not cut):
-            raise DataError(
-                f"{place} has {len(embeddings)} rows for {volumes} volumes; give one for each, or"
-                " --annotations"
-            )
-        return embeddings[:volumes], np.arange(volumes), ""
-    times = read_annotations(annotations, *columns) - start
-    if len(times) != len(embeddings):
-        raise DataError(
-            f"{annotations} has {len(times)} segments, and {place} {len(embeddings)} rows"
-        )
-    text = np.zeros((volumes, slots, embeddings.shape[1]), np.float32)
-    first = np.full(len(times), volumes)  # volume that has each segment
-    since = np.arange(volumes)
-    for i in range(volumes):
-        # The first volume's window lies before the film, and holds what the film begins with.
-        low, high = max(i - 1, 0) * tr, max(i, 1) * tr
-        # or a moment in it
-        touching = np.flatnonzero(
-            (times[:, 0] < high) & ((times[:, 1] > low) | (times[:, 0] >= low))
-        )
-        latest = touching[np.argsort(times[touching, 0], kind="stable")][-slots:]
-        text[i, slots - len(latest) :] = embeddings[latest]
-        first[latest] = np.minimum(first[latest], i)
-        since[i] = min([i, *first[latest]])
-    without, unused = int((~text.any((1, 2))).sum()), int((first == volumes).sum())
-    if unused == len(times):
-        raise DataError(
-            f"{annotations}: no segment touches the {volumes * tr:g} s of film; they lie from"
-            f" {times.min():g} to {times.max():g} in {' and '.join(columns)}, which are seconds"
-        )
-    note = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
-    return text.reshape(volumes, -1), since, note if without or unused else ""
+    return embeddings
+
+
+def _window_segments(spans: np.ndarray, volume: int, tr: float) -> np.ndarray:
+    """Return the segments that touch a volume's window, in the order of their begins."""
+    # The first volume's window lies before the film, and holds what the film begins with.
+    window_begin = max(volume - 1, 0) * tr
+    window_end = max(volume, 1) * tr
+    begins = spans[:, 0]
+    ends = spans[:, 1]
+    # A segment may be a single moment: its begin may be its end.
+    ends_in_or_after = (ends > window_begin) | (begins >= window_begin)
+    touching = np.flatnonzero((begins < window_end) & ends_in_or_after)
+    by_begin = np.argsort(begins[touching], kind="stable")
+    return touching[by_begin]
+
+
+class NumberedRow(NamedTuple):
+    """A filled row of a table."""
+
+    number: int  # from 1 on
+    cells: list[Any]
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     """Return begin and end of segments [s], float64 [segments, 2], of 2.5, 02:03 or 1:02:03.5."""
     with files.reading(path):
-        rows, separator = _table(path)
-    _, head = rows[0] if rows else (0, [])
-    head = [str(cell).strip() for cell in head]
-    columns = {name: _columns(head, name) for name in (start, end)}
-    if twice := [name for name, places in columns.items() if len(places) > 1]:
-        raise DataError(
-            f"{path} has the column {twice[0]} more than once: {', '.join(head)}; rename all but"
-            " one of them"
-        )
-    if absent := [name for name, places in columns.items() if not places]:
-        raise DataError(
-            f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)}"
-            " (--start, --end)"
-        )
+        rows, separator = _read_table(path)
+    header = [str(cell).strip() for cell in rows[0].cells] if rows else []
+    columns = _time_columns(path, header, (start, end))
     spans = []
-    for number, row in rows[1:]:
-        if separator and any(str(cell).strip() for cell in row[len(head) :]):
-            raise DataError(
-                f"{path}: row {number} has {len(row)} cells, and the header {len(head)}: {row}; put"
-                f" quotes around a cell that holds the separator {separator!r}"
-            )
-        cells = [row[at] if at < len(row) else None for (at,) in columns.values()]
-        if separator == "," and (commas := [cell for cell in cells if "," in str(cell)]):
-            raise DataError(
-                f"{path}: row {number} has {commas[0]!r}, and commas separate the columns, so that"
-                " one in a number is unclear; write numbers with a point, or separate the columns"
-                " by semicolons"
-            )
+    for row in rows[1:]:
+        _check_row(path, row, header, columns, separator)
         try:
-            times = [_seconds(cell) for cell in cells]
+            begin, stop = [_seconds(cell) for cell in _cells_at(columns, row)]
         except (TypeError, ValueError):
             raise DataError(
-                f"{path}: row {number} has no seconds, nor hh:mm:ss, in {start} and {end}: {row}"
+                f"{path}: row {row.number} has no seconds, nor hh:mm:ss, in {start} and {end}:"
+                f" {row.cells}"
             ) from None
-        if not times[0] <= times[1]:
+        if not begin <= stop:
             raise DataError(
-                f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s"
+                f"{path}: row {row.number} ends at {stop:g} s, before it begins at {begin:g} s"
             )
-        spans.append(times)
+        spans.append((begin, stop))
     if not spans:
         raise DataError(f"{path} has no segment")
     return np.array(spans)
 
 
-def _columns(head: Sequence[str], name: str) -> list[int]:
-    """Return the places of the columns of that name, else of that name in another case."""
-    places = [i for i, each in enumerate(head) if each == name]
-    return places or [i for i, each in enumerate(head) if each.casefold() == name.casefold()]
-
-
-def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
-    """Return a table's filled rows, by number from 1 on, and its separator, "" of a workbook."""
-    if path.suffix.lower() == ".xlsx":
-        return _sheet(path), ""
-    text = tables.text_of(path)
-    first, _, rest = text.partition("\n")
-    stated = tables.stated_separator(first)
-    separator = stated or tables.separator(first)
-    rows = enumerate(
-        csv.reader(io.StringIO(rest if stated else text), delimiter=separator), 2 if stated else 1
-    )
-    return [(number, row) for number, row in rows if any(row)], separator
-
-
-def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
-    """Return the filled rows of a workbook's first sheet, with numbers. Raises DataError."""
-    openpyxl = foreign_files.package("openpyxl")
-    rows, cells = [], 0
-    with files.regular(path) as file:
-        files.check_archive(
-            zipfile.ZipFile(file), path, most=MAX_SHEET, remedy="; save the sheet as CSV"
+def _time_columns(path: pathlib.Path, header: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return the indices of the columns of these names. Raises DataError: not one of each."""
+    matches = {name: _matching_columns(header, name) for name in names}
+    repeated = [name for name, indices in matches.items() if len(indices) > 1]
+    if repeated:
+        raise DataError(
+            f"{path} has the column {repeated[0]} more than once: {', '.join(header)}; rename all"
+            " but one of them"
         )
+    absent = [name for name, indices in matches.items() if not indices]
+    if absent:
+        raise DataError(
+            f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(header)}"
+            " (--start, --end)"
+        )
+    return [matches[name][0] for name in names]
+
+
+def _matching_columns(header: Sequence[str], name: str) -> list[int]:
+    """Return the indices of the columns of that name, else of that name in another case."""
+    exact = [index for index, title in enumerate(header) if title == name]
+    if exact:
+        return exact
+    return [index for index, title in enumerate(header) if title.casefold() == name.casefold()]
+
+
+def _cells_at(columns: Sequence[int], row: NumberedRow) -> list[Any]:
+    """Return a row's cells in these columns, None for one beyond its end."""
+    return [row.cells[column] if column < len(row.cells) else None for column in columns]
+
+
+def _check_row(
+    path: pathlib.Path,
+    row: NumberedRow,
+    header: Sequence[str],
+    columns: Sequence[int],
+    separator: str,
+) -> None:
+    """Raise DataError if the separator may also stand inside a cell of the row."""
+    extra_cells = row.cells[len(header) :]
+    if separator and any(str(cell).strip() for cell in extra_cells):
+        raise DataError(
+            f"{path}: row {row.number} has {len(row.cells)} cells, and the header {len(header)}:"
+            f" {row.cells}; put quotes around a cell that holds the separator {separator!r}"
+        )
+    if separator != ",":
+        return
+    for cell in _cells_at(columns, row):
+        if "," in str(cell):
+            raise DataError(
+                f"{path}: row {row.number} has {cell!r}, and commas separate the columns, so that"
+                " one in a number is unclear; write numbers with a point, or separate the columns"
+                " by semicolons"
+            )
+
+
+def _read_table(path: pathlib.Path) -> tuple[list[NumberedRow], str]:
+    """Return a table's filled rows, and its separator, "" of a workbook."""
+    if path.suffix.lower() == ".xlsx":
+        return _read_sheet(path), ""
+    content = tables.text_of(path)
+    first_line, _, later_lines = content.partition("\n")
+    first_number = 1
+    separator = tables.stated_separator(first_line)
+    if separator:
+        first_number = 2
+        content = later_lines
+    else:
+        separator = tables.separator(first_line)
+    rows = enumerate(csv.reader(io.StringIO(content), delimiter=separator), first_number)
+    return [NumberedRow(number, cells) for number, cells in rows if any(cells)], separator
+
+
+def _read_sheet(path: pathlib.Path) -> list[NumberedRow]:
+    """Return the filled rows of a workbook's first sheet. Raises DataError."""
+    openpyxl = foreign_files.package("openpyxl")
+    rows = []
+    n_cells = 0
+    with files.regular(path) as file:
+        archive = zipfile.ZipFile(file)
+        files.check_archive(archive, path, most=MAX_SHEET, remedy="; save the sheet as CSV")
         book = openpyxl.load_workbook(file, read_only=True, data_only=True)
         sheet = book.worksheets[0]
         sheet.reset_dimensions()  # else rows would be filled up to the claimed width
-        for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
-            cells += len(row)
-            if number > MAX_ROWS or cells > MAX_CELLS:
+        for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+            n_cells += len(cells)
+            if number > MAX_ROWS or n_cells > MAX_CELLS:
                 raise DataError(
                     f"{path} has more than {MAX_ROWS:,} rows or {MAX_CELLS:,} cells, with the empty"
                     " ones between those that hold something; save the sheet as CSV"
                 )
-            if any(cell not in (None, "") for cell in row):
-                rows.append((number, list(row)))
+            if any(cell not in (None, "") for cell in cells):
+                rows.append(NumberedRow(number, list(cells)))
         book.close()
     return rows
 
@@ -207,6 +268,7 @@ def _seconds(cell: Any) -> float:
         return values.minutes(cell.isoformat()) or 0.0
     if not isinstance(cell, str):
         return float(cell)
-    if (seconds := values.minutes(cell)) is None:
+    seconds = values.minutes(cell)
+    if seconds is None:
         raise ValueError(cell)
     return seconds
