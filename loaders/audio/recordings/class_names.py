@@ -74,13 +74,13 @@ def read(path: str) -> Classes:
 
 def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) -> None:
     """Count the labels of (place, labels) that may be several, or are spelled in two ways."""
-    names: dict[str, str] = {}  # to the first place of each
+    names: dict[str, str] = {}  # by label, the first place that has it
     for where, labels in lines:
         for label in labels:
             names.setdefault(label, where)
     _count_similar(names, errors)
     recurring = {between: _recurring(names, between) for between in SEPARATORS}
-    # by the name of a column
+    # Some are known already from the name of their column.
     reported = {text for kind, text in errors.lines if kind == "joined-labels"}
     for name, where in names.items():
         score = re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name)

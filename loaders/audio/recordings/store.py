@@ -185,7 +185,9 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
             headers[path] = Header(**row)
     except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
         return {}
-    return headers if all(map(_is_header, headers.values())) else {}
+    if not all(map(_is_header, headers.values())):
+        return {}
+    return headers
 
 
 def _is_header(header: Header) -> bool:
@@ -226,7 +228,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         columns[column] = pa.array([getattr(headers[path], column) for path in paths], kind)
     about_items = [sorted(headers[path].about.items()) for path in paths]
     columns["about"] = pa.array(about_items, pa.map_(pa.string(), pa.string()))
-    # closed also on a full disk: pyarrow leaves that to the collector
+    # The file is closed also on a full disk: pyarrow leaves that to the collector.
     with file.open("wb") as opened:
         pq.write_table(pa.table(columns), opened)
 
