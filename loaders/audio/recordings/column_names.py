@@ -252,10 +252,10 @@ def says_time(name: str) -> bool:
 
 def counting(name: str) -> str:
     """Return the word of a name that counts times in samples, frames or percent, or ""."""
-    for word in [*words(name), *re.findall("%", name)]:
+    for word in words(name):
         if word in COUNTING:
             return word
-    return ""
+    return "%" if "%" in name else ""
 
 
 def unit_of(name: str) -> float:

@@ -310,8 +310,8 @@ def _choose_time(table: Table, used: Used, meaning: str, scales: Mapping[str, fl
     del columns[1:]
     if counting_word := counting(columns[0]):
         raise DataError(
-            f"{table.path}: {columns[0]!r} is in {counting_word}, and no command reads those as times;"
-            f" write seconds into a column of its own, or say {FLAGS[meaning]} none"
+            f"{table.path}: {columns[0]!r} is in {counting_word}, and no command reads those as"
+            f" times; write seconds into a column of its own, or say {FLAGS[meaning]} none"
         )
 
 
@@ -441,8 +441,8 @@ def _find_continuations(table: Table, label: str, others: Sequence[str]) -> list
 
     Raises DataError: one holds labels in other lines, too, or ``label`` holds yes and no.
     """
-    blank_rows = []
-    filled_rows = []
+    blank_rows: list[Mapping[str, str]] = []
+    filled_rows: list[Mapping[str, str]] = []
     for _, row in table.rows():
         rows = filled_rows if values.given(row[label]) else blank_rows
         rows.append(row)
