@@ -34,9 +34,14 @@ from loaders.io import atomic_write, machine
 TR = 1.5  # [s] between volumes
 FPS = 8
 AUDIO_RATE = 16.0  # [1/s] of codes
-HEIGHT, WIDTH = 36, 64
-VOLUMES, VOXELS, VIEWERS = 720, 2000, 4
-QUANTITIES, CODEBOOKS, TEXT = 12, 8, 96
+HEIGHT = 36
+WIDTH = 64
+VOLUMES = 720
+VOXELS = 2000
+VIEWERS = 4
+QUANTITIES = 12
+CODEBOOKS = 8
+TEXT = 96  # values of an embedding
 NOISE = 1.0  # standard deviation of each viewer's noise. The shared response has 1
 
 
@@ -174,7 +179,8 @@ def _draw_levels(rng: np.random.Generator, n_frames: int) -> np.ndarray:
     noise = rng.standard_normal((n_frames + 2 * span, QUANTITIES))
     smooth_columns = [np.convolve(column, bump, "valid") for column in noise.T]
     smooth = np.stack(smooth_columns, axis=1)
-    levels: np.ndarray = 1 / (1 + np.exp(-2 * smooth / smooth.std(0)))
+    scaled = 2 * smooth / smooth.std(0)
+    levels: np.ndarray = 1 / (1 + np.exp(-scaled))
     return levels
 
 
@@ -191,7 +197,8 @@ def _paint_frames(rng: np.random.Generator, levels: np.ndarray) -> np.ndarray:
         centre_y = (line + 0.5) * HEIGHT / 3
         distance_x = x[None] - centre_x[:, None, None]
         distance_y = y[None] - centre_y
-        blob = np.exp(-(distance_x**2 + distance_y**2) / (2 * 4.0**2))
+        squared_distance = distance_x**2 + distance_y**2
+        blob = np.exp(-squared_distance / (2 * 4.0**2))
         brightness = levels[:, quantity, None, None] * blob
         colour = rng.uniform(60, 220, 3).astype(np.float32)
         frames += brightness[..., None].astype(np.float32) * colour
@@ -202,8 +209,8 @@ def _paint_frames(rng: np.random.Generator, levels: np.ndarray) -> np.ndarray:
 def _draw_codes(rng: np.random.Generator, levels: np.ndarray) -> np.ndarray:
     """Return the audio codes, int16 [times, CODEBOOKS]."""
     n_codes = round(len(levels) / FPS * AUDIO_RATE)
-    frame_of_code = (np.arange(n_codes) * FPS / AUDIO_RATE).astype(int)
-    frame_of_code = np.minimum(frame_of_code, len(levels) - 1)
+    place_in_frames = np.arange(n_codes) * FPS / AUDIO_RATE
+    frame_of_code = np.minimum(place_in_frames.astype(int), len(levels) - 1)
     quantity_of_codebook = np.arange(CODEBOOKS) % 4
     code_levels = levels[frame_of_code][:, quantity_of_codebook]
     noise = rng.normal(0, 60, code_levels.shape)
@@ -235,7 +242,8 @@ def _embed_text(rng: np.random.Generator, window_levels: np.ndarray) -> np.ndarr
 def _shared_response(rng: np.random.Generator, window_levels: np.ndarray) -> np.ndarray:
     """Return the response of a viewer without noise, [VOLUMES, VOXELS], z-scored."""
     weights = rng.standard_normal((QUANTITIES, VOXELS))
-    activity = np.tanh(_z_scored(window_levels) @ weights / 2)
+    drive = _z_scored(window_levels) @ weights
+    activity = np.tanh(drive / 2)
     volumes = np.arange(VOLUMES)
     response = np.zeros_like(activity)
     for lag, weight in enumerate(glover(TR)):

@@ -92,9 +92,9 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
     tr = info["tr"]
     fps = info["fps"]
     audio_rate = info["audio_rate"]
-    video = Windows(fps, math.ceil(tr * fps - 1e-6), tr)
-    audio = Windows(audio_rate, math.floor(tr * audio_rate + 1e-6), tr)
-    return video, audio
+    n_frames = math.ceil(tr * fps - 1e-6)
+    n_times = math.floor(tr * audio_rate + 1e-6)
+    return Windows(fps, n_frames, tr), Windows(audio_rate, n_times, tr)
 
 
 def open_folder(
@@ -108,7 +108,8 @@ def open_folder(
     try:
         folder = files.expanded(path).absolute()
         stat = (folder / "dataset.json").stat()
-        return _open_once(str(folder), subjects, (stat.st_ino, stat.st_mtime_ns), links)
+        version = (stat.st_ino, stat.st_mtime_ns)
+        return _open_once(str(folder), subjects, version, links)
     except OSError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -322,13 +323,15 @@ def _digest_cache_file(film: Film) -> pathlib.Path:
         stat = os.stat(pathlib.Path(film.folder) / name)
         versions.append([name, stat.st_ino, stat.st_size, stat.st_mtime_ns])
     key = json.dumps([film.folder, versions, film.info["audio"]])
-    return machine.cache_folder("films", hashlib.sha256(key.encode()).hexdigest()[:32])
+    key_hash = hashlib.sha256(key.encode()).hexdigest()
+    return machine.cache_folder("films", key_hash[:32])
 
 
 def _check_values(path: pathlib.Path, array: np.ndarray, audio: str) -> None:
     """Raise DataError for numbers in ``array`` that no step should see."""
     holds_codes = path.name == "audio.npy" and audio == "codes"
-    row_bytes = max(array[:1].nbytes, 1)
+    first_row = array[:1]
+    row_bytes = max(first_row.nbytes, 1)
     n_rows = max(1, PIECE // row_bytes)
     for start in range(0, len(array), n_rows):
         piece = array[start : start + n_rows]

@@ -27,7 +27,7 @@ def check(
     paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None
 ) -> tuple[float, int, list[str]]:
     """Read the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
-    names = [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
+    names = [_viewer_name(path) for path in paths]
     repeated_names = sorted({name for name in names if names.count(name) > 1})
     if repeated_names:
         raise DataError(f"--fmri: the viewers {', '.join(repeated_names)} are given twice")
@@ -55,11 +55,17 @@ def check(
     return round(tr, 6), _common_volumes(scans, volumes), names
 
 
+def _viewer_name(path: pathlib.Path) -> str:
+    name = path.name.removesuffix(".gz")
+    return name.removesuffix(".nii")
+
+
 def _header_tr(path: pathlib.Path, image: Any, time_axis: int) -> float | None:
     """Return a scan's TR [s]; None if its header does not say it with a unit."""
     with files.reading(path):
         units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
-    unit = UNITS.get(units[1], 0.0)  # many writers leave a TR of 1, and no unit
+    _, time_unit = units
+    unit = UNITS.get(time_unit, 0.0)  # many writers leave a TR of 1, and no unit
     tr = unit * float(image.header.get_zooms()[time_axis])
     return tr if 0 < tr < math.inf else None
 
@@ -95,11 +101,16 @@ def _check_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
     first_image = foreign_files.nifti(first)
     if not _has_position(image) or not _has_position(first_image):
         return
-    corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
+    unit_corners = np.array([*np.ndindex(2, 2, 2)])
+    last_voxel = np.array(image.shape[:3]) - 1
+    corners = unit_corners * last_voxel
     affine_change = image.affine - first_image.affine
-    shifts = corners @ affine_change[:3, :3].T + affine_change[:3, 3]
+    matrix = affine_change[:3, :3]
+    translation = affine_change[:3, 3]
+    shifts = corners @ matrix.T + translation
+    largest_shift = np.linalg.norm(shifts, axis=1).max()
     voxel_size = min(first_image.header.get_zooms()[:3])
-    if np.linalg.norm(shifts, axis=1).max() > 0.1 * voxel_size:
+    if largest_shift > 0.1 * voxel_size:
         raise DataError(
             f"{path} lies elsewhere in space than {first} (their affines differ); resample it to"
             " that grid, for example with nilearn.image.resample_to_img"
@@ -194,7 +205,8 @@ def _z_score_scan(
         varies = (values.min(0) < values.max(0)) & (deviation > 0)
         n_constant += int((~varies).sum())
         centred = values - values.mean(0)
-        scores[:, columns] = np.where(varies, centred / np.where(varies, deviation, 1), 0)
+        divisor = np.where(varies, deviation, 1)
+        scores[:, columns] = np.where(varies, centred / divisor, 0)
     return scores, n_constant
 
 
@@ -216,14 +228,16 @@ def read_volumes(path: pathlib.Path, n_volumes: int) -> np.ndarray:
     image = foreign_files.nifti(path)
     scan = _scan(path, image)
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
-    n_bytes = math.prod(scan.grid) * n_volumes * np.dtype(dtype).itemsize
+    n_values = math.prod(scan.grid) * n_volumes
+    n_bytes = n_values * np.dtype(dtype).itemsize
     most_bytes = machine.most_memory()
     if n_bytes > most_bytes:
         raise DataError(
             f"{path} takes {n_bytes:,} bytes for {n_volumes} volumes,"
             f" and this machine has {most_bytes:,}; take fewer: --volumes"
         )
-    selection: list[Any] = [slice(None)] * 3 + [0] * (len(image.shape) - 3)
+    n_further_axes = len(image.shape) - 3
+    selection: list[Any] = [slice(None)] * 3 + [0] * n_further_axes
     selection[scan.time_axis] = slice(n_volumes)
     with files.reading(path):
         return np.asanyarray(image.dataobj[tuple(selection)], dtype)

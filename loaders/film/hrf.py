@@ -13,7 +13,9 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
     on. ``norm``: its "sum" or its "peak" is 1, or "none".
     """
     times = np.arange(0, seconds, tr)
-    response = _gamma_density(times, 6.0) - 0.35 * _gamma_density(times, 12.0)
+    peak = _gamma_density(times, 6.0)
+    undershoot = _gamma_density(times, 12.0)
+    response = peak - 0.35 * undershoot
     scales = {"sum": response.sum(), "peak": response.max(), "none": 1.0}
     return np.asarray(response / scales[norm], np.float32)
 
@@ -23,6 +25,7 @@ def _gamma_density(times: np.ndarray, delay: float) -> np.ndarray:
     scale = 0.9
     shape = delay / scale
     log_times = np.log(np.maximum(times, 1e-300) / scale)
-    log_density = (shape - 1) * log_times - times / scale - math.lgamma(shape) - math.log(scale)
+    log_decay = (shape - 1) * log_times - times / scale
+    log_density = log_decay - math.lgamma(shape) - math.log(scale)
     density: np.ndarray = np.exp(log_density)
     return density

@@ -149,9 +149,8 @@ class Volumes(Loader):
         self._kernel = _kernel(config, self._film)
         self._text = _convolved_text(config, self._film)
         # A batch is large, so its rows are cut by several threads and none is made ahead.
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            config.threads or machine.cores(), thread_name_prefix="windows"
-        )
+        n_threads = config.threads or machine.cores()
+        self._pool = concurrent.futures.ThreadPoolExecutor(n_threads, thread_name_prefix="windows")
         super().__init__(
             element_spec(config),
             train=split == "train" and not in_order,
@@ -166,7 +165,8 @@ class Volumes(Loader):
         if self._checksums:
             info["files"] = self._checksums
         content = json.dumps(info, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        content_hash = hashlib.sha256(content.encode()).hexdigest()
+        return content_hash[:16]
 
     def _file_checksums(self) -> dict[str, str]:
         """Return the checksums of all files, from dataset.json for a viewer that is not read."""
@@ -359,7 +359,8 @@ def split_volumes(config: Config) -> Split:
     n_volumes = film.n_volumes
     n_train = n_volumes - round(config.test_share * n_volumes)
     kernel_length = len(_kernel(config, film))
-    candidates = np.arange(_first_after(n_train, config, film, kernel_length), n_volumes)
+    first_candidate = _first_after(n_train, config, film, kernel_length)
+    candidates = np.arange(first_candidate, n_volumes)
     # The oldest volume that a test row's text shares something with, itself or by convolution.
     oldest = candidates
     text_since = np.asarray(film.info.get("text_since") or np.arange(n_volumes))

@@ -80,17 +80,21 @@ def window_text(
     first_volume = np.full(n_segments, volumes)  # that has each segment
     text_since = np.arange(volumes)
     for volume in range(volumes):
-        segments = _window_segments(spans, volume, tr)[-slots:]
+        touching = _window_segments(spans, volume, tr)
+        segments = touching[-slots:]
         text[volume, slots - len(segments) :] = embeddings[segments]
-        first_volume[segments] = np.minimum(first_volume[segments], volume)
-        text_since[volume] = min([volume, *first_volume[segments]])
-    n_unused = int((first_volume == volumes).sum())
+        since = np.minimum(first_volume[segments], volume)
+        first_volume[segments] = since
+        text_since[volume] = since.min(initial=volume)
+    is_unused = first_volume == volumes
+    n_unused = int(is_unused.sum())
     if n_unused == n_segments:
         raise DataError(
             f"{annotations}: no segment touches the {volumes * tr:g} s of film; they lie from"
             f" {spans.min():g} to {spans.max():g} in {' and '.join(columns)}, which are seconds"
         )
-    n_empty = int((~text.any((1, 2))).sum())
+    is_empty = ~text.any((1, 2))
+    n_empty = int(is_empty.sum())
     note = ""
     if n_empty or n_unused:
         note = f" (none in {n_empty} volumes; {n_unused} of {n_segments} segments are in no volume)"
@@ -184,10 +188,11 @@ def _time_columns(path: pathlib.Path, header: Sequence[str], names: Sequence[str
 
 def _matching_columns(header: Sequence[str], name: str) -> list[int]:
     """Return the indices of the columns of that name, else of that name in another case."""
-    exact = [index for index, title in enumerate(header) if title == name]
-    if exact:
-        return exact
-    return [index for index, title in enumerate(header) if title.casefold() == name.casefold()]
+    same_name = [index for index, title in enumerate(header) if title == name]
+    if same_name:
+        return same_name
+    folded_name = name.casefold()
+    return [index for index, title in enumerate(header) if title.casefold() == folded_name]
 
 
 def _cells_at(columns: Sequence[int], row: NumberedRow) -> list[Any]:
@@ -233,8 +238,12 @@ def _read_table(path: pathlib.Path) -> tuple[list[NumberedRow], str]:
         content = later_lines
     else:
         separator = tables.separator(first_line)
-    rows = enumerate(csv.reader(io.StringIO(content), delimiter=separator), first_number)
-    return [NumberedRow(number, cells) for number, cells in rows if any(cells)], separator
+    rows = []
+    reader = csv.reader(io.StringIO(content), delimiter=separator)
+    for number, cells in enumerate(reader, first_number):
+        if any(cells):
+            rows.append(NumberedRow(number, cells))
+    return rows, separator
 
 
 def _read_sheet(path: pathlib.Path) -> list[NumberedRow]:
