@@ -118,7 +118,8 @@ def open_folder(
 def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], links: bool) -> Film:
     """``version`` distinguishes a dataset.json from a later one at the same path."""
     folder = pathlib.Path(path)
-    info = _read_info(files.inside(folder, "dataset.json", links=links, remedy=files.LINKS))
+    info_path = files.inside(folder, "dataset.json", links=links, remedy=files.LINKS)
+    info = _read_info(info_path)
     known_subjects = info["subjects"]
     unknown_subjects = [name for name in chosen if name not in known_subjects]
     if unknown_subjects:
@@ -150,7 +151,8 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
 def _check_listed_files(folder: pathlib.Path, info: Mapping[str, Any], *, links: bool) -> None:
     """Raise DataError for a checksum of no file, which would be compared with nothing."""
     for name in info.get("files", {}):
-        if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
+        path = files.inside(folder, name, links=links, remedy=files.LINKS)
+        if not path.is_file():
             raise DataError(
                 f'{folder}/dataset.json: "files" has a checksum of {name!r}, which does not exist; '
                 f"{checks.expected(name, _array_names(info['subjects']))}"
@@ -161,7 +163,8 @@ def _load(
     folder: pathlib.Path, name: str, n_axes: int, dtypes: Sequence[Any], *, links: bool
 ) -> np.ndarray:
     """Map a file of the folder. Raises DataError: another shape or type."""
-    array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
+    path = files.inside(folder, name, links=links, remedy=files.LINKS)
+    array: Any = files.array(path)
     expected_dtypes = [np.dtype(dtype) for dtype in dtypes]
     if array.ndim != n_axes or array.dtype not in expected_dtypes:
         kinds = " or ".join(dtype.name for dtype in expected_dtypes)
@@ -318,9 +321,10 @@ def digests(film: Film) -> Mapping[str, str]:
 
 def _digest_cache_file(film: Film) -> pathlib.Path:
     """Return the path at which the checksums of the film's present files are cached."""
+    folder = pathlib.Path(film.folder)
     versions = []
     for name in film.arrays:
-        stat = os.stat(pathlib.Path(film.folder) / name)
+        stat = os.stat(folder / name)
         versions.append([name, stat.st_ino, stat.st_size, stat.st_mtime_ns])
     key = json.dumps([film.folder, versions, film.info["audio"]])
     key_hash = hashlib.sha256(key.encode()).hexdigest()

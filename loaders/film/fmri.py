@@ -36,8 +36,9 @@ def check(
     for path in paths:
         image = foreign_files.nifti(path)
         scan = _scan(path, image)
-        if image.get_data_dtype().kind not in "iuf":
-            raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
+        dtype = image.get_data_dtype()
+        if dtype.kind not in "iuf":
+            raise DataError(f"{path} holds {dtype}; expected real numbers")
         scans[path] = scan
         _check_place(path, image, paths[0])
         header_tr = _header_tr(path, image, scan.time_axis)
@@ -118,7 +119,8 @@ def _check_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
 
 
 def _has_position(image: Any) -> bool:
-    return bool(int(image.header["qform_code"]) or int(image.header["sform_code"]))
+    header = image.header
+    return bool(int(header["qform_code"]) or int(header["sform_code"]))
 
 
 def write(
@@ -176,13 +178,15 @@ def _read_mask(path: pathlib.Path, first: pathlib.Path) -> np.ndarray:
 
 def _vote_on_mask(paths: Sequence[pathlib.Path], volumes: int) -> np.ndarray:
     """Return bool [x, y, z]: the voxels that vary in at least half of the viewers."""
-    votes = np.zeros(foreign_files.nifti(paths[0]).shape[:3])
+    first_image = foreign_files.nifti(paths[0])
+    votes = np.zeros(first_image.shape[:3])
     for path in paths:
         scan = read_volumes(path, volumes)
-        deviation = np.nan_to_num(scan, posinf=0, neginf=0).std(3)
         is_finite = np.isfinite(scan).all(3)
-        deviation = np.where(is_finite, deviation, 0)
-        votes += deviation > np.percentile(deviation, 10)
+        deviation = np.nan_to_num(scan, posinf=0, neginf=0).std(3)
+        deviation[~is_finite] = 0
+        threshold = np.percentile(deviation, 10)
+        votes += deviation > threshold
     inside: np.ndarray = votes >= 0.5 * len(paths)
     return inside
 
@@ -191,7 +195,9 @@ def _z_score_scan(
     path: pathlib.Path, inside: np.ndarray, volumes: int, dtype: Any
 ) -> tuple[np.ndarray, int]:
     """Return z-scores [volumes, voxels], and how many voxels are constant. Raises DataError."""
-    voxels = np.ascontiguousarray(read_volumes(path, volumes)[inside].T)
+    scan = read_volumes(path, volumes)
+    voxels = np.ascontiguousarray(scan[inside].T)
+    del scan  # the largest array of all
     n_broken = (~np.isfinite(voxels)).any(0).sum()
     if n_broken:
         raise DataError(f"{path} has values that are not finite in {n_broken} voxels of the mask")

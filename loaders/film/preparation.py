@@ -38,6 +38,7 @@ def _check_is_free(out: pathlib.Path) -> None:
 
 
 def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
+    start = args.film_start
     # Quick checks come first.
     tr, volumes, names = fmri.check(args.fmri, args.tr, args.volumes)
     text, text_since, text_note = segments.window_text(
@@ -48,34 +49,34 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
         tr=tr,
         volumes=volumes,
         cut=args.volumes is not None,
-        start=args.film_start,
+        start=start,
     )
     atomic_write.save(partial / "text.npy", np.ascontiguousarray(text))
     if args.codes:
         audio_kind = "codes"
-        audio = _codes_from_start(segments.read_codes(args.codes), args)
+        codes = segments.read_codes(args.codes)
+        audio = _codes_from_start(codes, args)
     else:
         audio_kind = "features"
-        audio = streams.sound_features(
-            args.audio, args.code_rate, args.bands, start=args.film_start
-        )
+        audio = streams.sound_features(args.audio, args.code_rate, args.bands, start=start)
     atomic_write.save(partial / "audio.npy", np.ascontiguousarray(audio))
     (partial / "fmri").mkdir()
-    n_constant = fmri.write(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
+    dtype = np.dtype(args.dtype)
+    n_constant = fmri.write(partial, args.fmri, names, args.mask, volumes, dtype)
     n_frames = streams.write_video(
         args.video,
         partial / "video.npy",
         args.fps,
         args.size,
         limit=math.ceil(volumes * tr * args.fps),
-        start=args.film_start,
+        start=start,
     )
     info = {
         "tr": tr,
         "fps": args.fps,
         "audio_rate": args.code_rate,
         "audio": audio_kind,
-        "film_start": args.film_start,
+        "film_start": start,
         "subjects": names,
         "text_since": text_since.tolist(),
         "made_of": _path_arguments(args),
@@ -112,7 +113,8 @@ def _codes_from_start(codes: np.ndarray, args: argparse.Namespace) -> np.ndarray
             f"--film-start is {args.film_start:g}, and codes have none for silence before the film;"
             " give --audio"
         )
-    codes = codes[round(args.film_start * args.code_rate) :]
+    n_skipped = round(args.film_start * args.code_rate)
+    codes = codes[n_skipped:]
     if not len(codes):
         raise DataError(f"--film-start is {args.film_start:g}, after the end of {args.codes}")
     return codes

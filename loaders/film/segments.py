@@ -25,7 +25,8 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
     codes = foreign_files.only_array(path)
     if codes.ndim == 3 and len(codes) == 1:
         codes = codes[0]
-    if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
+    is_integer = np.issubdtype(codes.dtype, np.integer)
+    if codes.ndim != 2 or not codes.size or not is_integer:
         raise DataError(
             f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]"
         )

@@ -72,8 +72,8 @@ def _upright(frame: Any, width: int, height: int) -> np.ndarray:
     quarter_turns = round(frame.rotation / 90) % 4
     if quarter_turns % 2:
         width, height = height, width
-    picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
-    return np.rot90(picture, quarter_turns)
+    picture = frame.reformat(width=width, height=height, format="rgb24")
+    return np.rot90(picture.to_ndarray(), quarter_turns)
 
 
 def sound_features(
@@ -86,7 +86,8 @@ def sound_features(
         samples = samples[n_skipped:]
     else:
         samples = np.pad(samples, (-n_skipped, 0))
-    n_times = math.floor(len(samples) / SOUND_RATE * rate)
+    seconds = len(samples) / SOUND_RATE
+    n_times = math.floor(seconds * rate)
     if not n_times:
         raise DataError(f"{path}: its sound is shorter than {1 / rate:g} s")
     taper = np.hanning(MEL_WINDOW).astype(np.float32)
@@ -96,10 +97,13 @@ def sound_features(
     for k in range(n_times):
         begin = round(k * SOUND_RATE / rate)
         window = taper * padded[begin : begin + MEL_WINDOW]
-        power = np.abs(np.fft.rfft(window)) ** 2
-        log_energies[k] = np.log(bank @ power + 1e-6)
+        spectrum = np.fft.rfft(window)
+        power = np.abs(spectrum) ** 2
+        energies = bank @ power
+        log_energies[k] = np.log(energies + 1e-6)
     centred = log_energies - log_energies.mean(0)
-    return np.asarray(centred / np.maximum(log_energies.std(0), 1e-6), np.float32)
+    deviation = np.maximum(log_energies.std(0), 1e-6)
+    return np.asarray(centred / deviation, np.float32)
 
 
 def _sound(path: pathlib.Path) -> np.ndarray:
@@ -194,7 +198,8 @@ def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
         for frame in container.decode(stream):
             time = next_time if frame.time is None else frame.time - zero
             if kind == "video":
-                duration = 1 / float(stream.average_rate or 25)
+                frame_rate = stream.average_rate or 25
+                duration = 1 / float(frame_rate)
             else:
                 duration = frame.samples / frame.sample_rate
             next_time = time + duration
