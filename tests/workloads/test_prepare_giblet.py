@@ -358,6 +358,12 @@ def test_a_table_made_by_hand_gives_the_same_result(tmp_path, text):
     assert segments.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
 
 
+def test_one_column_may_be_both_begin_and_end(tmp_path):
+    (tmp_path / "a.csv").write_text("onset\n2.5\n1:04\n")
+    spans = segments.read_annotations(tmp_path / "a.csv", "onset", "onset")
+    assert spans.tolist() == [[2.5, 2.5], [64, 64]]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
