@@ -51,12 +51,12 @@ def filled_cells(table: Table, name: str) -> list[str]:
     return list(filter(values.given, table.values(name)))
 
 
-def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
+def choose_files(table: Table, by_meaning: dict[str, list[str]], named: bool) -> None:
     """Keep the columns that name the recording, the best first, and those of folders.
 
     ``named``: an option names the column. Raises DataError: two name different recordings.
     """
-    files = used.setdefault("file", [])
+    files = by_meaning.setdefault("file", [])
     if named or not table.rows():
         return
     files[:] = [name for name in files if not _holds_urls(table, name)] or files
@@ -71,9 +71,9 @@ def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
             continue
         if name not in audio_columns and _holds_folders(table, name):
             files.remove(name)
-            used.setdefault("folder", []).insert(0, name)
+            by_meaning.setdefault("folder", []).insert(0, name)
             continue
-        is_numbered = values.are_numbers(table.values(name)) or not used.get("start")
+        is_numbered = values.are_numbers(table.values(name)) or not by_meaning.get("start")
         if name not in audio_columns and audio_columns and is_numbered:
             # the number or title of a recording, whose file another column names
             files.remove(name)
@@ -149,21 +149,21 @@ def _file_stem(text: str) -> str:
     return name.rpartition(".")[0] if is_audio(name) else name
 
 
-def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[str]) -> None:
+def choose_split(table: Table, by_meaning: dict[str, list[str]], classes: Collection[str]) -> None:
     """Keep a column of splits, by its name or its values.
 
     Raises DataError: a column tells test lines apart in other words: they would be trained on.
     """
-    split_columns = used.get("split", [])
+    split_columns = by_meaning.get("split", [])
     texts_of = {name: filled_cells(table, name) for name in split_columns}
-    for name in _free_columns(table, used, classes):
+    for name in _free_columns(table, by_meaning, classes):
         texts_of[name] = filled_cells(table, name)
     for name, texts in texts_of.items():
         if values.are_splits(texts, train=name not in split_columns):
-            used["split"] = [name]
+            by_meaning["split"] = [name]
             return
-    used["split"] = [name for name in split_columns if plain(name) == "split"]
-    if used["split"]:
+    by_meaning["split"] = [name for name in split_columns if plain(name) == "split"]
+    if by_meaning["split"]:
         return
     for name, texts in texts_of.items():
         if name in split_columns:
@@ -172,10 +172,10 @@ def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[s
 
 
 def _free_columns(
-    table: Table, used: Mapping[str, list[str]], classes: Collection[str]
+    table: Table, by_meaning: Mapping[str, list[str]], classes: Collection[str]
 ) -> list[str]:
     """Return the columns that have no meaning, by their names or their use."""
-    columns_in_use = {*classes, *itertools.chain.from_iterable(used.values())}
+    columns_in_use = {*classes, *itertools.chain.from_iterable(by_meaning.values())}
     return [name for name in table.columns if name not in columns_in_use and not meaning_of(name)]
 
 
@@ -203,16 +203,16 @@ def _refuse_test_flag(table: Table, name: str, texts: Sequence[str]) -> None:
     )
 
 
-def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list[str]:
+def classes(table: Table, by_meaning: Mapping[str, list[str]], optional: bool) -> list[str]:
     """Return the columns whose names are labels: they hold yes and no alone.
 
     Names with another meaning (`fin`, `low`) are classes next to others if they hold both.
     Raises DataError: a column may be a class or not.
     """
-    unknown = _unknown_columns(table, used.get("split", ()))
+    unknown = _unknown_columns(table, by_meaning.get("split", ()))
     class_names = [name for name in unknown if values.are_answers(table.values(name))]
-    if used["label"] or used.get("genus"):
-        for name in used["label"]:
+    if by_meaning["label"] or by_meaning.get("genus"):
+        for name in by_meaning["label"]:
             if class_names and values.are_answers(table.values(name), both=True):
                 _refuse_doubt(table, class_names, name, "0 and 1, too")
         return []
@@ -224,9 +224,9 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
     if not class_names:  # DCASE's has a column Q
         class_names = [name for name in candidates if values.are_posneg(table.values(name))]
     if candidates and not class_names and not optional:
-        _refuse_unnamed_classes(table, used, candidates)
+        _refuse_unnamed_classes(table, by_meaning, candidates)
     for name in candidates:
-        if _are_frequencies(table, used, name):
+        if _are_frequencies(table, by_meaning, name):
             continue
         if what(name) not in SOFT and name not in class_names:
             _refuse_doubt(table, class_names, name, "0 and 1, too")
@@ -296,9 +296,9 @@ def _named_candidates(table: Table, excluded_meanings: Collection[str]) -> list[
 
 
 def _refuse_unnamed_classes(
-    table: Table, used: Mapping[str, list[str]], candidates: Sequence[str]
+    table: Table, by_meaning: Mapping[str, list[str]], candidates: Sequence[str]
 ) -> None:
-    if _are_frequencies(table, used, candidates[0]):
+    if _are_frequencies(table, by_meaning, candidates[0]):
         return
     raise DataError(
         f"{table.path} has no column of labels that is known, and"
@@ -315,9 +315,11 @@ def _is_about(name: str) -> bool:
     return bool(SPLIT & set(parts)) or may_deny(name)
 
 
-def _are_frequencies(table: Table, used: Mapping[str, list[str]], name: str) -> bool:
+def _are_frequencies(table: Table, by_meaning: Mapping[str, list[str]], name: str) -> bool:
     opposite = {"low": "high", "high": "low"}.get(what(name), "")
-    return any(not values.are_answers(table.values(bound)) for bound in used.get(opposite, ()))
+    return any(
+        not values.are_answers(table.values(bound)) for bound in by_meaning.get(opposite, ())
+    )
 
 
 def _refuse_doubt(table: Table, classes: Sequence[str], name: str, content: str) -> NoReturn:

@@ -63,7 +63,7 @@ class Options:
     # between several labels in one field; empty: none but for lists in brackets
     separator: str = ""
     optional: bool = False  # labels may be missing
-    whole: bool = False  # the names of recordings alone are read
+    files_only: bool = False  # the names of recordings alone are read
 
 
 @dataclasses.dataclass
@@ -72,30 +72,30 @@ class Layout:
 
     table: Table
     # meaning -> columns; of several, the first that is not empty in a row counts
-    used: dict[str, list[str]]
+    by_meaning: dict[str, list[str]]
     scales: dict[str, float]  # of columns, to s and Hz
     classes: list[str]  # columns of 0 and 1, whose names are labels
     ignored: list[str]
     unused: dict[str, str]  # columns that look like times or labels, and as what
 
     def column(self, meaning: str) -> str | None:
-        return next(iter(self.used.get(meaning, ())), None)
+        return next(iter(self.by_meaning.get(meaning, ())), None)
 
     def text(self, row: Mapping[str, str], meaning: str) -> str:
         """Return the value of a row, "" if it has none."""
-        for name in self.used.get(meaning, ()):
+        for name in self.by_meaning.get(meaning, ()):
             if values.given(row[name]):
                 return row[name]
         return ""
 
     def has_labels(self) -> bool:
         """Whether the table names labels in any of the three ways."""
-        return bool(self.used["label"] or self.used.get("genus") or self.classes)
+        return bool(self.by_meaning["label"] or self.by_meaning.get("genus") or self.classes)
 
     def describe(self) -> list[str]:
         """Return the columns that were found, a meaning a line."""
         lines = [f"{self.table.path}: {len(self.table.rows())} lines, {self.table.encoding}"]
-        for meaning, names in self.used.items():
+        for meaning, names in self.by_meaning.items():
             self._describe_columns(lines, meaning, [self._with_unit(name) for name in names])
         self._describe_columns(lines, "classes", self.classes)
         self._describe_columns(lines, "ignored", list(filter(None, self.ignored)))
@@ -127,27 +127,27 @@ SPECIES = ("species", "speciesname", "art", "spezies", "especie", "espece")
 # Meanings of columns that may hold times in a recording all the same.
 MAY_BE_POSITIONS = ("", "time", "clock", "date", "datetime", "duration", "offset")
 WRITTEN_TIME = re.compile(r":\d|\d ?(s|secs?|seconds?|ms|mins?|minutes?)\b|\d['\u2032]")
-Used = dict[str, list[str]]
+ByMeaning = dict[str, list[str]]
 
 
 def find(table: Table, options: Options) -> Layout:
     """Return a table's columns. Raises DataError: one is missing, or times or labels are lost."""
-    used, scales = _find_by_names(table)
-    classes = _apply_options(table, options, used, scales)
-    column_values.choose_files(table, used, bool(options.file_column))
-    if options.whole:
-        return _layout_of_files(table, used, scales)
-    _choose_labels(table, used, options)
-    lists_recordings = bool(used["file"] or used.get("start"))
+    by_meaning, scales = _find_by_names(table)
+    classes = _apply_options(table, options, by_meaning, scales)
+    column_values.choose_files(table, by_meaning, bool(options.file_column))
+    if options.files_only:
+        return _layout_of_files(table, by_meaning, scales)
+    _choose_labels(table, by_meaning, options)
+    lists_recordings = bool(by_meaning["file"] or by_meaning.get("start"))
     if lists_recordings and not classes and not options.label_column:
-        classes = column_values.classes(table, used, options.optional)
-        _remove_columns(used, classes)
-    _choose_times(table, used, options, scales)
-    _choose_dates(table, used, options)
+        classes = column_values.classes(table, by_meaning, options.optional)
+        _remove_columns(by_meaning, classes)
+    _choose_times(table, by_meaning, options, scales)
+    _choose_dates(table, by_meaning, options)
     if not options.split_column:
-        column_values.choose_split(table, used, classes)
-    ignored, unused = _sort_leftovers(table, used, classes)
-    layout = Layout(table, used, scales, classes, ignored, unused)
+        column_values.choose_split(table, by_meaning, classes)
+    ignored, unused = _sort_leftovers(table, by_meaning, classes)
+    layout = Layout(table, by_meaning, scales, classes, ignored, unused)
     if lists_recordings:
         _refuse_lost_times(layout, options)
         _refuse_lost_labels(layout, options)
@@ -155,58 +155,58 @@ def find(table: Table, options: Options) -> Layout:
     return layout
 
 
-def _layout_of_files(table: Table, used: Used, scales: dict[str, float]) -> Layout:
+def _layout_of_files(table: Table, by_meaning: ByMeaning, scales: dict[str, float]) -> Layout:
     """Return the layout of a table of which only the names of recordings are read."""
-    files = used["file"]
-    folders = used.get("folder", [])
+    files = by_meaning["file"]
+    folders = by_meaning.get("folder", [])
     ignored = [name for name in table.columns if name not in files]
-    used = {"file": files, "folder": folders, "start": [], "label": []}
-    return Layout(table, used, scales, classes=[], ignored=ignored, unused={})
+    by_meaning = {"file": files, "folder": folders, "start": [], "label": []}
+    return Layout(table, by_meaning, scales, classes=[], ignored=ignored, unused={})
 
 
-def _remove_columns(used: Used, removed: Collection[str]) -> None:
-    for columns in used.values():
+def _remove_columns(by_meaning: ByMeaning, removed: Collection[str]) -> None:
+    for columns in by_meaning.values():
         columns[:] = [name for name in columns if name not in removed]
 
 
 def _sort_leftovers(
-    table: Table, used: Used, classes: Sequence[str]
+    table: Table, by_meaning: ByMeaning, classes: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns to ignore, and the unused ones with what they look like."""
-    columns_in_use = {*classes, *itertools.chain.from_iterable(used.values())}
+    columns_in_use = {*classes, *itertools.chain.from_iterable(by_meaning.values())}
     plain_columns = []
     unused: dict[str, str] = {}
     for name in table.columns:
         if name in columns_in_use:
             continue
-        likeness = _looks_like(table, name, used)
+        likeness = _looks_like(table, name, by_meaning)
         if likeness:
             unused[name] = likeness
         else:
             plain_columns.append(name)
-    numbered_words = _find_numbered_words(table, used, plain_columns)
+    numbered_words = _find_numbered_words(table, by_meaning, plain_columns)
     unused |= dict.fromkeys(numbered_words, "a label")
     ignored = [name for name in plain_columns if name not in numbered_words]
     return ignored, unused
 
 
-def _find_by_names(table: Table) -> tuple[Used, dict[str, float]]:
+def _find_by_names(table: Table) -> tuple[ByMeaning, dict[str, float]]:
     """Return the columns of each meaning, the best name first, and the scales of columns."""
-    used: Used = {}
+    by_meaning: ByMeaning = {}
     ranks: dict[str, int] = {}
     scales: dict[str, float] = {}
     for name in table.columns:
         if meaning := meaning_of(name):
-            used.setdefault(meaning.name, []).append(name)
+            by_meaning.setdefault(meaning.name, []).append(name)
             ranks[name] = meaning.rank
             scales[name] = meaning.scale
-    for columns in used.values():
+    for columns in by_meaning.values():
         columns.sort(key=ranks.__getitem__)
-    return used, scales
+    return by_meaning, scales
 
 
 def _apply_options(
-    table: Table, options: Options, used: Used, scales: dict[str, float]
+    table: Table, options: Options, by_meaning: ByMeaning, scales: dict[str, float]
 ) -> list[str]:
     """Use the columns that the options name. Returns those of classes."""
     classes: list[str] = []
@@ -217,12 +217,12 @@ def _apply_options(
         columns: list[str] = []
         if meaning != "duration" or not fixed_length(table, options):
             columns = _named_columns(table, option, flag)
-        _remove_columns(used, columns)
+        _remove_columns(by_meaning, columns)
         if _hold_classes(table, meaning, columns):
-            used[meaning] = []
+            by_meaning[meaning] = []
             classes = columns
         else:
-            used[meaning] = columns
+            by_meaning[meaning] = columns
         for name in columns:
             scales.setdefault(name, unit_of(name))
     return classes
@@ -272,34 +272,40 @@ def _named_columns(table: Table, option: str, flag: str) -> list[str]:
     raise DataError(f"{table.path} has no column {option!r} ({flag}); {near}")
 
 
-def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[str, float]) -> None:
+def _choose_times(
+    table: Table, by_meaning: ByMeaning, options: Options, scales: Mapping[str, float]
+) -> None:
     """Decide which columns are start, end and duration. Raises DataError if two differ."""
     # Kaleidoscope's Dur is of a bat's pulses
-    if "infile" in map(plain, used["file"]):
-        used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
+    if "infile" in map(plain, by_meaning["file"]):
+        by_meaning["duration"] = [
+            name for name in by_meaning.get("duration", ()) if plain(name) != "dur"
+        ]
     for meaning in ("start", "end", "duration"):
-        _choose_time(table, used, meaning, scales)
-    _place_offset(used, options)
-    if used["end"] or not (used["start"] or used["file offset"]):
-        used["duration"] = []
-    _refuse_joined_files(table, used, options)
-    if _times_elsewhere(used) and not _names_times(options):
+        _choose_time(table, by_meaning, meaning, scales)
+    _place_offset(by_meaning, options)
+    if by_meaning["end"] or not (by_meaning["start"] or by_meaning["file offset"]):
+        by_meaning["duration"] = []
+    _refuse_joined_files(table, by_meaning, options)
+    if _times_elsewhere(by_meaning) and not _names_times(options):
         # then a user has the whole recordings
-        used |= {"start": [], "end": [], "duration": [], "file offset": []}
+        by_meaning |= {"start": [], "end": [], "duration": [], "file offset": []}
 
 
-def _times_elsewhere(used: Used) -> bool:
+def _times_elsewhere(by_meaning: ByMeaning) -> bool:
     """Whether the times of a table are in another recording than the one that it names."""
-    return any(plain(name) in ELSEWHERE for name in used["file"])
+    return any(plain(name) in ELSEWHERE for name in by_meaning["file"])
 
 
 def _names_times(options: Options) -> bool:
     return not {options.start_column, options.end_column} <= {"", "none"}
 
 
-def _choose_time(table: Table, used: Used, meaning: str, scales: Mapping[str, float]) -> None:
+def _choose_time(
+    table: Table, by_meaning: ByMeaning, meaning: str, scales: Mapping[str, float]
+) -> None:
     """Keep one column of a meaning. Raises DataError if two differ, or if it counts samples."""
-    columns = used.setdefault(meaning, [])
+    columns = by_meaning.setdefault(meaning, [])
     readable = [name for name in columns if values.are_times(table.values(name))]
     columns[:] = readable or columns[:1]
     if not columns:
@@ -326,45 +332,45 @@ def _refuse_different_times(
     )
 
 
-def _place_offset(used: Used, options: Options) -> None:
+def _place_offset(by_meaning: ByMeaning, options: Options) -> None:
     """Decide whether a column named offset is a start, an end, or a start in the file."""
-    offset = used.pop("offset", [])
-    file_offset = used.setdefault("file offset", [])
+    offset = by_meaning.pop("offset", [])
+    file_offset = by_meaning.setdefault("file offset", [])
     if not offset:
         return
-    if not used["start"]:
-        if options.start_column != "none" and (used["duration"] or used["end"]):
-            used["start"] = offset
+    if not by_meaning["start"]:
+        if options.start_column != "none" and (by_meaning["duration"] or by_meaning["end"]):
+            by_meaning["start"] = offset
         return
-    has_length = used["end"] or used["duration"]
+    has_length = by_meaning["end"] or by_meaning["duration"]
     if not has_length and options.end_column != "none":
-        used["end"] = offset
-    elif plain(used["start"][0]).startswith("begintime"):
-        used["file offset"] = file_offset or offset
+        by_meaning["end"] = offset
+    elif plain(by_meaning["start"][0]).startswith("begintime"):
+        by_meaning["file offset"] = file_offset or offset
 
 
-def _choose_dates(table: Table, used: Used, options: Options) -> None:
+def _choose_dates(table: Table, by_meaning: ByMeaning, options: Options) -> None:
     """Count a column of times with days as one of dates and times."""
     if options.date_column == "none":
-        used |= {"date": [], "time": [], "datetime": []}
+        by_meaning |= {"date": [], "time": [], "datetime": []}
         return
     times = []
-    dates_and_times = used.get("datetime", [])
-    for name in used.get("time", ()):
+    dates_and_times = by_meaning.get("datetime", [])
+    for name in by_meaning.get("time", ()):
         if any(map(values.has_day, table.values(name))):
             dates_and_times.append(name)
         else:
             times.append(name)
-    used["datetime"] = dates_and_times
-    used["time"] = times
+    by_meaning["datetime"] = dates_and_times
+    by_meaning["time"] = times
 
 
-def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
+def _refuse_joined_files(table: Table, by_meaning: ByMeaning, options: Options) -> None:
     """Raise DataError if Raven's times, no multiples of places in samples, count over files."""
     samples = table.find("Beg File Samp (samples)", "Begin File Samp (samples)")
-    if not samples or not used["start"] or used["file offset"] or options.start_column:
+    if not samples or not by_meaning["start"] or by_meaning["file offset"] or options.start_column:
         return
-    start = used["start"][0]
+    start = by_meaning["start"][0]
     if not plain(start).startswith("begintime"):
         return
     try:
@@ -404,11 +410,11 @@ def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float
     return True
 
 
-def _choose_labels(table: Table, used: Used, options: Options) -> None:
+def _choose_labels(table: Table, by_meaning: ByMeaning, options: Options) -> None:
     """Keep one column of labels. Raises DataError: it is blank in lines in which another is not."""
-    columns = used.setdefault("label", [])
-    genus = used.pop("genus", [])
-    epithet = used.pop("epithet", [])
+    columns = by_meaning.setdefault("label", [])
+    genus = by_meaning.pop("genus", [])
+    epithet = by_meaning.pop("epithet", [])
     if options.label_column:
         return
     programs = [name for name in columns if plain(name) in ("manualid", "autoid", "top1match")]
@@ -417,8 +423,8 @@ def _choose_labels(table: Table, used: Used, options: Options) -> None:
         return
     filled = [name for name in columns if _is_filled(table, name)]
     if genus and _follows_genus(table, genus[0], filled, epithet):
-        used["genus"] = genus
-        used["epithet"] = filled[:1] or epithet
+        by_meaning["genus"] = genus
+        by_meaning["epithet"] = filled[:1] or epithet
         columns.clear()
         return
     columns[:] = filled or columns[:1] or epithet[:1]
@@ -471,9 +477,9 @@ def _count_filled(rows: Sequence[Mapping[str, str]], name: str) -> int:
     return sum(values.given(row[name]) for row in rows)
 
 
-def _find_numbered_words(table: Table, used: Used, names: Sequence[str]) -> list[str]:
+def _find_numbered_words(table: Table, by_meaning: ByMeaning, names: Sequence[str]) -> list[str]:
     """Return the columns of words that each belong to a number of the labels: 5, with Blackbird."""
-    numbers = table.values(used["label"][0]) if used["label"] else []
+    numbers = table.values(by_meaning["label"][0]) if by_meaning["label"] else []
     n_classes = len(set(numbers))
     if n_classes < 2 or not values.are_numbers(numbers):
         return []
@@ -518,7 +524,7 @@ def _is_epithet(genus: str, species: str) -> bool:
     return is_lower_word or species.startswith(f"{genus} ")
 
 
-def _looks_like(table: Table, name: str, used: Used) -> str:
+def _looks_like(table: Table, name: str, by_meaning: ByMeaning) -> str:
     """Return what an unused column may be by name and values: "a time", "a label", "a class"."""
     texts = [text for text in column_values.filled_cells(table, name) if text != "[]"]
     meaning = what(name)
@@ -549,7 +555,7 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
     if values.are_answers(texts):
         return "a class"
     is_of_day = bool(table.find("hour") and OF_DAY & name_words)
-    if not used["start"] and values.are_numbers(texts) and not is_of_day:
+    if not by_meaning["start"] and values.are_numbers(texts) and not is_of_day:
         return "numbers"
     return "a label" if named_label and not holds_times else ""
 
@@ -566,16 +572,16 @@ def _names_more_labels(name: str) -> bool:
 
 def _refuse_lost_times(layout: Layout, options: Options) -> None:
     table = layout.table
-    used = layout.used
-    starts = used["start"] or used["file offset"]
+    by_meaning = layout.by_meaning
+    starts = by_meaning["start"] or by_meaning["file offset"]
     if starts:
         _refuse_missing_end(layout, options, starts[0])
         return
-    if options.start_column == "none" or _times_elsewhere(used):
+    if options.start_column == "none" or _times_elsewhere(by_meaning):
         return
-    if used["end"] and fixed_length(table, options):
+    if by_meaning["end"] and fixed_length(table, options):
         return
-    ends = [name for name in used["end"] if _is_filled(table, name)]
+    ends = [name for name in by_meaning["end"] if _is_filled(table, name)]
     times = [name for name in table.columns if name in ends or _is_position(layout, name)]
     if not times:
         return
@@ -595,7 +601,7 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
 def _refuse_missing_end(layout: Layout, options: Options, start: str) -> None:
     """Raise DataError if events with a start have neither an end nor a duration."""
     table = layout.table
-    if layout.used["end"] or layout.used["duration"]:
+    if layout.by_meaning["end"] or layout.by_meaning["duration"]:
         return
     if options.end_column == "none" or fixed_length(table, options):
         return
@@ -637,7 +643,7 @@ def _is_position(layout: Layout, name: str) -> bool:
     if meaning == "duration":
         return varies
     if meaning in ("time", "clock", "datetime"):
-        dated = bool(layout.used.get("date"))
+        dated = bool(layout.by_meaning.get("date"))
         if numbers:
             return not values.are_hours(texts, dated)
         return varies or not clocks or (not dated and all(map(_is_early, texts)))
@@ -735,7 +741,7 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
 
 def _refuse_denials(layout: Layout, options: Options) -> None:
     """Raise DataError for a column that may deny labels, or call them unchecked."""
-    if options.answer_column or layout.used.get("answer") or not layout.has_labels():
+    if options.answer_column or layout.by_meaning.get("answer") or not layout.has_labels():
         return
     _refuse_absences(layout)
     for name in (*layout.ignored, *layout.unused):
@@ -762,7 +768,7 @@ def _refuse_absences(layout: Layout) -> None:
     """Raise DataError for a count or weight of 0 next to a label: nothing of it was there."""
     if layout.classes:
         return
-    for name in (*layout.ignored, *layout.unused, *layout.used.get("score", ())):
+    for name in (*layout.ignored, *layout.unused, *layout.by_meaning.get("score", ())):
         texts = column_values.filled_cells(layout.table, name)
         are_absent = [is_absent(name, text) for text in texts]
         if None in are_absent or not any(are_absent):

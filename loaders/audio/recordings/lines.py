@@ -93,7 +93,7 @@ class _LineReader:
         if answer_column := layout.column("answer"):
             answers = layout.table.values(answer_column)
             self._answers_are_letters = values.are_letters(answers)
-        has_answers = bool(layout.classes or layout.used.get("answer"))
+        has_answers = bool(layout.classes or layout.by_meaning.get("answer"))
         self._may_lack_label = has_answers or options.label_column == "none"
 
     def _is_in_some_row(self, meaning: str) -> bool:
@@ -162,7 +162,7 @@ class _LineReader:
 
 def _find_sheet_errors(layout: Layout) -> list[str]:
     """Return the columns in use that hold errors of a spreadsheet."""
-    columns_in_use = [*itertools.chain.from_iterable(layout.used.values()), *layout.classes]
+    columns_in_use = [*itertools.chain.from_iterable(layout.by_meaning.values()), *layout.classes]
     columns_with_errors = []
     for name in columns_in_use:
         if any(map(values.is_sheet_error, layout.table.values(name))):
@@ -173,7 +173,7 @@ def _find_sheet_errors(layout: Layout) -> list[str]:
 class _Labels:
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
-        columns = layout.used["label"]
+        columns = layout.by_meaning["label"]
         texts: list[str] = []
         for name in columns:
             texts += layout.table.values(name)
@@ -194,7 +194,7 @@ class _Labels:
         layout = self._layout
         if layout.classes:
             return tuple(name for name in layout.classes if values.answer(row[name]))
-        if layout.used.get("genus"):
+        if layout.by_meaning.get("genus"):
             return self._scientific_name(row)
         if self._named_columns:
             row_labels = self._of_columns(row)
@@ -263,7 +263,7 @@ def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
         return list(layout.table.rows())
     key_columns: list[str] = []
     for meaning in ("selection", "start", "end", "duration", "file", "channel"):
-        key_columns += layout.used.get(meaning, ())
+        key_columns += layout.by_meaning.get(meaning, ())
     selections: dict[tuple[str, ...], list[dict[str, str]]] = {}
     lines: list[tuple[int, Row]] = []
     for number, row in layout.table.rows():
@@ -302,7 +302,9 @@ class _Channels:
         self._layout = layout
         self._errors = errors
         texts = {self._plain_channel(layout.text(row, "channel")) for _, row in layout.table.rows()}
-        counts_from_zero = "0" in texts or "infile" in map(column_names.plain, layout.used["file"])
+        counts_from_zero = "0" in texts or "infile" in map(
+            column_names.plain, layout.by_meaning["file"]
+        )
         self._first = 0 if counts_from_zero else 1
 
     @staticmethod
@@ -512,7 +514,9 @@ def _file(layout: Layout, row: Row) -> str:
     """Return the recording's name, after folders that the table names in other columns."""
     # 64760.0, as pandas writes a number
     name = values.whole(layout.text(row, "file")).replace("\\", "/")
-    folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
+    folders = [
+        row[column] for column in layout.by_meaning.get("folder", ()) if values.given(row[column])
+    ]
     return column_values.joined(folders, name) if name and folders else name
 
 
@@ -538,10 +542,10 @@ class _About:
     def __init__(self, layout: Layout, options: Options, errors: Errors):
         self._layout = layout
         self._errors = errors
-        self._columns = [key for key in column_names.ABOUT if layout.used.get(key)]
+        self._columns = [key for key in column_names.ABOUT if layout.by_meaning.get(key)]
         # of each column, as one may have days first, and another months
         self._dates: dict[str, values.Dates] = {}
-        for name in (*layout.used.get("date", ()), *layout.used.get("datetime", ())):
+        for name in (*layout.by_meaning.get("date", ()), *layout.by_meaning.get("datetime", ())):
             texts = column_values.filled_cells(layout.table, name)
             try:
                 self._dates[name] = values.Dates(texts, options.dates)
@@ -571,7 +575,7 @@ class _About:
             return ""
 
     def _add_date(self, about: dict[str, str], row: Row, meaning: str) -> None:
-        for name in self._layout.used.get(meaning, ()):
+        for name in self._layout.by_meaning.get(meaning, ()):
             if values.given(row[name]):
                 about["date"], time = self._dates[name].read(row[name])
                 about["time"] = time or about.get("time", "")

@@ -471,8 +471,8 @@ def _read_table(
     layout = columns.find(table, options)
     for description in layout.describe():
         note(description)
-    names_files = bool(layout.used["file"])
-    has_times = bool(layout.used["start"])
+    names_files = bool(layout.by_meaning["file"])
+    has_times = bool(layout.by_meaning["start"])
     if not table.rows() and (has_times or not (names_files or table.wrong)):
         without_events = _without_events(table.path, finder)
         if without_events:

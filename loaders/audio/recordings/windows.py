@@ -222,7 +222,7 @@ def _recordings_of(
         if path.is_file() or not path.exists():
             return "", {os.path.abspath(path)}
         raise files.FileError(f"{name} is neither a file nor a folder")
-    options = dataclasses.replace(reading, audio=root, whole=True)
+    options = dataclasses.replace(reading, audio=root, files_only=True)
     return "", {annotation.path for annotation in sources.read(name, options, errors)}
 
 

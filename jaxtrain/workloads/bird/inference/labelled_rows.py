@@ -196,8 +196,7 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
     text, encoding = tables.read_text(place, reading.encoding)
     table = tables.Table(place, text, encoding)
     layout = columns.find(table, reading)
-    has_label = layout.used["label"] or layout.classes or layout.used.get("genus")
-    if not layout.used["file"] or not has_label:
+    if not layout.by_meaning["file"] or not layout.has_labels():
         raise InferenceError(
             f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end,"
             " label"

@@ -229,7 +229,7 @@ def read(
     text, encoding = tables.read_text(path, reading.encoding)
     table = tables.Table(path, text, encoding)
     layout = columns.find(table, reading)
-    if not layout.used["file"] or not layout.used["start"]:
+    if not layout.by_meaning["file"] or not layout.by_meaning["start"]:
         raise InferenceError(
             f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end"
         )
