@@ -90,11 +90,10 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
         tmp_path,
         monkeypatch,
         ("mesh.fsdp", "2"),
-        ("mesh.model", "4"),
-        ("model.heads", "4"),
-        ("model.n_classes", "14"),
+        ("mesh.model", "8"),
+        ("model.heads", "8"),
     )
-    text, _ = plan.report(config, "gpu:h100x8")
+    text, _ = plan.report(config, "gpu:h100x16")
     [options] = [line for line in text.splitlines() if line.startswith("compiled with ")]
     assert "xla_gpu_enable_latency_hiding_scheduler=True" in options
     rows = {
@@ -104,8 +103,8 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     }
     assert rows["encoder/blocks/w_up"] == "embed→fsdp, mlp→model"
     assert rows["encoder/b_patch"] == "embed→fsdp"
-    assert rows["objective/supervised/w"] == "embed→fsdp; vocab (14) does not divide"
-    assert rows["objective/supervised/b"] == "whole; vocab (14) does not divide"
+    assert rows["objective/supervised/w"] == "embed→fsdp; vocab (12) does not divide"
+    assert rows["objective/supervised/b"] == "whole; vocab (12) does not divide"
     # This loader counts its threads, so that cores can be asked for.
     [loader] = re.findall(r"^loader +(.*)$", text, re.MULTILINE)
     line = (
