@@ -104,7 +104,8 @@ def make(folder: pathlib.Path) -> None:
     """Write the film into an empty folder."""
     # The order in which these draw numbers belongs to the recipe.
     rng = np.random.default_rng(2026)
-    n_frames = round(VOLUMES * TR * FPS)
+    seconds = VOLUMES * TR
+    n_frames = round(seconds * FPS)
     levels = _draw_levels(rng, n_frames)
     np.save(folder / "video.npy", _paint_frames(rng, levels))
     np.save(folder / "audio.npy", _draw_codes(rng, levels))
@@ -253,7 +254,8 @@ def _shared_response(rng: np.random.Generator, window_levels: np.ndarray) -> np.
 
 
 def _z_scored(x: np.ndarray) -> np.ndarray:
-    scored: np.ndarray = (x - x.mean(0)) / x.std(0)
+    centred = x - x.mean(0)
+    scored: np.ndarray = centred / x.std(0)
     return scored
 
 

@@ -296,6 +296,7 @@ def digests(film: Film) -> Mapping[str, str]:
     codes beyond the codebook.
     """
     folder = pathlib.Path(film.folder)
+    audio_kind = film.info["audio"]
     cache_file = _digest_cache_file(film)
     sha256s: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError, files.FileError):
@@ -303,7 +304,7 @@ def digests(film: Film) -> Mapping[str, str]:
     if set(sha256s) != set(film.arrays):
         sha256s = {}
         for name, array in film.arrays.items():
-            _check_values(folder / name, array, film.info["audio"])
+            _check_values(folder / name, array, audio_kind)
             sha256s[name] = _sha256(folder / name)
         film.release()
         # Without the cached file, the next start reads the film again.
@@ -331,9 +332,9 @@ def _digest_cache_file(film: Film) -> pathlib.Path:
     return machine.cache_folder("films", key_hash[:32])
 
 
-def _check_values(path: pathlib.Path, array: np.ndarray, audio: str) -> None:
+def _check_values(path: pathlib.Path, array: np.ndarray, audio_kind: str) -> None:
     """Raise DataError for numbers in ``array`` that no step should see."""
-    holds_codes = path.name == "audio.npy" and audio == "codes"
+    holds_codes = path.name == "audio.npy" and audio_kind == "codes"
     first_row = array[:1]
     row_bytes = max(first_row.nbytes, 1)
     n_rows = max(1, PIECE // row_bytes)

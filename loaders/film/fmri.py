@@ -67,7 +67,8 @@ def _header_tr(path: pathlib.Path, image: Any, time_axis: int) -> float | None:
         units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
     _, time_unit = units
     unit = UNITS.get(time_unit, 0.0)  # many writers leave a TR of 1, and no unit
-    tr = unit * float(image.header.get_zooms()[time_axis])
+    zooms = image.header.get_zooms()
+    tr = unit * float(zooms[time_axis])
     return tr if 0 < tr < math.inf else None
 
 
@@ -198,7 +199,8 @@ def _z_score_scan(
     scan = read_volumes(path, volumes)
     voxels = np.ascontiguousarray(scan[inside].T)
     del scan  # the largest array of all
-    n_broken = (~np.isfinite(voxels)).any(0).sum()
+    is_broken = ~np.isfinite(voxels)
+    n_broken = is_broken.any(0).sum()
     if n_broken:
         raise DataError(f"{path} has values that are not finite in {n_broken} voxels of the mask")
     scores = np.empty(voxels.shape, dtype)

@@ -113,7 +113,9 @@ def _check_claims(path: pathlib.Path, header: Any, file_size: int, *, is_packed:
     else:
         most_bytes = file_size
         limit = f"it has {file_size:,}"
-    claimed_bytes = offset + math.prod(shape) * header.get_data_dtype().itemsize
+    n_values = math.prod(shape)
+    dtype = header.get_data_dtype()
+    claimed_bytes = offset + n_values * dtype.itemsize
     if claimed_bytes > most_bytes:
         raise files.FileError(
             f"{path} cannot be read: its header claims {claimed_bytes:,} bytes, shape {shape}, and"

@@ -200,7 +200,8 @@ class Volumes(Loader):
         batch["volume"][:] = -1
         example = position * self._rows.batch + row
         valid, pair = self._pairs(example)
-        subject, volume_index = np.divmod(pair, len(self._volumes))
+        n_volumes = len(self._volumes)
+        subject, volume_index = np.divmod(pair, n_volumes)
         volume = self._volumes[volume_index]
         batch["subject"][valid] = subject
         batch["volume"][valid] = volume
@@ -299,7 +300,8 @@ def element_spec(config: Config) -> dict[str, Field]:
     video, audio = windows(film.info)
     float32 = np.dtype(np.float32)
     int32 = np.dtype(np.int32)
-    n_pixel_values = _n_frames(config, video) * math.prod(film.video.shape[1:])
+    _, *frame_shape = film.video.shape
+    n_pixel_values = _n_frames(config, video) * math.prod(frame_shape)
     video_dtype = np.dtype(np.float16 if "video" in config.hrf else np.uint8)
     n_audio_values = audio.length * film.audio.shape[1]
     audio_dtype = float32 if "audio" in config.hrf else film.audio.dtype

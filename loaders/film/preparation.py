@@ -128,7 +128,11 @@ def _clock_differences(
     if len(film.starts) == 2:
         delay = film.starts["audio"] - film.starts["video"]
         if abs(delay) > tr:
-            earlier, later = ("sound", "picture") if delay < 0 else ("picture", "sound")
+            earlier = "picture"
+            later = "sound"
+            if delay < 0:
+                earlier = "sound"
+                later = "picture"
             yield (
                 f"{args.video}: its {later} begins {abs(delay):.3f} s after its {earlier}, and is"
                 " placed there"

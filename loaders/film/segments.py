@@ -147,7 +147,9 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     """Return begin and end of segments [s], float64 [segments, 2], of 2.5, 02:03 or 1:02:03.5."""
     with files.reading(path):
         rows, separator = _read_table(path)
-    header = [str(cell).strip() for cell in rows[0].cells] if rows else []
+    header = []
+    if rows:
+        header = [str(cell).strip() for cell in rows[0].cells]
     columns = _time_columns(path, header, (start, end))
     spans = []
     for row in rows[1:]:

@@ -151,14 +151,17 @@ def _clock(container: Any) -> Clock:
             stamps[kind] = float(stream.start_time * stream.time_base)
     zero = min(stamps.values(), default=0.0)
     starts = {kind: stamp - zero for kind, stamp in stamps.items()}
-    length = container.duration / 1e6 if container.duration else math.nan
+    length = math.nan
+    if container.duration:
+        length = container.duration / 1e6  # it is in microseconds
     return Clock(zero, starts, length)
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
     """Return float32 [bands, n / 2 + 1]: triangles in 2595 log10(1 + f / 700), from 50 Hz."""
     lowest_mel = 2595 * np.log10(1 + 50.0 / 700)
-    highest_mel = 2595 * np.log10(1 + SOUND_RATE / 2 / 700)
+    highest_frequency = SOUND_RATE / 2
+    highest_mel = 2595 * np.log10(1 + highest_frequency / 700)
     mels = np.linspace(lowest_mel, highest_mel, bands + 2)
     edges = 700 * (10 ** (mels / 2595) - 1)
     widths = (edges[1:] - edges[:-1])[:, None]
