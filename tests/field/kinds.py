@@ -556,6 +556,12 @@ TIMES = (
         ("!a spreadsheet's part of a day",),
     ),
     Case(
+        "days-of-excel-without-start",
+        "file,end,label\na.wav,0.0000231481,robin\n",
+        ("!'0.0000231481' as its 'end', a spreadsheet's part of a day",),
+        ("--duration-column=5s",),
+    ),
+    Case(
         "about-recordings",
         "file,species,duration_s,sample_rate,hour,minute,second,sample_id\n"
         "a.wav,robin,30,48000,5,30,0,7\n"

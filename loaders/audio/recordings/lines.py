@@ -425,8 +425,10 @@ class _Times:
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongLine."""
         if self._are_days:
-            cell = f"{row[self._start or '']!r} as its {self._start!r}"
-            raise _WrongLine(f"has {cell}, a spreadsheet's part of a day; format it in s")
+            name = self._start or self._end or ""
+            raise _WrongLine(
+                f"has {row[name]!r} as its {name!r}, a spreadsheet's part of a day; format it in s"
+            )
         if self._are_spans:
             return values.span(row[self._start or ""]) or (None, None)
         start = self._read_time(row, self._start)
