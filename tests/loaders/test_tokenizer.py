@@ -31,7 +31,6 @@ CASTS = {
     "jaxtrain/telemetry/writers.py": (1, "pixels"),
     "jaxtrain/run/metrics_logger.py": (1, "digests, which are uint32 before"),
     "jaxtrain/telemetry/report/step_page.py": (1, "audio samples, scaled to the range"),
-    "loaders/sudoku/puzzle_generators.py": (1, "symbols 1 and 2"),
     "loaders/sudoku/puzzles.py": (2, "symbols, which are bytes; 0 and 1"),
 }
 
