@@ -45,7 +45,8 @@ METRICS = (
 )
 
 
-COLUMNS = """These names of columns in tables of recordings are recognised ([recordings](recordings.md#columns)). \
+COLUMNS = """These names of columns in tables of recordings are recognised \
+([recordings](recordings.md#columns)). \
 Of several
 columns with one meaning, the name that is listed first is used."""
 
