@@ -51,21 +51,21 @@ class Assembly:
         stop = step_lib.abstract_stop(self.layout)
         try:
             traced: jax.stages.Traced = step.trace(self.abstract.state, self.abstract.batch, stop)
-            return traced
         except KeyError as error:
-            field = error.args[0] if error.args else None
-            if not self._is_left_out(field):
-                raise
+            self._raise_if_left_out(error)
+            raise
+        return traced
+
+    def _raise_if_left_out(self, error: KeyError) -> None:
+        """Raise LayoutError for a field of the loader that the task's axes do not have."""
+        loader_fields = base.module(self.config.loader).element_spec(self.config.data)
+        field = error.args[0] if error.args else None
+        if field in loader_fields and field not in self.abstract.batch:
             raise layout_lib.LayoutError(
                 f"the loss reads batch[{field!r}], which the axes of the task of"
                 f" {self.config.workload} do not have; add {field!r} to Task.axes with the axes of"
                 " its dimensions, ('batch', …)"
             ) from error
-
-    def _is_left_out(self, field: Any) -> bool:
-        """Whether the loader has a field that the task's axes do not have."""
-        loader_fields = base.module(self.config.loader).element_spec(self.config.data)
-        return field not in self.abstract.batch and field in loader_fields
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
         if batch == self.abstract.batch:
@@ -118,28 +118,8 @@ def assemble(
         ema=config.train.ema > 0,
         offload=config.optim.offload,
     )
-    make_step = functools.partial(_make_step, config, layout, task, tx, abstract)
+    make_step = functools.partial(step_lib.make_train_step, config, layout, task, tx, abstract)
     return Assembly(config, layout, task, tx, abstract, functools.cache(make_step))
-
-
-def _make_step(
-    config: config_lib.Config,
-    layout: layout_lib.Layout,
-    task: Task,
-    tx: optim.Optimizer,
-    abstract: state_lib.Abstract,
-    stage: Hashable,
-) -> jax.stages.Wrapped:
-    every, last = config.metrics.every, config.train.steps
-    settings = step_lib.StepSettings(
-        accumulate=config.train.accumulate,
-        ema=config.train.ema,
-        guard=config.guard,
-        seed=config.seed,
-        stage=stage,
-        records=lambda step: (step % every == 0) | (step == last),
-    )
-    return step_lib.make_train_step(task, tx, layout, abstract, settings)
 
 
 def _loader_fields(config: config_lib.Config) -> Mapping[str, Field]:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxtrain import specs
-from jaxtrain.config import Guard, Optim
+from jaxtrain.config import Config, Optim
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.step import state, train_step
@@ -158,7 +158,7 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
     for offload in (False, True):
         plan = state.make_abstract(task, tx, layout, FIELDS, batch=16, ema=False, offload=offload)
         run = train_step.make_train_step(
-            task, tx, layout, plan, train_step.StepSettings(1, 0.0, Guard(), seed=0)
+            Config(optim=Optim(offload=offload)), layout, task, tx, plan
         )
         now = state.init_state(task, tx, plan, jax.random.key(0))
         for _ in range(2):

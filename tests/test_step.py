@@ -247,14 +247,9 @@ def test_norms_that_nobody_records_change_nothing(rule):
     )
     batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
     found = []
-    for records in (None, lambda step: step % 2 == 0):
-        step = step_lib.make_train_step(
-            run.task,
-            run.tx,
-            run.layout,
-            run.abstract,
-            step_lib.StepSettings(1, 0.9, config_lib.Guard(), seed=0, records=records),
-        )
+    for every in (1, 2):
+        recording = dataclasses.replace(config, metrics=config_lib.Metrics(every=every))
+        step = step_lib.make_train_step(recording, run.layout, run.task, run.tx, run.abstract)
         state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
         for scale in (1, 2, np.nan):
             rows = {"x": scale * batch["x"], "weight": batch["weight"]}
@@ -315,13 +310,8 @@ def test_the_step_for_gpus_has_the_same_results(rule, stop):
     batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
     found = []
     for layout in (run.layout, run.layout._replace(devices=Devices("gpu", "9.0"))):
-        step = step_lib.make_train_step(
-            run.task,
-            tx,
-            layout,
-            abstract,
-            step_lib.StepSettings(1, 0.0, config_lib.Guard(), seed=0),
-        )
+        config = config_lib.Config(metrics=config_lib.Metrics(every=1))
+        step = step_lib.make_train_step(config, layout, run.task, tx, abstract)
         state = run.init()
         state = state.replace(opt_state=()) if rule else state
         found.append(host(step(state, run.put(batch), step_lib.put_stop(layout, stop))))
@@ -332,10 +322,9 @@ def test_the_step_for_gpus_has_the_same_results(rule, stop):
 def test_a_step_runs_without_jit():
     run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
     rows = run.put({"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")})
-    given = (run.task, run.tx, run.layout, run.init(), rows, step_lib.put_stop(run.layout, False))
-    state, metrics = host(
-        step_lib.train_step(*given, settings=step_lib.StepSettings(2, 0.0, config_lib.Guard(), 0))
-    )
+    config = config_lib.Config(train=config_lib.Train(accumulate=2))
+    given = (run.layout, run.task, run.tx, run.init(), rows, step_lib.put_stop(run.layout, False))
+    state, metrics = host(step_lib.train_step(config, *given))
     expected, others = host(run.step(run.init(), rows))
     assert_close(expected, state, atol=1e-6)
     assert_close({"loss": others["loss"]}, {"loss": metrics["loss"]}, atol=1e-6)

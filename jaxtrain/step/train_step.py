@@ -7,7 +7,6 @@ any process asks to stop, the position stays too, so the saved state is that of 
 host waits for either decision: the state is selected on the device.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Set
 
@@ -16,52 +15,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config import Guard
+from jaxtrain.config import Config, Guard
 from jaxtrain.optim import Optimizer, global_norm
 from jaxtrain.parallel.layout import Layout, LayoutError
 from jaxtrain.step import update as update_lib
 from jaxtrain.step.accumulate import gradients, require_means
 from jaxtrain.step.guard import GuardState
-from jaxtrain.step.state import HOST, Abstract, TrainState, to_memory
+from jaxtrain.step.state import Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Mean, PyTree, Task, Variables
 
 Metrics = dict[str, Mean]
 Step = Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSettings:
-    """What a config decides about every step, besides task, optimizer and layout."""
-
-    accumulate: int  # [microbatches] of a batch
-    ema: float  # [1] decay of the average of the parameters; 0 = there is none
-    guard: Guard
-    seed: int
-    stage: Hashable = None  # the task's variant of the loss
-    # number of a step (int32 [], from 1) -> whether its norms are read; in other steps they may be
-    # NaN. None = always
-    records: Callable[[Array], Array] | None = None
-
-
 def make_train_step(
-    task: Task, tx: Optimizer, layout: Layout, abstract: Abstract, settings: StepSettings
+    config: Config,
+    layout: Layout,
+    task: Task,
+    tx: Optimizer,
+    abstract: Abstract,
+    stage: Hashable = None,
 ) -> jax.stages.Wrapped:
-    """Jit `train_step` for an abstract state and batch.
+    """Jit `train_step` for an abstract state and batch, and a stage of the task's loss.
 
     The state is donated, and the new one has its shardings. Raises LayoutError if a device's rows
     do not divide into microbatches.
     """
-    if settings.accumulate > 1:
-        _require_microbatches(layout, abstract, settings.accumulate)
-    if settings.stage is not None:
-        task = task._replace(loss=functools.partial(task.loss, stage=settings.stage))
+    if config.train.accumulate > 1:
+        _require_microbatches(layout, abstract, config.train.accumulate)
+    if stage is not None:
+        task = task._replace(loss=functools.partial(task.loss, stage=stage))
     shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
 
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
-        return train_step(task, tx, layout, state, batch, stop, settings=settings)
+        return train_step(config, layout, task, tx, state, batch, stop)
 
-    is_offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
-    run = _offloaded(step, shardings.opt_state) if is_offloaded else step
+    run = _offloaded(step, shardings.opt_state) if config.optim.offload else step
     return jax.jit(run, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
 
 
@@ -89,43 +78,43 @@ def _require_microbatches(layout: Layout, abstract: Abstract, accumulate: int) -
 
 
 def train_step(
+    config: Config,
+    layout: Layout,
     task: Task,
     tx: Optimizer,
-    layout: Layout,
     state: TrainState,
     batch: Batch,
     stop: Array,
-    *,
-    settings: StepSettings,
 ) -> tuple[TrainState, Metrics]:
     """Compute state and metrics of one global batch.
 
     Every metric is of this step: none mixes old and new parameters, whose norms are
-    ``param_norm_before`` and ``param_norm_after``. If ``stop`` (int32 [devices], `abstract_stop`)
+    ``param_norm_before`` and ``param_norm_after``. The norms of a step that config.metrics does not
+    record may be NaN. If ``stop`` (int32 [devices], `abstract_stop`)
     is not all zero, the step is a no-op.
     """
     variables = state.variables
-    key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     with jax.named_scope("loss_and_grad"):
         rows = with_rows(batch, layout)
-        grads, out = gradients(task, layout, variables, rows, key, accumulate=settings.accumulate)
+        n_parts = config.train.accumulate
+        grads, out = gradients(task, layout, variables, rows, key, accumulate=n_parts)
     with jax.named_scope("guard"):
         norm = global_norm(grads)
         stopped = stop.sum() > 0
         mean_loss = out.loss.total / out.loss.weight
-        good, norms = accept(settings.guard, state.norms, norm, mean_loss)
+        good, norms = accept(config.guard, state.norms, norm, mean_loss)
         accepted = good & ~stopped
     with jax.named_scope("update"):
-        due = None
-        if settings.records is not None:
-            due = settings.records(state.step + 1) | ~good
+        number = state.step + 1
+        is_recorded = (number % config.metrics.every == 0) | (number == config.train.steps)
         update = update_lib.choose(layout, state.opt_state, variables.params)
-        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
+        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, is_recorded | ~good)
         moved = update(tx, proposed, state.opt_state, variables.params)
         model_state = task.advance(moved.params, out.model_state, state.step)
         ema = state.ema
-        if settings.ema:
-            ema = _averaged(settings.ema, state.ema, moved.params)
+        if config.train.ema:
+            ema = _averaged(config.train.ema, state.ema, moved.params)
         model_state, opt_state, ema, norms = jax.tree.map(
             lambda new, old: jnp.where(accepted, new, old),
             (model_state, moved.opt_state, ema, norms),

@@ -192,9 +192,8 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
     tx = make_optimizer(OPTIM, task.specs.params, steps=10)
     fields = {name: Field((256,), field.dtype) for name, field in FIELDS.items()}
     plan = state_lib.make_abstract(task, tx, layout, fields, batch=8, ema=False)
-    step = step_lib.make_train_step(
-        task, tx, layout, plan, step_lib.StepSettings(2, 0.0, config_lib.Guard(), seed=0)
-    )
+    config = config_lib.Config(model=c, train=config_lib.Train(accumulate=2))
+    step = step_lib.make_train_step(config, layout, task, tx, plan)
     text = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile().as_text()
     assert text.count("tpu_custom_call") >= kernels
 
