@@ -17,10 +17,10 @@ from jaxtrain.config.consistency import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
     AXIS_RULES,
-    OF_RULES,
     OF_SCHEDULE,
     RESHAPE,
     REST,
+    SCHEDULES,
     UPDATE_RULES,
     WITHOUT_OUTPUTS,
     Checkpoint,
@@ -41,10 +41,10 @@ from loaders.io.checks import DataSection, Section
 
 __all__ = [
     "AXIS_RULES",
-    "OF_RULES",
     "OF_SCHEDULE",
     "REST",
     "RESHAPE",
+    "SCHEDULES",
     "UPDATE_RULES",
     "ArgumentError",
     "Arguments",

@@ -104,9 +104,8 @@ class Train(Section):
 
 
 class UpdateRule(NamedTuple):
-    """A built-in update rule: all that a config and an optimizer must know of it."""
+    """A built-in update rule: all that a config must know of it. `jaxtrain.optim` computes it."""
 
-    factory: str  # module:function, which takes those of `OF_RULES` that it has as parameters
     moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
     matrices: bool = False  # it updates hidden matrices only, and adamw all others
     # it keeps no state, and leaves rows of a table alone if the step has not read them
@@ -123,18 +122,15 @@ class UpdateRule(NamedTuple):
 #             tables, heads and vectors have `REST`
 # sign_sgd    sign(g): a table of millions of rows needs no moments
 UPDATE_RULES = {
-    "adamw": UpdateRule("optax:scale_by_adam", ("mu", "nu")),
-    "adam_atan2": UpdateRule("jaxtrain.optim.update_rules:scale_by_adam_atan2", ("mu", "nu")),
-    "adafactor": UpdateRule("jaxtrain.optim.update_rules:scale_by_adafactor"),
-    "lion": UpdateRule("optax:scale_by_lion", ("mu",)),
-    "muon": UpdateRule(
-        "jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False
-    ),
-    "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
+    "adamw": UpdateRule(("mu", "nu")),
+    "adam_atan2": UpdateRule(("mu", "nu")),
+    "adafactor": UpdateRule(),
+    "lion": UpdateRule(("mu",)),
+    "muon": UpdateRule(("mu",), matrices=True, repeatable=False),
+    "sign_sgd": UpdateRule(sparse=True),
 }
-# Fields of `Optim` that built-in rules take by name, and those that only they read.
-OF_RULES = ("b1", "b2", "eps")
-ONLY_BUILT_IN = (*OF_RULES, "moments", "layer_decay", "weight_decay")
+# Fields of `Optim` that only built-in rules read.
+ONLY_BUILT_IN = ("b1", "b2", "eps", "moments", "layer_decay", "weight_decay")
 REST = "adamw"  # rule of all but the hidden matrices, if the rule is one for matrices
 CHOICES = {  # values of fields of `Optim`
     "decay_shape": ("linear", "cosine", "sqrt"),

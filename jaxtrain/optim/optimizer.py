@@ -13,13 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config import OF_RULES, UPDATE_RULES, Group, Optim, factories
+from jaxtrain.config import SCHEDULES, UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim import moments as moments_lib
 from jaxtrain.optim.param_groups import OptimError, group_of_each, rate_factors, update_rule_of_each
+from jaxtrain.optim.update_rules import scale_by_adafactor, scale_by_adam_atan2, scale_by_muon
 from jaxtrain.specs import is_spec, map_specs, path_name, paths
 from jaxtrain.types import Array, PyTree, Spec
 
 Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
+
+
+# name of `UPDATE_RULES` -> (optim, path -> Spec of every parameter) -> the rule
+RULES: dict[str, Callable[[Optim, Mapping[str, Spec]], optax.GradientTransformation]] = {
+    "adamw": lambda optim, _: optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
+    "adam_atan2": lambda optim, _: scale_by_adam_atan2(optim.b1, optim.b2),
+    "adafactor": lambda optim, _: scale_by_adafactor(),
+    "lion": lambda optim, _: optax.scale_by_lion(optim.b1, optim.b2),
+    "muon": lambda _, table: scale_by_muon(table),
+    "sign_sgd": lambda optim, _: optax.scale_by_sign(),
+}
 
 
 class Optimizer(NamedTuple):
@@ -44,26 +56,30 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     """
     groups = group_of_each(optim, specs)
     frozen = jax.tree.map(lambda g: g.freeze, groups)
-    is_named = factories.is_factory(optim.name)
-    transforms = []
-    if any(jax.tree.leaves(frozen)):
-        # They are dropped first, since they must not count in the norm of the others.
-        transforms.append(optax.masked(optax.set_to_zero(), frozen))
-    else:
-        transforms.append(optax.identity())
-    transforms += _clips(optim, groups)
-    if is_named:
-        transforms.append(_named(optim, frozen, steps))
-    else:
-        transforms += _built_in(optim, specs, groups, steps)
-    tx = optax.chain(*transforms)
-    if optim.masters:
-        _require_narrow_parameters(specs)
-        tx = moments_lib.with_masters(tx)
-    if is_named:
+    # Frozen ones are dropped first, since they must not count in the norm of the others.
+    is_any_frozen = any(jax.tree.leaves(frozen))
+    dropping = optax.masked(optax.set_to_zero(), frozen) if is_any_frozen else optax.identity()
+    clips = _clips(optim, groups)
+    if optim.name not in UPDATE_RULES:
+        tx = _with_masters(optim, specs, dropping, *clips, _named(optim, frozen, steps))
         _try(optim.name, tx, specs)
-    repeatable = not is_named and all(UPDATE_RULES[name].repeatable for name in optim.rules())
+        return Optimizer(tx.init, tx.update)
+    rule_names = update_rule_of_each(optim, specs, groups)
+    repeatable = all(UPDATE_RULES[name].repeatable for name in jax.tree.leaves(rule_names))
+    rules = _built_in(optim, specs, groups, rule_names, steps)
+    tx = _with_masters(optim, specs, dropping, *clips, *rules)
     return Optimizer(tx.init, tx.update, repeatable)
+
+
+def _with_masters(
+    optim: Optim, specs: PyTree, *transforms: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Chain transformations, and keep float32 masters of the parameters if optim.masters."""
+    tx = optax.chain(*transforms)
+    if not optim.masters:
+        return tx
+    _require_narrow_parameters(specs)
+    return moments_lib.with_masters(tx)
 
 
 def _require_narrow_parameters(specs: PyTree) -> None:
@@ -77,11 +93,10 @@ def _require_narrow_parameters(specs: PyTree) -> None:
 
 
 def _built_in(
-    optim: Optim, specs: PyTree, groups: PyTree, steps: int
+    optim: Optim, specs: PyTree, groups: PyTree, rule_names: PyTree, steps: int
 ) -> Iterator[optax.GradientTransformation]:
     """Yield each rule for its own parameters, decay, rates, and the mask of sparse tables."""
     depth_factors = rate_factors(optim, specs)
-    rule_names = update_rule_of_each(optim, specs, groups)
     table = dict(zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
     used = sorted(set(jax.tree.leaves(rule_names)))
     for rule in used:
@@ -113,8 +128,7 @@ def _rate_of(optim: Optim, group: Group) -> float:
 def _rule(optim: Optim, name: str, table: Mapping[str, Spec]) -> optax.GradientTransformation:
     """Make a built-in rule, which keeps its moments as optim.moments says."""
     rule = UPDATE_RULES[name]
-    arguments = {field: getattr(optim, field) for field in OF_RULES}
-    tx: optax.GradientTransformation = factories.call(rule.factory, {}, specs=table, **arguments)
+    tx = RULES[name](optim, table)
     if rule.sparse:
         return tx
     if optim.moments != "float32" and rule.moments:
@@ -283,14 +297,14 @@ def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransfor
 
 def peak(optim: Optim) -> float:
     """Return the learning rate at a ratio of 1. It is 1 for module:factory, which gives rates."""
-    return 1.0 if factories.is_factory(optim.schedule) else optim.lr
+    return optim.lr if optim.schedule in SCHEDULES else 1.0
 
 
 def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | None:
     """Return the learning rates of updates ``at``, or None if one's own optimizer takes none."""
-    if factories.is_factory(optim.name) and not factories.takes(optim.name, "learning_rate"):
+    if optim.name not in UPDATE_RULES and not factories.takes(optim.name, "learning_rate"):
         return None
-    if factories.is_factory(optim.schedule):
+    if optim.schedule not in SCHEDULES:
         return np.asarray(jax.vmap(make_schedule(optim, steps))(at))
     return np.broadcast_to(optim.lr * make_schedule(optim, steps, np)(at), at.shape)
 
@@ -310,11 +324,8 @@ def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
 
     ``xp``: with numpy, a built-in schedule is a function of numpy's arrays, for drawing it.
     """
-    if factories.is_factory(optim.schedule):
-        rate = factories.call(
-            optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr
-        )
-        return lambda s: jnp.asarray(rate(s), jnp.float32)
+    if optim.schedule not in SCHEDULES:
+        return _named_schedule(optim, steps)
     warmup, decay, init = optim.warmup, optim.decay, optim.lr_init
     if optim.schedule == "three_phase":
         warmup = warmup or round(0.05 * steps)
@@ -327,6 +338,14 @@ def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
         "three_phase": (steps - decay, decay, optim.decay_shape),
     }[optim.schedule]
     return functools.partial(_ratio, xp, start, length, shape, optim.lr_floor, warmup, init)
+
+
+def _named_schedule(optim: Optim, steps: int) -> Schedule:
+    """Make the schedule of optim.schedule, module:factory."""
+    rate = factories.call(
+        optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr
+    )
+    return lambda s: jnp.asarray(rate(s), jnp.float32)
 
 
 def _ratio(

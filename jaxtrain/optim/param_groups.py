@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 
-from jaxtrain.config import REST, UPDATE_RULES, Group, Optim, factories
+from jaxtrain.config import REST, UPDATE_RULES, Group, Optim
 from jaxtrain.optim.update_rules import RuleError, is_hidden_matrix, matrix_axes
 from jaxtrain.specs import is_spec, map_specs, paths
 from jaxtrain.types import PyTree, Spec
@@ -28,7 +28,7 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
     Only built-in rules decay parameters by optim.decayed and optim.undecayed.
     """
     names, problems = paths(specs), []
-    decaying = [] if factories.is_factory(optim.name) else names
+    decaying = names if optim.name in UPDATE_RULES else []
     for path in decaying:
         matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
         if sum(matches) != 1:
@@ -91,10 +91,14 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
     head counts. A match of `BELOW_LAYERS` has n + 1, and any other parameter none. Raises
     OptimError if no parameter has a layer, or none is below the first.
     """
-    stacked = [s for s in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in s.axes]
-    stacks = [spec.shape[spec.axes.index("layer")] for spec in stacked]
     if optim.layer_decay == 1:
         return map_specs(lambda path, spec: 1.0, specs)
+    return _decayed_by_layer(optim, specs)
+
+
+def _decayed_by_layer(optim: Optim, specs: PyTree) -> PyTree:
+    stacked = [s for s in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in s.axes]
+    stacks = [spec.shape[spec.axes.index("layer")] for spec in stacked]
     if not stacks:
         raise OptimError(
             f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it"
