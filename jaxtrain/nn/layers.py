@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,36 +156,58 @@ def lookup(
     Args:
       dtype: of the result, rounded before it is sent. None = the table's.
     """
-    v, d = w_vd.shape
-    b, t = index_bt.shape
-    row_parts = shard.names(axes[0], v)
-    column_parts, split_axis = shared_columns(shard, axes[1], d, (b, t))
-    n_own = b * t // (shard.size("batch", b) * shard.size("seq", t))
-    if n_own > v // (shard.size(axes[0], v) if row_parts else 1):
-        column_parts = ()
+    parts = TableParts()
+    if shard.mesh is not None and shard.mesh.size > 1:
+        parts = _table_parts(shard, axes, w_vd.shape, index_bt.shape)
 
     def local(w_vd: Array, index_bt: Array) -> Array:
-        if column_parts:
-            index_bt = jax.lax.all_gather(index_bt, column_parts, axis=split_axis, tiled=True)
-        if row_parts:
-            rows_btd = _rows_of_part(w_vd, index_bt, row_parts)
-        else:
-            rows_btd = jnp.take(w_vd, index_bt, axis=0)
-        rows_btd = rows_btd.astype(dtype or w_vd.dtype)
-        if column_parts:
-            rows_btd = jax.lax.all_to_all(
-                rows_btd, column_parts, split_axis=split_axis, concat_axis=2, tiled=True
-            )
-        return rows_btd
+        if parts.columns:
+            return _exchanged_rows(parts, w_vd, index_bt, dtype)
+        return _rows(parts, w_vd, index_bt, dtype)
 
+    w_axes = (axes[0], axes[1] if parts.columns else None)
+    out = shard.spec((*index_bt.shape, w_vd.shape[1]), ("batch", "seq", None))
+    index_axes = ("batch", "seq")
     return kernels.differentiable(
-        shard,
-        local,
-        (w_vd, index_bt),
-        ((axes[0], axes[1] if column_parts else None), ("batch", "seq")),
-        shard.spec((b, t, d), ("batch", "seq", None)),
-        constants=1,
+        shard, local, (w_vd, index_bt), (w_axes, index_axes), out, constants=1
     )
+
+
+class TableParts(NamedTuple):
+    """How a table is split while its rows are looked up, in names of mesh axes."""
+
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # that split the indices too, and exchange looked-up columns
+    index_axis: int = 0  # dimension of the indices [B, T] that ``columns`` split
+
+
+def _table_parts(
+    shard: Shard, axes: Axes, shape_vd: tuple[int, ...], shape_bt: tuple[int, ...]
+) -> TableParts:
+    (v, d), (b, t) = shape_vd, shape_bt
+    rows = shard.names(axes[0], v)
+    columns, index_axis = shared_columns(shard, axes[1], d, (b, t))
+    n_own_indices = b * t // (shard.size("batch", b) * shard.size("seq", t))
+    n_own_rows = v // shard.size(axes[0], v) if rows else v
+    if n_own_indices > n_own_rows:
+        columns = ()
+    return TableParts(rows, columns, index_axis)
+
+
+def _exchanged_rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any) -> Array:
+    """Look up this device's columns of the indices of all devices that share them."""
+    axis = parts.index_axis
+    index_bt = jax.lax.all_gather(index_bt, parts.columns, axis=axis, tiled=True)
+    rows_btd = _rows(parts, w_vd, index_bt, dtype)
+    return jax.lax.all_to_all(rows_btd, parts.columns, split_axis=axis, concat_axis=2, tiled=True)
+
+
+def _rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any) -> Array:
+    if parts.rows:
+        rows_btd = _rows_of_part(w_vd, index_bt, parts.rows)
+    else:
+        rows_btd = jnp.take(w_vd, index_bt, axis=0)
+    return rows_btd.astype(dtype or w_vd.dtype)
 
 
 def _rows_of_part(w_vd: Array, index_bt: Array, row_parts: tuple[str, ...]) -> Array:

@@ -5,6 +5,7 @@ They are for functions that XLA splits badly, or not at all. Shapes and axes are
 these is a plain call.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ from jaxtrain.parallel.layout import manual_axes
 from jaxtrain.types import Array, Axes, PyTree, Shard
 
 T = TypeVar("T")
+# The activations of a kernel: those that are arguments or the result, by their place in
+# (*args, y), and the others, which have a new first axis.
+Activations = tuple[dict[int, Array], list[Array]]
 
 
 def local(
@@ -41,22 +45,22 @@ def differentiable(
     constants: int = 0,
 ) -> Array:
     """Compute f as `local`, and again in a backward pass by all but the last ``constants``."""
+    if shard.mesh is None:
+        return f(*args)
     n = len(args) - constants
+    specs = _specs(shard, args, axes)
 
     def forward(*args: Array) -> Array:
-        return local(shard, f, args, axes, out)
+        return _map(shard, f, args, specs, out)
 
     def backward(args: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
         def pull(cotangent: Array, *args: Array) -> tuple[Array, ...]:
             grads: tuple[Array, ...] = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
             return grads
 
-        ins = _specs(shard, args, axes)
-        grads = _map(shard, pull, (cotangent, *args), [out, *ins], tuple(ins[:n]))
+        grads = _map(shard, pull, (cotangent, *args), [out, *specs], tuple(specs[:n]))
         return (*grads, *map(_no_derivative, args[n:]))
 
-    if shard.mesh is None:
-        return f(*args)
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
     return call(*args)
@@ -80,10 +84,11 @@ def kernel(
     if shard.mesh is None:
         return f(*args)
     n = len(args) - constants
+    specs = _specs(shard, args, axes)
+    # along a new first axis: each device's own, whatever its shape
     free = tuple(name for name in shard.mesh.axis_names if name not in manual_axes())
-    per_device = PartitionSpec(
-        free
-    )  # along a new first axis: each device's own, whatever its shape
+    per_device = PartitionSpec(free)
+    run = functools.partial(_map, shard, every=True)
     # the form of f's activations; `backward` is traced after `on_device`
     form: dict[str, Any] = {}
 
@@ -94,33 +99,27 @@ def kernel(
         places = zip(activations, form["places"], strict=True)
         return y, [x[None] for x, place in places if place is None]
 
-    def forward(*args: Array) -> tuple[Array, tuple[dict[int, Array], list[Array]]]:
-        outs = (out, per_device)
-        y, others = _map(shard, on_device, args, _specs(shard, args, axes), outs, every=True)
+    def forward(*args: Array) -> tuple[Array, Activations]:
+        y, others = run(on_device, args, specs, (out, per_device))
         args_and_y = (*args, y)
         shared = {place: args_and_y[place] for place in form["places"] if place is not None}
         return y, (shared, others)
 
-    def pull(cotangent: Array, shared: dict[int, Array], others: list[Array]) -> tuple[Array, ...]:
-        remaining = iter(others)
-        activations = [
-            next(remaining)[0] if place is None else shared[place] for place in form["places"]
-        ]
-        grads: tuple[Array, ...] = jax.tree.unflatten(form["tree"], activations)(cotangent)
+    def pull(cotangent: Array, activations: Activations) -> tuple[Array, ...]:
+        shared, others = activations
+        own = iter(others)
+        leaves = [next(own)[0] if place is None else shared[place] for place in form["places"]]
+        grads: tuple[Array, ...] = jax.tree.unflatten(form["tree"], leaves)(cotangent)
         return grads
 
-    def backward(
-        activations: tuple[dict[int, Array], list[Array]], cotangent: Array
-    ) -> tuple[Any, ...]:
+    def backward(activations: Activations, cotangent: Array) -> tuple[Any, ...]:
         shared, others = activations
-        specs = [*_specs(shard, args, axes), out]
-        ins = [out, {i: specs[i] for i in shared}, [per_device] * len(others)]
-        grads = _map(shard, pull, (cotangent, shared, others), ins, tuple(specs[:n]), every=True)
+        specs_of_shared = {place: (*specs, out)[place] for place in shared}
+        ins = [out, (specs_of_shared, [per_device] * len(others))]
+        grads = run(pull, (cotangent, activations), ins, tuple(specs[:n]))
         return (*grads, *map(_no_derivative, args[n:]))
 
-    call = jax.custom_vjp(
-        lambda *args: _map(shard, f, args, _specs(shard, args, axes), out, every=True)
-    )
+    call = jax.custom_vjp(lambda *args: run(f, args, specs, out))
     call.defvjp(forward, backward)
     return call(*args)
 
