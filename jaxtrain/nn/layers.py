@@ -199,7 +199,10 @@ def _exchanged_rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any)
     axis = parts.index_axis
     index_bt = jax.lax.all_gather(index_bt, parts.columns, axis=axis, tiled=True)
     rows_btd = _rows(parts, w_vd, index_bt, dtype)
-    return jax.lax.all_to_all(rows_btd, parts.columns, split_axis=axis, concat_axis=2, tiled=True)
+    rows_btd = jax.lax.all_to_all(
+        rows_btd, parts.columns, split_axis=axis, concat_axis=2, tiled=True
+    )
+    return rows_btd
 
 
 def _rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any) -> Array:
