@@ -43,16 +43,6 @@ class Sums(NamedTuple):
 Grads = tuple[Array, ...]  # by x and by w; none unless they are asked for
 
 
-class Settings(NamedTuple):
-    """The settings that all tokens share."""
-
-    z_loss: float
-    smoothing: float
-    chunk: int
-    vocab: int  # rows of the matrix that are a vocabulary
-    axes: Axes
-
-
 class Split(NamedTuple):
     """How the tokens and the matrix are split over devices, in names of mesh axes."""
 
@@ -65,6 +55,26 @@ class Split(NamedTuple):
     def parts(self) -> tuple[str, ...]:
         """The axes that the logits of a token are split over while they are computed."""
         return (*self.vocab, *self.exchanged)
+
+
+class Settings(NamedTuple):
+    """The settings that all tokens share."""
+
+    z_loss: float
+    smoothing: float
+    chunk: int
+    rows: int  # of the whole matrix
+    vocab: int  # its rows that are a vocabulary
+    axes: Axes
+    split: Split
+
+
+class Tokens(NamedTuple):
+    """Tokens of a device, or its chunks of tokens: [B, T] or [C] each, or [chunks, C]."""
+
+    x: Array  # with a last dimension D
+    label: Array
+    weight: Array
 
 
 class Chunk(NamedTuple):
@@ -106,7 +116,10 @@ def cross_entropy(
       axes: logical axes of ``w_vd``, and of its gradient.
     """
     vocab = w_vd.shape[0] if size is None else size
-    settings = Settings(z_loss, smoothing, chunk, vocab, axes)
+    split = Split()
+    if shard.mesh is not None and shard.mesh.size > 1:
+        split = _split(shard, axes, x_btd.shape, w_vd.shape[0])
+    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split)
     return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
 
@@ -115,18 +128,11 @@ def _total(shard: Shard, settings: Settings, *arrays: Array) -> Sums:
     return _run(shard, settings, *arrays, grads=False)[0]
 
 
-def _forward(shard: Shard, settings: Settings, *arrays: Array) -> tuple[Sums, Grads]:
-    return _run(shard, settings, *arrays, grads=True)
-
-
 def _backward(
     shard: Shard, settings: Settings, grads: Grads, cotangent: Sums
 ) -> tuple[Array | None, ...]:
     dx_btd, dw_vd = grads
     return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
-
-
-_total.defvjp(_forward, _backward)
 
 
 def _run(
@@ -141,28 +147,21 @@ def _run(
 ) -> tuple[Sums, Grads]:
     """Call `_of_device` on every device's own tokens and part of the matrix."""
     of_rows, of_columns = settings.axes
-    split = Split()
-    if shard.mesh is not None and shard.mesh.size > 1:
-        split = _split(shard, settings.axes, x_btd.shape, w_vd.shape[0])
     w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
-    axes = (
-        ("batch", "seq", None),
-        (of_rows, of_columns if split.exchanged else None),
-        ("batch", "seq"),
-        ("batch", "seq"),
-    )
-    whole: Any = PartitionSpec()  # in place of the sums' arrays
+    args = (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32))
+    x_axes = ("batch", "seq", None)
+    w_axes = (of_rows, of_columns if settings.split.exchanged else None)
+    token_axes = ("batch", "seq")
     out_grads: tuple[PartitionSpec, ...] = ()
     if grads:
-        dw_axes = (of_rows, of_columns if split.columns else None)
-        out_grads = (shard.spec(x_btd.shape, axes[0]), shard.spec(w_vd.shape, dw_axes))
-    return kernels.local(
-        shard,
-        functools.partial(_of_device, settings, split, w_vd.shape[0], grads),
-        (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)),
-        axes,
-        (Sums(whole, whole, whole, whole), out_grads),
-    )
+        dw_axes = (of_rows, of_columns if settings.split.columns else None)
+        out_grads = (shard.spec(x_btd.shape, x_axes), shard.spec(w_vd.shape, dw_axes))
+    out = (PartitionSpec(), out_grads)  # sums are whole on every device
+    run = functools.partial(_of_device, settings, grads)
+    return kernels.local(shard, run, args, (x_axes, w_axes, token_axes, token_axes), out)
+
+
+_total.defvjp(functools.partial(_run, grads=True), _backward)
 
 
 def _split(shard: Shard, axes: Axes, shape_btd: tuple[int, ...], v: int) -> Split:
@@ -183,8 +182,6 @@ def _split(shard: Shard, axes: Axes, shape_btd: tuple[int, ...], v: int) -> Spli
 
 def _of_device(
     settings: Settings,
-    split: Split,
-    v: int,
     grads: bool,
     x_btd: Array,
     w_vd: Array,
@@ -192,70 +189,60 @@ def _of_device(
     weight_bt: Array,
 ) -> tuple[Sums, Grads]:
     """Sum over this device's tokens, a chunk at a time, then over all devices."""
+    split = settings.split
     if split.exchanged:
         w_vd = jax.lax.all_to_all(w_vd, split.exchanged, split_axis=0, concat_axis=1, tiled=True)
-    n = label_bt.size
     first_word = _place(split.parts) * w_vd.shape[0]
+    n = label_bt.size
     n_chunks = -(-n // min(settings.chunk, n))
-    size = -(-n // n_chunks)
-    x_ncd, label_nc, weight_nc = (
-        _chunks(x.reshape(n, *x.shape[2:]), n_chunks, size) for x in (x_btd, label_bt, weight_bt)
-    )
+    chunks = Tokens(*(_chunks(x, n_chunks) for x in (x_btd, label_bt, weight_bt)))
     # The sums of each device are its own until the end.
     w_vd = _varying(w_vd, tuple(name for name in split.tokens if name not in split.exchanged))
-    x_ncd = _varying(x_ncd, split.vocab)
+    chunks = chunks._replace(x=_varying(chunks.x, split.vocab))
 
     def add_chunk(
-        state: tuple[Sums, Any], xs: tuple[Array, Array, Array]
+        sums_and_dw: tuple[Sums, Any], tokens: Tokens
     ) -> tuple[tuple[Sums, Any], Array | None]:
-        sums, dw_vd = state
-        chunk, per_token = _measure(settings, split, v, w_vd, first_word, *xs)
-        sums = Sums(
-            *(total + (xs[2] * x_c).sum() for total, x_c in zip(sums, per_token, strict=True))
-        )
+        sums, dw_vd = sums_and_dw
+        chunk, per_token = _measure(settings, w_vd, first_word, tokens)
+        sums = jax.tree.map(lambda total, y_c: total + (tokens.weight * y_c).sum(), sums, per_token)
         if not grads:
             return (sums, dw_vd), None
-        dx_cd, dw_vd = _add_gradients(settings, split, w_vd, dw_vd, chunk)
+        dx_cd, dw_vd = _add_gradients(settings, w_vd, dw_vd, chunk)
         return (sums, dw_vd), dx_cd
 
-    zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
+    zero = (chunks.weight * 0).sum()  # made of the weights, to vary over the devices as they do
     dw_vd: Any = jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else ()
     start = (Sums(zero, zero, zero, zero), dw_vd)
-    (sums, dw_vd), dx_ncd = jax.lax.scan(add_chunk, start, (x_ncd, label_nc, weight_nc))
+    (sums, dw_vd), dx_ncd = jax.lax.scan(add_chunk, start, chunks)
     sums = Sums(*(_over(jax.lax.psum, x, split.tokens) for x in sums))
     if dx_ncd is None:
         return sums, ()
-    dx_btd = dx_ncd.reshape(n_chunks * size, -1)[:n].reshape(x_btd.shape)
+    dx_nd = dx_ncd.reshape(-1, x_btd.shape[-1])
+    dx_btd = dx_nd[:n].reshape(x_btd.shape)
     if split.tokens:
         dw_vd = _summed_over_tokens(split, dw_vd)
     return sums, (dx_btd, dw_vd)
 
 
-def _chunks(x: Array, n_chunks: int, size: int) -> Array:
+def _chunks(x_bt: Array, n_chunks: int) -> Array:
     """Cut tokens into chunks. The last is filled with zeros, which have no weight."""
-    filling = [(0, n_chunks * size - len(x)), *[(0, 0)] * (x.ndim - 1)]
-    return jnp.pad(x, filling).reshape(n_chunks, size, *x.shape[1:])
+    x_n = x_bt.reshape(-1, *x_bt.shape[2:])
+    size = -(-len(x_n) // n_chunks)
+    filling = [(0, n_chunks * size - len(x_n)), *[(0, 0)] * (x_n.ndim - 1)]
+    return jnp.pad(x_n, filling).reshape(n_chunks, size, *x_n.shape[1:])
 
 
 def _measure(
-    settings: Settings,
-    split: Split,
-    v: int,
-    w_vd: Array,
-    first_word: Array | int,
-    x_cd: Array,
-    label_c: Array,
-    own_weight_c: Array,
+    settings: Settings, w_vd: Array, first_word: Array | int, own: Tokens
 ) -> tuple[Chunk, Sums]:
     """Return the logits of a chunk, and the loss and metrics of each of its tokens."""
-    size = len(label_c)
-    x_cd, label_c, weight_c = (
-        _over(_gathered, x, split.exchanged) for x in (x_cd, label_c, own_weight_c)
-    )
+    split = settings.split
+    x_cd, label_c, weight_c = (_over(_gathered, x, split.exchanged) for x in own)
     x_cv = jnp.einsum("cd,vd->cv", x_cd, w_vd, preferred_element_type=jnp.float32)
     word_v = first_word + jnp.arange(w_vd.shape[0])
     is_label_cv = word_v[None] == label_c[:, None]
-    if settings.vocab < v:
+    if settings.vocab < settings.rows:
         x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, NEVER)
     top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), split.parts)
     e_cv = jnp.exp(x_cv - top_c[:, None])
@@ -263,11 +250,11 @@ def _measure(
     label_x_c = _over(jax.lax.psum, jnp.where(is_label_cv, x_cv, 0).sum(-1), split.parts)
     lse_c = top_c + jnp.log(sum_c)
     # The first of the largest, so that equal logits everywhere are not all right.
-    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], v).min(-1)
+    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], settings.rows).min(-1)
     is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
     target_x_c = label_x_c
     if settings.smoothing:
-        target_x_c = _smoothed_logit(settings, split, x_cv, word_v, label_x_c)
+        target_x_c = _smoothed_logit(settings, x_cv, word_v, label_x_c)
     per_token = Sums(
         loss=lse_c - target_x_c + settings.z_loss * lse_c**2,
         cross_entropy=lse_c - label_x_c,
@@ -275,17 +262,20 @@ def _measure(
         correct=is_right_c,
     )
     if split.exchanged:  # each device adds those of its own tokens
-        first_token = _place(split.exchanged) * size
-        per_token = Sums(
-            *(jax.lax.dynamic_slice_in_dim(y_c, first_token, size) for y_c in per_token)
-        )
+        per_token = _of_own_tokens(split, per_token, len(own.label))
     return Chunk(x_cd, weight_c, is_label_cv, word_v, e_cv, sum_c, lse_c), per_token
 
 
+def _of_own_tokens(split: Split, per_token: Sums, n_own: int) -> Sums:
+    first = _place(split.exchanged) * n_own
+    return Sums(*(jax.lax.dynamic_slice_in_dim(y_c, first, n_own) for y_c in per_token))
+
+
 def _add_gradients(
-    settings: Settings, split: Split, w_vd: Array, dw_vd: Array, chunk: Chunk
+    settings: Settings, w_vd: Array, dw_vd: Array, chunk: Chunk
 ) -> tuple[Array, Array]:
     """Return the derivatives of a chunk's loss by x, and add those by w to ``dw_vd``."""
+    split = settings.split
     slope_c = chunk.weight_c * (1 + 2 * settings.z_loss * chunk.lse_c)
     target_cv = chunk.is_label_cv.astype(jnp.float32)
     if settings.smoothing:
@@ -298,12 +288,10 @@ def _add_gradients(
     return dx_cd.astype(chunk.x_cd.dtype), dw_vd
 
 
-def _smoothed_logit(
-    settings: Settings, split: Split, x_cv: Array, word_v: Array, label_x_c: Array
-) -> Array:
+def _smoothed_logit(settings: Settings, x_cv: Array, word_v: Array, label_x_c: Array) -> Array:
     """Return the mean of the logits, weighted by the smoothed target."""
     word_x_cv = jnp.where(word_v[None] < settings.vocab, x_cv, 0)
-    sum_x_c = _over(jax.lax.psum, word_x_cv.sum(-1), split.parts)
+    sum_x_c = _over(jax.lax.psum, word_x_cv.sum(-1), settings.split.parts)
     share = settings.smoothing / settings.vocab
     return (1 - settings.smoothing) * label_x_c + share * sum_x_c
 
