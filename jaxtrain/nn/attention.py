@@ -22,7 +22,6 @@ Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: 
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,52 +56,30 @@ def within(
       policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
-    platform, capability = shard.devices
-    kernel = choose(
-        q_bthk.shape,
-        q_bthk.dtype,
-        causal=causal,
-        window=window,
-        packed=segments_bt is not None,
-        platform=platform,
-        capability=capability,
-    )
-    run: Callable[..., Array] = functools.partial(
-        _call, kernel, shard.devices, causal=causal, window=window, keep=keep
-    )
-    if kernel == "xla":
-        run = functools.partial(run, segments_bt=segments_bt)
-        if platform != "cpu":
-            run = remat.cheap(policy)(run)
-        return run(q_bthk, k_bsgk, v_bsgk)
-    return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
+    is_packed = segments_bt is not None
+    kernel = choose(q_bthk, shard.devices, causal=causal, window=window, packed=is_packed)
+    run = functools.partial(_call, kernel, shard.devices, causal=causal, window=window, keep=keep)
+    if kernel != "xla":
+        return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
+    run = functools.partial(run, segments_bt=segments_bt)
+    if shard.devices[0] != "cpu":
+        run = remat.cheap(policy)(run)
+    return run(q_bthk, k_bsgk, v_bsgk)
 
 
 def _on_each_device(
-    shard: Shard,
-    run: Callable[..., Array],
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    segments_bt: Array | None,
+    shard: Shard, run: Callable[..., Array], *qkv_and_segments: Array | None
 ) -> Array:
     """Call a kernel on each device's own rows and heads."""
+    args = [x for x in qkv_and_segments if x is not None]
+    q_bthk, k_bsgk, *_ = args
     of_query: Axes = ("batch", None, "heads", None)
     of_key: Axes = ("batch", None, "kv_heads", None)
     if k_bsgk.shape[2] == q_bthk.shape[2]:
         of_key = of_query
-    args, axes = [q_bthk, k_bsgk, v_bsgk], [of_query, of_key, of_key]
-    if segments_bt is not None:
-        args.append(segments_bt)
-        axes.append(("batch", None))
-    return kernels.kernel(
-        shard,
-        lambda q, k, v, segments=None: run(q, k, v, segments_bt=segments),
-        args,
-        axes,
-        shard.spec(q_bthk.shape, of_query),
-        constants=len(args) - 3,
-    )
+    axes = [of_query, of_key, of_key, ("batch", None)][: len(args)]
+    out = shard.spec(q_bthk.shape, of_query)
+    return kernels.kernel(shard, run, args, axes, out, constants=len(args) - 3)
 
 
 def attention(
@@ -124,27 +101,11 @@ def attention(
         Empty = unknown. None = those of this process.
       keep: as in `within`.
     """
-    platform, capability = one_device.host() if devices is None else devices
-    kernel = choose(
-        q_bthk.shape,
-        q_bthk.dtype,
-        causal=causal,
-        window=window,
-        packed=segments_bt is not None,
-        platform=platform,
-        capability=capability,
-    )
-    return _call(
-        kernel,
-        (platform, capability),
-        q_bthk,
-        k_bsgk,
-        v_bsgk,
-        causal=causal,
-        window=window,
-        segments_bt=segments_bt,
-        keep=keep,
-    )
+    devices = one_device.host() if devices is None else devices
+    is_packed = segments_bt is not None
+    kernel = choose(q_bthk, devices, causal=causal, window=window, packed=is_packed)
+    run = functools.partial(_call, kernel, devices, causal=causal, window=window, keep=keep)
+    return run(q_bthk, k_bsgk, v_bsgk, segments_bt)
 
 
 def _call(
@@ -153,47 +114,48 @@ def _call(
     q_bthk: Array,
     k_bsgk: Array,
     v_bsgk: Array,
+    segments_bt: Array | None = None,
     *,
     causal: bool,
     window: int,
-    segments_bt: Array | None,
     keep: str | None,
 ) -> Array:
     qkv = (q_bthk, k_bsgk, v_bsgk)
-    platform, capability = devices
     if kernel == "cudnn":
-        return cudnn.fused(*qkv, causal=causal, window=window, capability=capability)
+        return cudnn.fused(*qkv, causal=causal, window=window, capability=devices[1])
     if kernel == "flash":
         return flash(*qkv, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
         return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
-    if platform == "cpu" and q_bthk.dtype == jnp.float32:
-        y_bthk = cpu.heads_first(*qkv, mask_bts)
-    else:
-        y_bthk = masked(*qkv, mask_bts)
+    y_bthk = _by_xla(devices[0], qkv, mask_bts)
     return remat.name(y_bthk, keep) if keep else y_bthk
 
 
+def _by_xla(platform: str, qkv: tuple[Array, Array, Array], mask_bts: Array) -> Array:
+    if platform == "cpu" and qkv[0].dtype == jnp.float32:
+        return cpu.heads_first(*qkv, mask_bts)
+    return masked(*qkv, mask_bts)
+
+
 def choose(
-    shape: tuple[int, ...],
-    dtype: Any,
+    q_bthk: Array | jax.ShapeDtypeStruct,
+    devices: tuple[str, str],
     *,
     causal: bool,
     window: int,
     packed: bool,
-    platform: str,
-    capability: str = "",
 ) -> str:
-    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
+    """Return the kernel for queries of this shape: "cudnn", "flash", "splash" or "xla".
 
-    Only these arguments may decide it, since a plan is traced on another machine.
+    Nothing else of this process may decide it, since a plan is traced on another machine.
     """
-    if platform == "tpu" and splash_fits(shape):
+    platform, capability = devices
+    if platform == "tpu" and splash_fits(q_bthk.shape):
         return "splash"
-    if platform != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):
+    if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
-    head_dim = shape[3]
+    head_dim = q_bthk.shape[3]
     compute_capability = generation(capability)
     longest_head = 256 if compute_capability >= HOPPER else 128
     if compute_capability < (8, 0) or head_dim > longest_head:

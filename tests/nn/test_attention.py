@@ -278,13 +278,8 @@ def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(
     platform, capability, k, case, kernel
 ):
     case = dict(dtype="bfloat16", causal=False, window=0, packed=False) | case
-    dtype = jnp.dtype(case.pop("dtype"))
-    assert (
-        attention_lib.choose(
-            (2, 256, 4, k), dtype, **case, platform=platform, capability=capability
-        )
-        == kernel
-    )
+    q_bthk = jax.ShapeDtypeStruct((2, 256, 4, k), jnp.dtype(case.pop("dtype")))
+    assert attention_lib.choose(q_bthk, (platform, capability), **case) == kernel
 
 
 @pytest.mark.slow
