@@ -58,7 +58,9 @@ def within(
     """
     is_packed = segments_bt is not None
     kernel = choose(q_bthk, shard.devices, causal=causal, window=window, packed=is_packed)
-    run = functools.partial(_call, kernel, shard.devices, causal=causal, window=window, keep=keep)
+    run: Callable[..., Array] = functools.partial(
+        _call, kernel, shard.devices, causal=causal, window=window, keep=keep
+    )
     if kernel != "xla":
         return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
     run = functools.partial(run, segments_bt=segments_bt)

@@ -225,12 +225,12 @@ def _of_device(
     return sums, (dx_btd, dw_vd)
 
 
-def _chunks(x_bt: Array, n_chunks: int) -> Array:
-    """Cut tokens into chunks. The last is filled with zeros, which have no weight."""
-    x_n = x_bt.reshape(-1, *x_bt.shape[2:])
-    size = -(-len(x_n) // n_chunks)
-    filling = [(0, n_chunks * size - len(x_n)), *[(0, 0)] * (x_n.ndim - 1)]
-    return jnp.pad(x_n, filling).reshape(n_chunks, size, *x_n.shape[1:])
+def _chunks(x: Array, n_chunks: int) -> Array:
+    """Cut tokens [B, T, …] into chunks. The last is filled with zeros, which have no weight."""
+    x = x.reshape(-1, *x.shape[2:])
+    size = -(-len(x) // n_chunks)
+    filling = [(0, n_chunks * size - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x, filling).reshape(n_chunks, size, *x.shape[1:])
 
 
 def _measure(

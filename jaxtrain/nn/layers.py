@@ -198,9 +198,9 @@ def _exchanged_rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any)
     """Look up this device's columns of the indices of all devices that share them."""
     axis = parts.index_axis
     index_bt = jax.lax.all_gather(index_bt, parts.columns, axis=axis, tiled=True)
-    rows_btd = _rows(parts, w_vd, index_bt, dtype)
-    rows_btd = jax.lax.all_to_all(
-        rows_btd, parts.columns, split_axis=axis, concat_axis=2, tiled=True
+    columns_btd = _rows(parts, w_vd, index_bt, dtype)
+    rows_btd: Array = jax.lax.all_to_all(
+        columns_btd, parts.columns, split_axis=axis, concat_axis=2, tiled=True
     )
     return rows_btd
 

@@ -236,23 +236,24 @@ def attend(
     with jax.named_scope("attention"):
         used = _subset(w, "scale_attention", "bias_attention", "w_q", "w_k", "w_v")
         q_bthk, k_bsgk, v_bsgk = projections(x_btd, used)
-        if c.qkv_bias:
-            q_bthk = _add_bias(q_bthk, w["b_q"], shard)
-        q_bthk = shard(q_bthk, "batch", "seq", "heads", "head_dim")
+        q_bthk = _laid_out(q_bthk, w.get("b_q"), "heads", shard)
         q_bthk = remat.name(_placed(c, q_bthk, w.get("scale_q"), angles), "qkv")
-        if c.qkv_bias:
-            k_bsgk = _add_bias(k_bsgk, w["b_k"], shard)
-        k_bsgk = shard(k_bsgk, "batch", "seq", "kv_heads", "head_dim")
+        k_bsgk = _laid_out(k_bsgk, w.get("b_k"), "kv_heads", shard)
         k_bsgk = remat.name(_placed(c, k_bsgk, w.get("scale_k"), angles), "qkv")
-        if c.qkv_bias:
-            v_bsgk = _add_bias(v_bsgk, w["b_v"], shard)
-        v_bsgk = remat.name(shard(v_bsgk, "batch", "seq", "kv_heads", "head_dim"), "qkv")
+        v_bsgk = remat.name(_laid_out(v_bsgk, w.get("b_v"), "kv_heads", shard), "qkv")
         y_bthk, extra = mix(q_bthk, k_bsgk, v_bsgk)
         y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
             y_btd = _add_bias(y_btd, w["b_out"], shard)
         return shard(x_btd + y_btd, "batch", "seq", None), extra
+
+
+def _laid_out(z_bthk: Array, b_hk: Array | None, heads: str, shard: Shard) -> Array:
+    """Add the bias of queries, keys or values, if there is one, and lay them out."""
+    if b_hk is not None:
+        z_bthk = _add_bias(z_bthk, b_hk, shard)
+    return shard(z_bthk, "batch", "seq", heads, "head_dim")
 
 
 def _add_bias(y: Array, b: Array, shard: Shard) -> Array:
@@ -371,12 +372,10 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
-        parts, g = shard.size("heads", q_bthk.shape[2]), k_bsgk.shape[2]
-        if g % parts:
-            # Too few key heads are repeated, so that each device has those of its queries.
-            repeats = math.lcm(g, parts) // g
-            k_bsgk = shard(jnp.repeat(k_bsgk, repeats, axis=2), "batch", "seq", "kv_heads", None)
-            v_bsgk = shard(jnp.repeat(v_bsgk, repeats, axis=2), "batch", "seq", "kv_heads", None)
+        n_parts = shard.size("heads", q_bthk.shape[2])
+        if k_bsgk.shape[2] % n_parts:
+            k_bsgk = _repeated(k_bsgk, n_parts, shard)
+            v_bsgk = _repeated(v_bsgk, n_parts, shard)
         if shard.names("seq", q_bthk.shape[1]):
             y_bthk = ring.attention(
                 shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window
@@ -396,6 +395,13 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         return y_bthk, None
 
     return mix
+
+
+def _repeated(z_bsgk: Array, n_parts: int, shard: Shard) -> Array:
+    """Repeat key or value heads that are too few, so that each device has those of its queries."""
+    g = z_bsgk.shape[2]
+    z_bsgk = jnp.repeat(z_bsgk, math.lcm(g, n_parts) // g, axis=2)
+    return shard(z_bsgk, "batch", "seq", "kv_heads", None)
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:

@@ -215,14 +215,12 @@ def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformatio
 def _clip(most: float) -> optax.GradientTransformation:
     """Scale all gradients down to a global norm of ``most``, which is summed in float32."""
 
-    def update(
-        grads: PyTree, state: optax.EmptyState, params: PyTree = None
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def clipped(grads: PyTree, params: PyTree) -> PyTree:
         norm = global_norm(grads)
         factor = jnp.where(norm < most, 1.0, most / norm)
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(clipped)
 
 
 def global_norm(tree: PyTree) -> Array:
@@ -271,12 +269,10 @@ def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decayed(weights: PyTree) -> optax.GradientTransformation:
-    def update(
-        updates: PyTree, state: optax.EmptyState, params: PyTree
-    ) -> tuple[PyTree, optax.EmptyState]:
-        return jax.tree.map(lambda u, p, w: u + w * p if w else u, updates, params, weights), state
+    def decayed(updates: PyTree, params: PyTree) -> PyTree:
+        return jax.tree.map(lambda u, p, w: u + w * p if w else u, updates, params, weights)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(decayed)
 
 
 def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransformation:

@@ -5,6 +5,7 @@ is split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A di
 not divide is an error with the name of the parameter. With a trailing ``?`` it stays whole.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -176,7 +177,7 @@ class Layout(NamedTuple):
                 f" {sorted(self.axis_rules)}, or add a rule in config.mesh.axis_rules"
             )
         names = self.names(axis)
-        n_parts = int(np.prod([self.mesh.shape[name] for name in names]))
+        n_parts = math.prod(self.mesh.shape[name] for name in names)
         if size % n_parts == 0:
             return names
         if not self.axis_rules[axis].endswith("?"):
@@ -234,20 +235,20 @@ class Sharder(NamedTuple):
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
         """Return the partition of an array as it is seen here."""
-        manual = manual_axes()
-        whole = shape
-        if manual:
-            whole = [self._whole_size(n, axis, manual) for n, axis in zip(shape, axes, strict=True)]
+        if manual := manual_axes():
+            return self._spec_of_part(shape, axes, manual)
+        return self.layout.spec(axes, shape)
+
+    def _spec_of_part(self, shape: Sequence[int], axes: Axes, manual: set[str]) -> PartitionSpec:
+        """Return the partition of an array that is the part along the manual axes already."""
+        whole = [self._whole_size(n, axis, manual) for n, axis in zip(shape, axes, strict=True)]
         spec = self.layout.spec(axes, whole)
-        if not manual:
-            return spec
         return PartitionSpec(*(_without(part, manual) for part in spec))
 
     def _whole_size(self, size: int, axis: str | None, manual: set[str]) -> int:
         """Return the size of a dimension of which this is the part along the manual axes."""
-        return size * int(
-            np.prod([self.mesh.shape[name] for name in self.layout.names(axis) if name in manual])
-        )
+        names = [name for name in self.layout.names(axis) if name in manual]
+        return size * math.prod(self.mesh.shape[name] for name in names)
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
         """List the mesh axes that a dimension is split over, without manual ones."""
@@ -256,7 +257,7 @@ class Sharder(NamedTuple):
 
     def size(self, axis: str | None, size: int) -> int:
         """Count the parts that a dimension is split into, without manual axes."""
-        return int(np.prod([self.mesh.shape[n] for n in self.names(axis, size)]))
+        return math.prod(self.mesh.shape[name] for name in self.names(axis, size))
 
 
 def manual_axes() -> set[str]:
