@@ -248,7 +248,8 @@ class Sharder(NamedTuple):
     def _whole_size(self, size: int, axis: str | None, manual: set[str]) -> int:
         """Return the size of a dimension of which this is the part along the manual axes."""
         names = [name for name in self.layout.names(axis) if name in manual]
-        return size * math.prod(self.mesh.shape[name] for name in names)
+        n_parts: int = math.prod(self.mesh.shape[name] for name in names)
+        return size * n_parts
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
         """List the mesh axes that a dimension is split over, without manual ones."""

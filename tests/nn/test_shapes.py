@@ -25,6 +25,7 @@ RESULTS = {
     "attention.attention": "b t h k",
     "attention.masked": "b t h k",
     "attention.within": "b t h k",
+    "attention.choose": "",
     "attention.visible": "t s",
     "batch_norm.member": "b g",
     "cudnn.fused": "b t h k",
