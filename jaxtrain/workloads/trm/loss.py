@@ -47,20 +47,18 @@ def reset_halted(model_state: PyTree, batch: Batch) -> PyTree:
     """Return the slots of a step. A slot whose row is done starts again on the batch's row."""
     done_b = model_state["halted"]
 
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(done_b.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
+    def restart(new: Array, old: Array) -> Array:
+        done = done_b.reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(done, new.astype(old.dtype), old)
 
-    return {
-        **model_state,
-        "z_h": pick(
-            jnp.broadcast_to(model_state["init_h"], model_state["z_h"].shape), model_state["z_h"]
-        ),
-        "z_l": pick(
-            jnp.broadcast_to(model_state["init_l"], model_state["z_l"].shape), model_state["z_l"]
-        ),
-        "steps": pick(jnp.zeros_like(model_state["steps"]), model_state["steps"]),
-        **{name: pick(batch[name], model_state[name]) for name in ("inputs", "labels", "puzzle")},
-    }
+    slots = dict(model_state)
+    for state, initial in (("z_h", "init_h"), ("z_l", "init_l")):
+        first_state = jnp.broadcast_to(model_state[initial], model_state[state].shape)
+        slots[state] = restart(first_state, model_state[state])
+    slots["steps"] = restart(jnp.zeros_like(model_state["steps"]), model_state["steps"])
+    for name in ("inputs", "labels", "puzzle"):
+        slots[name] = restart(batch[name], model_state[name])
+    return slots
 
 
 def examples(
@@ -69,30 +67,41 @@ def examples(
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
     slots = jax.device_get(reset_halted(model_state, batch))
     no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
-    drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
-    return [
-        Example(
-            id="" if new else f"row:{k}",
-            text=f"supervision step {int(slots['steps'][k]) + 1}",
-            pictures={"puzzle and solution": drawn[k]},
+    pictures = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
+    row_examples = []
+    for slot, is_new in enumerate(np.asarray(model_state["halted"])):
+        step = int(slots["steps"][slot]) + 1
+        row_examples.append(
+            Example(
+                id="" if is_new else f"row:{slot}",
+                text=f"supervision step {step}",
+                pictures={"puzzle and solution": pictures[slot]},
+            )
         )
-        for k, new in enumerate(np.asarray(model_state["halted"]))
-    ]
+    return row_examples
 
 
 def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
     """bool [B]: done after these steps, but not before ``least_b`` of them, except at the end."""
-    wants_b = q_b2[:, 0] > (q_b2[:, 1] if c.q_continue else 0)
-    return (steps_b >= c.halt_steps) | (wants_b & (steps_b >= least_b))
+    q_halt_b = q_b2[:, 0]
+    if c.q_continue:
+        wants_halt_b = q_halt_b > q_b2[:, 1]
+    else:
+        wants_halt_b = q_halt_b > 0
+    at_end_b = steps_b >= c.halt_steps
+    return at_end_b | (wants_halt_b & (steps_b >= least_b))
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
     """Draw int32 [B]: with ``probability`` 2 … halt_steps, else 0, by the key and the row alone."""
 
     def steps_of(row: Array) -> Array:
-        key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
-        steps = jax.random.randint(key_steps, (), min(2, c.halt_steps), c.halt_steps + 1)
-        return jnp.where(jax.random.uniform(key_whether) < probability, steps, 0)
+        row_key = jax.random.fold_in(key, row)
+        key_explore, key_steps = jax.random.split(row_key)
+        smallest = min(2, c.halt_steps)
+        steps = jax.random.randint(key_steps, (), smallest, c.halt_steps + 1)
+        explores = jax.random.uniform(key_explore) < probability
+        return jnp.where(explores, steps, 0)
 
     return jax.vmap(steps_of)(row_b)
 
@@ -106,16 +115,19 @@ def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
     numbers never cancel.
     """
     valid = label != IGNORED
-    picked = (
-        jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
-    )
+    symbols = jnp.arange(logits.shape[-1])[(None,) * label.ndim]
+    is_label = symbols == jnp.where(valid, label, 0)[..., None]
     if kind == "softmax":
-        loss = -jnp.where(picked, jax.nn.log_softmax(logits), 0).sum(-1)
+        log_p = jax.nn.log_softmax(logits)
+        loss = -jnp.where(is_label, log_p, 0).sum(-1)
     else:
         # where on the inputs too: a maximum would halve the gradient at exactly 0
         below = logits < 0
-        s = jnp.where(below, 1 / (1 - jnp.where(below, logits, 0)), 1 + logits)
-        loss = jnp.log1p(jnp.where(picked, 0, s).sum(-1) / jnp.where(picked, s, 0).sum(-1))
+        negative = jnp.where(below, logits, 0)
+        s = jnp.where(below, 1 / (1 - negative), 1 + logits)
+        s_others = jnp.where(is_label, 0, s).sum(-1)
+        s_label = jnp.where(is_label, s, 0).sum(-1)
+        loss = jnp.log1p(s_others / s_label)
     return jnp.where(valid, loss, 0)
 
 
@@ -127,39 +139,45 @@ def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[
     """Return each row's losses and accuracies, [B]. One without labels is exact, not ``valid``."""
     valid_bs = labels_bs != IGNORED
     right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
-    n_b = valid_bs.sum(-1)
-    exact_b = right_bs.sum(-1) == n_b
+    n_valid_b = valid_bs.sum(-1)
+    exact_b = right_bs.sum(-1) == n_valid_b
+    loss_bs = cross_entropy(logits_bsv, labels_bs, c.loss)
     return {
-        "lm_loss": cross_entropy(logits_bsv, labels_bs, c.loss).sum(-1) / jnp.maximum(n_b, 1),
+        "lm_loss": loss_bs.sum(-1) / jnp.maximum(n_valid_b, 1),
         "q_halt_loss": binary_cross_entropy(q_b2[:, 0], exact_b.astype(jnp.float32)),
-        "accuracy": right_bs.sum(-1) / jnp.maximum(n_b, 1),
+        "accuracy": right_bs.sum(-1) / jnp.maximum(n_valid_b, 1),
         "exact_accuracy": exact_b,
         "q_halt_accuracy": (q_b2[:, 0] >= 0) == exact_b,
-        "valid": n_b > 0,
+        "valid": n_valid_b > 0,
     }
 
 
 def curriculum(c: Config, step: int) -> Cycles:
     """Return a step's cycles: from first to last over ``growth`` steps, rounded down."""
 
-    def grown(first: int, last: int, growth: int) -> int:
+    def grow(first: int, last: int, growth: int) -> int:
         first = first or last
-        return int(first + (min(step / growth, 1.0) if growth else 1.0) * (last - first))
+        share = min(step / growth, 1.0) if growth else 1.0
+        return int(first + share * (last - first))
 
     growth_low = c.growth if c.growth_low is None else c.growth_low
-    return grown(c.first_high, c.cycles_high, c.growth), grown(
-        c.first_low, c.cycles_low, growth_low
-    )
+    high = grow(c.first_high, c.cycles_high, c.growth)
+    low = grow(c.first_low, c.cycles_low, growth_low)
+    return high, low
 
 
 def depth(c: Config, step: Array, key: Key) -> Array:
     """Draw the supervision steps of a step of contract "last", int32 [], from fewest to most."""
     first = c.first_steps or c.halt_steps
-    most = first + (c.halt_steps - first) * jnp.minimum(step / max(c.growth_steps, 1), 1)
-    most = jnp.floor(most).astype(jnp.int32) if c.growth_steps else jnp.int32(c.halt_steps)
-    return jax.random.randint(
-        jax.random.fold_in(key, OF_DEPTH), (), c.least_steps or most, most + 1
-    )
+    share = jnp.minimum(step / max(c.growth_steps, 1), 1)
+    most = first + (c.halt_steps - first) * share
+    if c.growth_steps:
+        most = jnp.floor(most).astype(jnp.int32)
+    else:
+        most = jnp.int32(c.halt_steps)
+    depth_key = jax.random.fold_in(key, OF_DEPTH)
+    smallest = c.least_steps or most
+    return jax.random.randint(depth_key, (), smallest, most + 1)
 
 
 class Model(NamedTuple):
@@ -196,16 +214,18 @@ def loss(
     model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None
 ) -> LossOut:
     """One supervision step of every slot. ``stage`` is of `curriculum`, None = the last."""
-    c, cycles = model.c, stage or model.c.cycles
+    c = model.c
+    cycles = stage or c.cycles
     rows = reset_halted(variables.model_state, batch)
     z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
     steps_b = rows["steps"] + 1
-    least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
+    probability = exploration(model, rows["step"])
+    least_b = least_steps(c, probability, key, batch["row"])
     done_b = halt(c, steps_b, q_b2, least_b)
     model_state = jax.lax.stop_gradient(
         {**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b}
     )
-    each = scores(c, logits_bsv, q_b2, rows["labels"])
+    row_scores = scores(c, logits_bsv, q_b2, rows["labels"])
     if c.q_continue:
         # The value of another step: the better of that step's two values, but at the end only its
         # first.
@@ -213,20 +233,20 @@ def loss(
             refine(c, variables.params, model_state, cycles, model.shard)
         )
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
-        each["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
-    return loss_of(model, each, rows["puzzle"], steps_b, done_b, model_state)
+        row_scores["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
+    return loss_of(model, row_scores, rows["puzzle"], steps_b, done_b, model_state)
 
 
 def last_loss(
     model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None
 ) -> LossOut:
     """Take supervision steps of each row from its beginning, with a loss after the last one."""
-    c, cycles = model.c, stage or model.c.cycles
+    c = model.c
+    cycles = stage or c.cycles
     n_steps = depth(c, variables.model_state["step"], key)
     z = start(c, variables.model_state, batch["inputs"].shape[0], model.shard)
-    params, rows = jax.lax.stop_gradient(
-        (variables.params, {"inputs": batch["inputs"], "puzzle": batch["puzzle"]})
-    )
+    rows = {"inputs": batch["inputs"], "puzzle": batch["puzzle"]}
+    params, rows = jax.lax.stop_gradient((variables.params, rows))
 
     def step(_: Array, z: dict[str, Array]) -> dict[str, Array]:
         z_h, z_l = refine(c, params, {**rows, **z}, cycles, model.shard)[:2]
@@ -235,16 +255,16 @@ def last_loss(
     with jax.named_scope("warm_up"):
         z = jax.lax.stop_gradient(jax.lax.fori_loop(0, n_steps - 1, step, z))
     *_, logits_bsv, q_b2 = refine(c, variables.params, {**rows, **z}, cycles, model.shard)
-    each = scores(c, logits_bsv, q_b2, batch["labels"])
+    row_scores = scores(c, logits_bsv, q_b2, batch["labels"])
     steps_b = jnp.broadcast_to(n_steps, q_b2.shape[:1])
-    return loss_of(
-        model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.model_state
-    )
+    done_b = jnp.ones_like(steps_b, bool)
+    puzzle_b = batch["puzzle"]
+    return loss_of(model, row_scores, puzzle_b, steps_b, done_b, variables.model_state)
 
 
 def loss_of(
     model: Model,
-    each: dict[str, Array],
+    row_scores: dict[str, Array],
     puzzle_b: Array,
     steps_b: Array,
     done_b: Array,
@@ -252,24 +272,29 @@ def loss_of(
 ) -> LossOut:
     """Return the loss of rows, and the metrics of those that are done."""
     c = model.c
-    losses = {name: each[name] for name in LOSSES if name in each}
-    n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
-    metrics: dict[str, Mean] = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
-    metrics |= {
-        name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES
-    }
-    metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
-    metrics["halted"] = Mean(finished_b.sum(), n)
+    losses = {name: row_scores[name] for name in LOSSES if name in row_scores}
+    n_rows = jnp.float32(steps_b.shape[0])
+    finished_b = (done_b & row_scores["valid"]).astype(jnp.float32)
+    metrics: dict[str, Mean] = {}
+    for name, loss_b in losses.items():
+        metrics[name] = Mean(loss_b.sum(), n_rows)
+    for name in ACCURACIES:
+        metrics[name] = weighted_mean(row_scores[name], finished_b)
+    metrics["steps"] = weighted_mean(steps_b, finished_b)
+    metrics["halted"] = Mean(finished_b.sum(), n_rows)
     sparse_rows = {}
     if c.puzzle_embed:
         # The rows of the slots, not of the batch.
-        sparse_rows[TABLE] = model.shard(
-            jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1), "item"
-        )
-    q_loss_b = each["q_halt_loss"] + (each["q_continue_loss"] if c.q_continue else 0)
-    return LossOut(
-        Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, model_state, sparse_rows
-    )
+        reads = jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1)
+        sparse_rows[TABLE] = model.shard(reads, "item")
+    q_continue_loss_b = row_scores["q_continue_loss"] if c.q_continue else 0
+    q_loss_b = row_scores["q_halt_loss"] + q_continue_loss_b
+    loss_b = row_scores["lm_loss"] + 0.5 * q_loss_b
+    return LossOut(Mean(loss_b.sum(), n_rows), metrics, model_state, sparse_rows)
+
+
+def weighted_mean(value_b: Array, weight_b: Array) -> Mean:
+    return Mean((value_b * weight_b).sum(), weight_b.sum())
 
 
 def exploration(model: Model, step: Array) -> Array | float:
@@ -290,27 +315,24 @@ def solve(
 
     It is called as ``keep(logits, q)``.
     """
-    c, n = model.c, batch["inputs"].shape[0]
+    c = model.c
+    n_rows = batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
-        z_h, z_l, logits_bsv, q_b2 = refine(
-            c, variables.params, {**batch, **state[0]}, c.cycles, model.shard
-        )
-        logits_bsv, q_b2 = (
-            model.shard(logits_bsv, "batch", None, None),
-            model.shard(q_b2, "batch", None),
-        )
-        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), (
-            keep(logits_bsv, q_b2) if keep else None
-        )
+        rows = {**batch, **state[0]}
+        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, c.cycles, model.shard)
+        logits_bsv = model.shard(logits_bsv, "batch", None, None)
+        q_b2 = model.shard(q_b2, "batch", None)
+        to_keep = keep(logits_bsv, q_b2) if keep else None
+        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), to_keep
 
-    first = (
-        start(c, variables.model_state, n, model.shard),
-        jnp.zeros((n, c.n_cells, c.vocab)),
-        jnp.zeros((n, 2)),
-    )
-    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, first, length=c.halt_steps)
-    return logits_bsv, q_b2, kept
+    z = start(c, variables.model_state, n_rows, model.shard)
+    no_logits_bsv = jnp.zeros((n_rows, c.n_cells, c.vocab))
+    no_q_b2 = jnp.zeros((n_rows, 2))
+    first_state = (z, no_logits_bsv, no_q_b2)
+    last_state, by_step = jax.lax.scan(step, first_state, length=c.halt_steps)
+    _, logits_bsv, q_b2 = last_state
+    return logits_bsv, q_b2, by_step
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
@@ -318,43 +340,41 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
 
     The inputs are ``inputs`` [B, S] and, if there are ids, ``puzzle`` [B].
     """
-    n = batch["inputs"].shape[0]
-    logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
+    n_rows = batch["inputs"].shape[0]
+    rows = {"puzzle": jnp.zeros(n_rows, jnp.int32), **batch}
+    logits_bsv, q_b2, _ = solve(model, variables, rows)
     return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    c, found = model.c, None
+    c = model.c
+    explored = None
     search = rollouts.search_of(c)
     if search == rollouts.Search(steps=c.halt_steps):
         logits_bsv, q_b2, _ = solve(model, variables, batch)
     else:
-        found = rollouts.explore(
-            c, variables, batch, search, c.noise, jax.random.key(0), model.shard
-        )
-        logits_bsv, q_b2 = found.of(found.best("q"))
-    each = scores(c, logits_bsv, q_b2, batch["labels"])
-    weight_b = batch["weight"] * each["valid"]
-    metrics = {
-        name: Mean((each[name] * weight_b).sum(), weight_b.sum())
-        for name in ("lm_loss", "q_halt_loss", *ACCURACIES)
-    }
-    if found:
-        taken_b = found.steps.astype(jnp.float32).mean(1)
-        metrics["test_steps"] = Mean((taken_b * weight_b).sum(), weight_b.sum())
-    if found and c.rollouts > 1:
-        halts_b = (found.sure[:, 1:] > 0).astype(jnp.float32).mean(1)
+        key = jax.random.key(0)
+        explored = rollouts.explore(c, variables, batch, search, c.noise, key, model.shard)
+        logits_bsv, q_b2 = explored.of(explored.best("q"))
+    row_scores = scores(c, logits_bsv, q_b2, batch["labels"])
+    weight_b = batch["weight"] * row_scores["valid"]
+    metrics = {}
+    for name in ("lm_loss", "q_halt_loss", *ACCURACIES):
+        metrics[name] = weighted_mean(row_scores[name], weight_b)
+    if explored:
+        steps_b = explored.steps.astype(jnp.float32).mean(1)
+        metrics["test_steps"] = weighted_mean(steps_b, weight_b)
+    if explored and c.rollouts > 1:
+        halts_b = (explored.sure[:, 1:] > 0).astype(jnp.float32).mean(1)
         if c.n_puzzles == 1:  # rows of a mixture have other rules
-            checked = scores(c, *found.of(found.best("check")), batch["labels"])
-            metrics["exact_accuracy_checked"] = Mean(
-                (checked["exact_accuracy"] * weight_b).sum(), weight_b.sum()
-            )
-        metrics["rollouts_halted"] = Mean((halts_b * weight_b).sum(), weight_b.sum())
-    for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
-        weight_of_k_b = weight_b * (batch["difficulty"] == k)
-        metrics[f"exact_accuracy_difficulty_{k}"] = Mean(
-            (each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum()
-        )
+            checked = scores(c, *explored.of(explored.best("check")), batch["labels"])
+            metrics["exact_accuracy_checked"] = weighted_mean(checked["exact_accuracy"], weight_b)
+        metrics["rollouts_halted"] = weighted_mean(halts_b, weight_b)
+    if c.n_difficulties > 1:
+        for k in range(c.n_difficulties):
+            name = f"exact_accuracy_difficulty_{k}"
+            weight_of_k_b = weight_b * (batch["difficulty"] == k)
+            metrics[name] = weighted_mean(row_scores["exact_accuracy"], weight_of_k_b)
     return metrics
 
 
