@@ -31,6 +31,7 @@ from tests.support.cases.audio_language import CASE, DATA, GOLDEN, IDS, batch_of
 
 RUNS = ("plain_rope", "llama3_rope", "audio_attention")
 K, SIZE = GOLDEN["audio_num_codebooks"], GOLDEN["audio_codebook_size"]
+VOCAB = GOLDEN["text"]["vocab_size"]
 
 
 def alone():
@@ -123,7 +124,7 @@ def of_transformers(folder, changes=None, without=()):
     }
     about |= {
         "model_type": "higgs_audio_v2",
-        "head_dim": 16,
+        "head_dim": GOLDEN["head_dim"],
         "num_codebooks": K,
         "codebook_size": SIZE + 2,
     }
@@ -138,11 +139,13 @@ def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
     expected, theirs = open_folder(folders["llama3_rope"])
     assert c == expected
     jax.tree.map(np.testing.assert_array_equal, params, theirs)
-    with pytest.raises(higgs.HuggingFaceError, match="audio_stream_bos_id is 9; expected 32"):
-        higgs.from_hugging_face(of_transformers(tmp_path / "b", {"audio_stream_bos_id": 9}))
+    with pytest.raises(
+        higgs.HuggingFaceError, match=f"audio_stream_bos_id is {SIZE + 9}; expected {SIZE}"
+    ):
+        higgs.from_hugging_face(of_transformers(tmp_path / "b", {"audio_stream_bos_id": SIZE + 9}))
     with pytest.raises(higgs.HuggingFaceError, match="has no text_lm_head.weight"):
         higgs.from_hugging_face(of_transformers(tmp_path / "c", without=("text_lm_head.weight",)))
-    config = {"warm_start": {"source": str(tmp_path / "a")}, "data": {}, "model": {"vocab": 300}}
+    config = {"warm_start": {"source": str(tmp_path / "a")}, "data": {}, "model": {"vocab": VOCAB}}
     (tmp_path / "a" / "config.json").write_bytes(
         higgs.export_files(config, "float32")["config.json"]
     )
@@ -151,7 +154,7 @@ def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
         again["audio_num_codebooks"],
         again["audio_codebook_size"],
         again["text_config"]["vocab_size"],
-    ) == (K, SIZE, 300)
+    ) == (K, SIZE, VOCAB)
 
 
 @pytest.mark.slow
@@ -188,8 +191,8 @@ def total(task, params, batch):
 def test_logits_equal_the_originals(folders, numbers, run):
     c, params = open_folder(folders[run])
     assert c.audio_attention == (run == "audio_attention")
-    batch = batch_of(laid_out(numbers))
     valid = numbers["expanded.attention_mask"]
+    batch = batch_of(laid_out(numbers), spare=valid.shape[1])  # at least as wide as the original's
 
     def logits(params, batch):
         x_bud = audio_language.decode(c, params, batch, alone())
@@ -304,7 +307,7 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
     """Logits that state, with certainty, the token at each place itself: right wherever a label is
     at its own place."""
     rows = laid_out(numbers)
-    n = IDS["<|begin_of_text|>"] + 1
+    n = VOCAB
     width = n + K * (SIZE + 2)
     c = audio_language.Config(
         vocab=n,
@@ -349,9 +352,10 @@ def test_switches_change_what_is_computed(folders, numbers, changes):
         folders["audio_attention" if "audio_attention" in changes else "plain_rope"]
     )
     c = dataclasses.replace(c, **changes)
-    batch = batch_of(laid_out(numbers)[:1])
+    width = numbers["expanded.tokens"].shape[1]
+    batch = batch_of(laid_out(numbers)[:1], spare=width)
     x_bud = jax.jit(lambda p: audio_language.decode(c, p, batch, alone()))(params)
-    found = audio_language.audio_logits(params, x_bud)[0, : numbers["expanded.tokens"].shape[1]]
+    found = audio_language.audio_logits(params, x_bud)[0, :width]
     of = numbers["expanded.is_audio_out"][0]
     same = (
         np.abs(np.asarray(found)[of] - numbers["plain_rope.audio_logits"][: of.sum()]).max() < 1e-3
@@ -421,14 +425,22 @@ def prompts(rows, n):
     return {name: batch[name] for name in ("text", "codes", "place", "slot")}
 
 
+def last_of_prompts(rows):
+    """The last place of a prompt that every row is long enough for."""
+    return 2 * min(len(x.tokens) for x in rows) // 3
+
+
 @pytest.mark.parametrize("run", ["llama3_rope", "audio_attention"])
 def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run):
     """Generation from a cache, begun within text and behind a recording, with rows of different
     lengths in one batch."""
     c, params = open_folder(folders[run])
-    rows, starts = laid_out(numbers), (15, 40)
+    rows = laid_out(numbers)
+    first_column = int((rows[0].recording >= 0).argmax())
+    last = last_of_prompts(rows)
+    starts = (min(first_column // 2, last) + 1, *[last + 1] * (len(rows) - 1))
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
-    n_new = 20
+    n_new = min(len(x.tokens) for x in rows) - last - 1
     x_bd, cache = jax.jit(
         lambda p, b: decoding.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new)
     )(params, prompts(rows, starts))
@@ -456,16 +468,18 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
     """Greedy generation: laid out again and run through the training forward, each place matches
     its logits. Ends come delayed."""
     c, params = open_folder(folders["plain_rope"])
-    rows, starts = laid_out(numbers), (47, 47)
+    rows = laid_out(numbers)
+    last = last_of_prompts(rows)
+    starts = (last + 1,) * len(rows)
     # Both prompts end with the token that opens a recording.
     opens, closes, ends = (
         IDS[name] for name in ("<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>")
     )
     rows = [
-        x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, opens, x.tokens)) for x in rows
+        x._replace(tokens=np.where(np.arange(len(x.tokens)) == last, opens, x.tokens)) for x in rows
     ]
     rows = [
-        x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording))
+        x._replace(recording=np.where(np.arange(len(x.tokens)) == last, -1, x.recording))
         for x in rows
     ]
     generate = jax.jit(
@@ -477,13 +491,13 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
             jax.random.key(0),
             alone(),
             decoding.Grammar(opens, closes, ends, longest=longest),
-            n_new=16,
+            n_new=K + 12,
             streams=decoding.Streams(0.0, 0, (0.0,)),
         ),
         static_argnums=2,
     )
     found = jax.tree.map(np.asarray, generate(params, prompts(rows, starts), 5))
-    for row in range(2):
+    for row in range(len(rows)):
         tokens, columns = found.tokens[row], found.columns[row]
         n = int((columns[:, 0] >= 0).argmin())
         assert (tokens[:n] == -1).all() and tokens[n] == closes and (columns[0] == SIZE).all()
@@ -518,12 +532,17 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
 
 def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers):
     c, params = open_folder(folders["plain_rope"])
-    rows, starts = laid_out(numbers), (47, 47)
+    rows = laid_out(numbers)
+    last = last_of_prompts(rows)
+    starts = (last + 1,) * len(rows)
+    opens, closes, ends = (
+        IDS[name] for name in ("<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>")
+    )
     rows = [
-        x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, 292, x.tokens)) for x in rows
+        x._replace(tokens=np.where(np.arange(len(x.tokens)) == last, opens, x.tokens)) for x in rows
     ]
     rows = [
-        x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording))
+        x._replace(recording=np.where(np.arange(len(x.tokens)) == last, -1, x.recording))
         for x in rows
     ]
 
@@ -538,8 +557,8 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
                     jnp.array(starts[:n]),
                     jax.random.key(seed),
                     alone(),
-                    decoding.Grammar(292, 293, 296),
-                    n_new=12,
+                    decoding.Grammar(opens, closes, ends),
+                    n_new=K + 8,
                     streams=streams,
                 )
             )(params, prompts(rows, starts[:n])).columns
@@ -550,12 +569,13 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
     np.testing.assert_array_equal(written(rows[:1], free), both[:1])
     assert (written(rows, free, seed=1) != both).any()
     cold = [
-        decoding.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))
+        decoding.Streams(1.0, 0, (*[1.0] * (K - 1), t), (*[0] * (K - 1), k))
+        for t, k in ((0.0, 0), (1.0, 1))
     ]
     first, second = (written(rows, streams) for streams in cold)
     np.testing.assert_array_equal(first, second)  # the likeliest of a single one is the likeliest
-    np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])
-    assert (first[..., 3] != both[..., 3]).any()
+    np.testing.assert_array_equal(first[:, :K, 0], both[:, :K, 0])
+    assert (first[..., -1] != both[..., -1]).any()
 
 
 @pytest.mark.slow
