@@ -141,7 +141,7 @@ def _by_xla(platform: str, qkv: tuple[Array, Array, Array], mask_bts: Array) -> 
 
 
 def choose(
-    q_bthk: Array | jax.ShapeDtypeStruct,
+    q_bthk: Array,
     devices: tuple[str, str],
     *,
     causal: bool,
