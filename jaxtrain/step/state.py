@@ -108,8 +108,9 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
         parameter = max(names, key=len, default=None)
         sharding = layout.replicated()
         if parameter is not None:
-            spec = _divisible(layout.mesh, _shared_parts(table[parameter], x.shape), x.shape)
-            sharding = NamedSharding(layout.mesh, spec)
+            sharding = table[parameter].sharding
+            if x.shape != table[parameter].shape:
+                sharding = _shared_sharding(table[parameter], x.shape)
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         _require_split(path, x, parameter, table)
         if offload and parameter is not None:
@@ -129,6 +130,12 @@ def _require_host_memory(layout: Layout) -> None:
                 f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has"
                 f" {kinds}; unset it"
             )
+
+
+def _shared_sharding(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of an array of statistics of a parameter."""
+    mesh = param.sharding.mesh
+    return NamedSharding(mesh, _divisible(mesh, _shared_parts(param, shape), shape))
 
 
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
