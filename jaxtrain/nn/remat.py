@@ -79,10 +79,9 @@ def scan(
       kernels: by a name of activations, tells whether a kernel's results are kept with them. The
         backward pass of a kernel reads more than its result, and only the kernel could name that.
     """
-    if word == "full":
-        layer = jax.checkpoint(layer)
-    elif saved := _saved(word):
-        layer = jax.checkpoint(layer, policy=_keeps(saved, kernels or {}))
+    if word != "none":
+        policy = None if word == "full" else _keeps(_saved(word), kernels or {})
+        layer = jax.checkpoint(layer, policy=policy)
     return jax.lax.scan(layer, x, stack, unroll=unroll)
 
 
@@ -94,9 +93,8 @@ def _keeps(
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         kernel = primitive.name
-        if (
-            kernel == "custom_vjp_call"
-        ):  # `attention.flash`: a function with a derivative of its own
+        # `attention.flash`: a function with a derivative of its own
+        if kernel == "custom_vjp_call":
             kernel = params["call_jaxpr"].jaxpr.debug_info.func_name
         if has_name(primitive, *avals, **params):
             return True

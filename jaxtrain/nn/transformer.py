@@ -341,11 +341,12 @@ def layer(
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        if c.positions == "learned":  # added before rounding, so that the sum is rounded once
-            x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE)
+        # A learned position is added before rounding, so that the sum is rounded once.
+        is_learned = c.positions == "learned"
+        dtype = None if is_learned else c.dtype
+        x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=dtype)
+        if is_learned:
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
-        else:
-            x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=c.dtype)
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)
 
 
