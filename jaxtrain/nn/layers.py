@@ -138,6 +138,14 @@ def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array
     return product(equation, x, w, shard)
 
 
+class TableParts(NamedTuple):
+    """How a table is split while its rows are looked up, in names of mesh axes."""
+
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # that split the indices too, and exchange looked-up columns
+    index_axis: int = 0  # dimension of the indices [B, T] that ``columns`` split
+
+
 def lookup(
     w_vd: Array,
     index_bt: Array,
@@ -171,14 +179,6 @@ def lookup(
     return kernels.differentiable(
         shard, local, (w_vd, index_bt), (w_axes, index_axes), out, constants=1
     )
-
-
-class TableParts(NamedTuple):
-    """How a table is split while its rows are looked up, in names of mesh axes."""
-
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()  # that split the indices too, and exchange looked-up columns
-    index_axis: int = 0  # dimension of the indices [B, T] that ``columns`` split
 
 
 def _table_parts(
