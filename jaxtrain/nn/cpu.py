@@ -190,7 +190,9 @@ heads_first.defvjp(_attention_forward, _attention_backward)
 def _by_head(x_bthk: Array, g: int) -> Array:
     """Bring heads before places, [B, G, R × T, K]."""
     b, t, h, k = x_bthk.shape
-    return x_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4).reshape(b, g, -1, k)
+    x_btgrk = x_bthk.reshape(b, t, g, h // g, k)
+    x_bgrtk = x_btgrk.transpose(0, 2, 3, 1, 4)
+    return x_bgrtk.reshape(b, g, -1, k)
 
 
 def _by_place(x_bgxk: Array, like_bthk: Array) -> Array:
@@ -241,8 +243,9 @@ def update_in_place(
         return measure(apply(again, accepted))
 
     def unknown() -> dict[str, Mean]:
+        shapes = jax.eval_shape(measured)
         nans: Mapping[str, Any] = jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured)
+            lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes
         )
         return dict(nans)
 
@@ -251,11 +254,13 @@ def update_in_place(
         norms = measured()
     else:
         norms = jax.lax.cond(due, measured, unknown)
-    params = apply(updates, accepted & _is_there(norms["update_norm"].total))
+    is_measured = _is_there(norms["update_norm"].total)
+    params = apply(updates, accepted & is_measured)
     written = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(params) if x.size]
     # A sort, since XLA fuses other reductions into the loop of each moment, and all of them would
     # read all parameters. The program would grow with the square of the number of arrays.
-    one = jnp.sort(jnp.stack([*written, jnp.ones((), bool)]))[0].astype(jnp.float32)
+    all_written = jnp.stack([*written, jnp.ones((), bool)])
+    one = jnp.sort(all_written)[0].astype(jnp.float32)
     after_params = jax.tree.map(lambda m: (m * one).astype(m.dtype) if m.ndim else m, opt_state)
     _, new_state = propose(after_params)
     return params, new_state, norms

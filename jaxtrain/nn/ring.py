@@ -123,7 +123,8 @@ class Ring(NamedTuple):
             dp_bgrtc = _einsum("bgrtk,bcgk->bgrtc", dy_bgrtk, v_bcgk)
             dx_bgrtc = (p_bgrtc * (dp_bgrtc - delta_bgrt[..., None]) * scale).astype(q_bgrtk.dtype)
             dk_bcgk = _einsum("bgrtc,bgrtk->bcgk", dx_bgrtc, q_bgrtk)
-            return dq_bgrtk + _einsum("bgrtc,bcgk->bgrtk", dx_bgrtc, k_bcgk), (dk_bcgk, dv_bcgk)
+            dq_bgrtk = dq_bgrtk + _einsum("bgrtc,bcgk->bgrtk", dx_bgrtc, k_bcgk)
+            return dq_bgrtk, (dk_bcgk, dv_bcgk)
 
         def part(i: Array, carry: tuple[Array, Arrays, Arrays]) -> tuple[Array, Arrays, Arrays]:
             dq_bgrtk, kvs, dkv = carry

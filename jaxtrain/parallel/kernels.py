@@ -55,7 +55,8 @@ def differentiable(
 
     def backward(args: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
         def pull(cotangent: Array, *args: Array) -> tuple[Array, ...]:
-            grads: tuple[Array, ...] = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
+            _, pullback = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
+            grads: tuple[Array, ...] = pullback(cotangent)
             return grads
 
         grads = _map(shard, pull, (cotangent, *args), [out, *specs], tuple(specs[:n]))

@@ -142,30 +142,32 @@ def _accumulated(
         grads, out = of_part(rows, of_rows, shared)
         if out.model_state is not None:
             of_rows, shared = _by_batch_axis(task, out.model_state)
-        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(model_state=None)))
+        summed = (grads, out._replace(model_state=None))
+        sums = jax.tree.map(jnp.add, sums, summed)
         return jax.tree.map(cast, (sums, shared)), of_rows
 
     of_rows, shared = _by_batch_axis(task, variables.model_state)
     parts = jax.tree.map(split, (dict(batch), of_rows))
     first_part = jax.tree.map(lambda x: x[0], parts)
     grads, out = jax.eval_shape(of_part, *first_part, shared)
-    zeros = jax.tree.map(
-        lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None))
-    )
+    summed = (grads, out._replace(model_state=None))
+    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), summed)
     ((grads, sums), shared), of_rows = jax.lax.scan(body, (zeros, shared), parts)
     if out.model_state is None:
         return grads, sums
-    return grads, sums._replace(model_state=_merged(jax.tree.map(joined, of_rows), shared))
+    model_state = _merged(jax.tree.map(joined, of_rows), shared)
+    return grads, sums._replace(model_state=model_state)
 
 
 def _is_sum(out: Any) -> bool:
     """Whether a loss returns sums over rows, as law 5 of docs/ARCHITECTURE.md has them."""
-    return (
-        isinstance(out, LossOut)
-        and all(isinstance(value, Mean) for value in (out.loss, *out.metrics.values()))
-        and not jnp.shape(out.loss.total)
-        and hasattr(out.loss.weight, "dtype")
-    )
+    if not isinstance(out, LossOut):
+        return False
+    means = (out.loss, *out.metrics.values())
+    if not all(isinstance(value, Mean) for value in means):
+        return False
+    is_scalar = jnp.shape(out.loss.total) == ()
+    return is_scalar and hasattr(out.loss.weight, "dtype")
 
 
 def _raise_for_loss(out: Any) -> None:
@@ -225,7 +227,10 @@ def _state_partitions(task: Task) -> PyTree:
 
 def _equalised(x: Array) -> Array:
     """Return the mean of a shared array over data groups. Counts are the same on all already."""
-    x = jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = jax.lax.pmean(x, DATA)
+    else:
+        x = jax.lax.pmax(x, DATA)
     return x
 
 
