@@ -37,6 +37,7 @@ OTHERS = {
         "views.as_picture",
         "views.unpatchify",
         "vit.axial_rope",
+        "vit.placed",
     },
     "giblet": {"loss._last_frames", "voxels.density", "voxels.r_squared", "voxels.shuffled"},
     "language": set(),
