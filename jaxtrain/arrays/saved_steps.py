@@ -84,7 +84,7 @@ def _in_a_line(text: Any) -> str:
 
 
 class _Reading:
-    """What is found as all arrays of a step are read."""
+    """The findings of reading all arrays of a step."""
 
     def __init__(self, recorded: Mapping[str, str]):
         self._recorded = recorded  # digests of arrays, by the run

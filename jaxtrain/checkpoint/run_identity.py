@@ -17,7 +17,7 @@ from typing import NamedTuple
 from etils import epath
 
 from jaxtrain.parallel.lease import WorkdirError
-from loaders.io import files
+from loaders.io import atomic_write, files
 
 NAME = "run.json"
 MAX_BYTES = 10_000
@@ -49,7 +49,7 @@ def claim(workdir: str, folder: str) -> None:
     identity = Identity(theirs.run or ours.run or uuid.uuid4().hex, workdir)
     for place, recorded in ((workdir, ours), (folder, theirs)):
         if recorded != identity:
-            _path(place).write_text(json.dumps(identity._asdict()) + "\n")
+            _write(place, identity)
 
 
 def _refuse_a_copy(ours: Identity, workdir: str, folder: str) -> None:
@@ -80,6 +80,14 @@ def _is_same(folder: pathlib.Path, workdir: str) -> bool:
 
 def _path(folder: str) -> epath.Path:
     return epath.Path(folder) / NAME
+
+
+def _write(folder: str, identity: Identity) -> None:
+    text = json.dumps(identity._asdict()) + "\n"
+    if "://" in folder:
+        _path(folder).write_text(text)  # a store writes an object as a whole
+    else:
+        atomic_write.write(_path(folder), text)
 
 
 def _read(folder: str) -> Identity:

@@ -123,7 +123,7 @@ def _checked(
     for name, cls in classes.items():
         sections[name] = _build(cls, trees[name], name, problems)
     config: Config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
-    config = _with_expanded_workdir(config, problems)
+    config = _with_expanded_folders(config, problems)
     for i, (path, text) in enumerate(problems):
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
@@ -164,15 +164,22 @@ def _imported_class(
     return None
 
 
-def _with_expanded_workdir(config: Config, problems: list[tuple[str, str]]) -> Config:
-    if not config.workdir.startswith("~"):
-        return config
+def _with_expanded_folders(config: Config, problems: list[tuple[str, str]]) -> Config:
+    """Expand the ``~`` of the folders that a run writes to, which have one path everywhere then."""
+    workdir = _expanded("workdir", config.workdir, problems)
+    folder = _expanded("checkpoint.folder", config.checkpoint.folder, problems)
+    checkpoint = dataclasses.replace(config.checkpoint, folder=folder)
+    return dataclasses.replace(config, workdir=workdir, checkpoint=checkpoint)
+
+
+def _expanded(field: str, folder: str, problems: list[tuple[str, str]]) -> str:
+    if not folder.startswith("~"):
+        return folder
     try:
-        workdir = str(files.expanded(config.workdir))
+        return str(files.expanded(folder))
     except files.FileError as error:
-        problems.append(("workdir", str(error)))
-        workdir = Config.workdir
-    return dataclasses.replace(config, workdir=workdir)
+        problems.append((field, str(error)))
+        return ""
 
 
 def _wrong_values(config: Config) -> list[tuple[str, str]]:

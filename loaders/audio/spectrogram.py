@@ -429,7 +429,7 @@ def pipeline_settings(
 
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
-    """Return the tables of a front end. Raises ValueError for what its ``problems`` report."""
+    """Return the tables of a front end. Raises ValueError for what its ``validate`` reports."""
     return _filter_bank(**of.settings)
 
 

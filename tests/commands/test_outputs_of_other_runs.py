@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain.checkpoint import run_identity
 from tests.support import processes, small_runs
 from tests.support.processes import command, run
 
@@ -109,6 +113,34 @@ def test_a_damaged_owner_is_named(folder):
     (folder / "saves" / "run.json").write_text('{"run": 3}')
     text = refused(folder, "--config.train.steps=8")
     assert "saves/run.json does not name the run" in text
+
+
+def test_a_folder_in_the_home_is_one_folder_for_checkpoints_and_for_the_lease(folder, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    run(folder, "toy.py", *SMALL, "--config.checkpoint.folder=~/saves", HOME=str(home))
+    assert {"4", "run.json"} <= {path.name for path in (home / "saves").iterdir()}
+    assert not (folder / "~").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_the_file_that_names_the_run(tmp_path):
+    """Else the next start would be refused, and a user would have to delete it."""
+    program = (
+        "import resource, sys\n"
+        "from jaxtrain.checkpoint import run_identity\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5, 5))\n"
+        "run_identity.claim(sys.argv[1], sys.argv[2])\n"
+    )
+    folders = [tmp_path / "workdir", tmp_path / "saves"]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, "-c", program, *map(str, folders)]
+    environment = {**os.environ, "PYTHONPATH": str(processes.ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "OSError" in done.stderr, done.stderr
+    run_identity.claim(*map(str, folders))
+    names = [json.loads((folder / "run.json").read_text()) for folder in folders]
+    assert names[0] == names[1] and names[0]["workdir"] == str(folders[0])
 
 
 def test_points_of_a_sweep_have_folders_of_their_own(folder, monkeypatch):

@@ -198,7 +198,7 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder):
     _, facts = config.examine(**given, count=2, kind="cpu")
     assert facts["folder"] == os.path.expanduser("~/saves")
     place, n, each = facts["checkpoints"]
-    assert place == "~/saves" and n == 4 and each > 1000
+    assert place == os.path.expanduser("~/saves") and n == 4 and each > 1000
 
 
 @pytest.mark.parametrize(("loader", "made"), [(multimodal, demo_film), (spectrogram, demo)])
