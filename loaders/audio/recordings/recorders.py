@@ -8,6 +8,9 @@ Recorder, and the names that it writes:
     BAR-LT          20190401T120000+1000_REC.flac, also with [-27.38 152.87]
     Swift           SITE_20190526_053000Z.flac, SITE_20190526_053000-0400.flac
     Arbimon         SITE-2015-06-01_08-30.flac
+    SoundTrap       1678036994.210324221550.wav, SITE_671379494_181031200003Z.flac
+    HARP            SITE_01_080804_230000.d100.x.wav, SITE_01_170716_180000_df100.x.wav
+    WISPR           WISPR_241021_004352.wav, SITE_WISPR_241021_004352.wav
     others          a date and a time anywhere (2023-05-01T05-30-00Z), a date between separators
 """
 
@@ -23,21 +26,31 @@ _TIME = (
     r"(?P<hour>[01]\d|2[0-3])(?P<colon>[-_:.]?)"
     r"(?P<minute>[0-5]\d)(?P=colon)(?P<second>[0-5]\d)(?:[.,]\d+)?"
 )
+# A year of two digits is read in the forms of a few recorders alone: others write 010524 for May.
+_SHORT_DATE = r"(?P<year>[0-6]\d)(?P<month>0[1-9]|1[0-2])(?P<day>0[1-9]|[12]\d|3[01])"
+_SHORT_TIME = r"(?P<hour>[01]\d|2[0-3])(?P<minute>[0-5]\d)(?P<second>[0-5]\d)(?P<zone>Z)?"
 _ZONE = r"(?:_?(?P<zone>Z|[+-]\d{2}:?\d{2})(?!\d))?"
 _PLACE = (
     r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)"
     r"(?P<longitude>(?:(?<= )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
 )
+_DECIMATED = r"(?:[._]df?\d+)*"  # to a rate or by a factor, as a HARP's tools note it
 # In order: the first that is found in a name, from left to right.
 FORMS = tuple(
     re.compile(form)
     for form in (
         rf"^(?:(?P<site>.+)_)?S{_DATE}T{_TIME}{_ZONE}_E\d{{8}}T[\d.+Z-]+(?:_{_PLACE})?",
         rf"(?<!\d){_DATE}T{_TIME}{_ZONE}(?=_).*\[{_PLACE}\]",
-        rf"(?:^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -]|(?<!\d))"
+        # Of a begin and an end, the begin: a site is no date.
+        rf"(?:(?<!\d)|^(?P<site>.+?)(?:_(?:0\+1|0\+|\+1))?[_ -])"
         rf"{_DATE}[T_ $+-]?{_TIME}{_ZONE}(?!\d)",
         rf"^(?P<site>.+)-{_DATE}_"
         r"(?P<hour>[01]\d|2[0-3])-(?P<minute>[0-5]\d)(?P<second>)(?P<zone>)$",
+        rf"^(?P<site>(?:.+[_.])?(?:\d{{3,10}}(?=\.)|\d{{8,10}}(?=_)))[._]"
+        rf"{_SHORT_DATE}{_SHORT_TIME}{_DECIMATED}(?:\.x)?$",
+        rf"^(?:(?P<site>.+)[_-])?{_SHORT_DATE}_{_SHORT_TIME}{_DECIMATED}\.x(?:\.\d+)?$",
+        rf"^(?:(?P<site>.+)[_-])?(?i:WISPR)\d?[_-]"
+        rf"{_SHORT_DATE}[_-]{_SHORT_TIME}{_DECIMATED}(?:\.x)?$",
     )
 )
 _DAY = re.compile(rf"(?<![^\W_]){_DATE}(?![^\W_])")
@@ -61,7 +74,8 @@ def from_name(name: str) -> dict[str, str]:
 
 def _from_parts(part: Mapping[str, str | None]) -> dict[str, str]:
     """Return what the named groups of a form state, or nothing if their date is none."""
-    day = f"{part['year']}-{part['month']}-{part['day']}"
+    year = f"20{part['year']}"[-4:]  # of one of two digits, in this century
+    day = f"{year}-{part['month']}-{part['day']}"
     time = f"{part['hour']}:{part['minute']}:{part['second'] or '00'}{part['zone'] or ''}"
     facts = stamp(f"{day}T{time}")
     if not facts:
