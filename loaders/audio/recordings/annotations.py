@@ -65,6 +65,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "reversed-times": ("an end that is not after its start", REFUSE, False),
     "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
+    "between-windows": (
+        "an event of which no window holds half: --hop is longer than --windows",
+        DROP,
+        False,
+    ),
     "overlapping-times": (
         "two events of one class that overlap in a recording; dropped: the later one",
         KEEP,

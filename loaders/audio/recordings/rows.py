@@ -1,5 +1,6 @@
 """Annotations to the rows of an index: checked, cut into windows, split."""
 
+import bisect
 import dataclasses
 import hashlib
 import math
@@ -9,7 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from loaders.audio.recordings import recorders, values
+import numpy as np
+
+from loaders.audio.recordings import grid, recorders, values
 from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.class_names import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
@@ -201,6 +204,8 @@ def plan(
         if not errors.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
             for path in group[1:]:
                 events.pop(path, None)
+    if options.hop > options.windows:
+        _count_between_windows(events, headers, options, errors)
     names = _class_names(events, classes, options, errors)
     known_names = set(names)
     splits: dict[str, str] = {}
@@ -418,6 +423,21 @@ def _without_overlaps(path: str, events: list[Annotation], errors: Errors) -> li
     return separate
 
 
+def _count_between_windows(
+    events: Mapping[str, Sequence[Annotation]],
+    headers: Mapping[str, Header],
+    options: Options,
+    errors: Errors,
+) -> None:
+    """Count the events in the gaps between windows."""
+    for path, annotations in events.items():
+        spans = grid.spans(headers[path].seconds, options.windows, options.hop)
+        for annotation in annotations:
+            if _windows_holding(annotation, spans, options) == []:
+                times = f"[{annotation.start:g}, {annotation.end:g}) s"
+                errors.add("between-windows", f"{annotation.where or path}: {times}")
+
+
 def _is_same(one: Annotation, other: Annotation) -> bool:
     """Whether two annotations of the same labels agree in all that both state, as tables round."""
     are_of_one_table = one.where.rpartition(":")[0] == other.where.rpartition(":")[0]
@@ -539,38 +559,34 @@ def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
 def windows_of(
     events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options
 ) -> Iterator[Part]:
-    """Windows of a recording, the last one at its end, with the classes that overlap each."""
-    length = options.windows
-    starts = _window_starts(seconds, length, options.hop or length)
+    """Windows of a recording, the last one at its end, with the classes that each holds."""
+    spans = grid.spans(seconds, options.windows, options.hop or options.windows)
     labels_of: dict[int, set[int]] = defaultdict(set)  # window with events -> classes
     throughout: set[int] = set()
     for annotation in events:
         labels = {numbers[label] for label in annotation.labels}
-        event_start, event_end = annotation.start, annotation.end
-        if event_start is None or event_end is None:
+        windows = _windows_holding(annotation, spans, options)
+        if windows is None:
             throughout |= labels
             continue
-        min_overlap = min(options.min_overlap, event_end - event_start, length) - 1e-9
-        first = max(0, int((event_start - length) / (options.hop or length)) - 1)
-        for k in range(first, len(starts)):
-            if starts[k] >= event_end:
-                break
-            overlap = min(event_end, starts[k] + length) - max(event_start, starts[k])
-            if overlap >= min_overlap:
-                labels_of[k] |= labels
-    for k, start in enumerate(starts):
+        for k in windows:
+            labels_of[k] |= labels
+    for k, (start, end) in enumerate(spans):
         labels = labels_of.get(k, set()) | throughout
         if labels or options.empty:
-            end = min(round(start + length, 6), seconds)
             yield Part(start, end, tuple(sorted(labels)), None, None, None)
 
 
-def _window_starts(seconds: float, length: float, hop: float) -> list[float]:
-    """Return where windows begin: on a grid, and one more that ends with the recording."""
-    if seconds <= length:
-        return [0.0]
-    n_windows = int((seconds - length) / hop + 1e-9) + 1
-    starts = [round(k * hop, 6) for k in range(n_windows)]
-    if starts[-1] + length < seconds - 1e-6:
-        starts.append(round(seconds - length, 6))
-    return starts
+def _windows_holding(
+    annotation: Annotation, spans: Sequence[tuple[float, float]], options: Options
+) -> list[int] | None:
+    """Return the numbers of the windows that hold an event, or None if it is without times."""
+    start, end = annotation.start, annotation.end
+    if start is None or end is None:
+        return None
+    # Windows are in the order of their starts, and of their ends.
+    first = bisect.bisect_right(spans, start, key=lambda span: span[1])
+    stop = bisect.bisect_left(spans, end, key=lambda span: span[0])
+    near = np.array(spans[first:stop], np.float64).reshape(-1, 2)
+    holds = grid.holding(near[:, 0], near[:, 1], (start, end), options.min_overlap)
+    return (first + np.flatnonzero(holds)).tolist()

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from loaders.audio import shards
-from loaders.audio.recordings import columns, headers, rows, sources, store
+from loaders.audio.recordings import columns, grid, headers, rows, sources, store
 from loaders.audio.recordings.annotations import KEEP, Annotation, Errors
 from loaders.audio.recordings.find import is_audio, walk
 from loaders.audio.recordings.headers import Header
@@ -68,7 +68,7 @@ class Windows:
             header = self.recordings[recording_number].header
             first = int(self.first[recording_number])
             next_first = int(self.first[recording_number + 1])
-            parts = _cut(header, self.seconds, self.hop)
+            parts = grid.spans(header.seconds, self.seconds, self.hop)
             for begin, end in parts[start - first : min(stop, next_first) - first]:
                 yield recording_number, begin, end
             start = next_first
@@ -163,7 +163,9 @@ def cut(
         raise DataError(
             f"none of {len(paths)} recordings can be read{first_error}; name some that can"
         )
-    n_windows = [len(_cut(recording.header, seconds, hop)) for recording in recordings]
+    n_windows = [
+        len(grid.spans(recording.header.seconds, seconds, hop)) for recording in recordings
+    ]
     first = np.concatenate([[0], np.cumsum(n_windows)])
     return Windows(root, recordings, seconds, hop, first.astype(np.int64))
 
@@ -188,11 +190,6 @@ def _with_samples(
         else:
             errors.add("unreadable-file", f"{path} holds no samples")
     return recordings
-
-
-def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]]:
-    options = rows.Options(windows=seconds, hop=hop)
-    return [part[:2] for part in rows.windows_of([], header.seconds, {}, options)]
 
 
 def _recordings_of(
