@@ -93,6 +93,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         REFUSE,
         True,
     ),
+    "time-expansion": (
+        "a recording whose header states another time expansion than it is read with",
+        KEEP,
+        True,
+    ),
     "other-time": (
         "a recording whose header or table has another time than its name; kept: not the name's",
         KEEP,

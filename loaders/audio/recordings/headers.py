@@ -19,6 +19,7 @@ SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies
 LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
 CHUNKS = 64  # that are looked at in a WAV's header
 LARGEST = 1 << 16  # [bytes] of a header chunk that is read
+WAMD_TIME_EXPANSION = 0x0F  # the number of a field
 MORE = (1 << 63) - 1  # frames that a file states which goes on for an unknown time
 
 
@@ -37,7 +38,9 @@ class Header:
     stated: int
     cancels: bool  # its two channels cancel each other: their mean is almost silence
     digest: str  # of a few bytes: equal for copies
-    about: dict[str, str]  # date, time, latitude, longitude, site, of its header or its name
+    # date, time, latitude, longitude, site, of its header or its name; time_expansion of its
+    # header, and the chunk that states it
+    about: dict[str, str]
 
     @property
     def seconds(self) -> float:
@@ -45,9 +48,18 @@ class Header:
 
 
 def read_all(
-    paths: Iterable[str], known: Mapping[str, Header], errors: Errors, threads: int = 0
+    paths: Iterable[str],
+    known: Mapping[str, Header],
+    errors: Errors,
+    threads: int = 0,
+    *,
+    time_expansion: float | None = None,
 ) -> tuple[dict[str, Header], int]:
-    """Return the headers of readable recordings, by path, and how many were not ``known``."""
+    """Return the headers of readable recordings, by path, and how many were not ``known``.
+
+    ``time_expansion``: times slower than life that the recordings are taken to be; None: nothing
+    decides that yet.
+    """
     paths = sorted(set(paths))
     headers: dict[str, Header] = {}
     n_read = 0
@@ -62,7 +74,8 @@ def read_all(
                 errors.add(*outcome)
                 continue
             n_read += outcome is not known.get(path)
-            if _is_kept(path, outcome, errors):
+            is_kept = _is_kept(path, outcome, errors)
+            if is_kept and _has_its_speed(path, outcome, time_expansion, errors):
                 headers[path] = outcome
                 _note_other_time(path, outcome, errors)
     return headers, n_read
@@ -81,6 +94,19 @@ def _is_kept(path: str, header: Header, errors: Errors) -> bool:
         if not errors.add("stale-header", text):
             return False
     return not header.cancels or errors.add("opposite-channels", path)
+
+
+def _has_its_speed(path: str, header: Header, time_expansion: float | None, errors: Errors) -> bool:
+    """Count a header that states another slow-down. Return whether the recording is used."""
+    stated = header.about.get("time_expansion", "")
+    if not stated or float(stated) == (time_expansion or 1.0):
+        return True
+    text = f"{path}: its {header.about.get('time_expansion_of')} states the time expansion {stated}"
+    if time_expansion is None:
+        text += f"; train with --config.data.time_expansion={stated}"
+    else:
+        text += f", and it is read with {time_expansion:g}; say --time-expansion {stated}"
+    return errors.add("time-expansion", text)
 
 
 def _note_other_time(path: str, header: Header, errors: Errors) -> None:
@@ -165,7 +191,7 @@ def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
 
 
 def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
-    """Date and place of AudioMoth's and GUANO's chunks in a WAV whose first chunk is next."""
+    """Read the chunks of AudioMoth, GUANO and WAMD in a WAV whose first chunk is next."""
     long_size = 0  # of the data, by a chunk of files beyond 4 GiB
     about: dict[str, str] = {}
     for _ in range(CHUNKS):
@@ -180,12 +206,14 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
             if length > size - file.tell() or length == 0:
                 break
         body = b""
-        if name in (b"ds64", b"guan", b"LIST"):
+        if name in (b"ds64", b"guan", b"wamd", b"LIST"):
             body = file.read(min(length, LARGEST))
         if name == b"ds64" and len(body) >= 16:
             (long_size,) = struct.unpack("<Q", body[8:16])
         elif name == b"guan":
             about |= from_guano(body.decode("utf-8", errors="replace"))
+        elif name == b"wamd":
+            about |= from_wamd(body)
         elif name == b"LIST":
             about |= from_audiomoth(body.replace(b"\0", b" ").decode("latin-1"))
         file.seek(length - len(body) + (length & 1), os.SEEK_CUR)
@@ -193,7 +221,10 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 
 def from_guano(text: str) -> dict[str, str]:
-    """Return date and place of a GUANO chunk (https://guano-md.org): "Timestamp: 2023-05-01T…"."""
+    """Return date, place and slow-down of a GUANO chunk (https://guano-md.org).
+
+    Its lines are "Timestamp: 2023-05-01T…", "Loc Position: 51.5 -0.1", "TE: 10".
+    """
     fields = {}
     for line in files.lines(text):
         key, _, value = line.partition(":")
@@ -202,7 +233,26 @@ def from_guano(text: str) -> dict[str, str]:
     place = fields.get("Loc Position", "").split()
     if len(place) == 2:
         about |= recorders.place(*place)
-    return about
+    return about | _slow_down(fields.get("TE", ""), "GUANO header (TE)")
+
+
+def _slow_down(text: str, header: str) -> dict[str, str]:
+    """time_expansion of a header's number, and the header, or nothing if it is none."""
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,6})?", text) or float(text) == 0:
+        return {}
+    return {"time_expansion": f"{float(text):g}", "time_expansion_of": header}
+
+
+def from_wamd(body: bytes) -> dict[str, str]:
+    """Return the slow-down of a chunk of Wildlife Acoustics: fields of number, size and content."""
+    at = 0
+    while at + 6 <= len(body):
+        number, size = struct.unpack_from("<HI", body, at)
+        content = body[at + 6 : at + 6 + size]
+        if number == WAMD_TIME_EXPANSION and len(content) == 2:
+            return _slow_down(str(int.from_bytes(content, "little")), "WAMD header")
+        at += 6 + size
+    return {}
 
 
 def from_audiomoth(text: str) -> dict[str, str]:

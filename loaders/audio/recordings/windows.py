@@ -25,10 +25,18 @@ class Recording:
 
     name: str  # relative to the root
     header: Header
+    time_expansion: float = 1.0  # times slower than life that it is
 
     def clock(self, seconds: float) -> str:
         """Date and time at a place, ISO 8601, or "" if neither header nor name has the begin."""
-        return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
+        date = self.header.about.get("date")
+        time = self.header.about.get("time")
+        return clock(date, time, seconds / self.time_expansion)
+
+    @property
+    def highest(self) -> float:
+        """The highest frequency that it holds [Hz]."""
+        return self.header.rate / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +127,18 @@ def cut(
     root: str = "",
     links: bool = False,
     reading: columns.Options | None = None,
+    time_expansion: float = 1.0,
     errors: Errors,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
     """Return the windows of recordings: files, folders, indexes, tables or lists that name some.
 
     Args:
+      seconds, hop: of a window, and from one to the next, in the time of the files.
       root: the folder that names are relative to; empty = a folder or index that is alone given, or
         the nearest that holds all.
       links: whether links may lead out of the root.
+      time_expansion: times slower than life that the recordings are.
       errors: takes every recording that cannot be read.
 
     Raises DataError: something given that is none of these, or nothing that can be read.
@@ -155,9 +166,11 @@ def cut(
                 "link-outside", f"{path} leads to {target}; links are followed with --follow-links"
             )
             paths.discard(path)
-    headers_by_path, n_read = headers.read_all(paths, known_headers, errors)
+    headers_by_path, n_read = headers.read_all(
+        paths, known_headers, errors, time_expansion=time_expansion
+    )
     note(f"{len(headers_by_path)} recordings, {n_read} headers read")
-    recordings = _with_samples(headers_by_path, root, errors)
+    recordings = _with_samples(headers_by_path, root, time_expansion, errors)
     if not recordings:
         first_error = f" ({errors.lines[0][1]})" if errors.lines else ""
         raise DataError(
@@ -178,17 +191,25 @@ def _common_root(folders: Sequence[str], paths: Iterable[str]) -> str:
 
 
 def _with_samples(
-    headers_by_path: Mapping[str, Header], root: str, errors: Errors
+    headers_by_path: Mapping[str, Header], root: str, time_expansion: float, errors: Errors
 ) -> list[Recording]:
-    """Return the recordings that have samples, by name. Count the others."""
+    """Return the recordings with samples, at a rate that can be read, by name. Count the others."""
     recordings = []
     for path in sorted(headers_by_path, key=lambda path: os.path.relpath(path, root)):
         header = headers_by_path[path]
-        if header.frames > 0:
-            name = os.path.relpath(path, root).replace(os.sep, "/")
-            recordings.append(Recording(name, header))
-        else:
+        rate = round(header.rate * time_expansion)
+        if header.frames <= 0:
             errors.add("unreadable-file", f"{path} holds no samples")
+        elif not headers.LOWEST <= rate <= headers.HIGHEST:
+            text = (
+                f"{path}: its sample rate is {header.rate} Hz, of which"
+                f" time_expansion={time_expansion:g} makes {rate}; expected {headers.LOWEST} to"
+                f" {headers.HIGHEST}"
+            )
+            errors.add("unreadable-file", text)
+        else:
+            name = os.path.relpath(path, root).replace(os.sep, "/")
+            recordings.append(Recording(name, header, time_expansion))
     return recordings
 
 
@@ -225,5 +246,6 @@ def _recordings_of(
 
 def lenient() -> Errors:
     """Drop the rows of all errors. Read a truncated recording to its end."""
-    kept_kinds = [f"truncated-file={KEEP}", f"stale-header={KEEP}", f"opposite-channels={KEEP}"]
-    return Errors(["all=drop", *kept_kinds])
+    kept_kinds = ("truncated-file", "stale-header", "opposite-channels", "time-expansion")
+    policies = [f"{kind}={KEEP}" for kind in kept_kinds]
+    return Errors(["all=drop", *policies])

@@ -7,8 +7,9 @@
 RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of
 `jaxtrain export`. RECORDING is a file, a folder, an index of `jaxtrain index`, or a table or list
 that names some. Each recording is cut into windows as long as the clips that the run was trained
-on, with the last one at its end. Scores are softmax or sigmoid, as the run was trained, or those of
-a head by `jaxtrain fit` (--model).
+on, with the last one at its end. Times and frequencies are those of the file, also if it is slower
+than life (--time-expansion), and the time of day is that of life. Scores are softmax or sigmoid, as
+the run was trained, or those of a head by `jaxtrain fit` (--model).
 
     DIR/detections.csv             BirdNET-Analyzer's columns, and the time of day if it is known
         raven/NAME.selections.txt  selection tables
@@ -101,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="names of the run's classes in order, if it has none",
     )
     parser.add_argument(
+        "--time-expansion",
+        type=float,
+        metavar="TIMES",
+        help="times slower than life that recordings are (bats: often 10); default: the run's",
+    )
+    parser.add_argument(
         "--batch",
         type=arguments.positive,
         default=64,
@@ -138,6 +145,8 @@ def _detect(args: argparse.Namespace) -> int:
         "test": "",
         "views": 1,
     }
+    if args.time_expansion is not None:
+        changes["time_expansion"] = args.time_expansion
     data = encoder.data_config(model, **changes)
     head = _head(args, model, data)
     classes = list(range(len(head.names)))
@@ -154,7 +163,7 @@ def _detect(args: argparse.Namespace) -> int:
     note = _note if membership.process == 0 else lambda text: None
     windows, errors = encoder.cut_windows(
         args.recordings,
-        data.clip_seconds,
+        data,
         overlap=args.overlap,
         root=args.root,
         links=args.follow_links,
@@ -192,7 +201,8 @@ def _detect(args: argparse.Namespace) -> int:
             f"{args.out}: other processes have windows left; the last one to end writes the tables"
         )
         return 0
-    options = detections.Options(bounds, not args.no_merge, args.min_duration, (0.0, data.highest))
+    highest = data.highest / data.time_expansion
+    options = detections.Options(bounds, not args.no_merge, args.min_duration, (0.0, highest))
     # of processes that end together, one writes the tables
     with open(parts.folder / ".lock", "a") as lock:
         try:

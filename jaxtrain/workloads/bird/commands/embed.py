@@ -181,10 +181,9 @@ def _embed_windows(
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
-    seconds = encoder.data_config(model, **changes).clip_seconds
     windows, errors = encoder.cut_windows(
         args.recordings,
-        seconds,
+        encoder.data_config(model, **changes),
         overlap=args.overlap,
         root=args.audio_root,
         links=args.follow_links,

@@ -57,7 +57,7 @@ class Options(NamedTuple):
     thresholds: np.ndarray  # float32 [classes]: a score from which on a class is there
     merge: bool = True  # neighbouring windows are one detection
     min_duration: float = 0.0  # [s] of a detection, at least
-    # [Hz] that the encoder hears, for tables with frequencies
+    # [Hz] of the files that the encoder hears, for tables with frequencies
     band: tuple[float, float] = (0.0, 0.0)
 
 
@@ -227,7 +227,8 @@ def _write_tables(
 ) -> None:
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]
-    low, high = (f"{value:.1f}" for value in band)
+    low = f"{band[0]:.1f}"
+    high = f"{min(band[1], recording.highest):.1f}"
     file_name = _plain(recording.name.rpartition("/")[2])
     selections = ["\t".join(RAVEN)]
     labels = []

@@ -268,7 +268,8 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
     for date, time_of_day, start in zip(
         columns["date"], columns["time"], columns["start"], strict=True
     ):
-        clocks.append(windows.clock(date, time_of_day, start or 0.0) or None)
+        seconds = (start or 0.0) / data.time_expansion
+        clocks.append(windows.clock(date, time_of_day, seconds) or None)
     root = data.audio_root
     if not root and of_index:
         root = str(shards.index_root(of_index))

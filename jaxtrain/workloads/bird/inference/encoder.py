@@ -169,20 +169,34 @@ Outputs = dict[str, jax.Array]
 
 
 def cut_windows(
-    recordings: Sequence[str], seconds: float, *, overlap: float, **options: Any
+    recordings: Sequence[str], data: spectrogram.Config, *, overlap: float, **options: Any
 ) -> tuple[windows.Windows, Errors]:
-    """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
+    """Cut recordings into windows as long as a clip, of which ``overlap`` s are shared.
 
-    ``options``: those of `loaders.audio.recordings.windows.cut`. Returns the windows, and the
-    recordings that cannot be read. Raises InferenceError, DataError.
+    Times are those of the files, also if these are slower than life. ``options``: those of
+    `loaders.audio.recordings.windows.cut`. Returns the windows, and the recordings that cannot be
+    read. Raises InferenceError, DataError.
     """
+    if not 0 < data.time_expansion < float("inf"):
+        raise InferenceError(
+            f"--time-expansion is {data.time_expansion:g}; expected a number above 0"
+        )
+    seconds = round(data.clip_seconds * data.time_expansion, 6)
     if not 0 <= overlap < seconds:
         raise InferenceError(
             f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less"
         )
     errors = windows.lenient()
     hop = round(seconds - overlap, 6)
-    return windows.cut(recordings, seconds=seconds, hop=hop, errors=errors, **options), errors
+    cut = windows.cut(
+        recordings,
+        seconds=seconds,
+        hop=hop,
+        time_expansion=data.time_expansion,
+        errors=errors,
+        **options,
+    )
+    return cut, errors
 
 
 class Setup(NamedTuple):

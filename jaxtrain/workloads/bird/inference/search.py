@@ -236,17 +236,22 @@ class Encoder:
                 f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run}"
                 f" holds {self._model.digest}; name the run, and step, that it was made by: --run"
             )
+        changes: dict[str, Any] = {}
+        slow_down = folder.front_end.get("time_expansion")
+        if isinstance(slow_down, int | float):
+            changes["time_expansion"] = float(slow_down)
         # The recordings of "demo" are not read.
         self._data = encoder.data_config(
-            self._model, label="", multilabel=False, train="demo", test=""
+            self._model, label="", multilabel=False, train="demo", test="", **changes
         )
         for field, problem in self._data.validate():
             raise InferenceError(f"{run}: its config.data.{field} {problem}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
-        """Return the features of the window at ``start`` [s], or of the file's centre: float32 [D].
+        """Return the features of the window at ``start``, or of the file's centre: float32 [D].
 
-        Raises DataError: the file cannot be read, or ends before.
+        ``start`` [s] is in the time of the file, also if that is slower than life. Raises
+        DataError: the file cannot be read, or ends before.
         """
         data = self._data
         try:
@@ -275,11 +280,10 @@ class Encoder:
         if start is None:
             first = max(0, (n_samples - length) // 2)
         else:
-            first = round(start * rate)
+            first = round(start * stored_rate)
         if first >= n_samples:
-            raise DataError(
-                f"{path} has {n_samples / rate:.3f} s, and the query begins at {start} s"
-            )
+            seconds = n_samples / stored_rate
+            raise DataError(f"{path} has {seconds:.3f} s, and the query begins at {start} s")
         first = max(0, min(first, n_samples - length))
         wave, _, _ = spectrogram.decode(content, first, min(length, n_samples - first))
         return wave, rate
