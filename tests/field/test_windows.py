@@ -56,3 +56,67 @@ def test_a_little_more_sound_than_a_window_makes_no_twin(tmp_path, seconds):
     table = f"file,start,end,label\na.wav,{end - 0.01},{end},wren\n"
     rows, _ = index(tmp_path, table, "--windows", "5")
     assert rows == [("a.wav", 0.0, end, ("wren",))]
+
+
+ANSWERED = """file,start,end,label,validated
+a.wav,1,2,wren,present
+a.wav,5,6,wren,not present
+a.wav,9,10,wren,(not validated)
+a.wav,13,14,wren,noch nicht \u00fcberpr\u00fcft
+a.wav,13.5,13.7,robin,yes
+a.wav,17,18,wren,NA
+b.wav,1,2,wren,pending
+"""
+
+
+def test_an_answer_that_is_none_is_neither_a_class_nor_none(tmp_path, capsys):
+    for n, name in enumerate("ab"):
+        write_sound(tmp_path / "audio" / f"{name}.wav", 20, seed=n)
+    rows, counts = index(tmp_path, ANSWERED)
+    assert rows == [
+        ("a.wav", 1, 2, ("wren",)),
+        ("a.wav", 5, 6, ()),
+        ("a.wav", 13.5, 13.7, ("robin",)),
+    ]
+    assert counts == {"unanswered": 4}
+    assert "table.csv:4" in capsys.readouterr().err
+    rows, counts = index(tmp_path, ANSWERED, "--windows", "2")
+    labels = {start: names for _, start, _, names in rows}
+    silent = dict.fromkeys((2.0, 4.0, 6.0, 10.0, 14.0, 18.0), ())
+    assert labels == {0.0: ("wren",), 12.0: ("robin",), **silent}
+    rows, _ = index(tmp_path, ANSWERED, "--answer-column", "none")
+    assert [row[3] for row in rows].count(("wren",)) == 6
+
+
+def test_a_column_of_classes_may_leave_some_open(tmp_path):
+    write_sound(tmp_path / "audio" / "a.wav", 20)
+    table = "file,start,end,robin,wren\na.wav,1,2,1,0\na.wav,5,6,0,NA\na.wav,9,10,0,unsure\n"
+    rows, counts = index(tmp_path, table, "--windows", "4")
+    assert [(row[1], row[3]) for row in rows] == [(0.0, ("robin",)), (12.0, ()), (16.0, ())]
+    assert counts == {"unanswered": 2}
+
+
+@pytest.mark.parametrize("cells", ["accepted pending", "accepted zu_pr\u00fcfen", "pendiente todo"])
+def test_a_status_that_is_open_is_asked_about(tmp_path, cells, capsys):
+    write_sound(tmp_path / "audio" / "a.wav", 20)
+    first, second = cells.split()
+    table = f"file,start,end,label,status\na.wav,1,2,wren,{first}\na.wav,5,6,wren,{second}\n"
+    index(tmp_path, table, code=2)
+    told = capsys.readouterr().err
+    assert "'status' holds" in told and "--answer-column" in told
+
+
+@pytest.mark.parametrize(
+    "columns", ["playback,songtype", "rain,wind,call type", "playback,birdcall"]
+)
+def test_flags_next_to_words_are_no_classes(tmp_path, columns, capsys):
+    write_sound(tmp_path / "audio" / "a.wav", 20)
+    n_flags = columns.count(",")
+    lines = [f"file,start,end,{columns}"]
+    lines.append("a.wav,3,5," + "FALSE," * n_flags + "trill")
+    lines.append("a.wav,8,9," + "TRUE," * n_flags + "buzz")
+    index(tmp_path, "\n".join(lines) + "\n", code=2)
+    told = capsys.readouterr().err
+    name = columns.rpartition(",")[2]
+    assert f"{name!r} holds words such as 'trill'" in told
+    index(tmp_path, "\n".join(lines) + "\n", "--label-column", name)

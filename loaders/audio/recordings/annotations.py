@@ -148,7 +148,10 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "other-encoding": ("a table that is not in UTF-8", KEEP, True),
     "comment-line": ("a line that begins with #", DROP, False),
     "unanswered": (
-        "a line that was skipped in review, or says unknown of its classes",
+        (
+            "a line whose answer is none: skip, unsure, not validated, blank; windows that hold"
+            " it alone are left out. --answer-column none takes all labels as they are"
+        ),
         DROP,
         False,
     ),
@@ -194,6 +197,7 @@ class Annotation:
     # recording, site, date, time, latitude, longitude
     about: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nothing: bool = False  # the recording has no events, and gives windows alone
+    unanswered: bool = False  # nobody has said what it is: neither a class nor none
 
     def __str__(self) -> str:
         text = self.path

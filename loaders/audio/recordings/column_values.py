@@ -6,8 +6,9 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
-from loaders.audio.recordings import values
+from loaders.audio.recordings import answer_words, values
 from loaders.audio.recordings.column_names import (
+    LABEL,
     NUMBERING,
     NUMBERS,
     OF_DAY,
@@ -23,6 +24,8 @@ from loaders.audio.recordings.find import is_audio
 from loaders.audio.recordings.tables import Table
 from loaders.base import DataError
 
+LONGEST_LABEL = 8  # [words]
+MAX_FLAGS = 4  # columns of 0 and 1 that may all be about the line, and no classes
 PATHS = {"path", "filepath", "dir", "folder"}  # words in the name of a column that may hold folders
 # Meanings whose columns may be a class if they hold 0 and 1: `fin`, `low`, `view`.
 SOFT = ("end", "low", "high", "view")
@@ -220,6 +223,7 @@ def classes(table: Table, by_meaning: Mapping[str, list[str]], optional: bool) -
         _refuse_flags(table, class_names)
         _refuse_repeated(table, class_names)
         _refuse_numbers(table, class_names, unknown)
+        _refuse_words(table, class_names, unknown)
     candidates = _named_candidates(table, HARD if class_names else (*HARD, *PLACES))
     if not class_names:  # DCASE's has a column Q
         class_names = [name for name in candidates if values.are_posneg(table.values(name))]
@@ -281,6 +285,50 @@ def _refuse_numbers(table: Table, class_names: Sequence[str], unknown: Sequence[
             _refuse_doubt(table, class_names, name, number)
 
 
+def _refuse_words(table: Table, class_names: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raise DataError for a column of words next to some of 0 and 1: it may be the labels.
+
+    Several columns of which each line has a yes are classes all the same.
+    """
+    if _are_all_labelled(table, class_names):
+        return
+    for name in unknown:
+        if name in class_names or not _holds_words(table, name):
+            continue
+        if len(class_names) > MAX_FLAGS and LABEL.isdisjoint(words(name)):
+            continue
+        text = filled_cells(table, name)[0]
+        raise DataError(
+            f"{table.path} has columns of 0 and 1 ({', '.join(class_names[:4])}), and {name!r}"
+            f" holds words such as {text[:40]!r}; name the labels: --label-column {name!r}, or the"
+            f" classes: --label-column '{','.join(class_names)}'"
+        )
+
+
+def _are_all_labelled(table: Table, class_names: Sequence[str]) -> bool:
+    """Whether each line has a yes in one of several columns."""
+    if len(class_names) < 2:
+        return False
+    for _, row in table.rows():
+        if not any(values.answer(row[name]) for name in class_names):
+            return False
+    return True
+
+
+def _holds_words(table: Table, name: str) -> bool:
+    """Whether a column may hold labels: words that are no dates, times, paths or sentences."""
+    texts = filled_cells(table, name)
+    named = [text for text in texts if re.search(r"[^\W\d_]{2}", text)]
+    if not named or len(named) < len(texts) / 2:
+        return False
+    if values.are_answers(texts) or values.are_splits(texts) or are_audio(table, name):
+        return False
+    are_dates = all(map(values.has_day, texts))
+    are_places = all(re.search(r"[/\\]|://", text) for text in texts)
+    are_sentences = max(len(text.split()) for text in texts) > LONGEST_LABEL
+    return not (are_dates or are_places or are_sentences or values.like_times(texts))
+
+
 def _named_candidates(table: Table, excluded_meanings: Collection[str]) -> list[str]:
     """Return the columns of 0 and 1 that may be classes although their names mean other things."""
     candidates = []
@@ -336,7 +384,7 @@ def refuse_no_answers(table: Table, names: Sequence[str]) -> None:
     for name in names:
         for number, row in table.rows():
             text = row[name]
-            if not values.given(text) or text.casefold() in values.OPEN:
+            if not values.given(text) or answer_words.is_open(text):
                 continue
             if values.answer(text) is None:
                 raise DataError(

@@ -753,13 +753,16 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
 
 
 def _denied_cells(name: str, texts: Sequence[str]) -> list[str]:
-    """Return the cells that deny their label, and those that are no verdict next to verdicts."""
-    denial = "yes" if plain(name) in DENYING else "no"
+    """Return the cells that deny their label or leave it open, of a column of verdicts.
+
+    A blank cell leaves it open, except in a column of those that are to be removed.
+    """
     letters = values.are_letters(texts)
     verdicts = [values.verdict(text, letters) for text in texts]
-    denials: set[str | None] = {denial}
-    if any(verdicts):  # else it is no column of verdicts
-        denials.add(None)
+    if not any(verdicts):  # it is no column of verdicts
+        return []
+    denials: set[str | None] = {None, "skip"}
+    denials |= {"yes"} if plain(name) in DENYING else {"no", ""}
     pairs = zip(texts, verdicts, strict=True)
     return [text for text, verdict in pairs if verdict in denials]
 

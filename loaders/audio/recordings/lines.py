@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from loaders.audio.recordings import column_names, column_values, values
+from loaders.audio.recordings import answer_words, column_names, column_values, values
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.audio.recordings.tables import Table
@@ -42,6 +42,7 @@ class Line:
     high: float | None
     channel: int | None  # from 0
     answer: str  # "yes", "no" or "skip"; "" without a column of answers
+    open_classes: tuple[str, ...]  # columns of classes of which the line says unknown
     split: str
     about: Mapping[str, str]  # recording, site, date, time, latitude, longitude
     row: Row
@@ -93,6 +94,7 @@ class _LineReader:
         if answer_column := layout.column("answer"):
             answers = layout.table.values(answer_column)
             self._answers_are_letters = values.are_letters(answers)
+        self._blanks_are_open = _says_no(layout)
         has_answers = bool(layout.classes or layout.by_meaning.get("answer"))
         self._may_lack_label = has_answers or options.label_column == "none"
 
@@ -114,6 +116,9 @@ class _LineReader:
         except ValueError as error:
             self._errors.add("bad-date", f"{where}: {error}, or --date-column none")
             return None
+        open_classes = self._open_classes(row)
+        if open_classes and labels_of_row and not self._errors.add("open-class", where):
+            return None
         if not self._keeps_labels(where, row, start, labels_of_row):
             return None
         split = values.split_of(layout.text(row, "split"))
@@ -129,10 +134,20 @@ class _LineReader:
             high=_frequency(layout, row, "high"),
             channel=self._channels.of(row, where),
             answer=answer,
+            open_classes=open_classes,
             split=split,
             about=about,
             row=row,
         )
+
+    def _open_classes(self, row: Row) -> tuple[str, ...]:
+        """Return the columns of classes that hold an answer that is none, such as unknown."""
+        open_classes = []
+        for name in self._layout.classes:
+            is_blank = self._blanks_are_open and not values.given(row[name])
+            if is_blank or answer_words.is_open(row[name]):
+                open_classes.append(name)
+        return tuple(open_classes)
 
     def _refuse_sheet_errors(self, row: Row) -> None:
         for name in self._sheet_error_columns:
@@ -143,10 +158,6 @@ class _LineReader:
         self, where: str, row: Row, start: float | None, labels_of_row: tuple[str, ...]
     ) -> bool:
         """Report doubtful labels of a line. Returns whether no error drops the line."""
-        if any(row[name].casefold() in values.OPEN for name in self._layout.classes):
-            kind = "open-class" if labels_of_row else "unanswered"
-            if not self._errors.add(kind, where):
-                return False
         if problem := self._labels.joined(labels_of_row):
             self._errors.add("joined-labels", f"{where}: {problem}")
         has_calls = not all(map(values.says_none, labels_of_row))
@@ -158,6 +169,15 @@ class _LineReader:
         if not labels_of_row and (needs_label or text):
             self._errors.add("no-label", f"{where}: {text!r}" if text else where)
         return True
+
+
+def _says_no(layout: Layout) -> bool:
+    """Return whether a column of a class holds 0 or no, so that a blank cell is no answer."""
+    for name in layout.classes:
+        for text in column_values.filled_cells(layout.table, name):
+            if values.answer(text) is False:
+                return True
+    return False
 
 
 def _find_sheet_errors(layout: Layout) -> list[str]:
@@ -523,11 +543,16 @@ def _file(layout: Layout, row: Row) -> str:
 
 
 def _answer(layout: Layout, row: Row, letters: bool) -> str:
-    """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine."""
+    """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine.
+
+    A blank cell is none, except in a column of those that are to be removed.
+    """
+    name = layout.column("answer")
+    if not name:
+        return ""
     text = layout.text(row, "answer")
     if not text:
-        return ""
-    name = layout.column("answer") or ""
+        return "yes" if column_names.plain(name) in column_names.DENYING else "skip"
     is_absent = column_names.is_absent(name, text)
     if is_absent is None:
         verdict = values.verdict(text, letters)

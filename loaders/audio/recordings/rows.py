@@ -278,7 +278,20 @@ def _checked_by_recording(
         checked = _checked(annotation, header, classes, options, errors)
         if checked:
             events[path].append(checked)
-    return events, without_events
+    return _without_unanswered(events, options), without_events
+
+
+def _without_unanswered(
+    events: Mapping[str, list[Annotation]], options: Options
+) -> dict[str, list[Annotation]]:
+    """Remove unanswered lines, except with windows, and recordings that have no other lines."""
+    answered = {}
+    for path, annotations in events.items():
+        of_recording = [annotation for annotation in annotations if not annotation.unanswered]
+        if annotations and not of_recording:
+            continue
+        answered[path] = annotations if options.windows else of_recording
+    return answered
 
 
 def _recording_problem(
@@ -376,7 +389,8 @@ def _without_doubles(
     """Return a recording's annotations by time, without doubles, conflicts and overlaps."""
     distinct: dict[tuple[Any, ...], list[Annotation]] = {}
     for annotation in sorted(events, key=_order):
-        earlier = distinct.setdefault((annotation.labels, annotation.split), [])
+        statement = (annotation.labels, annotation.unanswered, annotation.split)
+        earlier = distinct.setdefault(statement, [])
         place = _place_of_double(earlier, annotation)
         if place is None:
             earlier.append(annotation)
@@ -563,17 +577,20 @@ def windows_of(
     spans = grid.spans(seconds, options.windows, options.hop or options.windows)
     labels_of: dict[int, set[int]] = defaultdict(set)  # window with events -> classes
     throughout: set[int] = set()
+    unanswered: set[int] = set()  # windows
     for annotation in events:
         labels = {numbers[label] for label in annotation.labels}
         windows = _windows_holding(annotation, spans, options)
-        if windows is None:
+        if annotation.unanswered:
+            unanswered |= set(range(len(spans)) if windows is None else windows)
+        elif windows is None:
             throughout |= labels
-            continue
-        for k in windows:
-            labels_of[k] |= labels
+        else:
+            for k in windows:
+                labels_of[k] |= labels
     for k, (start, end) in enumerate(spans):
         labels = labels_of.get(k, set()) | throughout
-        if labels or options.empty:
+        if labels or (options.empty and k not in unanswered):
             yield Part(start, end, tuple(sorted(labels)), None, None, None)
 
 

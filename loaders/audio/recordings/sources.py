@@ -483,27 +483,33 @@ def _read_table(
             audio = finder.find(line.file, table.path, line.where)
         else:
             audio = finder.next_to(table.path, line.where)
-        if line.answer == "skip" and not line.labels:
+        if _is_unanswered(line):
             errors.add("unanswered", line.where)
-        elif audio:
+        if audio:
             yield _of_line(line, audio, has_times)
+
+
+def _is_unanswered(line: lines.Line) -> bool:
+    return line.answer == "skip" or bool(line.open_classes and not line.labels)
 
 
 def _of_line(line: lines.Line, audio: str, has_times: bool) -> Annotation:
     """Return the annotation of a line of a table, which may have a column of times."""
     says_nothing = all(map(values.says_none, line.labels))
+    is_unanswered = _is_unanswered(line)
     return Annotation(
         audio,
         start=line.start,
         end=line.end,
-        labels=() if line.answer == "no" else line.labels,
+        labels=() if line.answer == "no" or is_unanswered else line.labels,
         low=line.low,
         high=line.high,
         channel=line.channel,
         split=line.split,
         where=line.where,
         about=line.about,
-        nothing=has_times and line.start is None and says_nothing,
+        nothing=has_times and line.start is None and says_nothing and not is_unanswered,
+        unanswered=is_unanswered,
     )
 
 

@@ -5,6 +5,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime
 
+from loaders.audio.recordings.answer_words import (
+    CONFIRMED,
+    DENIED,
+    JUDGEMENTS,
+    NO,
+    YES,
+    is_open,
+    says_open,
+)
+
 
 def _split(words: str) -> set[str]:
     return set(words.split(", "))
@@ -13,19 +23,6 @@ def _split(words: str) -> set[str]:
 # Of R, pandas and SQL, and of people.
 MISSING = {""} | _split(
     "NA, na, N/A, n/a, <NA>, NaN, nan, NAN, NULL, null, Null, None, none, NONE, n.a."
-)
-YES = _split(
-    "1, 1.0, true, t, yes, y, x, present, correct, positive, pos, wahr, vrai, verdadero, ja, oui,"
-    " si, sí, ✓, ✔"
-)
-NO = _split(
-    "0, 0.0, false, f, no, n, -, absent, not present, incorrect, negative, neg, falsch, faux,"
-    " falso, nein, non"
-)
-OPEN = _split(
-    "skip, unknown, unk, unvalidated, not validated, (not validated), undefined, pending,"
-    " unverified, unchecked, unreviewed, not reviewed, needs review, needs id, uncertain, unsure,"
-    " ---"
 )
 LETTERS = {"p": "yes", "a": "no"}  # of a column of presence and absence that holds nothing else
 # Labels, without case and marks, that say that nothing was heard, and that it is not known who was.
@@ -45,18 +42,6 @@ WORDED = (
     re.compile(r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})" + CLOCK),
 )
 WORDS = 100  # different spellings of answers in a column, at most
-# Words of columns of answers alone.
-CONFIRMED = _split(
-    "confirmed, accepted, verified, approved, valid, validated, tp, true positive, ok, agree,"
-    " agreed, richtig, korrekt, bestätigt, akzeptiert, gültig, confirmé, accepté, validé,"
-    " correcto, confirmado, aceptado"
-)
-DENIED = _split(
-    "rejected, denied, wrong, invalid, fp, false positive, discarded, deleted, disagree,"
-    " disagreed, not ok, nok, not confirmed, abgelehnt, verworfen, ungültig, nicht bestätigt,"
-    " rejeté, refusé, incorrecto, rechazado"
-)
-JUDGEMENTS = OPEN | CONFIRMED | DENIED
 SPLIT_NAMES = "train test val valid validation dev eval evaluation holdout".split()
 SPLITS = dict(zip(SPLIT_NAMES, SPLIT_NAMES, strict=True))
 SPLITS |= {
@@ -281,10 +266,10 @@ def verdict(text: str, letters: bool = False) -> str | None:
         return LETTERS[folded]
     if not given(text):
         return ""
+    if is_open(text):
+        return "skip"
     bare = " ".join(re.findall(r"[^\W_]+", folded))  # of true_positive
     judgement = bare if bare in JUDGEMENTS else folded
-    if judgement in OPEN:
-        return "skip"
     if judgement in CONFIRMED:
         return "yes"
     if judgement in DENIED:
@@ -304,21 +289,25 @@ def _spellings(texts: Iterable[str]) -> set[str]:
 
 
 def are_verdicts(texts: Iterable[str]) -> bool:
-    """Whether all are verdicts on labels, some in words used for nothing else: rejected, FP."""
+    """Whether all are verdicts on labels, some in words used for nothing else: rejected, FP.
+
+    Confirmed is such a word next to an answer that is none, such as pending.
+    """
     verdicts = {text: verdict(text) for text in _spellings(texts)}
     if None in verdicts.values():
         return False
-    return any(verdicts[text] == "no" and answer(text) is None for text in verdicts)
+    own_verdicts = {verdicts[text] for text in verdicts if answer(text) is None}
+    return "no" in own_verdicts or {"yes", "skip"} <= own_verdicts
 
 
 def are_answers(texts: Iterable[str], both: bool = False) -> bool:
     """Whether a column holds yes and no alone, some of them open, and both if asked for."""
     spellings = _spellings(texts)
-    closed = spellings - OPEN
+    closed = {text for text in spellings if not says_open(text)}
     answers = set(map(answer, closed))
     if not closed or None in answers:
         return False
-    return not both or len(answers) == 2 or not spellings.isdisjoint(OPEN)
+    return not both or len(answers) == 2 or len(closed) < len(spellings)
 
 
 def are_splits(texts: Sequence[str], train: bool = False) -> bool:

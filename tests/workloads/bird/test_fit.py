@@ -351,13 +351,13 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
     folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6))
     (tmp_path / "t.csv").write_text(
         "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n"
-        "/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
+        "/elsewhere/0.wav,2.1,2.2,wren,x\n0.wav,3,4,owl,skip\n"
     )
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"), background=1)
     assert (
         given.names == ("owl", "wren")
         and given.rows[0].tolist()[:3] == [0, 1, 2]
-        and given.rows[0][3] in (3, 4, 5)
+        and given.rows[0][3] in (4, 5)  # row 3 was skipped
     )
     assert given.y.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
     assert given.known.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
@@ -379,7 +379,7 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
         ),
         (
             "file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n"
-            "0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
+            "0.wav,1,2,owl,no\n0.wav,2,3,wren,yes\n0.wav,3,4,wren,\n",
             [[1, 0], [0, 0], [0, 1]],
             [[1, 1], [1, 0], [1, 1]],
         ),
@@ -392,6 +392,49 @@ def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y
     (tmp_path / "t.csv").write_text(text)
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"))
     assert (given.rows[0].tolist(), given.y.tolist(), given.known.tolist()) == ([0, 1, 2], y, known)
+
+
+@pytest.mark.parametrize(
+    ("text", "y", "known"),
+    [
+        # an answer that is none makes its row neither an example nor a background
+        (
+            "file,start,end,label,validated\n0.wav,0,1,owl,present\n0.wav,1,2,owl,(not validated)\n"
+            "0.wav,2,3,wren,no\n0.wav,3,4,owl,NA\n0.wav,3,4,wren,unsicher\n",
+            [[1, 0], [0, 0]],
+            [[1, 1], [0, 1]],
+        ),
+        # next to another answer it leaves its class open
+        (
+            "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0,1,wren,skip\n"
+            "0.wav,1,2,wren,yes\n0.wav,2,2.4,owl,no\n0.wav,2.5,3,owl,unsure\n0.wav,3,4,,skip\n",
+            [[1, 0], [0, 1]],
+            [[1, 0], [1, 1]],
+        ),
+        (
+            "file,start,end,owl,wren\n0.wav,0,1,1,unknown\n0.wav,1,2,0,1\n0.wav,2,3,0,\n"
+            "0.wav,3,4,pending,NA\n",
+            [[1, 0], [0, 1], [0, 0]],
+            [[1, 0], [1, 1], [1, 0]],
+        ),
+        # a bit of a short call is neither
+        (
+            "file,start,end,label\n0.wav,0.95,1.2,owl\n0.wav,2.9,3.1,wren\n0.wav,2,3,owl\n",
+            [[1, 0], [1, 1], [0, 1]],
+            [[1, 1]] * 3,
+        ),
+    ],
+)
+def test_an_answer_that_is_none_makes_no_example(tmp_path, text, y, known):
+    """Rows of 1 s of a recording of 6 s, of which the last two have no line."""
+    folder = embeddings.read(
+        fake(tmp_path / "e", np.ones((6, 3)), np.eye(2)[[0] * 6], ["a", "b"], [0] * 6)
+    )
+    (tmp_path / "t.csv").write_text(text)
+    given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"), background=9)
+    assert given.y.tolist() == [*y, [0, 0], [0, 0]]
+    assert given.known.tolist() == [*known, [1, 1], [1, 1]]
+    assert given.rows[0].tolist()[-2:] == [4, 5]
 
 
 def test_labels_of_other_recordings_are_counted(tmp_path, capsys):

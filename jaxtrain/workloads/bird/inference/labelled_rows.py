@@ -2,9 +2,11 @@
 
 Labels are the embeddings' own, or a table with a line for each part of a recording: file, start,
 end, label, and answer ("yes", "no", "skip"; without that column: yes). A row that holds at least
-`OVERLAP` seconds of a part, or all of a shorter one, has its label: one "yes" counts more than any
-"no". A row of some class is taken to have no other. A line without a label, or with 0 for all
-classes, says that its part has none. Of an example with denials alone, nothing else is known.
+`OVERLAP` seconds of a part, or all of a shorter one, has its label, or half as much if no row
+does. A "yes" counts more than a "skip", and a "skip" more than a "no". A row of some class is taken
+to have no other, but for those that were skipped, or of which it has a bit of a short call. A line
+without a label, or with 0 for all classes, says that its part has none. Of an example with denials
+alone, nothing else is known.
 """
 
 import os
@@ -17,13 +19,15 @@ import numpy as np
 from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
-from loaders.audio.recordings import class_names, columns, lines, tables
+from loaders.audio.recordings import class_names, columns, grid, lines, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
 from loaders.io import files
 
 OVERLAP = 0.25  # [s]
-ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
+YES, NO, OPEN = 1, 0, -1
+ANSWERS = {"yes": YES, "": YES, "no": NO, "skip": OPEN}
+RANKS = {NO: 0, OPEN: 1, YES: 2}  # of several answers to a label of a row, the highest counts
 
 
 class Part(NamedTuple):
@@ -35,6 +39,14 @@ class Part(NamedTuple):
     end: float  # [s], infinite if it is that of the recording
     label: str  # "" for no class
     answer: int  # of `ANSWERS`
+
+
+class Match(NamedTuple):
+    """A row, and a part that overlaps it."""
+
+    row: int
+    part: Part
+    holds: bool  # enough of the part, so that its answer is about the row
 
 
 class Examples(NamedTuple):
@@ -104,7 +116,9 @@ def of_table(
     parts = _read(path, reading or columns.Options(), errors)
     matches = [list(_matches(folder, parts, errors)) for folder in folders]
     inference.refuse(errors)
-    matched_lines = {part.where for of_folder in matches for _, part in of_folder}
+    matched_lines = set()
+    for of_folder in matches:
+        matched_lines |= {match.part.where for match in of_folder if match.holds}
     for part in parts:
         if part.where not in matched_lines:
             has_end = np.isfinite(part.end)
@@ -116,19 +130,23 @@ def of_table(
             f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check"
             " --labels"
         )
-    labels = {part.label for part in parts if part.where in matched_lines}
+    labels = set()
+    for part in parts:
+        if part.where in matched_lines and part.answer != OPEN:
+            labels.add(part.label)
     names = tuple(sorted(labels - {""}))
     if not names:
         raise InferenceError(
-            f"{path} has no label in any line about {folders[0].folder}; name its column:"
-            " --label-column"
+            f"{path} has no label in any line about {folders[0].folder} that has an answer; name"
+            " its column: --label-column"
         )
     rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
     for number, (folder, of_folder) in enumerate(zip(folders, matches, strict=True)):
         is_decoded = folder.decoded()
         answers = _answers(of_folder, is_decoded)
-        unlabelled = np.setdiff1d(np.flatnonzero(is_decoded), list(answers))
+        named_rows = sorted({match.row for match in of_folder})
+        unlabelled = np.setdiff1d(np.flatnonzero(is_decoded), named_rows)
         n_background = background // len(folders)
         if number < background % len(folders):
             n_background += 1
@@ -144,16 +162,21 @@ def of_table(
     return Examples(rows, np.concatenate(ys), np.concatenate(knowns), _numbers(groups), names)
 
 
-def _answers(
-    matches: Iterable[tuple[int, Part]], is_decoded: np.ndarray
-) -> dict[int, dict[str, int]]:
-    """Return the answer, 0 or 1, to each label of a row. One "yes" counts more than any "no"."""
+def _answers(matches: Iterable[Match], is_decoded: np.ndarray) -> dict[int, dict[str, int]]:
+    """Return the answer to each label of the rows that have any but open ones."""
     answers: dict[int, dict[str, int]] = defaultdict(dict)
-    for row, part in matches:
-        if is_decoded[row] and part.answer >= 0:
-            earlier = answers[row].get(part.label, 0)
-            answers[row][part.label] = max(part.answer, earlier)
-    return answers
+    for row, part, holds in matches:
+        if not is_decoded[row]:
+            continue
+        answer = part.answer
+        if not holds:
+            # a bit of a short call: the row neither has the class nor lacks it
+            if answer != YES or part.end - part.start >= 2 * OVERLAP:
+                continue
+            answer = OPEN
+        of_row = answers[row]
+        of_row[part.label] = max(answer, of_row.get(part.label, NO), key=RANKS.__getitem__)
+    return {row: of_row for row, of_row in answers.items() if set(of_row.values()) != {OPEN}}
 
 
 def _targets(
@@ -164,13 +187,14 @@ def _targets(
     y = np.zeros((len(answers), len(names)), np.float32)
     known = np.ones_like(y)
     for i, of_row in enumerate(answers):
-        answered = [label for label in of_row if label]
-        classes = [numbers[label] for label in answered]
-        y[i, classes] = [of_row[label] for label in answered]
-        says_silent = of_row.get("", 0)
-        if not y[i].any() and not says_silent:
+        answer_of = {numbers[label]: of_row[label] for label in of_row if label in numbers}
+        for c, answer in answer_of.items():
+            y[i, c] = answer == YES
+        no_class = of_row.get("", NO)
+        if no_class == OPEN or not (y[i].any() or no_class == YES):
             known[i] = 0
-            known[i, classes] = 1
+        for c, answer in answer_of.items():
+            known[i, c] = answer != OPEN
     return y, known
 
 
@@ -210,25 +234,34 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
                 f"{line.where}: the times {start:g} to {end:g} s are no part of a recording;"
                 " correct the line"
             )
-        labels = line.labels
-        answer = ANSWERS[line.answer]
-        if not labels and line.answer in ("no", "skip"):
-            asked_class = layout.text(line.row, "asked")
-            labels = (asked_class,) if asked_class else ()
-        if not labels and line.answer != "skip":
-            labels = ("",)
-            answer = 1
-        parts += [Part(line.where, line.file, start, end, label, answer) for label in labels]
+        if line.answer == "skip" or line.open_classes:
+            errors.add("unanswered", line.where)
+        for label, answer in _answers_of(line, layout):
+            parts.append(Part(line.where, line.file, start, end, label, answer))
     lines_and_labels = [(part.where, (part.label,)) for part in parts if part.label]
     class_names.refuse_joined(lines_and_labels, errors)
     inference.refuse(errors)
     return parts
 
 
-def _matches(
-    folder: Embeddings, parts: Iterable[Part], errors: Errors
-) -> Iterator[tuple[int, Part]]:
-    """Yield the rows that hold enough of a part. A name of several recordings is an error."""
+def _answers_of(line: lines.Line, layout: columns.Layout) -> list[tuple[str, int]]:
+    """Return the labels of a line, "" for no class, and the answer to each."""
+    labels = line.labels
+    answer = ANSWERS[line.answer]
+    if not labels and answer != YES:
+        asked_class = layout.text(line.row, "asked")
+        labels = (asked_class,) if asked_class else ()
+    answers = [(label, answer) for label in labels]
+    answers += [(name, OPEN) for name in line.open_classes]
+    if not labels:
+        # of classes in columns, the line says no of the others, if there are any
+        has_closed = len(line.open_classes) < max(1, len(layout.classes))
+        answers.append(("", YES if answer != OPEN and has_closed else OPEN))
+    return answers
+
+
+def _matches(folder: Embeddings, parts: Iterable[Part], errors: Errors) -> Iterator[Match]:
+    """Yield the rows that overlap a part. A name of several recordings is an error."""
     places = folder.places()
     rows_by_path: dict[str, list[int]] = defaultdict(list)
     for row, path in enumerate(places.paths):
@@ -238,15 +271,13 @@ def _matches(
     for part in parts:
         if part.file not in recordings:
             recordings[part.file] = _recording(part, folder.root, names, errors)
-        for row in rows_by_path.get(recordings[part.file], ()):
-            start = places.start[row]
-            end = places.end[row]
-            if np.isnan(start) or np.isnan(end):
-                yield row, part
-                continue
-            overlap = min(end, part.end) - max(start, part.start)
-            if overlap >= min(OVERLAP, part.end - part.start, end - start) - 1e-6:
-                yield row, part
+        rows = np.array(rows_by_path.get(recordings[part.file], ()), np.int64)
+        start, end = places.start[rows], places.end[rows]
+        holds = grid.holding(start, end, (part.start, part.end), OVERLAP)
+        overlaps = np.minimum(end, part.end) - np.maximum(start, part.start) > grid.NEAR
+        is_whole = np.isnan(start) | np.isnan(end)  # its recording, as far as is known
+        for i in np.flatnonzero(holds | overlaps | is_whole).tolist():
+            yield Match(int(rows[i]), part, bool(holds[i] or is_whole[i]))
 
 
 def _recording(part: Part, root: str, names: Names, errors: Errors) -> str:
