@@ -292,11 +292,9 @@ def test_every_file_states_the_same_version():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_fits_into_its_box(page):
-    """A window of 1,300 pixels shows 103 columns of code (docs/site.css). The lines of code in
-    docs/ARCHITECTURE.md are diagrams of up to 111."""
+    """A window of 1,300 pixels shows 103 columns of code (docs/site.css)."""
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(), re.M | re.S)
-    limit = 111 if page.name == "ARCHITECTURE.md" else 100
-    assert not [line for text in blocks for line in text.splitlines() if len(line) > limit]
+    assert not [line for text in blocks for line in text.splitlines() if len(line) > 100]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,6 +1,6 @@
 """The functions of jaxtrain/ that a training step of the language model calls while it is traced.
 
-    python -m tests.support.step_walk   # tables of docs/ARCHITECTURE.md, "A step, as it runs"
+    python -m tests.support.step_walk   # the table of docs/ARCHITECTURE.md, "A step, as it runs"
 
 The step for an H100 is traced on any machine, from an abstract mesh, like a plan's.
 """
@@ -105,16 +105,30 @@ def _outer_functions(node: ast.AST) -> list[ast.FunctionDef]:
     return functions
 
 
-def table(rows: list[Row]) -> str:
-    """Return the table of the page: the files, and the functions called, in the file's order."""
-    head = "| file in `jaxtrain/` | functions that are called |\n|---|---|\n"
-    return head + "".join(
-        f"| `{row.path}` | {', '.join(f'`{name}`' for name in row.functions)} |\n" for row in rows
-    )
+def table(on_h100: list[Row], on_cpu: list[Row]) -> str:
+    """Return the table of the page: the files, and the functions called, in the file's order.
+
+    Functions that both devices call are in the first column of functions.
+    """
+    of_h100 = {row.path: row.functions for row in on_h100}
+    of_cpu = {row.path: row.functions for row in on_cpu}
+    lines = ["| file in `jaxtrain/` | on both | one H100 | one CPU |", "|---|---|---|---|"]
+    for path in dict.fromkeys((*of_h100, *of_cpu)):
+        first, second = of_h100.get(path, ()), of_cpu.get(path, ())
+        both = [name for name in first if name in second]
+        h100_alone = [name for name in first if name not in second]
+        cpu_alone = [name for name in second if name not in first]
+        cells = [f"`{path}`", _listed(both), _listed(h100_alone), _listed(cpu_alone)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":
-    for device in ("h100", "cpu"):
-        rows = walk(device)
-        print(f"{device}: {len(rows)} files, {sum(row.lines for row in rows)} lines\n")
-        print(table(rows))
+    walks = [walk("h100"), walk("cpu")]
+    for device, rows in zip(("h100", "cpu"), walks, strict=True):
+        print(f"{device}: {len(rows)} files, {sum(row.lines for row in rows)} lines")
+    print(f"\n{table(*walks)}")
