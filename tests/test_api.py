@@ -35,7 +35,7 @@ def test_every_public_name_is_documented():
     for name in jaxtrain.__all__:
         meaning = getattr(jaxtrain, name).__doc__.splitlines()[0]
         assert meaning and f" {name}" in jaxtrain.__doc__.replace(",", " ,"), name
-        assert f"| `{name}` | {meaning} |" in page, f"docs/api.md has another meaning of {name}"
+        assert f"\n::: jaxtrain.{name}\n" in page, f"docs/api.md lacks {name}"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = jaxtrain.nothing
 
