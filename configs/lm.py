@@ -1,7 +1,7 @@
 """A language model on packed documents, of a published size, or from weights of Hugging Face.
 
-    jaxtrain train --config=lm:qwen3-0.6b,tokens
-    jaxtrain train --config=lm:path/to/Qwen2.5-0.5B,tokens --config.workdir=runs/qwen
+    jaxtrain train --config=lm:qwen3-0.6b,corpus
+    jaxtrain train --config=lm:path/to/Qwen2.5-0.5B,corpus-qwen --config.workdir=runs/qwen
 
 The argument is a model, a comma, and a folder of token files or a text (loaders/text/tokens.py).
 The model is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised, or

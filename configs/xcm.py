@@ -6,7 +6,7 @@ The path is a folder that Hugging Face `datasets` wrote (save_to_disk, or the ca
 one that `jaxtrain index` wrote, or a glob. Without one,
 the same command trains a small model on the built-in demo birds instead.
 
-    jaxtrain train --config=xcm:/path/to/XCM,path/to/Bird-MAE-Base
+    jaxtrain train --config=xcm:/path/to/XCM,path/to/Bird-MAE-Base --config.workdir=runs/bird-mae
 
 begins with the encoder of a folder of safetensors under timm's names (timm, AudioMAE, Bird-MAE),
 and has its architecture.

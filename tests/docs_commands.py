@@ -126,6 +126,8 @@ class Why(NamedTuple):
 
 
 PLAN = r"--plan|jaxtrain plan"
+# An index without one of them cannot be trained (configs/folder.py).
+BOTH_SPLITS = r"test\w*: [1-9]\d* rows of [1-9]\d* recordings(.*\n)*train: [1-9]\d* rows of"
 RULES: tuple[tuple[str, Run | Why], ...] = (
     # Not run: commands that install, test or measure, that need a cluster or a network, and
     # patterns that stand for many commands.
@@ -229,17 +231,20 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         ),
     ),
     # Data.
-    (r"^jaxtrain tokens ", Run("--workers=1", quick=True, leaves=("corpus/train/tokens.json",))),
+    (
+        r"^jaxtrain tokens (corpus|corpus-qwen)/train ",
+        Run("--workers=1", quick=True, says=r"[1-9]\d* documents, [1-9][\d,]* tokens"),
+    ),
     (
         r"^jaxtrain index --show",
         Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",)),
     ),
     (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
-    (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
+    (r"^jaxtrain index found/", Run(says=BOTH_SPLITS)),
     (r"^jaxtrain prepare ", Run(quick=True, says=r"[1-9]\d* prepared now")),
-    (r"folder(\.py)?:prepared", Run(BIRD)),
-    (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
-    (r"folder(\.py)?:index(-windows)?( |$)", Run(BIRD)),
+    (r"^jaxtrain index ", Run(quick=True, says=BOTH_SPLITS)),
+    (r"folder(\.py)?:.* --config\.warm_start", Run(BIRD)),
+    (r"folder(\.py)?:", Run(BIRD)),
     (
         r"^jaxtrain sudoku ",
         Run(
@@ -287,38 +292,23 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"my_model\.py.*--plan",
         Run(f"{RUN} --config.train.batch=8 {SMALL_DATA}", says="held by each device between steps"),
     ),
-    (r"my_model\.py:index", Run(f"{RUN} --config.workdir=runs/my-model-index")),
-    (
-        r"my_model\.py.*fsdp=8",
-        Run(f"{RUN} --config.train.batch=8 {SMALL_DATA} --config.workdir=runs/my-model-8"),
-    ),
+    (r"my_model\.py:index", Run(RUN)),
+    (r"my_model\.py.*fsdp=8", Run(f"{RUN} --config.train.batch=8 {SMALL_DATA}")),
     (r"my_model\.py$", Run(f"{RUN} {SMALL_DATA}")),
-    (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
     (
         r"xcm(\.py)?:.*,path/to/Bird-MAE",
-        Run(
-            f"{RUN} --config.model.dtype=float32 --config.data.threads=1"
-            " --config.workdir=runs/bird-mae"
-        ),
+        Run(f"{RUN} --config.model.dtype=float32 --config.data.threads=1"),
     ),
     (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
+    (r"=xcm .*lejepa", Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16")),
     (r"=(configs/)?xcm(\.py)?(\s|$)", Run(f"{BIRD} {SMALL_DATA}")),
     (r"esc10(\.py)?:", Run(f"{BIRD} --config.train.ema=0.9")),
     (
         r"esc10_folds(\.py)?:",
         Run(f"{BIRD} --config.model.mae.decoder.embed=32 --config.model.mae.decoder.depth=1"),
     ),
-    (
-        r"^--config\.data\.multilabel|^--config\S*asymmetric",
-        Run(f"{BIRD} --config.data.train=data/HSN"),
-    ),
-    (
-        r"^--config\.data\.views|lejepa",
-        Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16"),
-    ),
-    (r"^--config\.model", Run(f"{BIRD} {SMALL_DATA}")),
+    (rf"=lm:.*({PLAN})", Run(PRESET, says="held by each device between steps")),
     (r"=lm:(path/to/|exported)", Run(PRETRAINED)),
-    (r"=lm:.*,corpus", Run(f"{PRESET} --config.workdir=runs/lm-corpus")),
     (r"=lm:", Run(PRESET)),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
@@ -327,8 +317,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy"),
     ),
     (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
-    (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
-    (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),
+    (r"trm_sudoku(\.py)?:(4x4|last)", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy")),
+    (r"trm_sudoku(\.py)?:", Run(PUZZLES)),
     (r"giblet(\.py)?:", Run(GIBLET)),
     (
         r"higgs(\.py)?:path/to/weights …",
@@ -341,7 +331,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (
         r"higgs(\.py)?:path/to/weights .*data\.codes=",
-        Run(f"{HIGGS} --config.workdir=runs/higgs-codes"),
+        Run(HIGGS),
     ),
     (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
     # Looking back.
@@ -392,7 +382,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"^jaxtrain generate ",
         Run(
             says="the wren sings",
-            instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8")),
+            instead=(("--tokens 32", "--tokens 8"),),
         ),
     ),
     (
@@ -401,9 +391,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (
         r"^jaxtrain solve .*--curve",
-        Run("--batch 8", says="by_check", instead=(("runs/trm-sudoku", "runs/trm-files"),)),
+        Run("--batch 8", says="by_check"),
     ),
-    (r"^jaxtrain solve ", Run(says="8 boards", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
+    (r"^jaxtrain solve ", Run(says="8 boards")),
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
     (
@@ -416,12 +406,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
     (r"^jaxtrain metrics ", Run()),
-    (
-        r"^jaxtrain report .*sweep",
-        Why("it needs a sweep; tests/report/test_page.py makes a page of several runs"),
-    ),
     (r"^jaxtrain report ", Run()),
-    (r"^jaxtrain lora-to-peft runs/higgs ", Run(leaves=("adapters/adapter_model.safetensors",))),
+    (r"^jaxtrain lora-to-peft runs/higgs", Run(leaves=("adapters/adapter_model.safetensors",))),
     (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1", leaves=("played/*.wav",))),
 )
 
@@ -448,11 +434,6 @@ class Command(NamedTuple):
         assert isinstance(rule, Run)
         for old, new in rule.instead:
             text = text.replace(old, new)
-        if text.startswith("--config"):
-            text = (
-                "jaxtrain train --config=xcm:/path/to/XCM"
-                f" --config.workdir=runs/objective-{len(text)} {text}"
-            )
         if (at := text.find(" -- ")) >= 0:  # the rest is another program's
             text = f"{text[:at]} {rule.more}{text[at:]}"
         else:
@@ -468,17 +449,25 @@ class Command(NamedTuple):
 STARTS = re.compile(
     r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)"
     r"|[A-Z_]+=\S+"
-    r" .*(python|jaxtrain)|--config\."
+    r" .*(python|jaxtrain)"
 )
 INLINE = re.compile(
     r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?"
 )
 
 
-@functools.cache
 def shown() -> tuple[Command, ...]:
     """List every command once, in the order of the pages."""
-    found: dict[str, Command] = {}
+    first: dict[str, Command] = {}
+    for command in shown_on_each_page():
+        first.setdefault(f"{command.before}\n{command.text}", command)
+    return tuple(first.values())
+
+
+@functools.cache
+def shown_on_each_page() -> tuple[Command, ...]:
+    """List the commands of each page once, in the order of the pages."""
+    found: dict[Command, None] = {}
     for page in PAGES:
         text = page.read_text()
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
@@ -494,19 +483,17 @@ def shown() -> tuple[Command, ...]:
             .splitlines()
         )
         _add(found, file, [line.strip() for line in lines if line.startswith("    ")])
-    return tuple(found.values())
+    return tuple(found)
 
 
-def _add(found: dict[str, Command], page: pathlib.Path, lines: list[str]) -> None:
+def _add(found: dict[Command, None], page: pathlib.Path, lines: list[str]) -> None:
     before = ""
     for line in lines:
         text = " ".join(re.sub(r"\s+#\s.*$|\s{2,}\(.*$", "", line).split())
         if re.match(r"[a-z_]+=\"", text):
             before = f"{before}\n{text}".strip()
         elif STARTS.match(text):
-            found.setdefault(
-                f"{before}\n{text}", Command(str(page.relative_to(ROOT)), text, before)
-            )
+            found[Command(str(page.relative_to(ROOT)), text, before)] = None
 
 
 def start(folder: pathlib.Path) -> None:
@@ -566,9 +553,9 @@ def lacks(command: Command, done: subprocess.CompletedProcess, folder: pathlib.P
     if text.split("--")[-1].strip() == "help":
         return "" if "usage: " in done.stdout else "no usage"
     paths = [*rule.leaves, *re.findall(r"--out[ =](\S+)", text)]
-    if re.search(r"^jaxtrain train |jaxtrain\.main ", text, re.M) and not re.search(
-        r"--(plan|explain)\b", text
-    ):
+    if re.search(
+        r"^(?:[A-Z_]+=\S+ )?jaxtrain train |jaxtrain\.main ", text, re.M
+    ) and not re.search(r"--(plan|explain)\b", text):
         left = re.search(
             r"the run has ended; it left\n((?:  .*\n)+)next\n((?:  .*(?:\n|$))+)", output
         )

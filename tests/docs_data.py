@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import soundfile
 
 from loaders.chat import demo_chat
-from loaders.text import tokenise
 from tests.support import chat, corpus, small_runs
 
 TESTS = pathlib.Path(__file__).parent
@@ -29,7 +28,9 @@ def make(folder: pathlib.Path) -> None:
     texts(folder)
     sounds(folder)
     small_runs.film(folder / "data" / "film")
-    shutil.copytree(TESTS / "data" / "lm" / "qwen2", folder / "path" / "to" / "Qwen2.5-0.5B")
+    qwen = folder / "path" / "to" / "Qwen2.5-0.5B"
+    shutil.copytree(TESTS / "data" / "lm" / "qwen2", qwen)
+    shutil.copyfile(folder / "tokenizer.json", qwen / "tokenizer.json")
     weights = folder / "path" / "to" / "weights"
     weights.mkdir(parents=True)
     for source, name in (
@@ -109,41 +110,45 @@ def encoder(folder: pathlib.Path) -> None:
 
 
 def recordings(folder: pathlib.Path) -> None:
-    """Write recordings/ with two folders of WAVs, events.csv and Raven's tables/ about them, and an
-    archive in BirdSet's form."""
+    """Write recordings/ with a folder of sounds for each class, events.csv and Raven's tables/
+    about them, and an archive in BirdSet's form."""
     header = "Selection\tBegin Time (s)\tEnd Time (s)\tSpecies"
     (folder / "tables").mkdir()
     lines = ["file,start,end,label"]
     for n in range(12):
-        name = f"{'ab'[n % 2]}/rec{n}.wav"
+        label = ("wren", "owl")[n % 2]
+        letter = "abcdefghijkl"[n]  # wren/a.flac is the first one, as on the pages
+        name = f"{label}/{letter}.flac"
         path = folder / "recordings" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(corpus.wav(n, 6.0))
-        lines.append(f"{name},{n % 4},{n % 4 + 1.5},{'ab'[n % 2]}")
-        (folder / "tables" / f"rec{n}.Table.1.selections.txt").write_text(
-            f"{header}\n1\t1.0\t2.0\t{'ab'[n % 2]}\n"
+        samples, rate = soundfile.read(io.BytesIO(corpus.wav(n, 6.0)))
+        soundfile.write(path, samples, rate)
+        lines.append(f"{name},{n % 4},{n % 4 + 1.5},{label}")
+        (folder / "tables" / f"{letter}.Table.1.selections.txt").write_text(
+            f"{header}\n1\t1.0\t2.0\t{label}\n"
         )
     (folder / "events.csv").write_text("\n".join(lines))
     archive = folder / "data" / "HSN-archive"
     archive.mkdir(parents=True)
     row = {
-        "filepath": "XC1.wav",
         "ebird_code": "a",
         "ebird_code_multilabel": ["a"],
         "start_time": None,
         "end_time": None,
     }
-    pq.write_table(
-        pa.Table.from_pylist([{**row, "low_freq": None, "high_freq": None}]),
-        archive / "HSN_metadata_train.parquet",
-    )
-    (folder / "XC1.wav").write_bytes(corpus.wav(50))
-    with tarfile.open(archive / "HSN_train_shard_0001.tar.gz", "w:gz") as tar:
-        tar.add(folder / "XC1.wav", "XC1.wav")
+    for number, split in enumerate(("train", "test"), 1):
+        name = f"XC{number}.wav"
+        pq.write_table(
+            pa.Table.from_pylist([{**row, "filepath": name, "low_freq": None, "high_freq": None}]),
+            archive / f"HSN_metadata_{split}.parquet",
+        )
+        (folder / name).write_bytes(corpus.wav(50 + number))
+        with tarfile.open(archive / f"HSN_{split}_shard_0001.tar.gz", "w:gz") as tar:
+            tar.add(folder / name, name)
 
 
 def texts(folder: pathlib.Path) -> None:
-    """Write texts/*.parquet with tokenizer.json, tokens/ made from them, and input.txt."""
+    """Write texts/*.parquet with tokenizer.json, and input.txt."""
     import tokenizers
 
     rng = np.random.default_rng(0)
@@ -158,8 +163,6 @@ def texts(folder: pathlib.Path) -> None:
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(folder / "tokenizer.json"))
-    options = tokenise.Options(str(folder / "tokenizer.json"), "<|endoftext|>", "text", "file")
-    tokenise.make(folder / "tokens" / "train", [str(folder / "texts")], options)
 
 
 def sounds(folder: pathlib.Path) -> None:

@@ -30,7 +30,7 @@ column and error in recordings.
 
 ```
 jaxtrain explain --config=xcm              # the fields of one config with its own values
-jaxtrain train --config=xcm --config.train.batch=64    # sets a field on the command line
+jaxtrain train --config=xcm --config.train.batch=64 --config.workdir=runs/batch-64  # sets fields
 ```
 
 The section `model` has the fields of the config's `workload`, and `data` those of its `loader`.

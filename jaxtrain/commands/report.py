@@ -3,7 +3,7 @@
     jaxtrain report RUN… --out FILE [--metric NAME]
 
     jaxtrain report runs/xcm-demo --out report.html
-    jaxtrain report runs/sweep/* --out sweep.html --metric accuracy
+    jaxtrain report runs/* --out all.html --metric accuracy
 
 The file opens in any browser, without a network or an account. Several runs are drawn over each
 other, ranked, and compared by the fields in which their configs differ. RUN is a workdir, also of a

@@ -2,7 +2,7 @@
 
     jaxtrain train --config=xcm[:/path/to/data] [--config.section.field=value …]
 
-    jaxtrain train --config=xcm --config.train.batch=64 --config.optim.lr=3e-4
+    jaxtrain train --config=xcm --config.train.batch=64 --config.workdir=runs/batch-64
     jaxtrain train --config=xcm --explain  every field: value, unit, meaning  (jaxtrain explain)
     jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices  (jaxtrain plan)
 

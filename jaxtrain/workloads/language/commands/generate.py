@@ -3,7 +3,7 @@
     jaxtrain generate RUN PROMPT… [--tokens 64] [--temperature 0.8] [--top-p 0.95] [--seeds 0 1 2]
     jaxtrain generate RUN --prompts FILE [--out FILE.jsonl]
 
-    jaxtrain generate runs/shakespeare-char "ROMEO:" --tokens 100 --seeds 0 1
+    jaxtrain generate runs/shakespeare_char "ROMEO:" --tokens 100 --seeds 0 1
 
 RUN is a run of jaxtrain.workloads.language: its workdir, a step directory of it, or a folder of
 `jaxtrain export`. --prompts has a prompt a line, or JSON lines with "prompt". Each prompt is

@@ -4,10 +4,10 @@
                    [--stop none|halt|check] [--residual R] [--choose q|check]
                    [--calibrate FILE] [--curve FILE.csv] [--seed 0] [--batch 64]
 
-    jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
-    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --symmetry --stop check \
+    jaxtrain solve runs/trm-last puzzles/test.csv --out solved.csv
+    jaxtrain solve runs/trm-last puzzles/test.csv --rollouts 16 --symmetry --stop check \
         --choose check --out solved.csv
-    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 64 --noise 0.1 0.3 1 --curve curve.csv
+    jaxtrain solve runs/trm-last puzzles/test.csv --rollouts 64 --noise 0.1 0.3 1 --curve curve.csv
 
 RUN is a run of jaxtrain.workloads.trm: its workdir, a step directory of it, or a folder of
 `jaxtrain export`. PUZZLES is a CSV with a column question (and perhaps answer), as `jaxtrain
