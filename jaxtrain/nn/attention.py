@@ -61,12 +61,17 @@ def within(
     run: Callable[..., Array] = functools.partial(
         _call, kernel, shard.devices, causal=causal, window=window, keep=keep
     )
-    if kernel != "xla":
-        return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
-    run = functools.partial(run, segments_bt=segments_bt)
-    if shard.devices[0] != "cpu":
-        run = remat.cheap(policy)(run)
-    return run(q_bthk, k_bsgk, v_bsgk)
+    if kernel == "xla":
+        run = functools.partial(run, segments_bt=segments_bt)
+        return _split_by_xla(shard, run, policy, q_bthk, k_bsgk, v_bsgk)
+    return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
+
+
+def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:
+    """Call XLA's own attention on whole arrays, which XLA splits."""
+    if shard.devices[0] == "cpu":
+        return run(*qkv)
+    return remat.cheap(policy, run, *qkv)
 
 
 def _on_each_device(
@@ -130,14 +135,17 @@ def _call(
     if kernel == "splash":
         return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
-    y_bthk = _by_xla(devices[0], qkv, mask_bts)
-    return remat.name(y_bthk, keep) if keep else y_bthk
+    return _by_xla(devices[0], qkv, mask_bts, keep)
 
 
-def _by_xla(platform: str, qkv: tuple[Array, Array, Array], mask_bts: Array) -> Array:
+def _by_xla(
+    platform: str, qkv: tuple[Array, Array, Array], mask_bts: Array, keep: str | None
+) -> Array:
     if platform == "cpu" and qkv[0].dtype == jnp.float32:
-        return cpu.heads_first(*qkv, mask_bts)
-    return masked(*qkv, mask_bts)
+        y_bthk = cpu.heads_first(*qkv, mask_bts)
+    else:
+        y_bthk = masked(*qkv, mask_bts)
+    return remat.name(y_bthk, keep) if keep else y_bthk
 
 
 def choose(

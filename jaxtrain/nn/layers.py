@@ -1,5 +1,6 @@
 """Norms, rotary positions, products with matrices, and rows of a table split over devices."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def product(
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
     """Compute `product` with a matrix. If it is adapted (`jaxtrain.nn.lora`), it is not merged."""
     if isinstance(w, Unmerged):
-        return w.project(equation, x, lambda equation, x, w: product(equation, x, w, shard))
+        return w.project(equation, x, functools.partial(product, shard=shard))
     return product(equation, x, w, shard)
 
 
@@ -167,18 +168,11 @@ def lookup(
     parts = TableParts()
     if shard.mesh is not None and shard.mesh.size > 1:
         parts = _table_parts(shard, axes, w_vd.shape, index_bt.shape)
-
-    def local(w_vd: Array, index_bt: Array) -> Array:
-        if parts.columns:
-            return _exchanged_rows(parts, w_vd, index_bt, dtype)
-        return _rows(parts, w_vd, index_bt, dtype)
-
+    look_up = functools.partial(_exchanged_rows if parts.columns else _rows, parts, dtype=dtype)
     w_axes = (axes[0], axes[1] if parts.columns else None)
     out = shard.spec((*index_bt.shape, w_vd.shape[1]), ("batch", "seq", None))
-    index_axes = ("batch", "seq")
-    return kernels.differentiable(
-        shard, local, (w_vd, index_bt), (w_axes, index_axes), out, constants=1
-    )
+    arg_axes = (w_axes, ("batch", "seq"))
+    return kernels.differentiable(shard, look_up, (w_vd, index_bt), arg_axes, out, constants=1)
 
 
 def _table_parts(

@@ -36,8 +36,8 @@ def name(x: Array, label: str) -> Array:
     return x
 
 
-def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorate a part of a layer that the backward pass computes again from its arguments.
+def cheap(word: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
+    """Compute a part of a layer, which the backward pass computes again from its arguments.
 
     It is for norms and activations, with the product that reads them. A product has no part in its
     own derivative, so none is computed twice. For each layer, a norm in float32 of a 16-bit array
@@ -48,18 +48,10 @@ def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     those models do not change by a bit, and if ``word`` recomputes the whole layer. A second
     recomputation would gather the layer's matrices once more.
     """
-    recomputes_layers = word != "none"
-
-    def decorate(f: Callable[..., T]) -> Callable[..., T]:
-        def call(x: PyTree, *args: PyTree) -> PyTree:
-            is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
-            if is_narrow and not recomputes_layers:
-                return jax.checkpoint(f, prevent_cse=False)(x, *args)
-            return f(x, *args)
-
-        return call
-
-    return decorate
+    is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
+    if is_narrow and word == "none":
+        part = jax.checkpoint(part, prevent_cse=False)
+    return part(x, *args)
 
 
 def scan(
@@ -80,14 +72,15 @@ def scan(
         backward pass of a kernel reads more than its result, and only the kernel could name that.
     """
     if word != "none":
-        policy = None if word == "full" else _keeps(_saved(word), kernels or {})
-        layer = jax.checkpoint(layer, policy=policy)
+        layer = jax.checkpoint(layer, policy=_policy(word, kernels or {}))
     return jax.lax.scan(layer, x, stack, unroll=unroll)
 
 
-def _keeps(
-    names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]
-) -> Callable[..., bool]:
+def _policy(word: str, kernels: Mapping[str, Callable[[str], bool]]) -> Callable[..., bool] | None:
+    """Return the policy of `jax.checkpoint` for a layer. None keeps its input alone."""
+    if word == "full":
+        return None
+    names = _saved(word)
     has_name = jax.checkpoint_policies.save_only_these_names(*names)
     is_kernel = [kernels[name] for name in names if name in kernels]
 

@@ -34,7 +34,7 @@ from jaxtrain.nn.layers import (
     spread,
 )
 from jaxtrain.specs import ones, truncated_normal, zeros
-from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
+from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard, Spec
 from loaders.io import checks
 
 NORMS = ("rms", "layer")
@@ -206,9 +206,10 @@ def head(c: Decoder, params: PyTree) -> Array:
 def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None) -> Array:
     """Norm by the weights ``scale_name`` and ``bias_name``; "" is the norm after the stack."""
     suffix = f"_{name}" if name else ""
+    scale = w[f"scale{suffix}"]
     if c.norm == "rms":
-        return rms_norm(x, w[f"scale{suffix}"], c.eps, shard)
-    return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps, shard)
+        return rms_norm(x, scale, c.eps, shard)
+    return layer_norm(x, scale, w.get(f"bias{suffix}"), c.eps, shard)
 
 
 def attend(
@@ -225,7 +226,6 @@ def attend(
     ``mix`` computes attention between the projections: `mixer`, or `sampling.cached`.
     """
 
-    @remat.cheap(c.remat)
     def projections(x_btd: Array, w: Weights) -> tuple[Array, Array, Array]:
         y_btd = norm(c, w, "attention", x_btd, shard)
         q_bthk = project("btd,hkd->bthk", y_btd, w["w_q"], shard)
@@ -235,7 +235,7 @@ def attend(
 
     with jax.named_scope("attention"):
         used = _subset(w, "scale_attention", "bias_attention", "w_q", "w_k", "w_v")
-        q_bthk, k_bsgk, v_bsgk = projections(x_btd, used)
+        q_bthk, k_bsgk, v_bsgk = remat.cheap(c.remat, projections, x_btd, used)
         q_bthk = _laid_out(q_bthk, w.get("b_q"), "heads", shard)
         q_bthk = remat.name(_placed(c, q_bthk, w.get("scale_q"), angles), "qkv")
         k_bsgk = _laid_out(k_bsgk, w.get("b_k"), "kv_heads", shard)
@@ -272,13 +272,12 @@ def _placed(
     if scale_k is None and angles is None:
         return z_bthk
 
-    @remat.cheap(c.remat)
     def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
         if scale_k is not None:
             z_bthk = rms_norm(z_bthk, scale_k, c.eps)
         return z_bthk if angles is None else rotate(z_bthk, angles)
 
-    return place(z_bthk, scale_k, angles)
+    return remat.cheap(c.remat, place, z_bthk, scale_k, angles)
 
 
 def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
@@ -294,42 +293,39 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 
 
 def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
-    @remat.cheap(c.remat)
     def gate_and_up(x_btd: Array, w: Weights) -> tuple[Array, Array]:
         y_btd = norm(c, w, "mlp", x_btd, shard)
         gate_btm = project("btd,md->btm", y_btd, w["w_gate"], shard)
         return gate_btm, project("btd,md->btm", y_btd, w["w_up"], shard)
 
-    @remat.cheap(c.remat)
     def down(gate_and_up: tuple[Array, Array], w_down: Array) -> Array:
         gate_btm, up_btm = gate_and_up
         return project("btm,dm->btd", jax.nn.silu(gate_btm) * up_btm, w_down, shard)
 
     used = _subset(w, "scale_mlp", "bias_mlp", "w_gate", "w_up")
-    gate_btm, up_btm = gate_and_up(x_btd, used)
+    gate_btm, up_btm = remat.cheap(c.remat, gate_and_up, x_btd, used)
     if c.bias:
         gate_btm = _add_bias(gate_btm, w["b_gate"], shard)
         up_btm = _add_bias(up_btm, w["b_up"], shard)
     gate_btm = remat.name(shard(gate_btm, "batch", "seq", "mlp"), "mlp")
     up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
-    return down((gate_btm, up_btm), w["w_down"])
+    return remat.cheap(c.remat, down, (gate_btm, up_btm), w["w_down"])
 
 
 def _gelu_net(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
-    @remat.cheap(c.remat)
     def up(x_btd: Array, w: Weights) -> Array:
         y_btd = norm(c, w, "mlp", x_btd, shard)
         return project("btd,md->btm", y_btd, w["w_up"], shard)
 
-    @remat.cheap(c.remat)
     def down(up_btm: Array, w_down: Array) -> Array:
         return project("btm,dm->btd", gelu(up_btm), w_down, shard)
 
-    up_btm = up(x_btd, _subset(w, "scale_mlp", "bias_mlp", "w_up"))
+    used = _subset(w, "scale_mlp", "bias_mlp", "w_up")
+    up_btm = remat.cheap(c.remat, up, x_btd, used)
     if c.bias:
         up_btm = _add_bias(up_btm, w["b_up"], shard)
     up_btm = remat.name(shard(up_btm, "batch", "seq", "mlp"), "mlp")
-    return down(up_btm, w["w_down"])
+    return remat.cheap(c.remat, down, up_btm, w["w_down"])
 
 
 def layer(
@@ -341,26 +337,28 @@ def layer(
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        # A learned position is added before rounding, so that the sum is rounded once.
-        is_learned = c.positions == "learned"
-        dtype = None if is_learned else c.dtype
-        x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=dtype)
-        if is_learned:
-            x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
+        if c.positions == "learned":
+            x_btd = _with_positions(params, tokens_bt, position_bt, shard)
+        else:
+            x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=c.dtype)
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)
 
 
-def decode(
-    c: Decoder,
-    params: PyTree,
-    tokens_bt: Array,
-    position_bt: Array,
-    segments_bt: Array | None,
-    shard: Shard,
-) -> Array:
-    """Compute the last normed hidden states [B, T, D]. Times `head` they are logits."""
-    x_btd = embed(c, params, tokens_bt, position_bt, shard)
-    body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
+def _with_positions(params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
+    """Add up the vectors of tokens and of learned places in float32, to round their sum once."""
+    x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE)
+    return x_btd + lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
+
+
+def decode(c: Decoder, params: PyTree, batch: Batch, shard: Shard) -> Array:
+    """Compute the last normed hidden states [B, T, D]. Times `head` they are logits.
+
+    ``batch`` has ``tokens`` and ``positions`` [B, T], and ``segments`` if rows have documents.
+    """
+    position_bt = batch["positions"]
+    x_btd = embed(c, params, batch["tokens"], position_bt, shard)
+    mix = mixer(c, batch.get("segments"), shard)
+    body = functools.partial(layer, c, shard, angles(c, position_bt), mix)
     x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
     return norm(c, params, "", x_btd, shard)
 
@@ -375,34 +373,35 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
         n_parts = shard.size("heads", q_bthk.shape[2])
         if k_bsgk.shape[2] % n_parts:
-            k_bsgk = _repeated(k_bsgk, n_parts, shard)
-            v_bsgk = _repeated(v_bsgk, n_parts, shard)
+            k_bsgk, v_bsgk = _repeated(k_bsgk, v_bsgk, n_parts, shard)
         if shard.names("seq", q_bthk.shape[1]):
             y_bthk = ring.attention(
                 shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window
             )
-            return y_bthk, None
-        y_bthk = attention_lib.within(
-            shard,
-            q_bthk,
-            k_bsgk,
-            v_bsgk,
-            causal=causal,
-            window=c.window,
-            segments_bt=segments_bt,
-            keep="attention",
-            policy=c.remat,
-        )
+        else:
+            y_bthk = attention_lib.within(
+                shard,
+                q_bthk,
+                k_bsgk,
+                v_bsgk,
+                causal=causal,
+                window=c.window,
+                segments_bt=segments_bt,
+                keep="attention",
+                policy=c.remat,
+            )
         return y_bthk, None
 
     return mix
 
 
-def _repeated(z_bsgk: Array, n_parts: int, shard: Shard) -> Array:
-    """Repeat key or value heads that are too few, so that each device has those of its queries."""
-    g = z_bsgk.shape[2]
-    z_bsgk = jnp.repeat(z_bsgk, math.lcm(g, n_parts) // g, axis=2)
-    return shard(z_bsgk, "batch", "seq", "kv_heads", None)
+def _repeated(k_bsgk: Array, v_bsgk: Array, n_parts: int, shard: Shard) -> tuple[Array, Array]:
+    """Repeat key and value heads that are too few, so that each device has those of its queries."""
+    g = k_bsgk.shape[2]
+    times = math.lcm(g, n_parts) // g
+    k_bsgk = shard(jnp.repeat(k_bsgk, times, axis=2), "batch", "seq", "kv_heads", None)
+    v_bsgk = shard(jnp.repeat(v_bsgk, times, axis=2), "batch", "seq", "kv_heads", None)
+    return k_bsgk, v_bsgk
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:

@@ -5,6 +5,7 @@ is split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A di
 not divide is an error with the name of the parameter. With a trailing ``?`` it stays whole.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -147,23 +148,15 @@ class Layout(NamedTuple):
         a mesh axis that is used twice.
         """
         if len(axes) != len(shape):
-            raise LayoutError(
-                f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}"
-            )
-        parts: list[str | tuple[str, ...] | None] = []
-        axis_of: dict[str, str | None] = {}  # mesh axis -> the logical axis that has it
+            _raise_for_dimensions(axes, shape, path)
+        parts: list[tuple[str, ...]] = []
         for axis, size in zip(axes, shape, strict=True):
-            names = self._dividing_names(axis, size, path)
-            for name in names:
-                if name in axis_of:
-                    raise LayoutError(
-                        f"{path}: axes {axis_of[name]!r} and {axis!r} both want mesh axis {name!r}"
-                    )
-                axis_of[name] = axis
-            one_or_none = names[0] if names else None
-            parts.append(names if len(names) > 1 else one_or_none)
+            parts.append(self._dividing_names(axis, size, path))
+        names = list(itertools.chain(*parts))
+        if len(set(names)) < len(names):
+            _raise_for_shared_name(axes, parts, path)
         # one spelling for one layout, so that equal shardings compare equal
-        while parts and parts[-1] is None:
+        while parts and not parts[-1]:
             parts.pop()
         return PartitionSpec(*parts)
 
@@ -172,10 +165,7 @@ class Layout(NamedTuple):
         if axis is None:
             return ()
         if axis not in self.axis_rules:
-            raise LayoutError(
-                f"{path}: axis {axis!r} has no rule; expected one of:"
-                f" {sorted(self.axis_rules)}, or add a rule in config.mesh.axis_rules"
-            )
+            self._raise_without_rule(axis, path)
         names = self.names(axis)
         n_parts = math.prod(self.mesh.shape[name] for name in names)
         if size % n_parts == 0:
@@ -183,6 +173,12 @@ class Layout(NamedTuple):
         if not self.axis_rules[axis].endswith("?"):
             self._raise_indivisible(axis, size, n_parts, path)
         return ()
+
+    def _raise_without_rule(self, axis: str, path: str) -> None:
+        raise LayoutError(
+            f"{path}: axis {axis!r} has no rule; expected one of: {sorted(self.axis_rules)}, or add"
+            " a rule in config.mesh.axis_rules"
+        )
 
     def _raise_indivisible(self, axis: str, size: int, n_parts: int, path: str) -> None:
         rule = self.axis_rules[axis]
@@ -211,6 +207,23 @@ class Layout(NamedTuple):
             return ()
         names = self.axis_rules[axis].rstrip("?").split(",")
         return tuple(name for name in names if name and self.mesh.shape[name] > 1)
+
+
+def _raise_for_dimensions(axes: Axes, shape: Sequence[int], path: str) -> None:
+    raise LayoutError(
+        f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}"
+    )
+
+
+def _raise_for_shared_name(axes: Axes, parts: Sequence[tuple[str, ...]], path: str) -> None:
+    axis_of: dict[str, str | None] = {}  # mesh axis -> the logical axis that has it
+    for axis, names in zip(axes, parts, strict=True):
+        for name in names:
+            if name in axis_of:
+                raise LayoutError(
+                    f"{path}: axes {axis_of[name]!r} and {axis!r} both want mesh axis {name!r}"
+                )
+            axis_of[name] = axis
 
 
 class Sharder(NamedTuple):

@@ -124,11 +124,12 @@ def train_step(
         "loss": out.loss,
         **update_lib.norms("grad_norm", grads),
         **moved.norms,
-        "skipped": _unweighted((~good).astype(jnp.float32)),
-        "stopped": _unweighted(stopped.astype(jnp.float32)),
+        "skipped": _as_metric(~good),
+        "stopped": _as_metric(stopped),
     }
-    if own_metrics.keys() & out.metrics.keys():
-        _raise_for_names(own_metrics.keys() & out.metrics.keys())
+    taken_names = own_metrics.keys() & out.metrics.keys()
+    if taken_names:
+        _raise_for_names(taken_names)
     new_variables = Variables(moved.params, variables.frozen, model_state)
     new = TrainState(state.step + ~stopped, new_variables, opt_state, ema, norms)
     return new, {**out.metrics, **own_metrics}
@@ -189,5 +190,5 @@ def with_rows(batch: Batch, layout: Layout) -> Batch:
     return {**batch, "row": layout.shard(jnp.arange(rows, dtype=jnp.int32), "batch")}
 
 
-def _unweighted(x: Array) -> Mean:
-    return Mean(x, jnp.ones((), x.dtype))
+def _as_metric(flag: Array) -> Mean:
+    return Mean(flag.astype(jnp.float32), jnp.ones((), jnp.float32))

@@ -104,7 +104,8 @@ def call_everything():
     for c in (DECODER, replace(DECODER, dtype="bfloat16"), GPT):
 
         def loss(params, tokens, position, segments, weight, c=c):
-            x_btd = transformer.decode(c, params, tokens, position, segments, shard)
+            batch = {"tokens": tokens, "positions": position, "segments": segments}
+            x_btd = transformer.decode(c, params, batch, shard)
             head = transformer.head(c, params)
             return nn.cross_entropy.cross_entropy(x_btd, head, tokens, weight, shard).loss
 
@@ -148,7 +149,8 @@ def call_everything():
 
     def adapted(params, frozen, tokens, position):
         whole = lora.combine(adapters, table, Variables(params, frozen)).params
-        return transformer.decode(DECODER, whole, tokens, position, None, shard)
+        batch = {"tokens": tokens, "positions": position}
+        return transformer.decode(DECODER, whole, batch, shard)
 
     jax.eval_shape(adapted, low, full, tokens, position)
 

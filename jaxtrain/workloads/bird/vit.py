@@ -382,7 +382,6 @@ def feed_forward(s: Stack, w: PyTree, x_btd: Array, shard: Shard) -> Array:
     """Compute x + MLP(norm(x))."""
     dtype = x_btd.dtype
 
-    @remat.cheap(s.remat)
     def activate(up_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
         if gate_btm is not None:
             y_btm = shard(jax.nn.silu(gate_btm) * up_btm, "batch", "seq", "mlp")
@@ -398,12 +397,12 @@ def feed_forward(s: Stack, w: PyTree, x_btd: Array, shard: Shard) -> Array:
         if s.gated:
             matrices = (w["w_up"], w["w_gate"])
             up_btm, gate_btm = normed_products(s, equation, x_btd, norm, matrices, shard)
-            y_btd = activate(up_btm, gate_btm, w["w_down"])
+            y_btd = remat.cheap(s.remat, activate, up_btm, gate_btm, w["w_down"])
         else:
             (up_btm,) = normed_products(s, equation, x_btd, norm, (w["w_up"],), shard)
             up_btm += spread(w["b_up"].astype(dtype), up_btm.shape, shard)
             up_btm = shard(up_btm, "batch", "seq", "mlp")
-            y_btd = activate(up_btm, None, w["w_down"])
+            y_btd = remat.cheap(s.remat, activate, up_btm, None, w["w_down"])
             y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
         y_btd = remat.name(y_btd, "mlp")
         if s.layer_scale:
@@ -421,12 +420,11 @@ def normed_products(
 ) -> list[Array]:
     """Multiply the layer norm of x, of scale and bias ``norm``, by each of the matrices."""
 
-    @remat.cheap(s.remat)
     def products(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
         y_btd = layer_norm(x_btd, scale, bias, s.eps, shard)
         return [product(equation, y_btd, matrix, shard) for matrix in matrices]
 
-    return products(x_btd, *norm, *matrices)
+    return remat.cheap(s.remat, products, x_btd, *norm, *matrices)
 
 
 def placed(
@@ -438,7 +436,6 @@ def placed(
 ) -> Array:
     """Norm and rotate queries or keys, if the stack does so."""
 
-    @remat.cheap(s.remat)
     def place(
         z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None
     ) -> Array:
@@ -446,7 +443,7 @@ def placed(
             z_bthk = layer_norm(z_bthk, scale, bias, s.eps, shard)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
-    return place(z_bthk, *norm, turns)
+    return remat.cheap(s.remat, place, z_bthk, *norm, turns)
 
 
 def patchify(c: Encoder, x_bfw: Array) -> Array:

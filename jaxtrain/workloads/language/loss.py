@@ -65,18 +65,12 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    x_bsd = _decode(c, shard, variables.params, batch)
+    x_bsd = transformer.decode(c, variables.params, batch, shard)
     mask_bs = batch["mask"].astype(jnp.float32)
     total, metrics = measure(c, shard, variables.params, x_bsd, batch, mask_bs)
     # valid ones in a row
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))
     return LossOut(total, metrics)
-
-
-def _decode(c: Config, shard: Shard, params: PyTree, batch: Batch) -> Array:
-    """Last hidden states [B, S, D]. Times `transformer.head` they are logits."""
-    tokens_bs, positions_bs = batch["tokens"], batch["positions"]
-    return transformer.decode(c, params, tokens_bs, positions_bs, batch.get("segments"), shard)
 
 
 def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Array:
@@ -87,7 +81,7 @@ def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Arra
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    x_bsd = _decode(c, shard, variables.params, batch)
+    x_bsd = transformer.decode(c, variables.params, batch, shard)
     measured = functools.partial(measure, c, shard, variables.params, x_bsd, batch)
     mask_bs = batch["mask"].astype(jnp.float32)
     if c.n_sources < 2:

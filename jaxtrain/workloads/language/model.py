@@ -177,8 +177,7 @@ def make_specs(c: Config) -> PyTree:
 
 def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     """[B, S, V] float32, whole: for tests and short prompts."""
-    tokens_bs, positions_bs = batch["tokens"], batch["positions"]
-    x_bsd = transformer.decode(c, params, tokens_bs, positions_bs, batch.get("segments"), shard)
+    x_bsd = transformer.decode(c, params, batch, shard)
     w_vd = transformer.head(c, params).astype(x_bsd.dtype)
     return jnp.einsum("bsd,vd->bsv", x_bsd, w_vd, preferred_element_type=jnp.float32)
 
