@@ -16,6 +16,8 @@ from loaders.audio.recordings.annotations import Errors
 from loaders.io import files, machine
 
 SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies are looked for
+MAX_HASHED = 256 << 20  # [bytes] of a recording that is hashed whole, and the places of others
+PLACES = 256
 LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
 CHUNKS = 64  # that are looked at in a WAV's header
 LARGEST = 1 << 16  # [bytes] of a header chunk that is read
@@ -173,6 +175,31 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
                 by_content[hashlib.file_digest(file, "blake2b").hexdigest()].append(path)
         groups += [sorted(copies) for copies in by_content.values() if len(copies) > 1]
     return sorted(groups)
+
+
+def content_of(path: str) -> str:
+    """Return a digest that copies of a recording share, of all its bytes or of many places.
+
+    Raises OSError.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(str(size).encode())
+        if size <= MAX_HASHED:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        else:
+            for k in range(PLACES):
+                file.seek((size - SAMPLE) * k // (PLACES - 1))
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def content_by_samples(path: str) -> tuple[int, str]:
+    """Return a file's size, and the digest that its header has in an index. Raises OSError."""
+    size = os.path.getsize(path)
+    return size, _look(path, size)[0]
 
 
 def _look(path: str, size: int) -> tuple[str, dict[str, str]]:

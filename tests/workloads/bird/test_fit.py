@@ -346,6 +346,56 @@ def test_one_example_a_class_needs_no_folds_and_says_so(tmp_path, capsys):
     assert z.argmax(1).tolist() == [0, 1] and head.thresholds.tolist() == pytest.approx([0.9, 0.9])
 
 
+def test_folds_go_by_recording_and_few_examples_say_how_few(tmp_path, capsys):
+    """Class c is in one recording, of which there is a copy. Windows of class b overlap."""
+    recordings = [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
+    label = np.array([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 0, 0])
+    x = np.random.default_rng(0).normal(size=(12, 3)) + 3 * np.eye(3)[label]
+    folder = fake(tmp_path / "e", x, np.eye(3)[label], ["a", "b", "c"], recordings)
+    rows = pq.read_table(folder / "rows.parquet")
+    start = np.where(np.arange(12) == 7, 6.5, np.arange(12))
+    content = [f"{8 if n == 9 else n}" for n in recordings]
+    content[9] = content[8]
+    rows = rows.set_column(1, "start", pa.array(start, pa.float64()))
+    rows = rows.set_column(2, "end", pa.array(start + 1, pa.float64()))
+    pq.write_table(rows.append_column("content", pa.array(content)), folder / "rows.parquet")
+    given = labelled_rows.own([embeddings.read(folder)])
+    assert given.recordings.tolist() == [7, 2, 1]
+    assert given.apart.tolist() == [7, 2, 2]
+    assert fit.folds_of(given, 0).max() == 1
+    assert cli.main(["fit", str(folder), "--out", str(tmp_path / "h.npz")]) == 0
+    told = capsys.readouterr().out
+    assert "2 folds of 10 recordings, mean average precision" in told
+    assert "of 2 of 3 classes" in told
+    assert "not validated, as all examples are of one recording: c" in told
+    assert "little evidence: b (2 examples in 2 recordings)" in told
+    about = heads.read(tmp_path / "h.npz").about
+    assert about["examples"] == [7, 2, 2] and about["recordings"] == [7, 2, 1]
+    assert about["average_precision"][2] is None and about["average_precision"][0] > 0.5
+
+
+def test_windows_of_one_event_are_one_example_and_no_validation(world, tmp_path, capsys):
+    """A recording, and its copy under another name, with windows that overlap."""
+    _, run, _ = world
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    for n in range(2):
+        wave = corpus.noise(n, 0.501, RATE)
+        soundfile.write(recordings / f"{n}.wav", wave, RATE)
+    (recordings / "copy.wav").write_bytes((recordings / "0.wav").read_bytes())
+    argv = ["embed", str(run), "--recordings", str(recordings), "--batch", "8"]
+    assert cli.main([*argv, "--kinds", "mean", "--out", str(tmp_path / "e")]) == 0
+    stored = embeddings.read(tmp_path / "e")
+    assert stored.n == 3 and len(set(stored.recordings())) == 2
+    table = tmp_path / "t.csv"
+    table.write_text("file,start,end,label\n0.wav,0.1,0.2,owl\ncopy.wav,0.1,0.2,owl\n")
+    argv = ["fit", str(tmp_path / "e"), "--labels", str(table), "--background", "4"]
+    assert cli.main([*argv, "--out", str(tmp_path / "h.npz")]) == 0
+    told = capsys.readouterr().out
+    assert "no cross-validation: each class is in one recording" in told
+    assert heads.read(tmp_path / "h.npz").about["recordings"] == [1]
+
+
 def test_each_form_of_a_label_table_is_understood(tmp_path):
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # JAX is not imported for the help of the command
     from jaxtrain.workloads.bird.inference.fit import Fitted
     from jaxtrain.workloads.bird.inference.labelled_rows import Examples
 
+MAX_LISTED = 5  # classes in a line
 METHODS = ("linear", "prototypes", "patches")
 
 
@@ -123,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    import numpy as np
 
     from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows
 
@@ -158,13 +158,9 @@ def _fit(args: argparse.Namespace) -> int:
     )
     heads.save(args.out, fitted.head)
     _print_classes(examples, fitted)
-    if fitted.folds:
-        average = np.nanmean(fitted.precision)
-        validation = f"{fitted.folds} folds, mean average precision {average:.3f}"
-    else:
-        validation = "no cross-validation: some class has one example"
     n_rows = len(examples.y)
-    print(f"{args.out}: {args.method}, {n_rows} rows, penalty {fitted.penalty:g}, {validation}")
+    print(f"{args.out}: {args.method}, {n_rows} rows, penalty {fitted.penalty:g}")
+    print("\n".join(_validation_lines(examples, fitted)))
     has_class = examples.y.any(1)
     has_unknown = (examples.known == 0).any(1)
     if (has_class | has_unknown).all():
@@ -185,22 +181,57 @@ def _next_to(out: pathlib.Path, name: str) -> pathlib.Path:
     return out.with_name(f"{out.name.removesuffix('.npz')}-{name}")
 
 
+def _validation_lines(examples: "Examples", fitted: "Fitted") -> list[str]:
+    """Return how the head was validated, and how much evidence that is."""
+    import numpy as np
+
+    from jaxtrain.workloads.bird.inference.fit import MIN_EXAMPLES
+
+    n_recordings = examples.recordings
+    if not fitted.folds:
+        return ["no cross-validation: each class is in one recording"]
+    n_groups = len(np.unique(examples.group))
+    average = np.nanmean(fitted.precision)
+    lines = [
+        f"{fitted.folds} folds of {n_groups} recordings, mean average precision {average:.3f}"
+        f" of {int((n_recordings > 1).sum())} of {len(examples.names)} classes"
+    ]
+    alone = [name for name, n in zip(examples.names, n_recordings, strict=True) if n < 2]
+    if alone:
+        lines.append(f"not validated, as all examples are of one recording: {_listed(alone)}")
+    few = []
+    for name, n_apart, n in zip(examples.names, examples.apart, n_recordings, strict=True):
+        if 1 < n and min(n_apart, n) < MIN_EXAMPLES:
+            few.append(f"{name} ({n_apart} examples in {n} recordings)")
+    if few:
+        lines.append(f"of few examples, so little evidence: {_listed(few)}")
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
 def _print_classes(examples: "Examples", fitted: "Fitted") -> None:
-    """Print a table: for each class its rows, average precision and threshold."""
+    """Print a table: for each class its examples, average precision and threshold.
+
+    Examples that overlap count once.
+    """
     import numpy as np
 
     width = max(map(len, (*examples.names, "class")))
-    print(f"{'class':{width}}  examples  others  average precision  threshold")
+    print(f"{'class':{width}}  examples  recordings  others  average precision  threshold")
     bounds = fitted.head.thresholds
     assert bounds is not None
-    n_examples = (examples.y * examples.known).sum(0)
+    n_apart, n_recordings = examples.apart, examples.recordings
     n_counter_examples = ((1 - examples.y) * examples.known).sum(0)
     for c, name in enumerate(examples.names):
         is_measured = np.isfinite(fitted.precision[c])
         average = f"{fitted.precision[c]:.3f}" if is_measured else "-"
         print(
-            f"{name:{width}}  {n_examples[c]:8.0f}  {n_counter_examples[c]:6.0f}  {average:>17}"
-            f"  {bounds[c]:9.3g}"
+            f"{name:{width}}  {n_apart[c]:8}  {n_recordings[c]:10}  {n_counter_examples[c]:6.0f}"
+            f"  {average:>17}  {bounds[c]:9.3g}"
         )
 
 

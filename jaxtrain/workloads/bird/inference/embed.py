@@ -4,6 +4,7 @@
 all of their rows are there. The slower of device and loader sets the pace, which is reported.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,7 @@ from jaxtrain.workloads.bird.inference.embeddings import ABOUT, ROWS, VERSION
 from jaxtrain.workloads.bird.model import Config
 from loaders.audio import shards, spectrogram
 from loaders.audio.front_end import DEFAULT
-from loaders.audio.recordings import windows
+from loaders.audio.recordings import headers, windows
 from loaders.base import DataError
 from loaders.io import atomic_write, columnar
 from loaders.io import files as files_lib
@@ -273,15 +274,32 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
     root = data.audio_root
     if not root and of_index:
         root = str(shards.index_root(of_index))
+    names = index.paths()
+    folder = str(files_lib.expanded(root).absolute()) if root else ""
     table = pa.table(
         {
-            "path": pa.array(index.paths(), pa.string()),
+            "path": pa.array(names, pa.string()),
             "start": pa.array(columns["start"], pa.float64()),
             "end": pa.array(columns["end"], pa.float64()),
             "clock": pa.array(clocks, pa.string()),
+            "content": pa.array(_contents(names, folder, data.follow_links), pa.string()),
         }
     )
-    return str(files_lib.expanded(root).absolute()) if root else "", table
+    return folder, table
+
+
+def _contents(names: Sequence[str | None], root: str, links: bool) -> list[str | None]:
+    """Return a digest for each row whose recording is a file, by which copies are recognised."""
+    if not root:
+        return [None] * len(names)
+    content_of: dict[str | None, str | None] = {None: None}
+    for name in names:
+        if name not in content_of:
+            content_of[name] = None
+            with contextlib.suppress(OSError, files_lib.FileError):
+                path = files_lib.inside(pathlib.Path(root), name, links=links)
+                content_of[name] = headers.content_of(str(path))
+    return [content_of[name] for name in names]
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:

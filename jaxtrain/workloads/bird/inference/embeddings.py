@@ -1,5 +1,6 @@
 """A folder of `jaxtrain embed`, read with suspicion: it may come from anyone."""
 
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -25,8 +26,12 @@ class Places(NamedTuple):
     start: np.ndarray  # float64 [n] s, nan if it is not known
     end: np.ndarray
     clock: list[str]  # ISO 8601, or ""
+    content: list[str]  # a digest that copies of a recording share, or ""
+    # whether the run was trained on the recording, or None if that is not known
+    trained: list[bool | None]
 
 
+_OPTIONAL = {"content": pa.string(), "trained": pa.bool_()}
 _COLUMNS = {
     "path": pa.string(),
     "start": pa.float64(),
@@ -126,6 +131,11 @@ class Embeddings(NamedTuple):
             with columnar.native(files.inside(self.folder, ROWS)) as file:
                 table = pq.read_table(file)
             columns = {name: table.column(name).cast(kind) for name, kind in _COLUMNS.items()}
+            for name, kind in _OPTIONAL.items():
+                if name in table.column_names:
+                    columns[name] = table.column(name).cast(kind)
+                else:
+                    columns[name] = pa.chunked_array([pa.nulls(table.num_rows, kind)])
             for column in columns.values():
                 column.validate(full=True)
             if table.num_rows != self.n:
@@ -143,7 +153,31 @@ class Embeddings(NamedTuple):
             start.astype(np.float64),
             end.astype(np.float64),
             [clock or "" for clock in columns["clock"].to_pylist()],
+            [content or "" for content in columns["content"].to_pylist()],
+            columns["trained"].to_pylist(),
         )
+
+    def recordings(self) -> list[str]:
+        """Return the recording of each row, the same of copies, or its number if it has no name."""
+        own_names = [f"{self.folder}:{row}" for row in range(self.n)]
+        try:
+            places = self.places()
+        except InferenceError:
+            return own_names
+        names = []
+        for path, content, own_name in zip(places.paths, places.content, own_names, strict=True):
+            name = os.path.normpath(os.path.join(self.root, path)) if path else own_name
+            names.append(content or name)
+        return names
+
+    def times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and end of each row in its recording, float64 [n] s, nan if not known."""
+        try:
+            places = self.places()
+        except InferenceError:
+            unknown = np.full(self.n, np.nan)
+            return unknown, unknown
+        return places.start, places.end
 
 
 def read(folder: str | pathlib.Path) -> Embeddings:

@@ -74,7 +74,8 @@ def fit(
     if fold.any():
         n_folds = int(fold.max()) + 1
         penalty, held_out = _cross_validated(method, solve, penalties, x, examples, fold)
-        scale, offset = calibrated(held_out, y, examples.known, softmax)
+        rows, counted = _counted(examples)
+        scale, offset = calibrated(held_out[rows], y[rows], counted[rows], softmax)
         to_scores = jax.nn.softmax if softmax else jax.nn.sigmoid
         scores = np.asarray(to_scores(scale * held_out + offset), np.float64)
         average, bounds = _measured(scores, examples, precision)
@@ -90,13 +91,14 @@ def fit(
     arrays[factor] = arrays[factor] * scale
     arrays["b"] = arrays["b"] * scale + offset
     float_arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
-    n_examples = (y * examples.known).sum(0)
     about = {
         "method": method,
         "penalty": penalty,
         "precision": precision,
         "folds": n_folds,
-        "examples": [int(n) for n in n_examples],
+        "examples": examples.apart.tolist(),
+        "recordings": examples.recordings.tolist(),
+        "average_precision": [None if np.isnan(value) else value for value in average.tolist()],
         "rows": len(y),
         "embeddings": [str(folder.folder) for folder in folders],
     }
@@ -129,15 +131,19 @@ def _refuse_unlike(folders: Sequence[Embeddings]) -> None:
 def _measured(
     scores: np.ndarray, examples: Examples, precision: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return average precision and threshold of each class, from held-out scores [n, C]."""
+    """Return average precision and threshold of each class, from held-out scores [n, C].
+
+    A class in one recording has no held-out scores of its own.
+    """
     n_classes = len(examples.names)
     average = np.full(n_classes, np.nan)
     bounds = np.full(n_classes, precision, np.float32)
-    for c in range(n_classes):
+    n_apart = examples.apart
+    for c in np.flatnonzero(examples.recordings > 1).tolist():
         rows = examples.known[:, c] > 0
         y = examples.y[rows, c]
         average[c] = average_precision_score(y, scores[rows, c])
-        if y.sum() >= MIN_EXAMPLES:
+        if n_apart[c] >= MIN_EXAMPLES:
             bounds[c] = threshold(scores[rows, c], y, precision)
     return average, bounds
 
@@ -165,35 +171,38 @@ def _features(folders: Sequence[Embeddings], examples: Examples, kind: str) -> n
 
 
 def folds_of(examples: Examples, seed: int) -> np.ndarray:
-    """Return the fold of each row, int64 [n], all 0 if too few allow none. Classes are spread.
+    """Return the fold of each row, int64 [n], all 0 if no class is in two recordings.
 
-    A recording is in one fold, unless some class is in one recording only.
+    A recording is in one fold. Classes are spread.
     """
     y = examples.y * examples.known
-    group = examples.group
-    if _smallest_group_count(y, group) <= 1:
-        group = np.arange(len(y))
     fold = np.zeros(len(y), np.int64)
-    n_folds = min(FOLDS, _smallest_group_count(y, group))
-    if n_folds < 2:
+    n_recordings = examples.recordings
+    several = n_recordings[n_recordings > 1]
+    if not len(several):
         return fold
+    n_folds = min(FOLDS, int(several.min()))
     no_class = y.shape[1]
     main_class = np.where(y.any(1), y.argmax(1), no_class)
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=seed)
     # rows without a class may be fewer than folds
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        for k, (_, rows) in enumerate(splitter.split(y, main_class, group)):
+        for k, (_, rows) in enumerate(splitter.split(y, main_class, examples.group)):
             fold[rows] = k
     return fold
 
 
-def _smallest_group_count(y: np.ndarray, group: np.ndarray) -> int:
-    """Return the number of groups of the class that has the fewest."""
-    counts = []
-    for of_class in y.T:
-        groups = np.unique(group[of_class > 0])
-        counts.append(len(groups))
-    return min(counts)
+def _counted(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows [n] and their entries [n, C] that count in a loss on held-out rows.
+
+    A class in one recording does not, since no other recording of it is left to fit.
+    """
+    is_alone = examples.recordings < 2
+    counted = np.where(is_alone, 0, examples.known)
+    rows = np.ones(len(counted), bool)
+    if examples.exclusive:
+        rows = examples.y[:, is_alone].sum(1) == 0
+    return rows, counted
 
 
 def _cross_validated(
@@ -205,17 +214,17 @@ def _cross_validated(
     fold: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     """Return the penalty with the least loss on held-out rows, and its logits [n, C] of them."""
-    y = examples.y
-    known = examples.known
     softmax = examples.exclusive
-    z = np.zeros((len(penalties), *y.shape), np.float32)
+    z = np.zeros((len(penalties), *examples.y.shape), np.float32)
     for k in range(int(fold.max()) + 1):
         is_held_out = fold == k
-        train_weight = known * ~is_held_out[:, None]
+        train_weight = examples.known * ~is_held_out[:, None]
         for i, arrays in enumerate(solve(train_weight, penalties)):
             z[i, is_held_out] = logits(method, arrays, x[is_held_out])
     losses = []
-    for of_penalty in z:
+    rows, counted = _counted(examples)
+    y, known = examples.y[rows], counted[rows]
+    for of_penalty in z[:, rows]:
         # a scale that is not learned must not decide
         scale, offset = calibrated(of_penalty, y, known, softmax)
         calibrated_z = scale * of_penalty + offset

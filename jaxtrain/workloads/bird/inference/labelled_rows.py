@@ -56,7 +56,38 @@ class Examples(NamedTuple):
     y: np.ndarray  # float32 [n, C]: 1 for a class that is there
     known: np.ndarray  # float32 [n, C]: 1 if that is known
     group: np.ndarray  # int64 [n]: the recording, by which rows are held out
+    start: np.ndarray  # float64 [n] s in it, nan if it is not known
+    end: np.ndarray
     names: tuple[str, ...]
+
+    @property
+    def recordings(self) -> np.ndarray:
+        """The number of recordings with each class, int64 [C]."""
+        counts = []
+        for has_class in (self.y * self.known).T > 0:
+            counts.append(len(np.unique(self.group[has_class])))
+        return np.array(counts, np.int64)
+
+    @property
+    def apart(self) -> np.ndarray:
+        """The number of rows with each class that do not overlap each other, int64 [C]."""
+        counts = []
+        for has_class in (self.y * self.known).T > 0:
+            counts.append(self._n_apart(np.flatnonzero(has_class)))
+        return np.array(counts, np.int64)
+
+    def _n_apart(self, rows: np.ndarray) -> int:
+        """Return how many rows can be chosen of which no two overlap."""
+        order = rows[np.lexsort((self.end[rows], self.group[rows]))]
+        count = 0
+        latest = (-1, 0.0)  # group and end of the latest one that was chosen
+        for row in order.tolist():
+            group, start = int(self.group[row]), float(self.start[row])
+            if group == latest[0] and start < latest[1] - grid.NEAR:
+                continue
+            count += 1
+            latest = (group, float(self.end[row]))
+        return count
 
     @property
     def exclusive(self) -> bool:
@@ -69,7 +100,7 @@ class Examples(NamedTuple):
 def own(folders: Sequence[Embeddings]) -> Examples:
     """Return the labels that the embeddings have. Raises InferenceError."""
     names = folders[0].names
-    rows, ys, groups = [], [], []
+    rows, ys = [], []
     for folder in folders:
         if folder.names != names:
             raise InferenceError(
@@ -89,13 +120,12 @@ def own(folders: Sequence[Embeddings]) -> Examples:
         known_rows = np.flatnonzero(is_known)
         rows.append(known_rows)
         ys.append(y[known_rows].astype(np.float32))
-        groups += _recordings(folder, known_rows)
     y = np.concatenate(ys)
     if not len(y):
         raise InferenceError(
             f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE"
         )
-    return Examples(rows, y, np.ones_like(y), _numbers(groups), names)
+    return _examples(folders, rows, y, np.ones_like(y), names)
 
 
 def of_table(
@@ -140,7 +170,7 @@ def of_table(
             f"{path} has no label in any line about {folders[0].folder} that has an answer; name"
             " its column: --label-column"
         )
-    rows, ys, knowns, groups = [], [], [], []
+    rows, ys, knowns = [], [], []
     rng = np.random.default_rng(seed)
     for number, (folder, of_folder) in enumerate(zip(folders, matches, strict=True)):
         is_decoded = folder.decoded()
@@ -158,8 +188,7 @@ def of_table(
         rows.append(folder_rows)
         ys += [y, y_background]
         knowns += [known, np.ones_like(y_background)]
-        groups += _recordings(folder, folder_rows)
-    return Examples(rows, np.concatenate(ys), np.concatenate(knowns), _numbers(groups), names)
+    return _examples(folders, rows, np.concatenate(ys), np.concatenate(knowns), names)
 
 
 def _answers(matches: Iterable[Match], is_decoded: np.ndarray) -> dict[int, dict[str, int]]:
@@ -300,19 +329,22 @@ def _recording(part: Part, root: str, names: Names, errors: Errors) -> str:
     return candidates[0] if len(candidates) == 1 else ""
 
 
-def _recordings(folder: Embeddings, rows: np.ndarray) -> list[str]:
-    """Return the recording of each row, or a number of its own if the embeddings have none."""
-    try:
-        paths = folder.places().paths
-    except InferenceError:
-        paths = [""] * folder.n
-    recordings = []
-    for row in rows.tolist():
-        path = paths[row]
-        recordings.append(f"{folder.root}:{path}" if path else f"{folder.folder}:{row}")
-    return recordings
-
-
-def _numbers(groups: Sequence[str]) -> np.ndarray:
-    _, numbers = np.unique(groups, return_inverse=True)
-    return numbers.astype(np.int64)
+def _examples(
+    folders: Sequence[Embeddings],
+    rows: Sequence[np.ndarray],
+    y: np.ndarray,
+    known: np.ndarray,
+    names: tuple[str, ...],
+) -> Examples:
+    """Return the examples with their places in recordings, of which copies are one."""
+    recordings: list[str] = []
+    starts, ends = [], []
+    for folder, folder_rows in zip(folders, rows, strict=True):
+        of_rows = folder.recordings()
+        recordings += [of_rows[row] for row in folder_rows.tolist()]
+        start, end = folder.times()
+        starts.append(start[folder_rows])
+        ends.append(end[folder_rows])
+    _, group = np.unique(recordings, return_inverse=True)
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    return Examples(rows, y, known, group.astype(np.int64), start, end, names)
