@@ -92,13 +92,14 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
 
 def main(name, folder, *mesh):
     """Run one of the processes."""
-    cluster.initialize(cluster.find(), config_lib.Config(workdir=folder))
+    links = cluster.initialize(cluster.find(), config_lib.Config(workdir=folder))
     cluster.use_compilation_cache()
     cluster.barrier("all are here")
     found = Run(CASES[name], tuple(map(int, mesh))).take(STEPS)
     if cluster.is_main():
         (pathlib.Path(folder) / "found").write_bytes(pickle.dumps(found))
     cluster.barrier("written")
+    links.close()
 
 
 if __name__ == "__main__":

@@ -37,11 +37,13 @@ class ProcessContext:
         console: console_lib.Console,
         watchdog: cluster.Watchdog,
         clock: goodput.Clock,
+        links: cluster.Links,
     ):
         self._config = config
         self._processes = processes
         self._signals = signals
         self._lost: WorkdirError | None = None
+        self._links = links
         self.lease = lease
         self.console = console
         self.beat = watchdog.beat
@@ -73,9 +75,10 @@ class ProcessContext:
             console = console_lib.start_console(process=membership.process, folder=logs)
             stack.callback(console.finish)
             try:
-                cluster.initialize(membership, config, leave=signals.check, refusal=refusal)
+                links = cluster.initialize(membership, config, leave=signals.check, refusal=refusal)
             except cluster.Stopped as error:
                 raise Preempted(f"ended by {signals.reason}: {error}") from error
+            stack.callback(links.close)
             signals.install()  # jax.distributed takes SIGTERM for itself
             watchdog = cluster.Watchdog(
                 logs,
@@ -83,6 +86,7 @@ class ProcessContext:
                 processes=membership.processes,
                 timeout=config.distributed.step_timeout,
                 start_timeout=config.distributed.start_timeout,
+                report=links.report,
             )
             stack.callback(watchdog.close)
             clock.open(
@@ -91,6 +95,7 @@ class ProcessContext:
                 processes=membership.processes,
                 facts=_facts(command) if membership.process == 0 else {},
             )
+            links.on_loss(clock.close)
             clock.switch(goodput.MODEL)
             process = cls(
                 config,
@@ -100,6 +105,7 @@ class ProcessContext:
                 console=console,
                 watchdog=watchdog,
                 clock=clock,
+                links=links,
             )
             with process._noting_the_end():
                 yield process
@@ -113,11 +119,14 @@ class ProcessContext:
                 self.confirm()  # a workdir deleted after the last record is an error, too
         except OSError as error:
             lost = self._loss()  # as in `writing`, wherever it was
+            self._links.report(_in_words(lost or error))
             self.clock.close(_in_words(lost or error))
             if lost:
                 raise lost from error
             raise
         except BaseException as error:
+            if not isinstance(error, Preempted):  # all processes have saved, and end
+                self._links.report(_in_words(error))
             self.clock.close(_in_words(error))
             raise
         self.clock.close("ended")

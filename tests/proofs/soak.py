@@ -21,8 +21,6 @@ from the seed, one after the other, each some steps after the run went on:
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on
                  both
-    load         none of these: a process of a busy machine did not say for 10 s that it lives, and
-                 JAX's service ended the rest
 
 The first lap has no fault. Each later one must end like it: with the same rows in each batch, a
 record of every step and, unless a host was gone meanwhile, the same loss in each record and the
@@ -61,7 +59,6 @@ from jaxtrain.telemetry import goodput
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROCESSES, HOSTS = 4, 2
-LATE = b"stopped sending heartbeats"  # what JAX's service says of a process
 STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
 # below a soak's folder: workdirs; a file system of its own where this user may mount one
 DISK = "disk"
@@ -94,7 +91,6 @@ MODELS = {
 }
 BOUNDS = (
     "--config.distributed.step_timeout=20",
-    "--config.distributed.heartbeat_timeout=10",
     "--config.metrics.every=1",
 )
 
@@ -220,7 +216,6 @@ class Job:
     ):
         self.began, self.workdir = time.monotonic(), folder / DISK / f"lap{lap}"
         # of each process, and where this start's lines begin
-        self.logs: list[tuple[pathlib.Path, int]] = []
         n = PROCESSES // HOSTS if alone else PROCESSES
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -255,7 +250,6 @@ class Job:
                 f"--config.workdir={self.workdir}",
             ]
             log = (folder / f"log{lap}-{i}.txt").open("ab")
-            self.logs.append((pathlib.Path(log.name), log.tell()))
             self.processes.append(
                 subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
             )
@@ -271,11 +265,6 @@ class Job:
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
-
-    def was_late(self) -> bool:
-        """Whether all have ended, one of them because it heard too long nothing of another."""
-        ended = all(code is not None for code in self.codes())
-        return ended and any(LATE in path.read_bytes()[start:] for path, start in self.logs)
 
     def signal(self, process: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -311,7 +300,7 @@ class Soak:
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
         """Return a run to its end, with faults before ``until``; and whether a host was gone."""
-        alone, was_alone, pending, late = False, False, None, 0
+        alone, was_alone, pending = False, False, None
         while True:
             job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
             try:
@@ -327,16 +316,13 @@ class Soak:
                     if fault is None:  # it is to end by itself
                         if self._ends(job):
                             return was_alone
-                        late = late + 1 if job.steps() == before else 0
-                        if not job.was_late() or late > 2:
-                            self.wrong.append(
-                                f"lap {number} stood still, or ended with"
-                                f" {job.codes()}:\n{self._log(number)[-3000:]}"
-                            )
-                            return was_alone
-                        fault = Fault("load", job.steps())
+                        self.wrong.append(
+                            f"lap {number} stood still, or ended with"
+                            f" {job.codes()}:\n{self._log(number)[-3000:]}"
+                        )
+                        return was_alone
                     self.faults.append(fault)
-                    if fault.noticed or fault.kind == "load":
+                    if fault.noticed:
                         break
                     print(f"  {fault}", flush=True)
             finally:

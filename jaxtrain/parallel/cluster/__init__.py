@@ -3,6 +3,7 @@
 discover      environment -> Cluster, a pure function
 rendezvous    the processes come together here before JAX joins them
 addresses     the addresses of a host, and the sockets that listen there
+links         connections during a run, which show at once that a process has ended
 handshake     the proof at both ends of its connections that they know the job's secret
 processes     joining the processes, and exchanges between them
 signals       signals that ask a run to save and end
@@ -11,6 +12,7 @@ watchdog      ends a process whose run makes no progress
 """
 
 from jaxtrain.parallel.cluster.discover import Cluster, ClusterError
+from jaxtrain.parallel.cluster.links import Links
 from jaxtrain.parallel.cluster.notices import Notices, metadata_server
 from jaxtrain.parallel.cluster.processes import (
     agree,
@@ -36,6 +38,7 @@ from jaxtrain.parallel.cluster.watchdog import Watchdog
 __all__ = (
     "Cluster",
     "ClusterError",
+    "Links",
     "Notices",
     "RendezvousError",
     "StopSignals",

@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import json
 import os
+import socket
 from typing import Any
 
 NONCE, MAC = 32, 32  # [bytes]
@@ -46,6 +47,11 @@ class Line:
         self._n_sent += 1
         self.writer.write(message + self._seal(self._out, self._n_sent, message))
         await self.writer.drain()
+
+    def connection(self) -> socket.socket:
+        """Return the connection, which stays open when the line is closed."""
+        connection: socket.socket = self.writer.get_extra_info("socket").dup()
+        return connection
 
     async def receive(self) -> Any:
         """Return the next message. Raises OSError if the connection ends, or has to."""

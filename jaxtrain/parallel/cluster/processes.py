@@ -19,8 +19,9 @@ from jax.experimental import multihost_utils
 
 import jaxtrain
 from jaxtrain.config import Config, to_json
-from jaxtrain.parallel.cluster import addresses, discover, notices, rendezvous
+from jaxtrain.parallel.cluster import addresses, discover, links, notices, rendezvous
 from jaxtrain.parallel.cluster.discover import Cluster
+from jaxtrain.parallel.cluster.links import Links
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError
 from loaders.io import machine
 
@@ -44,7 +45,7 @@ def await_peers(
     *,
     leave: Callable[[], Any] = lambda: False,
     refusal: str = "",
-) -> None:
+) -> list[links.Peer]:
     """Wait until all processes of a run are present, and compare them (`rendezvous.await_peers`).
 
     ``leave`` is called again and again during the wait, and ends it by returning true. With
@@ -52,7 +53,7 @@ def await_peers(
     ClusterError: processes on several hosts have no JAXTRAIN_SECRET; RendezvousError: ``refusal``,
     a taken port, or processes, by number, that are late or differ; Stopped: ``leave()`` was true.
     """
-    rendezvous.await_peers(
+    return rendezvous.await_peers(
         membership,
         job=membership.job or f"the run in {os.path.abspath(config.workdir)}",
         facts={
@@ -76,17 +77,21 @@ def initialize(
     *,
     leave: Callable[[], Any] = lambda: False,
     refusal: str = "",
-) -> None:
-    """Join the processes: first `await_peers`, with its arguments and errors, then JAX."""
+) -> Links:
+    """Join the processes: first `await_peers`, with its arguments and errors, then JAX.
+
+    The links that are returned have to be closed when this process leaves the run.
+    """
     if membership.note:
         log.warning("%s", membership.note)
     if membership.processes == 1:
-        return
+        return Links(0, [])
     name = f"process {membership.process} of {membership.processes}"
     host = socket.gethostname()
     coordinator = membership.coordinator
     log.info("%s (%s, on %s), coordinator %s", name, membership.launcher, host, coordinator)
-    await_peers(membership, config, leave=leave, refusal=refusal)
+    peers = await_peers(membership, config, leave=leave, refusal=refusal)
+    connected = Links(membership.process, peers)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
@@ -99,9 +104,11 @@ def initialize(
             heartbeat_timeout_seconds=config.distributed.heartbeat_timeout,
         )
     except Exception as error:
+        connected.report(f"it could not join the run at {coordinator}")
         raise RendezvousError(f"{name} could not join the run at {coordinator}: {error}") from error
     device_counts = Counter(device.process_index for device in jax.devices())
     if problem := uneven(device_counts, membership.processes):
+        connected.close()
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
         # Only process 0 would write programs there and read them back, since a program has another
@@ -109,6 +116,7 @@ def initialize(
         # another order than one just compiled, and the processes then wait for each other without
         # end. `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
+    return connected
 
 
 def _bind_address(membership: Cluster) -> str | None:

@@ -9,6 +9,8 @@ message, and gets the verdict once the rendezvous is over:
     → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {…}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
+If the run begins, the connections stay open until its end, and show when a process dies (`links`).
+
 A process that a signal stops during the wait sends one more message, and the rendezvous ends for
 all. Unauthenticated peers are bounded in number and time. They learn nothing, and cost the others a
 retry at most.
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 from jaxtrain.parallel.cluster import addresses, handshake
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
+from jaxtrain.parallel.cluster.links import Peer
 from loaders.io.checks import UserError, flatten
 
 MAX_UNAUTHENTICATED = 128  # peers that may be connected
@@ -54,6 +57,13 @@ class Verdict(NamedTuple):
     stopped: bool = False
 
 
+class Outcome(NamedTuple):
+    """The verdict, and the connections that stay open if all are present and agree."""
+
+    verdict: Verdict
+    peers: list[Peer]
+
+
 def await_peers(
     membership: Cluster,
     *,
@@ -63,8 +73,11 @@ def await_peers(
     leave: Leave = lambda: False,
     secret: str = "",
     refusal: str = "",
-) -> None:
+) -> list[Peer]:
     """Return once all processes have reported that they are present, with equal facts.
+
+    The connections stay open and are returned: to every other process in process 0, and to
+    process 0 in the others (`links.Links`).
 
     Args:
       membership: the place of this process. Process 0 listens at the coordinator's address.
@@ -86,16 +99,17 @@ def await_peers(
         "facts": facts,
     }
     key = secret.encode()
-    work: Coroutine[Any, Any, Verdict]
+    work: Coroutine[Any, Any, Outcome]
     if membership.process == 0:
         work = Rendezvous(hello, key, timeout, leave, refusal).hold(membership.coordinator)
     else:
         work = _report(hello, membership.coordinator, key, timeout, leave)
-    verdict = asyncio.run(work)
+    verdict, peers = asyncio.run(work)
     if verdict.stopped:
         raise Stopped(verdict.error)
     if verdict.error:
         raise RendezvousError(verdict.error)
+    return peers
 
 
 def _host_and_port(coordinator: str) -> tuple[str, int]:
@@ -117,24 +131,26 @@ class Rendezvous:
         self._stopped: int | None = None  # the process that was asked to stop
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hold(self, coordinator: str) -> Verdict:
+    async def hold(self, coordinator: str) -> Outcome:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         host, port = _host_and_port(coordinator)
         deadline = time.monotonic() + self._timeout
         verdict = Verdict(f"process 0 ({self._hello['host']}) has failed")
+        peers = []
         listeners = await _listen(host, port, min(deadline, time.monotonic() + 10), self._leave)
         for listener in listeners:
             self._start(self._accept(listener))
         try:
             verdict = await self._wait(port, deadline)
         finally:
-            replies = [_reply(line, verdict) for _, line in self._present.values()]
-            await asyncio.gather(*replies)
+            replies = [_reply(*present, verdict) for present in self._present.values()]
+            for peer in await asyncio.gather(*replies):
+                peers += [peer] if peer else []
             for task in self._tasks:
                 task.cancel()
             for listener in listeners:
                 listener.close()
-        return verdict
+        return Outcome(verdict, peers)
 
     async def _wait(self, port: int, deadline: float) -> Verdict:
         host = self._hello["host"]
@@ -250,17 +266,22 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
         await asyncio.sleep(0.5)
 
 
-async def _reply(line: Line, verdict: Verdict) -> None:
+async def _reply(hello: Message, line: Line, verdict: Verdict) -> Peer | None:
+    """Send the verdict to a process. Return it if the run begins, and it is still there."""
+    peer = None
     with contextlib.suppress(OSError):  # it has left; the others still get their reply
         async with asyncio.timeout(5):
             await line.send(verdict._asdict())
+            if not verdict.error:
+                peer = Peer(hello["process"], hello["host"], line.connection())
             line.writer.close()
             await line.writer.wait_closed()
+    return peer
 
 
 async def _report(
     hello: Message, coordinator: str, secret: bytes, timeout: float, leave: Leave
-) -> Verdict:
+) -> Outcome:
     """Report to process 0, as any other process, and return its verdict."""
     host, port = _host_and_port(coordinator)
     name = f"process {hello['process']} ({hello['host']})"
@@ -279,16 +300,19 @@ async def _report(
                     await line.send(hello)
                 # Process 0 names those late. It may have begun to wait later than this process.
                 if verdict := await _verdict(line, deadline + 10, leave):
-                    return verdict
+                    peers = [] if verdict.error else [Peer(0, host, line.connection())]
+                    return Outcome(verdict, peers)
                 if leave():
                     break
-                return Verdict(f"{name} waited for the others, and process 0 no longer answers")
+                text = f"{name} waited for the others, and process 0 no longer answers"
+                return Outcome(Verdict(text), [])
         except OSError as error:
             # A failed handshake says more than a later refused connection.
             if not isinstance(last_error, HandshakeError):
                 last_error = error
         await asyncio.sleep(0.3)
-    return Verdict(f"{name} was asked to stop while it waited for others", stopped=True)
+    text = f"{name} was asked to stop while it waited for others"
+    return Outcome(Verdict(text, stopped=True), [])
 
 
 async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -15,7 +15,7 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 log = logging.getLogger("jaxtrain")
@@ -26,13 +26,20 @@ class Watchdog:
 
     Every process reports its progress. Without a `beat` for ``timeout`` s (``start_timeout`` before
     the first one) it blames the process that is behind, or has stopped reporting, writes its own
-    stacks, also to stderr, and exits with `EXIT_CODE`.
+    stacks, also to stderr, and exits with `EXIT_CODE`. ``report`` gets the reason before that.
     """
 
     EXIT_CODE = 70
 
     def __init__(
-        self, folder: str, *, process: int, processes: int, timeout: float, start_timeout: float
+        self,
+        folder: str,
+        *,
+        process: int,
+        processes: int,
+        timeout: float,
+        start_timeout: float,
+        report: Callable[[str], None] = lambda reason: None,
     ):
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +47,7 @@ class Watchdog:
         self._processes = processes
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self._report_end = report
         self._limit = start_timeout
         self._count = 0
         self._doing = "starting"
@@ -91,7 +99,9 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):
                 reports[process] = json.loads(path.read_text())
         culprit = blame(reports, self._processes, time.time(), 3 * pause)
-        text = f"no progress for {self._limit:g} s; {culprit}; ending process {self._process}"
+        reason = f"no progress for {self._limit:g} s; {culprit}"
+        self._report_end(reason)
+        text = f"{reason}; ending process {self._process}"
         log.error(text)
         print(text, file=sys.stderr, flush=True)
         with open(self._folder / f"stacks-{self._process}.txt", "w") as file:

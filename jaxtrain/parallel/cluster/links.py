@@ -1,0 +1,206 @@
+"""Connections that stay open during a run, and show at once that a process has ended.
+
+They are the rendezvous's connections, between process 0 and each other process. The kernel closes
+them when their process ends, whatever ended it, and its keepalive notices within 15 s that a host
+has vanished. A process that is stopped or busy for minutes is not taken for dead, because the
+kernel of its host still answers.
+
+A message is 4 bytes of length, then JSON:
+
+    {"end": "", "seconds": 0}          the sender has left the run. Its connection may close
+    {"end": "reason", "seconds": 10}   the receiver has to end within this time, for this reason
+
+Process 0 sends the reason on to all others, and every process exits with `EXIT_CODE`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+log = logging.getLogger("jaxtrain")
+
+EXIT_CODE = 70
+# A vanished host is noticed after 5 s of silence and 4 probes that nothing answers: 13 s.
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 13_000}
+ERROR_SECONDS = 10.0  # for the other processes to end by the same error, or to write their stacks
+FORWARD_SECONDS = 0.3  # for the reason to leave process 0 before JAX's service ends with it
+MAX_MESSAGE = 1 << 16  # [bytes]
+
+
+class Peer(NamedTuple):
+    """Another process, and the connection to it."""
+
+    process: int
+    host: str
+    connection: socket.socket
+
+
+class Links:
+    """The connections to other processes: to all of them in process 0, to process 0 elsewhere.
+
+    A thread watches them until `close`. If a process ends before it has left the run, the thread
+    ends this process too, within 2 s, and names the other. As a context manager it leaves the run
+    at the end of the block.
+    """
+
+    def __init__(self, process: int, peers: Sequence[Peer]):
+        self._process = process
+        self._peers = {peer.process: _Reader(peer) for peer in peers}
+        self._on_loss: Callable[[str], None] = lambda reason: None
+        self._reason = ""
+        self._deadline = float("inf")
+        self._closed = threading.Event()
+        self._sending = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
+        if peers:
+            self._thread.start()
+
+    def on_loss(self, note: Callable[[str], None]) -> None:
+        """Call ``note(reason)`` before a loss ends this process."""
+        self._on_loss = note
+
+    def report(self, reason: str) -> None:
+        """Tell the other processes that this one ends early, and why.
+
+        An error may be the consequence of another process's death. Its connection then names it.
+        """
+        if self._peers:
+            time.sleep(FORWARD_SECONDS)
+        self._send(f"process {self._process} ended: {reason}", ERROR_SECONDS)
+
+    def close(self) -> None:
+        """Leave the run. The other processes go on without this one."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._send("", 0)
+        self._wake.send(b"x")
+        if self._thread.is_alive():
+            self._thread.join()
+        for reader in self._peers.values():
+            reader.peer.connection.close()
+        self._wake.close()
+        self._woken.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(self, reason: str, seconds: float) -> None:
+        body = json.dumps({"end": reason[: MAX_MESSAGE // 8], "seconds": seconds}).encode()
+        message = len(body).to_bytes(4, "big") + body
+        with self._sending:
+            for reader in self._peers.values():
+                with contextlib.suppress(OSError):  # it has left
+                    reader.peer.connection.sendall(message)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for reader in self._peers.values():
+                selector.register(reader.peer.connection, selectors.EVENT_READ, reader)
+            while not self._closed.is_set():
+                for key, _ in selector.select(self._patience()):
+                    if key.data and not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                if time.monotonic() >= self._deadline and not self._closed.is_set():
+                    self._end()
+
+    def _patience(self) -> float | None:
+        if self._reason:
+            return max(0.0, self._deadline - time.monotonic())
+        return None
+
+    def _read(self, reader: "_Reader") -> bool:
+        """Read what a process sent. False if its connection is at its end."""
+        try:
+            messages = reader.read()
+        except OSError as error:
+            if not reader.has_left:
+                process, host, _ = reader.peer
+                self._lose(f"process {process} ({host}) has died: {_in_words(error)}", 0)
+            return False
+        for message in messages:
+            reader.has_left = True
+            if message.end:
+                self._lose(message.end, message.seconds)
+        return True
+
+    def _lose(self, reason: str, seconds: float) -> None:
+        """End this process in so many seconds. Process 0 sends the reason to the others first."""
+        if self._process == 0:
+            self._send(reason, seconds)
+            seconds += FORWARD_SECONDS
+        if time.monotonic() + seconds < self._deadline:
+            self._reason = reason
+            self._deadline = time.monotonic() + seconds
+
+    def _end(self) -> None:
+        text = f"{self._reason}; ending process {self._process}. Rerun the command to resume"
+        log.error(text)
+        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # the process has to end in any case
+            self._on_loss(self._reason)
+        os._exit(EXIT_CODE)
+
+
+class _Message(NamedTuple):
+    end: str
+    seconds: float
+
+
+class _Reader:
+    """The messages of one connection."""
+
+    def __init__(self, peer: Peer):
+        self.peer = peer
+        self.has_left = False
+        self._unread = b""
+        peer.connection.settimeout(2)
+        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            if hasattr(socket, option):  # not on every system
+                peer.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def read(self) -> list[_Message]:
+        """Return the messages that are whole. Raises OSError at the end of the connection."""
+        received = self.peer.connection.recv(MAX_MESSAGE)
+        if not received:
+            raise ConnectionError("its connection was closed")
+        self._unread += received
+        messages: list[_Message] = []
+        while len(self._unread) >= 4:
+            size = int.from_bytes(self._unread[:4], "big")
+            if size > MAX_MESSAGE:
+                raise ConnectionError(f"it sent a message of {size} bytes")
+            if len(self._unread) < 4 + size:
+                break
+            try:
+                messages.append(_Message(**json.loads(self._unread[4 : 4 + size])))
+            except (ValueError, TypeError) as error:
+                raise ConnectionError("it sent something that is not a message") from error
+            self._unread = self._unread[4 + size :]
+        return messages
+
+
+def _in_words(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "its host no longer answers"
+    return error.strerror or str(error)
