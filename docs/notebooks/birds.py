@@ -4,9 +4,9 @@
 # After this page you can go from a folder of recordings to a Raven table of detections, in four
 # commands.
 # It takes two minutes on two cores. [The notebook](birds.py) is plain Python with cells,
-# and has the code of the pictures too.
+# and also has the code that makes recordings and pictures.
 
-# %%
+# %% [hidden]
 import csv
 import json
 import pathlib
@@ -32,7 +32,7 @@ def run(command, last=8):
 # Put your own recordings into a folder for each class.
 # Here, three invented species sing in 120 recordings each, and 120 recordings have no song.
 
-# %%
+# %% [hidden]
 RATE = 32_000
 SPECIES = {
     "riser": (2_000, 5_000, 0.4),
@@ -110,11 +110,13 @@ figure.tight_layout()
 #
 # A soundscape of one minute has eight songs at known times.
 
-# %%
+# %% [hidden]
 truth = [(float(5 + 7 * i), list(SPECIES)[i % 3]) for i in range(8)]
 pathlib.Path("field").mkdir(exist_ok=True)
 soundfile.write("field/morning.wav", recording(60, truth), RATE)
 pathlib.Path("classes.txt").write_text("\n".join(SPECIES))
+
+# %%
 run(
     "jaxtrain detect runs/folder-index field --out found --overlap 2 --threshold 0.7 --classes"
     " classes.txt"
