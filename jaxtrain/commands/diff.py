@@ -2,7 +2,7 @@
 
     jaxtrain diff RUN RUN
 
-    jaxtrain diff runs/xcm runs/xcm-again
+    jaxtrain diff runs/xcm-demo runs/longer
 
 Steps are compared by their digests, if both runs have config.metrics.digest, and else by loss and
 gradient norm. The arrays are those of the first checkpoints of one step that differ. Ends with 0 if

@@ -2,7 +2,7 @@
 
     jaxtrain lora-to-peft RUN [--step N] [--ema] [--base SOURCE] --out DIR
 
-    jaxtrain lora-to-peft runs/adapted --out adapters
+    jaxtrain lora-to-peft runs/higgs --out adapters
 
     DIR/
       adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and
