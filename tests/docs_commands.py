@@ -301,6 +301,13 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
     (r"=xcm .*lejepa", Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16")),
+    (
+        r"=xcm .*mae",
+        Run(
+            f"{BIRD} {SMALL_DATA} --config.model.mae.decoder.embed=32"
+            " --config.model.mae.decoder.depth=1"
+        ),
+    ),
     (r"=(configs/)?xcm(\.py)?(\s|$)", Run(f"{BIRD} {SMALL_DATA}")),
     (r"esc10(\.py)?:", Run(f"{BIRD} --config.train.ema=0.9")),
     (
@@ -317,7 +324,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy"),
     ),
     (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
-    (r"trm_sudoku(\.py)?:(4x4|last)", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy")),
+    (
+        r"trm_sudoku(\.py)?:(4x4|last)",
+        Run(f"{PUZZLES} {GENERATED} --config.optim.warmup=1", says="exact_accuracy"),
+    ),
     (r"trm_sudoku(\.py)?:", Run(PUZZLES)),
     (r"giblet(\.py)?:", Run(GIBLET)),
     (
