@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import importlib.util
 import math
 import pathlib
 import random
@@ -17,7 +16,7 @@ import soundfile
 from loaders import _rust, base, order
 from loaders.audio import front_end
 from loaders.audio import spectrogram as ours
-from loaders.io import atomic_write
+from loaders.io import atomic_write, machine
 
 SEED = 7
 FRONT_END = front_end.FrontEnd()
@@ -480,9 +479,7 @@ OURS = Peer(Ours, one_process=True)
 
 def missing(name: str) -> list[str]:
     return [
-        module
-        for module in PEERS[name].needs
-        if importlib.util.find_spec(module.partition(".")[0]) is None
+        module for module in PEERS[name].needs if not machine.has_package(module.partition(".")[0])
     ]
 
 

@@ -1,7 +1,6 @@
 """Errors between the sections of a config, or on this machine: files, packages, the workdir."""
 
 import contextlib
-import importlib.util
 import inspect
 import math
 import operator
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.config import changes, factories
 from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
-from loaders.io import checks, files
+from loaders.io import checks, files, machine
 from loaders.io.checks import Problems
 
 # Packages of the fields of `Metrics` that name a writer.
@@ -234,7 +233,7 @@ def on_this_machine(config: Config) -> Problems:
         if not any(place.exists() for place in places):
             yield "warm_start.source", f"is {source!r}, which does not exist"
     for name, package in TRACKERS.items():
-        if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
+        if getattr(config.metrics, name) and not machine.has_package(package):
             extra = package.removesuffix("X")
             yield (
                 f"metrics.{name}",
@@ -301,6 +300,6 @@ def unreachable(path: str) -> str:
     if separator and scheme != "gs":
         expected = checks.expected(scheme, ("gs",))
         return f"is in no store of checkpoints; {expected}, or a path on a file system"
-    if separator and not importlib.util.find_spec("gcsfs"):
+    if separator and not machine.has_package("gcsfs"):
         return "needs gcsfs; pip install 'jaxtrain[gcs]'"
     return ""

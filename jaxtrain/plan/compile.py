@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import importlib.util
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
 from jaxtrain.plan import gpu_specs, hlo, plan_cache
 from jaxtrain.plan.target import PlanError, Target
+from loaders.io import machine
 from loaders.io.checks import first_line
 
 # Without a card nothing is tuned, and then XLA's products by Triton find no tiles for some shapes.
@@ -109,7 +109,7 @@ def for_kernels(device: Any) -> Iterator[None]:
 
 
 def is_at_hand(target: Target) -> bool:
-    return target.here or target.kind == "tpu" and importlib.util.find_spec("libtpu") is not None
+    return target.here or target.kind == "tpu" and machine.has_package("libtpu")
 
 
 def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def set_up(kind: str) -> str:
     place = folder(kind)
     if find(kind):
         return f"{place} is there already: {versions(place)}"
-    if not importlib.util.find_spec("pip"):  # an environment that uv made has none
+    if not machine.has_package("pip"):  # an environment that uv made has none
         remedy = f"run {sys.executable} -m ensurepip"
         raise PlanError(f"{sys.executable} has no pip, which fetches the compiler; {remedy}")
     try:

@@ -211,8 +211,7 @@ def _list(address: str) -> tuple[Any, list[File]]:
 
 
 def _list_by_fsspec(address: str) -> tuple[Any, dict[str, dict[str, Any]]]:
-    import fsspec
-
+    fsspec = machine.package("fsspec")
     on_web = address.startswith(("http://", "https://"))
     options = {"get_client": _client} if on_web else {}
     system, root = fsspec.core.url_to_fs(address, **options)

@@ -1,7 +1,6 @@
 """Files from elsewhere for a film's dataset: NIfTI and arrays, and the libraries that read them."""
 
 import gzip
-import importlib
 import math
 import os
 import pathlib
@@ -20,7 +19,7 @@ MAX_HEADER = 64 << 20  # [bytes] before the values of a NIfTI file, extensions i
 def package(name: str) -> Any:
     """Return a package of the extra `giblet`. Raises DataError: it is missing."""
     try:
-        return importlib.import_module(name)
+        return machine.package(name)
     except ImportError as error:
         raise DataError(
             f"needs the package {name}; install it with: pip install 'jaxtrain[giblet]'"

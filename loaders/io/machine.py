@@ -1,14 +1,18 @@
-"""Cores to compute on, and a cache folder, as this machine offers them."""
+"""Cores, a cache folder, signals and optional packages, as this machine offers them."""
 
 import contextlib
 import ctypes
 import errno
+import importlib
+import importlib.util
 import math
 import os
 import pathlib
 import resource
+import signal
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
@@ -108,6 +112,29 @@ def give_back_freed_memory() -> None:
     """
     if _keeps:
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def has_package(name: str) -> bool:
+    """Tell whether a package is installed. A folder of its name, as wandb/, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def package(name: str) -> Any:
+    """Import a package. Raises ImportError, also if only a folder has its name."""
+    module = importlib.import_module(name)
+    spec = module.__spec__
+    if spec is not None and spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return module
+
+
+def signal_numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers of signals to handle: not an ignored SIGHUP, as nohup asks."""
+    numbers = [getattr(signal, name) for name in names]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers = [number for number in numbers if number != signal.SIGHUP]
+    return numbers
 
 
 def accelerators() -> list[pathlib.Path]:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loaders.base import DataError
-from loaders.io import files
+from loaders.io import files, machine
 
 # The files of a tokenizer, which go wherever it goes.
 FILES = (
@@ -251,7 +251,7 @@ def _open_once(
     path: pathlib.Path, content: bytes, specials: bool, added_tokens: tuple[_AddedToken, ...]
 ) -> Tokenizer:
     try:
-        import tokenizers
+        tokenizers = machine.package("tokenizers")
     except ImportError as error:
         raise DataError(
             f"to read {path}, the package tokenizers is missing; pip install 'jaxtrain[language]'"

@@ -4,7 +4,6 @@ GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one. 
 NO_GCE_CHECK=true, and on machines that are not Google's, no server is asked.
 """
 
-import importlib.util
 import pathlib
 import threading
 import urllib.error
@@ -51,7 +50,7 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
         not host
         or not chips
         or "TPU_SKIP_MDS_QUERY" in environment
-        or importlib.util.find_spec("libtpu") is None
+        or not machine.has_package("libtpu")
     ):
         return {}
     values = {name: read(host, f"attributes/{name}") for name in POD}

@@ -13,7 +13,7 @@ from sklearn.neighbors import KNeighborsRegressor
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, logistic, measures
 from jaxtrain.workloads.bird.inference.measures import MEASURES
 from loaders.audio.front_end import DEFAULT
-from loaders.io import atomic_write, files
+from loaders.io import atomic_write, files, machine
 
 TEMPERATURE = 0.07
 CLASSIFIERS = ("linear", "knn", "scores")
@@ -258,7 +258,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
     """measures.png and few_shot.png, or nothing without matplotlib."""
     try:
-        import matplotlib
+        matplotlib = machine.package("matplotlib")
     except ModuleNotFoundError:
         print("no pictures: matplotlib is missing (pip install 'jaxtrain[plots]')", file=sys.stderr)
         return []
