@@ -4,12 +4,15 @@ processes, in real processes."""
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 
+from jaxtrain import cli
 from tests.support.processes import (
     at,
     cluster,
@@ -80,8 +83,10 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(f
     assert "the run has rewound 1 times" in output
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
-def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name):
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGUSR1", 75), pytest.param("SIGINT", 130, marks=pytest.mark.slow)]
+)
+def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name, code):
     """The resumed run ends like the undisturbed one, bit for bit."""
     overrides = (
         "--config.train.steps=30",
@@ -97,8 +102,8 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
     both[1].send_signal(getattr(signal, name))
     outputs = [p.communicate(timeout=120)[0] for p in both]
-    assert [p.returncode for p in both] == [75, 75], outputs
-    assert name in outputs[1] and "saved in" in outputs[0]
+    assert [p.returncode for p in both] == [code, code], outputs
+    assert name.replace("SIGINT", "Ctrl-C") in outputs[1] and "saved in" in outputs[0]
     again = cluster(folder, "toy.py", *overrides, processes=2, **caches)
     outputs = [p.communicate(timeout=240)[0] for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
@@ -132,6 +137,71 @@ def test_promise_9_a_signal_while_the_data_stall(folder):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "after step 3" in output, output
     assert "resuming from step 3" in run(folder, "toy.py", "--config.train.steps=5")
+
+
+def test_promise_9_a_signal_before_the_first_step_ends_a_run_at_once(folder):
+    starting = folder / "starting"
+    process = command(folder, "toy.py", STARTING=str(starting))
+    wait_for(starting.exists, watch=[process])
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "ended by SIGHUP before its first step: nothing is lost; rerun" in output
+    process = command(folder, "toy.py")
+    wait_for(lambda: b"compiling" in process._text, watch=[process])
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "ended by Ctrl-C" in output, output
+
+
+def is_evaluating(log):
+    return log.exists() and '["test", ' in log.read_text()
+
+
+def test_promise_9_ctrl_c_gives_up_an_evaluation_which_the_next_start_makes(folder, capsys):
+    args = (folder, "toy.py", "--config.data.n_test=400", "--config.train.steps=8")
+    process = command(*args, PAUSE_TEST="0.5")
+    wait_for(lambda: is_evaluating(folder / "ids.jsonl"), watch=[process])
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 130, output
+    assert "ended by Ctrl-C after step 8, saved in runs/toy; rerun" in output
+    assert cli.main(["runs", str(folder)]) == 0
+    assert re.search(r"toy +saved +8/8 +8 ", capsys.readouterr().out)
+    assert "the run has already reached step 8" in run(*args)
+    assert list(records(folder / "runs" / "toy", "test")) == [8]
+
+
+def test_promise_9_a_second_ctrl_c_ends_a_run_at_once(folder):
+    process = command(folder, "toy.py", "--config.train.eval_every=4", PAUSE_TEST="60")
+    wait_for(lambda: is_evaluating(folder / "ids.jsonl"), watch=[process])
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: b"a second one ends it at once" in process._text, watch=[process])
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 130 and "saved in" not in output
+
+
+@pytest.mark.slow
+def test_promise_9_two_processes_give_up_an_evaluation_together(folder):
+    overrides = ("--config.data.n_test=4000", "--config.train.steps=8")
+    pause = {"PAUSE_TEST": "0.1"}
+    both = cluster(folder, "toy.py", *overrides, processes=2, only0=pause, only1=pause)
+    wait_for(lambda: is_evaluating(folder / "ids0.jsonl"), watch=both)
+    both[1].send_signal(signal.SIGUSR2)
+    outputs = [p.communicate(timeout=60)[0] for p in both]
+    assert [p.returncode for p in both] == [75, 75], outputs
+    assert all("after step 8, saved in" in output for output in outputs)
+
+
+@pytest.mark.slow
+def test_promise_9_a_hangup_is_ignored_under_nohup(folder):
+    process = command(folder, "toy.py", inside=["nohup"])
+    wait_for(lambda: step_of(folder / "runs" / "toy") >= 2, watch=[process])
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
 
 
 def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder):

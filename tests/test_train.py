@@ -171,9 +171,8 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     finally:
         process.kill()  # it has 100,000 steps, and would compete with all other tests
     assert process.returncode == 130 and "Traceback" not in output, output
-    step = max(
-        int(p.name) for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit()
-    )
+    step = int(re.search(r"ended by Ctrl-C after step (\d+), saved in runs/toy", output)[1])
+    assert (folder / "runs" / "toy" / "checkpoints" / str(step)).is_dir()
     output = run(
         folder, "toy.py", f"--config.train.steps={step + 1}", "--config.train.eval_every=0"
     )

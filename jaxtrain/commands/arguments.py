@@ -10,22 +10,24 @@ Exit codes:
     2     an error to fix, reported in a line on stderr
     70    ended by its watchdog (config.distributed.step_timeout); rerun the same command
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
-    130   interrupted
+    130   interrupted; a run is saved, and the same command resumes it
     128+N a second signal, number N, ended it before it saved; rerun the same command to resume
 """
 
 import argparse
+import contextlib
 import errno
 import functools
-import importlib.util
 import math
 import os
 import pathlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, ParamSpec
 
-from loaders.io import checks
+from loaders.io import checks, machine
 
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -161,7 +163,7 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def missing(package: str, remedy: str) -> str:
     """Return the error for a missing package, with ``remedy``, or "". Nothing is imported."""
-    if importlib.util.find_spec(package):
+    if machine.has_package(package):
         return ""
     return f"the package {package} is missing; {remedy}"
 
@@ -185,6 +187,23 @@ def integer(text: str, low: int, high: float, expected: str) -> int:
 # Types of arguments: a number that counts something, and a seed, which has 32 bits.
 positive = functools.partial(integer, low=1, high=math.inf, expected="of at least 1")
 seed = functools.partial(integer, low=0, high=(1 << 32) - 1, expected=f"from 0 to {(1 << 32) - 1}")
+
+
+@contextlib.contextmanager
+def exiting(names: Sequence[str], code: int) -> Iterator[None]:
+    """End the process with ``code`` if one of these signals comes: it has nothing to save yet."""
+    if threading.current_thread() is not threading.main_thread():  # which alone can handle signals
+        yield
+        return
+    previous = {}
+    for number in machine.signal_numbers(names):
+        previous[number] = signal.signal(number, lambda *_: os._exit(code))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            # None = a handler that was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def report(text: object) -> None:

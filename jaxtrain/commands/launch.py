@@ -247,14 +247,13 @@ def make_executor(
             return 2
 
     environment = _environment(args, secret)
-    # SIGTERM comes by itself. The notice before the time limit may be any other handled signal.
-    other_signals = [name for name in config.preemption.signals if name != "SIGTERM"]
-    notice = [*other_signals, "SIGTERM"][0].removeprefix("SIG")
-    extra = _sbatch_options(args.sbatch, requeue=True, signal=f"{notice}@{args.notice}")
+    # SIGTERM comes by itself. NCCL may take SIGUSR1 for itself.
+    extra = _sbatch_options(args.sbatch, requeue=True, signal=f"USR2@{args.notice}")
     optional = {name: getattr(args, name) for name in SHARED if getattr(args, name)}
     if args.gpus_per_node:
         optional["gpus_per_node"] = args.gpus_per_node
     cpus = args.cpus or config.data.threads or 8
+    signals = " ".join(name.removeprefix("SIG") for name in config.preemption.signals)
     executor = Executor(folder, python=python)
     executor.update_parameters(
         job_name=job_name,
@@ -267,9 +266,9 @@ def make_executor(
         array_parallelism=args.parallel,
         additional_parameters=extra,
         srun_args=srun,
-        # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not
+        # Bash must outlive the signal of a preemption, to see how the tasks ended. srun does not
         # know sbatch's CPUs per task.
-        setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
+        setup=[f"trap : {signals}", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
         teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
         **optional,
     )

@@ -1,11 +1,12 @@
-"""Lists all runs under a folder: state, step, time left, scores, restarts, goodput, disk.
+"""Lists all runs under a folder: state, steps, time left, scores, restarts, goodput, disk.
 
     jaxtrain runs [DIR] [--metric NAME]
 
     jaxtrain runs runs
 
-State is one of training, starting, ended, saved (by a signal, to be resumed), interrupted, failed,
-killed, stopped, queued (its SLURM job waits) or new. A score is the newest and the best of
+State is one of training, starting, ended, saved (by a signal or Ctrl-C, to be resumed), failed,
+killed, stopped, queued (its SLURM job waits) or new. Step is the last that was read, and saved the
+newest checkpoint's, from which the same command resumes. A score is the newest and the best of
 config.checkpoint.best, else of the accuracy or the loss of the evaluations; --metric names another,
 with "-" before one of which less is better. Goodput is the share of the wall time that went into
 steps which were made for the first time.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtrain.telemetry.report.run import Run
 
 PATIENCE = 10  # [s] for an answer of SLURM
-HEAD = tuple("run,state,step,left,score,last,best,at step,restarts,goodput,disk".split(","))
+HEAD = tuple("run,state,step,saved,left,score,last,best,at step,restarts,goodput,disk".split(","))
 LEFT = ("run", "state", "score")  # columns that begin at the left
 
 
@@ -98,6 +99,7 @@ def _row(run: "Run", metric: str) -> dict[str, Any]:
         "state": run.state,
         "step": run.step,
         "steps": run.steps,
+        "saved_step": run.saved_step,
         "eta_seconds": None if math.isnan(run.eta) else run.eta,
         "metric": score and score.name,
         "last": score and score.last,
@@ -117,6 +119,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         " ".join(row["run"].split("\n")),
         row["state"],
         f"{row['step']}/{row['steps'] or '?'}",
+        cell("saved_step", str),
         cell("eta_seconds", console.duration),
         row["metric"] or "-",
         cell("last", "{:.4g}".format),

@@ -7,8 +7,8 @@
     jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices  (jaxtrain plan)
 
 `python -m jaxtrain.main` is the same command. All errors of a config are reported at once, before
-any device is used. A run that a signal ends is saved and exits with 75: rerun the same command to
-resume.
+any device is used. A run that a signal ends is saved and exits with 75, after Ctrl-C with 130:
+rerun the same command to resume.
 """
 
 import errno
@@ -115,6 +115,12 @@ def _quoted(word: str) -> str:
 
 
 def _train(parsed: config.Arguments) -> int:
+    preemption = config.Preemption()
+    with arguments.exiting(preemption.signals, preemption.exit_code):  # while modules are imported
+        return _start(parsed)
+
+
+def _start(parsed: config.Arguments) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
 
@@ -125,7 +131,8 @@ def _train(parsed: config.Arguments) -> int:
     resolved = None
     try:
         resolved = config.load(parsed.source, parsed.overrides)
-        return _run(parsed, resolved)
+        with arguments.exiting(resolved.preemption.signals, resolved.preemption.exit_code):
+            return _run(parsed, resolved)
     except UserError as error:
         arguments.report(error)
         return arguments.USER_ERROR
@@ -141,8 +148,9 @@ def _train(parsed: config.Arguments) -> int:
         reason = f"a device has too little memory: {first_line(error)}"
         arguments.report(f"{reason}; the same command with --plan names remedies")
         return arguments.USER_ERROR
-    except KeyboardInterrupt:
-        print("stopped; rerun the same command to resume from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        reason = str(error) or "ended by Ctrl-C"
+        print(f"{reason}; rerun the same command to resume", file=sys.stderr)
         return arguments.INTERRUPTED
 
 

@@ -536,7 +536,9 @@ class Preemption(Section):
     """A signal at which a run saves and ends, to be started again. A second one ends it at once."""
 
     on_resume = OnResume(FREE)
-    signals = ("SIGTERM", "SIGUSR2")
+    # SIGTERM is a preemption's. SIGUSR1 and SIGUSR2 are a scheduler's notice before its time limit,
+    # SIGHUP is a closed session's. Ctrl-C ends a run in the same way, with the code 130.
+    signals = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
     # [code] exit code after such a signal, for the scheduler to requeue the job
     exit_code: int = 75

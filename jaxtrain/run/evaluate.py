@@ -18,9 +18,15 @@ from jaxtrain.telemetry import goodput, metrics, writers
 from jaxtrain.types import COUNTS, Variables
 from loaders.io import machine
 
+AGREE_EVERY = 16  # [batches] of an evaluation, after which several processes agree to stop
+
 
 class Evaluator:
-    """Evaluates, records, and scores checkpoints. Every process calls the same methods."""
+    """Evaluates, records, and scores checkpoints. Every process calls the same methods.
+
+    Attributes:
+      stopped: whether the last evaluation was given up, because the run has to end.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class Evaluator:
         self._metrics_logger = metrics_logger
         self._checkpoints = checkpoints
         self._process = process
+        self.stopped = False
         everywhere = assembly.layout.replicated()
         self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
         self._generative = [
@@ -46,7 +53,10 @@ class Evaluator:
         ]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
-        """Return the record of ``state`` over config.train.eval_batches, at the end over all."""
+        """Return the record of ``state`` over config.train.eval_batches, at the end over all.
+
+        It is empty if the run has to end meanwhile (`stopped`).
+        """
         with self._process.clock.during(goodput.EVALUATION):
             machine.give_back_freed_memory()  # a step's
             try:
@@ -67,7 +77,8 @@ class Evaluator:
         batches = self._data.test_batches(n)
         for i in range(n):
             self._process.beat(f"batch {i + 1} of the evaluation after step {step}")
-            self._process.stopping()  # Ctrl-C ends it here
+            if self._stops(step, i):
+                return {}
             self._metrics_logger.evaluating(step, i + 1, n)
             bucket, batch = next(batches)
             sums.add(self._programs.evaluation(bucket)(variables, batch))
@@ -77,9 +88,19 @@ class Evaluator:
         counts = {name: sums.pop(name) for name in COUNTS}
         record = self._task.finish(sums.means())
         generations = self._generate(variables, step, record)
+        if self.stopped:
+            return {}
         self._metrics_logger.evaluated(step, record, generations, counts)
         self._checkpoints.score(step, record)
         return record
+
+    def _stops(self, step: int, batch: int) -> bool:
+        """Note whether the run has to end: all processes agree. Not before final weights."""
+        if step == self._config.train.steps and self._config.checkpoint.final != "resumable":
+            return False
+        if batch % AGREE_EVERY == 0 or jax.process_count() == 1:
+            self.stopped = any(cluster.gather(int(self._process.stopping())))
+        return self.stopped
 
     def _generate(
         self, variables: Variables, step: int, record: dict[str, float]
@@ -88,6 +109,8 @@ class Evaluator:
         generations: list[Mapping[str, Any]] = []
         for evaluation, run in self._generative:
             self._process.beat(f"a generative evaluation after step {step}")
+            if self._stops(step, 0):
+                break
             self._process.console.progress(
                 f"evaluation after step {step}: prompts are answered", passing=True
             )

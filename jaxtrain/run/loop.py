@@ -61,7 +61,8 @@ def run(
 
     Raises:
       UserError: an error with its remedy.
-      Preempted: one of config.preemption.signals came, to this process or another.
+      Preempted: one of config.preemption.signals came, to this process or another; it is saved.
+      KeyboardInterrupt: Ctrl-C, likewise.
       FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no
       rewind is left.
     """
@@ -124,7 +125,7 @@ def run(
         # killed between a save and its evaluation
         missed = is_missed(config, step, due=due.at(step).evaluate)
         last = evaluate(state, step) if missed else {}
-        while step < end and not checkpoints.stalled(step):
+        while step < end and not evaluate.stopped and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
             #    the previous batch: that step is a no-op that only carries the stop flag.
             batch = stream.next(unless=process.stopping)
@@ -161,17 +162,19 @@ def run(
             if waits:
                 metrics_logger.start_clock(step)
         else:
-            if step < end:
-                log.info(
-                    "ended at step %d: no progress of %s for %d evaluations",
-                    step,
-                    config.checkpoint.best,
-                    config.train.patience,
-                )
-            metrics_logger.flush()  # the last step of a replay: nothing waited for it
-            return Result(state, step, last)
+            if not evaluate.stopped:
+                if step < end:
+                    log.info(
+                        "ended at step %d: no progress of %s for %d evaluations",
+                        step,
+                        config.checkpoint.best,
+                        config.train.patience,
+                    )
+                metrics_logger.flush()  # the last step of a replay: nothing waited for it
+                return Result(state, step, last)
 
         # 7. The step that was refused has changed nothing: the state is that of the step before.
+        #    An evaluation that was given up is made by the next start.
         step = int(state.step)
         checkpoints.save(step, state, history)
-        raise Preempted(f"ended by {process.reason} after step {step}, saved in {config.workdir}")
+        raise process.end(f" after step {step}, saved in {config.workdir}")

@@ -161,10 +161,11 @@ class MetricsLogger:
         step = pending.item.step
         began = time.perf_counter()
         record = metrics.mean([pending.out])
-        self._process.clock.read(step, time.perf_counter() - began)
-        self._process.beat(f"step {step + 1}")
+        seconds = time.perf_counter() - began
         if record.pop("stopped"):
             return True
+        self._process.clock.read(step, seconds)
+        self._process.beat(f"step {step + 1}")
         if pending.digests is not None:
             record |= self._read_digest(step, jax.device_get(pending.digests))
         self._read(step, record, pending.item)

@@ -16,15 +16,18 @@ from loaders.io.checks import first_line
 
 
 class Preempted(Exception):
-    """A signal or a notice asked the run to end. It is saved; the same command resumes it."""
+    """A signal or a notice asked the run to end. It is saved; the same command resumes it.
+
+    After Ctrl-C it is saved, too, and KeyboardInterrupt is raised.
+    """
 
 
 class ProcessContext:
     """A process that has joined its run, made by `join`.
 
-    Process 0 has the console, each has its log, and a watchdog waits for `beat`. The lease of the
-    workdir is process 0's, for all processes: call `confirm`, or ``lease.confirm`` and `lose`,
-    before anything is written.
+    Process 0 has the console, each has its log, and a watchdog waits for `beat`.
+    The lease of the workdir is process 0's, for all processes: call `confirm`, or
+    ``lease.confirm`` and `lose`, before anything is written.
     """
 
     def __init__(
@@ -58,8 +61,8 @@ class ProcessContext:
         """Yield this process, once all have met. ``command``: how the run was launched.
 
         Raises WorkdirError: another run has the workdir; ClusterError: the environment describes no
-        cluster that could work; RendezvousError: a process is late or differs from the others;
-        Preempted: a signal came while others were waited for.
+        cluster that could work; RendezvousError: a process
+        is late or differs from the others. A signal raises Preempted or KeyboardInterrupt.
         """
         clock = goodput.Clock()
         clock.switch(goodput.OTHERS)
@@ -77,7 +80,7 @@ class ProcessContext:
             try:
                 links = cluster.initialize(membership, config, leave=signals.check, refusal=refusal)
             except cluster.Stopped as error:
-                raise Preempted(f"ended by {signals.reason}: {error}") from error
+                raise _end(signals, f": {error}") from error
             stack.callback(links.close)
             signals.install()  # jax.distributed takes SIGTERM for itself
             watchdog = cluster.Watchdog(
@@ -189,13 +192,32 @@ class ProcessContext:
     def reason(self) -> str:
         return self._signals.reason
 
+    def end(self, text: str) -> BaseException:
+        """Return the exception that ends the run in all processes: its reason, then ``text``.
+
+        All processes call it at once. It is KeyboardInterrupt if Ctrl-C came to one of them.
+        """
+        is_interrupted = any(cluster.gather(int(self._signals.interrupted)))
+        return _end(self._signals, text, is_interrupted=is_interrupted)
+
     @contextlib.contextmanager
     def phase(self, name: str, doing: str = "") -> Iterator[None]:
-        """Count the time here as goodput's phase ``name``. The watchdog names ``doing``."""
+        """Count the time of a part of the start as goodput's phase ``name``.
+
+        The watchdog names ``doing``.
+        A signal ends the only process of a run at once: no step is lost. Several processes agree
+        to stop in their first step.
+        """
         if doing:
             self.starting(doing)
-        with self.clock.during(name):
+        at_once: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._processes == 1:
+            at_once = self._signals.at_once(self._leave)
+        with self.clock.during(name), at_once:
             yield
+
+    def _leave(self) -> None:
+        raise _end(self._signals, " before its first step: nothing is lost")
 
 
 def _make_lease(config: Config, membership: cluster.Cluster, signals: cluster.StopSignals) -> Lease:
@@ -203,7 +225,7 @@ def _make_lease(config: Config, membership: cluster.Cluster, signals: cluster.St
 
     def leave() -> None:
         if signals.check():
-            raise Preempted(f"ended by {signals.reason} while it waited for {config.workdir}")
+            raise _end(signals, f" while it waited for {config.workdir}")
 
     folders = []
     if membership.process == 0:
@@ -237,6 +259,15 @@ def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _end(
+    signals: cluster.StopSignals, text: str, *, is_interrupted: bool = False
+) -> Preempted | KeyboardInterrupt:
+    """Return the exception of a run that ends as asked. Ctrl-C has Python's own."""
+    if is_interrupted or signals.interrupted:
+        return KeyboardInterrupt(f"ended by {cluster.CTRL_C}{text}")
+    return Preempted(f"ended by {signals.reason}{text}")
+
+
 def _in_words(error: BaseException) -> str:
     """Return one line that says why a run ended."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
+    return first_line(error)

@@ -239,7 +239,7 @@ def test_a_workdir_that_slurm_or_a_container_reads_otherwise_is_refused(
 def test_the_notice_and_the_code_are_those_of_the_config(folder, corpus, capsys):
     code = "--config.preemption.exit_code=99"
     script = launch(capsys, f"--config=tiny.py:{corpus}", code, "--notice=60", "--dry-run")
-    assert options(script)["signal"] == "USR2@60" and "case $code in 99|143|140)" in script
+    assert options(script)["signal"] == "USR2@60" and "case $code in 99|143|138|140|129)" in script
 
 
 def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):

@@ -81,7 +81,7 @@ def test_states_scores_and_restarts_are_in_the_table(tmp_path, capsys):
     )
     assert found["disk"] == sum(p.stat().st_size for p in (top / "ended").rglob("*") if p.is_file())
     table = shown(top, capsys, "--metric=-loss").splitlines()
-    assert table[0].split()[:4] == ["run", "state", "step", "left"] and len(table) == 6
+    assert table[0].split()[:5] == ["run", "state", "step", "saved", "left"] and len(table) == 6
     assert next(line for line in table if line.startswith("sweep/000")).split()[1:3] == [
         "killed",
         "40/100",

@@ -3,6 +3,8 @@
 PROXIED            the module of the loader behind it; default: loaders.audio.spectrogram
 IDS                a log of its batches, a JSON line for each range of rows
 PAUSE              seconds that each training batch takes longer
+PAUSE_TEST         seconds that each batch of an evaluation takes longer, once it is in the log
+STARTING           a file that is made when a loader is opened, which then takes five minutes
 KILL_AT, KILL_AFTER, KILL_SIGNAL   a training position, a folder that is waited for there, and the
                                    signal; default: SIGKILL
 STALL_AT, STALLED  a training position, and a file that is made there, after which no batch comes
@@ -40,6 +42,8 @@ class Proxy:
                         json.dumps([self._split, position, rows, *(x.tolist() for x in values)])
                         + "\n"
                     )
+        if self._split == "test":
+            time.sleep(float(os.environ.get("PAUSE_TEST", 0)))
         return position, batch
 
 
@@ -63,4 +67,7 @@ def disturbed(position, batch):
 
 
 def make_loader(config, *, split, rows, seed):
+    if "STARTING" in os.environ:
+        open(os.environ["STARTING"], "w").close()
+        time.sleep(300)
     return Proxy(proxied.make_loader(config, split=split, rows=rows, seed=seed), split, rows)

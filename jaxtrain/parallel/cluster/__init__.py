@@ -32,10 +32,11 @@ from jaxtrain.parallel.cluster.processes import (
     versions,
 )
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped
-from jaxtrain.parallel.cluster.signals import StopSignals
+from jaxtrain.parallel.cluster.signals import CTRL_C, StopSignals
 from jaxtrain.parallel.cluster.watchdog import Watchdog
 
 __all__ = (
+    "CTRL_C",
     "Cluster",
     "ClusterError",
     "Links",

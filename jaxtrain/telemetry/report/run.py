@@ -133,6 +133,13 @@ class Run:
         recorded = int(self.latest.get("step", 0))
         return max(recorded, self.starts[-1].step) if self.starts else recorded
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint, or None if it has none here."""
+        with contextlib.suppress(RunError, OSError):
+            return max(self.checkpoints(), default=None)
+        return None
+
     @functools.cached_property
     def tests(self) -> list[dict[str, Any]]:
         """The records of its evaluations, by step."""
@@ -180,17 +187,19 @@ class Run:
 
     @property
     def state(self) -> str:
-        """training, starting, ended, saved (to be resumed), interrupted, failed, killed, or new."""
+        """training, starting, ended, saved (to be resumed), failed, killed, stopped, or new."""
         if self.is_alive:
             return "training" if self.latest else "starting"
+        end = self.starts[-1].end if self.starts else ""
+        if end.startswith("ended by "):
+            return "saved"
         if self.steps and self.step >= self.steps:
             return "ended"
         if not self.starts:
             return "stopped" if self.latest else "new"
-        end = self.starts[-1].end
-        if end in ("", "ended", "interrupted"):
+        if end in ("", "ended"):
             return end or "killed"
-        return "saved" if end.startswith("ended by ") else "failed"
+        return "failed"
 
     @property
     def eta(self) -> float:
