@@ -1,5 +1,6 @@
 """The files that a run leaves for readers: records and pictures."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain.config import Config, ConfigError, Metrics
-from jaxtrain.telemetry import writers
+from jaxtrain.telemetry import trackers, writers
 
 
 def lines(folder):
@@ -79,7 +80,7 @@ def scalars(folder):
 
 def test_tensorboard_holds_the_records(tmp_path):
     pytest.importorskip("tensorboardX")
-    writer = writers.TensorboardWriter(str(tmp_path), 0)
+    writer = trackers.TensorboardWriter(str(tmp_path))
     for step in (10, 20, 30):
         writer.write(step, "train", {"loss": 0.5 * step})
     writer.close()
@@ -90,7 +91,7 @@ def test_tensorboard_holds_the_records(tmp_path):
 
 def test_tensorboard_holds_pictures_and_generations(tmp_path):
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
-    writer = writers.TensorboardWriter(str(tmp_path), 0)
+    writer = trackers.TensorboardWriter(str(tmp_path))
     images = np.zeros((2, 3, 5))
     images[0, 0] = 1.0  # the lowest row of the first image
     writer.pictures(7, {"restored": images})
@@ -124,7 +125,8 @@ def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, 
     for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
         # two files, also within one second
         monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")
-        writer = writers.TensorboardWriter(str(tmp_path), start)
+        writer = trackers.TensorboardWriter(str(tmp_path))
+        writer.resume(start)
         for step in steps:
             writer.write(step, "train", {"loss": factor * step})
         writer.close()
@@ -136,7 +138,7 @@ def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, 
 def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
     """This uses a stand-in for the service's client. The id in the workdir is used again, and no
     step is sent twice."""
-    calls, ids = [], iter(["first", "second"])
+    calls = []
 
     class Run:
         step = 0
@@ -149,17 +151,16 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
             calls.append("finish")
 
     client = types.SimpleNamespace(
-        util=types.SimpleNamespace(generate_id=lambda: next(ids)),
         init=lambda **options: calls.append(options) or Run(),
     )
     monkeypatch.setitem(sys.modules, "wandb", client)
     metrics = Metrics(wandb_project="birds")
     for _ in range(2):
-        writer = writers.make_writers(Config(workdir=str(tmp_path), metrics=metrics), 0)[1]
-        writer.write(10, "train", {"loss": 1.0})
-        writer.write(9, "train", {"loss": 2.0})
-        writer.close()
-    assert [c["id"] for c in calls if isinstance(c, dict)] == ["first", "first"]
+        with connected(Config(workdir=str(tmp_path), metrics=metrics)) as [tracker]:
+            tracker.write(10, "train", {"loss": 1.0})
+            tracker.write(9, "train", {"loss": 2.0})
+    first, second = [c["id"] for c in calls if isinstance(c, dict)]
+    assert first == second == (tmp_path / "wandb_id").read_text()
     options = {"project": "birds", "resume": "allow"}
     assert options.items() <= calls[0].items()
     assert not {"entity", "group", "name", "tags"} & calls[0].keys(), "WANDB_* decide these"
@@ -167,21 +168,28 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
     assert (9, {"train/loss": 2.0}) not in calls
 
 
+@contextlib.contextmanager
+def connected(config):
+    made = trackers.make(config)
+    with trackers.closing(made, lambda: False):
+        trackers.connect(made, lambda: False)
+        yield made
+
+
 def kept(tmp_path, **metrics):
     """The records that a service gets from a run that is killed after step 30, resumed from 20 and
     ended at 40."""
     for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
-        made = writers.make_writers(
-            Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first
-        )
-        for step in steps:
-            for writer in made:
-                writer.write(step, "train", {"loss": float(step), "odd": math.nan})
-        if first:
-            for writer in made:
-                writer.write(40, "test", {"accuracy": 0.5})
-        for writer in made:
-            writer.close()
+        config = Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics))
+        with connected(config) as made:
+            records = writers.JsonlWriter(config.workdir, first)
+            for step in steps:
+                for writer in (records, *made):
+                    writer.write(step, "train", {"loss": float(step), "odd": math.nan})
+            if first:
+                for writer in (records, *made):
+                    writer.write(40, "test", {"accuracy": 0.5})
+            records.close()
 
 
 def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
@@ -193,7 +201,7 @@ def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
         return lambda *given, **options: calls.append((name, *given, options)) or result
 
     run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
-    names = ("set_experiment", "log_params", "log_metrics", "flush_async_logging", "end_run")
+    names = ("set_experiment", "log_params", "log_metrics", "end_run")
     client = types.SimpleNamespace(
         start_run=said("start_run", run), **{name: said(name) for name in names}
     )
@@ -216,7 +224,7 @@ def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
         *((s, {"train/loss": float(s)}) for s in (10, 20, 30, 40)),
         (40, {"test/accuracy": 0.5}),
     ]
-    assert [c[0] for c in calls[-2:]] == ["flush_async_logging", "end_run"]
+    assert calls[-1][0] == "end_run"
 
 
 def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
@@ -288,15 +296,12 @@ def test_the_real_mlflow_and_trackio(tmp_path, monkeypatch):
     ]
 
 
-def test_writers_are_those_that_the_config_asks_for(tmp_path):
-    pytest.importorskip("tensorboardX")
+def test_trackers_are_those_that_the_config_asks_for(tmp_path):
     config = Config(workdir=str(tmp_path))
-    for wanted in (config, dataclasses.replace(config, metrics=Metrics(tensorboard=True))):
-        made = writers.make_writers(wanted, 0)
-        assert [type(w).__name__ for w in made] == ["JsonlWriter", "TensorboardWriter"][: len(made)]
-        assert len(made) == 1 + wanted.metrics.tensorboard
-        for writer in made:
-            writer.close()
+    asked = Metrics(tensorboard=True, trackio_project="birds")
+    assert trackers.make(config) == []
+    made = trackers.make(dataclasses.replace(config, metrics=asked))
+    assert [tracker.field for tracker in made] == ["tensorboard", "trackio_project"]
 
 
 def test_pictures_have_one_pixel_for_each_value_with_low_bands_at_the_bottom(tmp_path):
@@ -316,7 +321,7 @@ def test_promise_12_records_wait_for_room(small_disk, caplog):
     pytest.importorskip("tensorboardX")
     disk = small_disk(256)
     each, lines = (
-        [writers.JsonlWriter(str(disk), 0), writers.TensorboardWriter(str(disk), 0)],
+        [writers.JsonlWriter(str(disk), 0), trackers.TensorboardWriter(str(disk))],
         writers.Lines(str(disk)),
     )
     lines.write("classes.jsonl", 0, [{"right": [1]}])

@@ -81,6 +81,14 @@ def is_save_due(config: config_lib.Config, step: int) -> bool:
     return bool(config.checkpoint.best) and bool(every) and step % every == 0
 
 
+def newest_step(config: config_lib.Config) -> int:
+    """Return the newest step in a run's folder of checkpoints, by its name, 0 if none is seen."""
+    folder = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
+    with contextlib.suppress(OSError):  # the restore reports it
+        return _newest_listed(_absolute(folder)) or 0
+    return 0
+
+
 class _Read(NamedTuple):
     """A step that was read."""
 

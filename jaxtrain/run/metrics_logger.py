@@ -74,14 +74,17 @@ class MetricsLogger:
         if config.metrics.digest:
             self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
         process.confirm()
-        self._writers: list[writers.Writer] = []
+        self._records: list[writers.Writer] = []
         self._digests: list[writers.Writer] = []
         if cluster.is_main():
             _write_config(config)
-            self._writers = writers.make_writers(config, first)
+            self._records = [writers.JsonlWriter(config.workdir, first)]
             if config.metrics.digest:
                 digests = writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)
                 self._digests = [digests]
+        for tracker in process.trackers:
+            tracker.resume(first)
+        self._writers = [*self._records, *process.trackers]
         arrays_of_batch = specs.paths({digest.BATCH: assembly.abstract.batch})
         self._digested = arrays_of_batch + specs.paths(saved_parts(assembly.abstract.state))
         self._unnamed = True  # whether no line of them names the arrays yet
@@ -114,8 +117,8 @@ class MetricsLogger:
         trace: types.TracebackType | None,
     ) -> None:
         self._traces.close(self._read_last)
-        open_files: list[writers.Writer | writers.Lines] = [*reversed(self._writers)]
-        open_files += self._digests
+        # the trackers end later, once the checkpoints are written
+        open_files: list[writers.Writer | writers.Lines] = [*self._records, *self._digests]
         if not self._process.has_lost:
             open_files.append(self._lines)
         for writer in open_files:

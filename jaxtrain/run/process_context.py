@@ -3,15 +3,17 @@
 import contextlib
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.checkpoint import run_identity
-from jaxtrain.config import Config
+from jaxtrain.checkpoint import checkpointer, run_identity
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry import trackers as trackers_lib
+from jaxtrain.telemetry.trackers import Tracker
 from loaders.io.checks import first_line
 
 
@@ -25,7 +27,7 @@ class Preempted(Exception):
 class ProcessContext:
     """A process that has joined its run, made by `join`.
 
-    Process 0 has the console, each has its log, and a watchdog waits for `beat`.
+    Process 0 has the console and the trackers, each has its log, and a watchdog waits for `beat`.
     The lease of the workdir is process 0's, for all processes: call `confirm`, or
     ``lease.confirm`` and `lose`, before anything is written.
     """
@@ -41,6 +43,7 @@ class ProcessContext:
         watchdog: cluster.Watchdog,
         clock: goodput.Clock,
         links: cluster.Links,
+        trackers: Sequence[Tracker] = (),
     ):
         self._config = config
         self._processes = processes
@@ -52,6 +55,7 @@ class ProcessContext:
         self.beat = watchdog.beat
         self.starting = watchdog.starting
         self.clock = clock
+        self.trackers = trackers
 
     @classmethod
     @contextlib.contextmanager
@@ -61,7 +65,7 @@ class ProcessContext:
         """Yield this process, once all have met. ``command``: how the run was launched.
 
         Raises WorkdirError: another run has the workdir; ClusterError: the environment describes no
-        cluster that could work; RendezvousError: a process
+        cluster that could work; ConfigError: a tracker cannot be used; RendezvousError: a process
         is late or differs from the others. A signal raises Preempted or KeyboardInterrupt.
         """
         clock = goodput.Clock()
@@ -77,6 +81,11 @@ class ProcessContext:
             logs = os.path.join(config.workdir, "logs")
             console = console_lib.start_console(process=membership.process, folder=logs)
             stack.callback(console.finish)
+            trackers: list[Tracker] = []
+            if membership.process == 0 and not refusal:
+                trackers = trackers_lib.make(config)
+            stack.enter_context(trackers_lib.closing(trackers, signals.check))
+            refusal = refusal or _connect(trackers, signals, config, membership)
             try:
                 links = cluster.initialize(membership, config, leave=signals.check, refusal=refusal)
             except cluster.Stopped as error:
@@ -109,6 +118,7 @@ class ProcessContext:
                 watchdog=watchdog,
                 clock=clock,
                 links=links,
+                trackers=trackers,
             )
             with process._noting_the_end():
                 yield process
@@ -242,6 +252,24 @@ def _take(
         if config.checkpoint.folder and membership.process == 0:
             run_identity.claim(config.workdir, config.checkpoint.folder)
     except WorkdirError as error:
+        if membership.processes == 1:
+            raise
+        return str(error)
+    return ""
+
+
+def _connect(
+    trackers: Sequence[Tracker],
+    signals: cluster.StopSignals,
+    config: Config,
+    membership: cluster.Cluster,
+) -> str:
+    """Connect the trackers of a run with steps to make. Return the refusal, for all processes."""
+    if checkpointer.newest_step(config) >= config.train.steps:
+        return ""  # of a run that has ended, a late record connects them
+    try:
+        trackers_lib.connect(trackers, signals.check)
+    except ConfigError as error:
         if membership.processes == 1:
             raise
         return str(error)
