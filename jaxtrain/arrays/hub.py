@@ -21,7 +21,7 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
     `huggingface_hub.HfApi`; None = that of the account which `hf auth login` stored. Raises
     StoredError: no export, a damaged one, or a refusal by the Hub.
     """
-    source = source_lib.find(folder)
+    source = source_lib.find(folder, verified=False)
     place = pathlib.Path(source.path)
     if not source.is_export or not (place / SUMS).is_file():
         raise StoredError(

@@ -38,9 +38,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
     folder = run / "checkpoints"
     if not folder.is_dir():
         folder = run
-    steps = []
-    if folder.is_dir():
-        steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    steps = steps_in(folder)
     if not steps:
         raise StoredError(
             f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's"
@@ -53,6 +51,13 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
             f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}"
         )
     return folder / str(step)
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """Return the steps that a folder of checkpoints lists, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import workload
-from jaxtrain.arrays import base_weights
+from jaxtrain.arrays import base_weights, warm_start
 from jaxtrain.arrays.source import Source, refuse_address
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.types import Export, PyTree
@@ -103,11 +103,20 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
         section["source"] = base_weights.find(record, rules, places)
     elif named or section.get("source"):
         section["source"] = named or section["source"]
+        _refuse_damage(section)
         print(
             f"{source.path} does not record the digest of what it froze:"
             f" {section['source']} is taken for it"
         )
     return {**config, "warm_start": section}
+
+
+def _refuse_damage(warm_start_section: Mapping[str, Any]) -> None:
+    """Raise StoredError if the source of a run's frozen weights differs from its checksums."""
+    rules = section_of({"warm_start": warm_start_section}, "warm_start", config_lib.WarmStart)
+    problems = warm_start.damage(rules)
+    if problems:
+        raise StoredError(f"{rules.source} is damaged: {'; '.join(problems)}")
 
 
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.arrays import card, checksums, merge_adapters, run_workload, saved_steps, stored
+from jaxtrain.arrays import card, merge_adapters, run_workload, saved_steps, stored
 from jaxtrain.arrays import safetensors_writer as writer
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.safetensors_reader import INDEX, WHOLE
@@ -57,7 +57,6 @@ def export(run: str, out: str, options: Options = Options()) -> str:
     names that are given twice, an ``out`` that exists.
     """
     source = source_lib.find(run, options.step, export="it is in safetensors already")
-    _refuse_damage(source)
     config = source.config()
     selection = _select(source, config, options)
 
@@ -328,22 +327,11 @@ def reverse(folder: str, out: str) -> str:
         raise StoredError(
             f"--reverse is {folder}, which is a step of a run; expected a folder of safetensors"
         )
-    _refuse_damage(source)
     arrays = source.arrays()
     step = source.step(arrays) or 0
     path = saved_steps.save_weights(out, step, arrays, data={}, meta=source.meta())
     n = sum(path.startswith("params/") for path in arrays)
     return f"{path}: {n} arrays, weights only, to warm-start from"
-
-
-def _refuse_damage(source: Source) -> None:
-    try:
-        problems = source.damage()
-    except checksums.NoManifest as error:
-        print(f"{error}: it is read as it is, unverified")
-        return
-    if problems:
-        raise StoredError(f"{source.path} is damaged: {'; '.join(problems)}")
 
 
 def _name(config: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def _sum(arrays: Collection[Stored]) -> _Group:
 
 
 def inspect(source: Source) -> int:
-    """Print the step, its metadata and its arrays. Return the exit code."""
+    """Print the step, its metadata, its arrays and its damage. Return the exit code."""
     arrays = source.arrays()
     data, meta = source.data(), source.meta()
     step = source.step(arrays)
@@ -60,8 +60,7 @@ def inspect(source: Source) -> int:
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")
     print(f"versions {_in_a_line(', '.join(versions)) or 'not recorded'}")
-    print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
-    print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
+    print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}\n")
     rows = [("array", "shape", "dtype", "size", "sharding as saved")]
     groups: dict[str, list[Stored]] = {}
     for path, array in arrays.items():
@@ -75,7 +74,22 @@ def inspect(source: Source) -> int:
         sums.append(_sum(group).row(name))
     sums.append(_sum(arrays.values()).row("all"))
     print(*console.columns(sums), sep="\n")
-    return 0
+    print(flush=True)  # the files are read after this, which may take long
+    problems = _damage(source)
+    print(*problems, sep="\n", end="\n" * bool(problems))
+    return 1 if problems else 0
+
+
+def _damage(source: Source) -> list[str]:
+    """Compare all files of a step or an export with their checksums. Return the differences."""
+    try:
+        problems = source.damage()
+    except checksums.NoManifest as error:
+        print(f"checksums: {error} (another program wrote it, or the file was deleted)")
+        return []
+    if not problems:
+        print(f"checksums: every file of {source.path} is as it was written")
+    return problems
 
 
 def _in_a_line(text: Any) -> str:
@@ -126,13 +140,8 @@ class _Reading:
 
 def verify(source: Source) -> int:
     """Print all problems of a step or an export: files, then arrays. Return the exit code."""
-    problems = []
-    try:
-        problems += source.damage()
-        if not problems:
-            print(f"checksums: every file of {source.path} is as it was written")
-    except checksums.NoManifest as error:
-        print(f"checksums: {error} (another program wrote it, or the file was deleted)")
+    problems = _damage(source)
+    if not (source.path / source.manifest).exists():
         print("           so it is verified by reading alone, which detects fewer kinds of damage")
     reading = _Reading(_recorded(source))
     try:
@@ -177,8 +186,14 @@ def digest_of(arrays: Mapping[str, Stored]) -> str:
 
 def diff(a: Source, b: Source) -> int:
     """Print the changes from ``a`` to ``b`` by array. Return the exit code. Raises StoredError."""
-    arrays_a, arrays_b = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
+    n_different = 0
+    for source in (a, b):
+        problems = _damage(source)
+        for problem in problems:
+            print(f"{source.path}: {problem}")
+        n_different += len(problems)
+    arrays_a, arrays_b = a.arrays(), b.arrays()
     rows = []
     for path in {**arrays_a, **arrays_b}:
         row = _diff_row(arrays_a.get(path), arrays_b.get(path))
@@ -188,7 +203,7 @@ def diff(a: Source, b: Source) -> int:
         head = ("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN")
         print(*console.columns([head, *rows]), sep="\n")
     n_equal = len({**arrays_a, **arrays_b}) - len(rows)
-    n_different = len(rows)
+    n_different += len(rows)
     for item, json_a, json_b in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
         for key, old, new in changes(json_a, json_b):
             print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")

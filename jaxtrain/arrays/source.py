@@ -1,8 +1,10 @@
 """RUN, which commands take: a workdir, a step directory of it, or an export (safetensors).
 
 `find` is the one place that decides which of them a path is. Its errors say why a path is none.
+It compares the files with their checksums, so that no command reads damaged weights.
 """
 
+import concurrent.futures
 import hashlib
 import sys
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from jaxtrain.arrays.stored import Stored, StoredError
 from loaders.io import files
 
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
+CARD = "README.md"  # of an export: people edit it, and nothing is computed with it
 
 
 class Source(NamedTuple):
@@ -173,21 +176,61 @@ class Source(NamedTuple):
         """List the differences to its checksums. Raises checksums.NoManifest if it has none."""
         if not self.is_export:
             return checksums.verify(self.path)
-        if not (self.path / SUMS).exists():
+        if not self.path.is_dir() or not (self.path / SUMS).exists():
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
-        problems = []
         try:
             text = files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON)
         except (files.FileError, StoredError) as error:
             return [str(error)]
-        for line in files.lines(text):
-            digest, _, name = line.partition("  ")
-            try:
-                if checksums.digest_of(stored.inside(self.path, name)) != digest:
-                    problems.append(f"{name} differs")
-            except (files.FileError, StoredError) as error:
-                problems.append(f"{name[:200]!r} cannot be read: {error}")
-        return problems
+        with concurrent.futures.ThreadPoolExecutor(checksums.THREADS) as pool:
+            problems = pool.map(self._problem_of_file, files.lines(text))
+            return [problem for problem in problems if problem]
+
+    def _problem_of_file(self, line: str) -> str:
+        """Return how a file of an export differs from its line of `SUMS`, or ""."""
+        digest, _, name = line.partition("  ")
+        try:
+            if checksums.digest_of(stored.inside(self.path, name)) != digest:
+                return f"{name} differs"
+        except (files.FileError, StoredError) as error:
+            return f"{name[:200]!r} cannot be read: {error}"
+        return ""
+
+    def damage_of_weights(self) -> list[str]:
+        """List the damage of files that a program reads, which the card of an export is not.
+
+        Raises checksums.NoManifest if a step or an export of ours has no checksums. The folders of
+        other programs have none.
+        """
+        try:
+            problems = self.damage()
+        except checksums.NoManifest:
+            if not self.is_export or self._json(stored.EXPORT):
+                raise
+            return []
+        return [problem for problem in problems if problem != f"{CARD} differs"]
+
+    def refuse_damage(self) -> None:
+        """Raise StoredError if a file that is read differs from its checksum, or warn of none."""
+        try:
+            problems = self.damage_of_weights()
+        except checksums.NoManifest as error:
+            print(f"warning: {error}: it is read as it is, unverified", file=sys.stderr)
+            return
+        if problems:
+            raise StoredError(
+                f"{self.path} is damaged: {'; '.join(problems)}; {self._intact_instead()}"
+            )
+
+    def _intact_instead(self) -> str:
+        """Return the remedy for damage: the other steps of the run, or another export."""
+        if self.is_export:
+            return "export it again"
+        steps = orbax_steps.steps_in(self.path.parent)
+        others = [str(step) for step in steps if str(step) != self.path.name]
+        if not others:
+            return "the run has no other step: train it again, or take a copy of this one"
+        return f"choose another step of the run: {', '.join(others)}"
 
     def _json(self, name: str) -> dict[str, Any]:
         if not self.path.is_dir() or not (self.path / name).exists():
@@ -212,12 +255,25 @@ def _step_number(value: Any, source: epath.Path) -> int:
     return value
 
 
-def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:
+def find(
+    run: epath.PathLike, step: int | None = None, *, export: str = "", verified: bool = True
+) -> Source:
     """Find the newest step of ``run`` (or ``step``), that very step, or an export.
 
-    ``export``: why an export is of no use here; empty if it is. Raises StoredError: it is none of
-    them, it has no such step, or ``export`` refuses it.
+    Args:
+      export: why an export is of no use here; empty if it is.
+      verified: whether all its files are read once, and compared with their checksums.
+
+    Raises StoredError: it is none of them, it has no such step, ``export`` refuses it, or it is
+    damaged.
     """
+    source = _find(run, step, export)
+    if verified:
+        source.refuse_damage()
+    return source
+
+
+def _find(run: epath.PathLike, step: int | None, export: str) -> Source:
     path = stored.place_of(run)
     if safetensors_reader.is_safetensors(path) and path.exists():
         if export:

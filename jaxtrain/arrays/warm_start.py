@@ -37,6 +37,7 @@ from etils import epath
 
 from jaxtrain import specs, workload
 from jaxtrain.arrays import checksums, orbax_steps, safetensors_reader, stored
+from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
@@ -152,10 +153,13 @@ def config_of(config: WarmStart) -> dict[str, Any]:
 
 def damage(config: WarmStart) -> list[str]:
     """Read the whole source once, in one process, and list damage by its checksums."""
-    if safetensors_reader.is_safetensors(config.source):
-        return []
+    is_export = safetensors_reader.is_safetensors(config.source)
+    if is_export:
+        path = stored.place_of(config.source)
+    else:
+        path = orbax_steps.find_step(config.source)
     try:
-        return checksums.verify(orbax_steps.find_step(config.source))
+        return Source(path, is_export).damage_of_weights()
     except checksums.NoManifest as error:
         log.warning("%s: the warm start reads it unverified", error)
         return []

@@ -1,7 +1,7 @@
 """Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
 
     jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes, and
-                                                 step, data, versions
+                                                 step, data, versions; then the checksums
     jaxtrain checkpoint verify  RUN  checksums, then every array read, and its numbers finite
     jaxtrain checkpoint diff  RUN RUN  changes: norms, largest change, cosine, NaNs, missing, new
     jaxtrain checkpoint export  RUN --out DIR    the weights without the optimizer, as
@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxtrain.arrays import saved_steps, source
 
-    sources = [source.find(run, args.step) for run in args.run]
+    # the others print the damage, and go on
+    is_refused = args.action == "export"
+    sources = [source.find(run, args.step, verified=is_refused) for run in args.run]
     if args.action == "inspect":
         return saved_steps.inspect(sources[0])
     if args.action == "export":

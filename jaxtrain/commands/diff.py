@@ -9,7 +9,9 @@ gradient norm. The arrays are those of the first checkpoints of one step that di
 the runs are identical as far as both came, else with 1.
 """
 
+import contextlib
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -61,30 +63,55 @@ def _settings(a: "Run", b: "Run") -> list[str]:
 
 
 def _arrays(a: "Run", b: "Run") -> list[str]:
-    """Return the arrays that differ in the first checkpoints of one step that are not equal."""
-    from jaxtrain.arrays import source
-
+    """Return the arrays that differ in the first intact checkpoints of one step that differ."""
     checkpoints_a, checkpoints_b = a.checkpoints(), b.checkpoints()
     steps_of_both = sorted(checkpoints_a.keys() & checkpoints_b.keys())
+    damage: list[str] = []
     for step in steps_of_both:
-        arrays_a = source.find(str(checkpoints_a[step])).arrays()
-        arrays_b = source.find(str(checkpoints_b[step])).arrays()
-        paths_of_both = [path for path in arrays_a if path in arrays_b]
-        lines = []
-        for path in paths_of_both:
-            difference = _difference(arrays_a[path], arrays_b[path])
-            if difference:
-                lines.append(f"  {path}: {difference}")
-        if not lines and arrays_a.keys() == arrays_b.keys():
+        problems = _damage(checkpoints_a[step], checkpoints_b[step])
+        damage += problems
+        if problems:
             continue
-        summary = f"checkpoints of step {step}: {len(lines)} of {len(paths_of_both)} arrays differ"
-        if len(lines) > 10:
-            lines = [*lines[:10], f"  and {len(lines) - 10} more"]
-        only_a = [path for path in arrays_a if path not in arrays_b]
-        only_b = [path for path in arrays_b if path not in arrays_a]
-        return [summary, *lines, *_only(a, only_a), *_only(b, only_b)]
+        lines = _differences(a, b, step)
+        if lines:
+            return [*damage, *lines]
     steps = ", ".join(map(str, steps_of_both)) or "none"
-    return [f"no checkpoint of one step differs; steps that both runs have kept: {steps}"]
+    return [*damage, f"no checkpoint of one step differs; steps that both runs have kept: {steps}"]
+
+
+def _damage(*checkpoints: pathlib.Path) -> list[str]:
+    """Return a line for each checkpoint that differs from its checksums."""
+    from jaxtrain.arrays import checksums, source
+
+    lines = []
+    for checkpoint in checkpoints:
+        with contextlib.suppress(checksums.NoManifest):
+            problems = source.find(str(checkpoint), verified=False).damage()
+            if problems:
+                lines.append(f"{checkpoint} is damaged, and not compared: {'; '.join(problems)}")
+    return lines
+
+
+def _differences(a: "Run", b: "Run", step: int) -> list[str]:
+    """Return how the arrays of two checkpoints of one step differ, or nothing."""
+    from jaxtrain.arrays import source
+
+    arrays_a = source.find(str(a.checkpoints()[step]), verified=False).arrays()
+    arrays_b = source.find(str(b.checkpoints()[step]), verified=False).arrays()
+    paths_of_both = [path for path in arrays_a if path in arrays_b]
+    lines = []
+    for path in paths_of_both:
+        difference = _difference(arrays_a[path], arrays_b[path])
+        if difference:
+            lines.append(f"  {path}: {difference}")
+    if not lines and arrays_a.keys() == arrays_b.keys():
+        return []
+    summary = f"checkpoints of step {step}: {len(lines)} of {len(paths_of_both)} arrays differ"
+    if len(lines) > 10:
+        lines = [*lines[:10], f"  and {len(lines) - 10} more"]
+    only_a = [path for path in arrays_a if path not in arrays_b]
+    only_b = [path for path in arrays_b if path not in arrays_a]
+    return [summary, *lines, *_only(a, only_a), *_only(b, only_b)]
 
 
 def _difference(x: "Stored", y: "Stored") -> str:

@@ -7,8 +7,8 @@
     jaxtrain replay runs/xcm --step 1200 --until 1210 --no-page
     jaxtrain replay runs/xcm --step 1200 --without 3141 --lr 1e-4
 
-The newest checkpoint before step N is linked into a workdir of its own, and the same steps are made
-from it. Each is compared with the run's record of it: by its digest, if the run has
+The newest intact checkpoint before step N is linked into a workdir of its own, and the same steps
+are made from it. Each is compared with the run's record of it: by its digest, if the run has
 config.metrics.digest, and else by loss and gradient norm. The run is only read, so it may still
 train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
 another version of jax the bits need not agree: the replay says so, and how far apart the losses and
@@ -179,7 +179,8 @@ def _refuse(args: argparse.Namespace, run: "Run", recorded: "Steps", until: int)
 def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) -> None:
     """Make the workdir of the replay, with the newest checkpoint before its step.
 
-    A checkpoint that the run deletes meanwhile is passed over. Raises RunError.
+    A checkpoint that is damaged, or that the run deletes meanwhile, is passed over. Raises
+    RunError.
     """
     from jaxtrain.telemetry.report.run import RunError
 
@@ -191,7 +192,7 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
         )
     saved = _checkpoints(run)
     for step in sorted(saved, reverse=True):
-        if step < args.step and _link(saved[step], out):
+        if step < args.step and _link(saved[step], out) and _is_intact(saved[step], out):
             return
     if run.setting("resume.path"):
         raise RunError(
@@ -363,6 +364,20 @@ def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
         if saved.exists():
             raise
     return False
+
+
+def _is_intact(saved: pathlib.Path, out: pathlib.Path) -> bool:
+    """Whether a linked checkpoint is as it was written. If not, say so and remove the workdir."""
+    from jaxtrain.arrays import checksums, source
+
+    try:
+        problems = source.find(out / "checkpoints" / saved.name, verified=False).damage()
+    except checksums.NoManifest:
+        return True  # that it has no checksums is said when it is read
+    if problems:
+        shutil.rmtree(out)
+        print(f"{saved} is damaged, and passed over: {'; '.join(problems)}")
+    return not problems
 
 
 def _link_file(source: str, target: str) -> None:

@@ -26,7 +26,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
 from loaders.audio import shards
 from loaders.io import files
-from tests.hostile import inputs
+from tests.hostile import damage, inputs
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"0.wav\xff"], pa.binary()).buffers())
@@ -187,13 +187,13 @@ def adapted(tmp_path_factory):
 
 
 def changed(run: pathlib.Path, target: pathlib.Path, section: str, **values) -> pathlib.Path:
-    """A copy of a run whose config has other values, and which has no checksums."""
+    """A copy of a run whose config has other values, with checksums that fit."""
     shutil.copytree(run, target)
     (meta,) = target.glob("checkpoints/*/meta/metadata")
     content = json.loads(meta.read_text())
     content["config"].setdefault(section, {}).update(values)
     meta.write_text(json.dumps(content))
-    (meta.parent.parent / "manifest.json").unlink()
+    damage.seal(target)
     return target
 
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 import tokenizers
 
 from jaxtrain import cli
-from jaxtrain.arrays import stored_params
+from jaxtrain.arrays import checksums, stored_params
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
@@ -561,6 +561,7 @@ def test_a_size_that_a_damaged_config_leaves_open_is_named(writer, tmp_path, cap
         stored = json.loads(meta.read_text())
         stored["config"]["model"] |= {"vocab": None, "tokenizer": "bytes"}
         meta.write_text(json.dumps(stored))
+        checksums.write(meta.parent.parent)
     assert cli.main(["generate", str(run), "x", "--tokens", "4"]) == 2
     told = capsys.readouterr().err
     assert (

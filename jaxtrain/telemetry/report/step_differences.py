@@ -22,7 +22,7 @@ class Steps(NamedTuple):
     """Recorded training steps: step -> value."""
 
     name: str
-    values: dict[str, dict[int, float]]  # of `FIELDS`
+    values: dict[str, dict[int, float]]  # of `FIELDS`; nan = no number
     digests: dict[int, str]
     arrays: dict[int, dict[str, str]]  # step -> the digest of each array
 
@@ -38,8 +38,9 @@ def read(run: Run) -> Steps:
     steps = [int(step) for step in columns["step"]]
     values = {}
     for name in FIELDS:
-        if name in columns:
-            values[name] = dict(zip(steps, columns[name].tolist(), strict=True))
+        # a column without a number is left out of the columns
+        numbers = columns[name].tolist() if name in columns else [math.nan] * len(steps)
+        values[name] = dict(zip(steps, numbers, strict=True))
     digests = {}
     if all(name in columns for name in DIGEST):
         high, low = (columns[name].tolist() for name in DIGEST)
@@ -76,7 +77,7 @@ class Compared:
 
     Attributes:
       by: the fields by which steps are compared: the digest alone, if both have it.
-      steps: that both have recorded.
+      steps: that both have recorded, with a number to compare.
       differs: the first of them that is not the same, or None.
     """
 
@@ -85,8 +86,18 @@ class Compared:
         self._b = b
         with_digests = sorted(a.digests.keys() & b.digests.keys())
         self.by = "digest" if with_digests else " and ".join(FIELDS)
-        self.steps = with_digests or sorted(a.values["loss"].keys() & b.values["loss"].keys())
+        self._of_both = sorted(a.values["loss"].keys() & b.values["loss"].keys())
+        comparable = [step for step in self._of_both if self._is_comparable(step)]
+        self.steps = with_digests or comparable
         self.differs = next((step for step in self.steps if self._wrong(step)), None)
+
+    def _is_comparable(self, step: int) -> bool:
+        """Whether a field of a step is a number in one run at least: two NaNs show nothing."""
+        for run in (self._a, self._b):
+            for name in FIELDS:
+                if not math.isnan(run.values[name][step]):
+                    return True
+        return False
 
     def _wrong(self, step: int) -> list[str]:
         """Return the fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
@@ -96,8 +107,8 @@ class Compared:
             if x != y:
                 fields.append(f"digest {x} and {y}{self._where(step)}")
         for name in FIELDS:
-            a = self._a.values.get(name, {}).get(step, math.nan)
-            b = self._b.values.get(name, {}).get(step, math.nan)
+            a = self._a.values[name].get(step, math.nan)
+            b = self._b.values[name].get(step, math.nan)
             are_nan = math.isnan(a) and math.isnan(b)
             if a != b and not are_nan:
                 fields.append(f"{name} {a:.9g} and {b:.9g}")
@@ -120,6 +131,11 @@ class Compared:
 
     def summary(self) -> str:
         """One line: identical to a step, or the first step that differs."""
+        if not self.steps and self._of_both:
+            return (
+                f"nothing is compared: of the {len(self._of_both)} steps that {self._a.name} and"
+                f" {self._b.name} have both recorded, none has a {self.by} that is a number"
+            )
         if not self.steps:
             return f"{self._a.name} and {self._b.name} have recorded no step in common"
         if self.differs is None:
@@ -138,12 +154,12 @@ class Compared:
         """One line: how far apart the losses and the gradient norms of the steps are."""
 
         def largest_gap(name: str) -> float:
-            a = self._a.values.get(name, {})
-            b = self._b.values.get(name, {})
+            a, b = self._a.values[name], self._b.values[name]
             gaps = []
             for step in self.steps:
-                if step in a and step in b:
-                    gaps.append(abs(a[step] - b[step]) / max(abs(a[step]), 1e-30))
+                gap = abs(a.get(step, math.nan) - b.get(step, math.nan))
+                if not math.isnan(gap):
+                    gaps.append(gap / max(abs(a[step]), 1e-30))
             return max(gaps, default=math.nan)
 
         loss, norm = map(largest_gap, FIELDS)

@@ -17,6 +17,7 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
+from jaxtrain.arrays import checksums
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import detect, detections, encoder, heads
 from loaders.audio import spectrogram
@@ -475,9 +476,9 @@ def test_a_run_without_a_head_is_named(run, tmp_path, capsys):
 def test_a_front_end_that_is_not_the_encoders_is_refused(run, recordings, tmp_path, capsys):
     """A run whose config contradicts itself, and a head that was fitted on other spectrograms."""
     other = shutil.copytree(run, tmp_path / "run")
-    (other / "checkpoints" / "1" / "manifest.json").unlink()
     meta = other / "checkpoints" / "1" / "meta" / "metadata"
     meta.write_text(meta.read_text().replace('"sample_rate": 32000', '"sample_rate": 22050', 1))
+    checksums.write(other / "checkpoints" / "1")
     model = encoder.load(str(run))
     arrays = {"w": np.zeros((32, 1), np.float32), "b": np.zeros(1, np.float32)}
     settings = {**model.front_end.settings, "n_mels": 64}
