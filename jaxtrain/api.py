@@ -5,6 +5,7 @@ An error is an exception with the line that the command would print. Nothing end
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
 from jaxtrain.run import loop
 from jaxtrain.step.state import TrainState
+from jaxtrain.telemetry import jsonl
 from jaxtrain.types import PyTree, Task, Variables
-from loaders.io import files
 
 
 class Trained(NamedTuple):
@@ -32,7 +33,7 @@ class Trained(NamedTuple):
     # its parameters are state.variables.params; None if the run already ended, with weights only
     state: TrainState | None
     step: int
-    evaluation: dict[str, float]  # the last one
+    evaluation: dict[str, float]  # the last one of all starts
     # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
     records: list[dict[str, Any]]
     workdir: str
@@ -62,10 +63,20 @@ def train(
         "overrides": {path: str(value) for path, value in overrides.items()},
     }
     result = loop.run(resolved, command)
-    metrics = pathlib.Path(resolved.workdir) / "metrics.jsonl"
-    lines = files.lines(metrics.read_text()) if metrics.exists() else []
-    records = [json.loads(line) for line in lines]
-    return Trained(result.state, result.step, result.evaluation, records, resolved.workdir)
+    path = pathlib.Path(resolved.workdir) / "metrics.jsonl"
+    records = [record for record, _ in jsonl.read(path, jsonl.record_problem)[0]]
+    # as it was written: a start that finds the run at its end evaluates nothing
+    evaluation = _last_evaluation(records) or result.evaluation
+    return Trained(result.state, result.step, evaluation, records, resolved.workdir)
+
+
+def _last_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of the last evaluation that a run recorded, or nothing."""
+    for record in reversed(records):
+        if record["split"] == "test":
+            metrics = {name: x for name, x in record.items() if name not in ("step", "split")}
+            return {name: math.nan if x is None else x for name, x in metrics.items()}
+    return {}
 
 
 def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]) -> Config:

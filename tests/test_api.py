@@ -61,6 +61,15 @@ def test_a_script_trains_and_calls_the_model(folder, env):
         "one record for each step that is written, and the evaluations"
     )
     assert abs(float(values.strip("[]")) - 4) < 1
+    again = subprocess.run(
+        [sys.executable, "my_script.py"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.stdout == done.stdout, "the run has ended, and its last evaluation is the same"
 
 
 def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
