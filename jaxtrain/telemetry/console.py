@@ -189,9 +189,17 @@ def progress_line(
     reasons = _reasons_of_waiting(rates, slowest)
     if reasons and rates["data_wait_share"] >= WORTH_NAMING:
         waiting += f" ({'; '.join(reasons)})"
-    pace = f"{rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}"
+    mfu = f"{rates['mfu']:.1%}{above_peak(rates['mfu'])}"
+    pace = f"{rates['examples_per_second']:.1f} examples/s  MFU {mfu}"
     left = f"{duration(rates['eta_seconds'])} left"
     return f"step {step}/{steps}  {loss_text}  {pace}  {waiting}  {left}"
+
+
+def above_peak(mfu: float) -> str:
+    """Return the words for an MFU that no device can reach, or "" for any other."""
+    if mfu > 1:
+        return " (above 100%: Task.flops is too high, or the measured peak too low)"
+    return ""
 
 
 def _reasons_of_waiting(rates: Mapping[str, float], slowest: str | None) -> list[str]:

@@ -21,6 +21,7 @@ from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from loaders.base import Field
+from loaders.text import tokens
 from tests.support.cases import Run, assert_alike
 from tests.support.cases.language import (
     CASE,
@@ -174,6 +175,21 @@ def test_flops_are_those_that_the_compiler_counts(changes):
     attention = 3 * batch * transformer.attention_flops(c, c.context, causal=False)
     assert task.full_flops - task.flops == pytest.approx((1 - seen) * attention)
     assert attention == 3 * batch * c.depth * 4 * c.context**2 * c.heads * c.k
+
+
+def test_flops_are_those_of_the_rows_that_the_loader_makes():
+    """A row may be shorter than the model's context, and frozen matrices have no derivative."""
+    data = tokens.Config(context=TINY.context // 4)
+    of_rows = config_lib.Config(model=TINY, data=data, loader="loaders.text.tokens")
+    short = dataclasses.replace(TINY, context=TINY.context // 4)
+    expected = language_loss.make_task(config_lib.Config(model=short), alone(), 8)
+    task = language_loss.make_task(of_rows, alone(), 8)
+    assert (task.flops, task.full_flops) == (expected.flops, expected.full_flops)
+    assert task.tokens == 8 * data.context
+    adapted = dataclasses.replace(of_rows, lora=config_lib.Lora(rank=2))
+    frozen = language_loss.make_task(adapted, alone(), 8)
+    products = 8 * data.context * transformer.token_flops(short, language.make_specs(short))
+    assert task.flops - frozen.flops == products
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry import console, goodput
 from jaxtrain.telemetry.report import class_scores, compare, curves, media, timeline
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report import run as run_lib
@@ -222,10 +222,12 @@ def _speed(run: Run) -> Iterator[tuple[str, str]]:
     examples = run_lib.number(run.latest.get("examples_per_second"))
     if math.isfinite(examples):
         yield number(examples), "examples/s"
-    for name, text in (("mfu", "MFU"), ("data_wait_share", "waiting for data")):
-        share = run_lib.number(run.latest.get(name))
-        if math.isfinite(share):
-            yield f"{share:.1%}", text
+    mfu = run_lib.number(run.latest.get("mfu"))
+    if math.isfinite(mfu):
+        yield f"{mfu:.1%}", f"MFU{console.above_peak(mfu)}"
+    waiting = run_lib.number(run.latest.get("data_wait_share"))
+    if math.isfinite(waiting):
+        yield f"{waiting:.1%}", "waiting for data"
 
 
 def _configuration(run: Run) -> str:

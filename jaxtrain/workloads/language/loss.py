@@ -37,7 +37,8 @@ from jaxtrain.types import (
     Variables,
 )
 from jaxtrain.workloads.language import evals
-from jaxtrain.workloads.language.model import Config, forward_flops, logits, make_specs
+from jaxtrain.workloads.language.model import Config, logits, make_specs, row_flops
+from loaders import base
 
 
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
@@ -49,19 +50,29 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     generative: tuple[GenerativeEvaluation, ...] = ()
     if c.generation.prompts or c.targets:
         generative = tuple(evals.generative_evaluations(c, shard, config.seed))
+    length = _row_length(config)
+    frozen = bool(config.lora.rank)
     return Task(
         specs=Variables(make_specs(c)),
         loss=functools.partial(loss, c, shard),
         evaluate=functools.partial(evaluate, c, shard),
         axes=axes,
-        flops=3 * batch * forward_flops(c, causal=True),
-        full_flops=3 * batch * forward_flops(c, causal=False),
-        tokens=batch * c.context,
+        flops=batch * row_flops(c, length, causal=True, frozen=frozen),
+        full_flops=batch * row_flops(c, length, causal=False, frozen=frozen),
+        tokens=batch * length,
         finish=functools.partial(finish, c),
         generative=generative,
         terms=("cross_entropy", "z_loss") if c.z_loss else (),
         predict=functools.partial(predict, c, shard),
     )
+
+
+def _row_length(config: RunConfig[Config]) -> int:
+    """Return the tokens of a row of the loader, which may be fewer than the model's context."""
+    if not config.loader:  # a model that was loaded has none
+        return config.model.context
+    fields = base.module(config.loader).element_spec(config.data)
+    return fields["tokens"].shape[0]
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:

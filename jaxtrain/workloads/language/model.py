@@ -182,11 +182,12 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     return jnp.einsum("bsd,vd->bsv", x_bsd, w_vd, preferred_element_type=jnp.float32)
 
 
-def forward_flops(c: Config, *, causal: bool) -> int:
-    """Count the FLOPs of one full row, forward. The backward pass costs twice as much.
+def row_flops(c: Config, length: int, *, causal: bool, frozen: bool) -> int:
+    """Count the FLOPs of one full row of ``length`` tokens, forward and backward.
 
-    With ``causal``, places that the mask or a window hides are left out of attention.
+    With ``causal``, places that the mask or a window hides are left out of attention. Matrices that
+    are ``frozen`` have no derivative. Their adapters' products are left out.
     """
-    per_token = transformer.token_flops(c, make_specs(c))
-    attention = transformer.attention_flops(c, c.context, causal=causal)
-    return c.context * per_token + attention
+    products = length * transformer.token_flops(c, make_specs(c))
+    attention = transformer.attention_flops(c, length, causal=causal)
+    return (2 if frozen else 3) * products + 3 * attention
