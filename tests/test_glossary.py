@@ -60,3 +60,31 @@ def test_an_entry_of_another_kind_is_named(monkeypatch):
         match=r"the glossary of tests.support.toy has \('loss', .* expected a jaxtrain.Entry",
     ):
         glossary.of_workload(toy.__name__)
+
+
+SIGNS = [
+    ("cross_entropy", "language", True),
+    ("perplexity_source_1", "language", True),
+    ("bits_per_byte", "language", True),
+    ("accuracy", "language", False),
+    ("code_golf/reward", "language", None),
+    ("exact_accuracy_difficulty_3", "trm", False),
+    ("lm_loss", "trm", True),
+    ("audio_7", "audio_language", True),
+    ("audio_accuracy_7", "audio_language", False),
+    ("fmri_r", "giblet", False),
+    ("video_raw", "giblet", True),
+    ("lejepa_sigreg", "bird", True),
+    ("probe_accuracy", "bird", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "less"),
+    [pytest.param(*sign, marks=installed.needs(sign[1])) for sign in SIGNS],
+)
+def test_the_better_direction_of_a_metric_is_known(name, workload, less):
+    dotted = f"jaxtrain.workloads.{workload}"
+    assert glossary.less_is_better(name, workload=dotted) is less
+    wrong = [sign for sign in ("", "-") if glossary.wrong_sign(sign + name, workload=dotted)]
+    assert wrong == ([] if less is None else ["" if less else "-"])

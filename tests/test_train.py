@@ -220,6 +220,14 @@ def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):
     assert "config.checkpoint.best is 'loss', and there is no test split" in output
 
 
+def test_a_best_metric_with_the_wrong_sign_is_refused_at_the_start(folder):
+    for metric, remedy in (("loss", "'-loss'"), ("-accuracy", "'accuracy'")):
+        output = run(folder, "toy.py", f"--config.checkpoint.best={metric}", code=2)
+        assert f"config.checkpoint.best is '{metric}', of which the" in output
+        assert f"is better; set {remedy}" in output
+    assert not (folder / "runs" / "toy" / "metrics.jsonl").exists()
+
+
 def test_another_model_or_other_data_are_refused_with_a_remedy(folder):
     run(folder, "toy.py", "--config.train.steps=1")
     output = run(folder, "toy.py", "--config.train.steps=2", "--config.model.embed=64", code=2)

@@ -17,7 +17,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.parallel import cluster
 from jaxtrain.run.stream import Data, Item
 from jaxtrain.step import train_step as step_lib
-from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry import glossary, goodput
 from jaxtrain.types import COUNTS
 
 log = logging.getLogger("jaxtrain")
@@ -155,7 +155,7 @@ class StepCompiler:
         ``offset``: batches of other data that the run has read before.
 
         Raises RendezvousError: processes that lowered different programs, or have other data, by
-        number; ConfigError: config.checkpoint.best names a metric that no evaluation has.
+        number; ConfigError: config.checkpoint.best is no metric, or has the wrong sign.
         """
         assembly = self._assembly
         n_steps = assembly.config.train.steps
@@ -218,7 +218,10 @@ class StepCompiler:
 
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
-    """Raise ConfigError if no evaluation has config.checkpoint.best. None: no test split."""
+    """Raise ConfigError if no evaluation has config.checkpoint.best, or its sign is wrong.
+
+    ``evaluated``: the sums of an evaluation; None: there is no test split.
+    """
     task = assembly.task
     wanted_metric = assembly.config.checkpoint.best
     name = wanted_metric.lstrip("-")
@@ -240,4 +243,7 @@ def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
     # metrics of a generative evaluation are known once it has run
     if name not in metrics and not task.generative:
         problem = f"names {name!r}; expected one of: {', '.join(sorted(metrics))}"
+        raise ConfigError([("checkpoint.best", problem)])
+    problem = glossary.wrong_sign(wanted_metric, workload=assembly.config.workload)
+    if problem:
         raise ConfigError([("checkpoint.best", problem)])

@@ -14,6 +14,8 @@ class Entry:
     names: str  # as people read them: X stands for a part of the model, a number or a name
     pattern: str  # regular expression of the whole name, with groups named by their letter
     meaning: str
+    # whether a smaller value is the better one; None = as the end of the name says, if it does
+    less_is_better: bool | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -25,6 +27,9 @@ class Entry:
             ) from error
 
 
+# the last word of a metric's name, if nothing else tells which value is the better one
+LESS_IS_BETTER = {"loss", "error", "entropy", "perplexity", "distance"}
+MORE_IS_BETTER = {"accuracy", "precision", "recall", "auroc", "f1"}
 STEP = (
     Entry("loss", "loss", "the minimised sum of its terms, per valid row or token"),
     Entry(
@@ -63,7 +68,12 @@ STEP = (
         r"(steps|examples)_per_second",
         "pace since the record before",
     ),
-    Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
+    Entry(
+        "mfu",
+        "mfu",
+        "share of the devices' peak that the model's arithmetic reached. Above 1, the measured peak"
+        " of a CPU is too low, or Task.flops too high",
+    ),
     Entry(
         "mfu_full_attention",
         "mfu_full_attention",
@@ -174,6 +184,31 @@ def meaning(name: str, *, workload: str, split: str) -> str:
         if match := re.fullmatch(entry.pattern, name):
             return _fill_in(entry.meaning, match.groupdict())
     return ""
+
+
+def less_is_better(name: str, *, workload: str) -> bool | None:
+    """Whether a smaller value of an evaluation's metric is the better one. None: nothing tells."""
+    for entry in entries(workload, "test"):
+        if re.fullmatch(entry.pattern, name):
+            if entry.less_is_better is not None:
+                return entry.less_is_better
+            break
+    last_word = re.split("[_/]", name.lower())[-1]
+    if last_word in LESS_IS_BETTER:
+        return True
+    return False if last_word in MORE_IS_BETTER else None
+
+
+def wrong_sign(metric: str, *, workload: str) -> str:
+    """Return why a metric that is ranked, with "-" before it if less is better, is wrong, or ""."""
+    name = metric.removeprefix("-")
+    has_minus = name != metric
+    is_less = less_is_better(name, workload=workload)
+    if is_less is None or is_less == has_minus:
+        return ""
+    if is_less:
+        return f"is {metric!r}, of which the largest is the best, and less is better; set '-{name}'"
+    return f"is {metric!r}, of which the smallest is the best, and more is better; set {name!r}"
 
 
 def _fill_in(meaning: str, values: Mapping[str, str | None]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.parallel import lease
 from jaxtrain.parallel.lease import WorkdirError
-from jaxtrain.telemetry import goodput, jsonl
+from jaxtrain.telemetry import glossary, goodput, jsonl
 from loaders.io import files
 from loaders.io.checks import UserError, flatten
 
@@ -153,8 +153,12 @@ class Run:
     def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
         """Return the score of the last evaluation and the best one, or None.
 
-        ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
+        ``tests``: "step", and metrics, -> values of the evaluations, if they have been read. Raises
+        RunError for a ``metric`` that would be ranked by its worst value.
         """
+        problem = glossary.wrong_sign(metric, workload=str(self.setting("workload", "")))
+        if problem:
+            raise RunError(f"--metric {problem}")
         chosen = metric or str(self.setting("checkpoint.best", "") or "")
         for name in (chosen,) if chosen else BEST:
             plain = name.removeprefix("-")

@@ -28,7 +28,17 @@ GLOSSARY = (
         r"(?P<X>supervised|mae|lejepa|diet|teacher)_loss",
         "loss of objective X, before its weight",
     ),
-    Entry("lejepa_invariance", "lejepa_invariance", "distance between the views of a recording"),
-    Entry("lejepa_sigreg", "lejepa_sigreg", "distance of the embeddings from a Gaussian"),
+    Entry(
+        "lejepa_invariance",
+        "lejepa_invariance",
+        "distance between the views of a recording",
+        less_is_better=True,
+    ),
+    Entry(
+        "lejepa_sigreg",
+        "lejepa_sigreg",
+        "distance of the embeddings from a Gaussian",
+        less_is_better=True,
+    ),
     Entry("diet_accuracy", "diet_accuracy", "share of crops whose own recording is the likeliest"),
 )

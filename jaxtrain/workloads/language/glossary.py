@@ -13,6 +13,7 @@ GLOSSARY = (
         "bits_per_byte",
         "bits_per_byte",
         "bits for each byte of the text behind the tokens: comparable between tokenizers",
+        less_is_better=True,
     ),
     Entry("accuracy", "accuracy", "share of tokens that were the likeliest"),
     Entry(
@@ -25,6 +26,7 @@ GLOSSARY = (
         "X_source_N",
         r"(?P<X>cross_entropy|perplexity)_source_(?P<N>\d+)",
         "X on source number N of data.sources",
+        less_is_better=True,
     ),
     Entry(
         "MODULE/reward, MODULE/X",

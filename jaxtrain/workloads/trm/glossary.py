@@ -15,11 +15,13 @@ GLOSSARY = (
         "exact_accuracy_difficulty_N",
         r"exact_accuracy_difficulty_(?P<N>\d+)",
         "share that is solved of boards in difficulty class N, from easy to hard",
+        less_is_better=False,
     ),
     Entry(
         "exact_accuracy_checked",
         "exact_accuracy_checked",
         "share that is solved if the rules choose among the rollouts",
+        less_is_better=False,
     ),
     Entry(
         "rollouts_halted",
