@@ -15,6 +15,7 @@ or another tokenizer are an error. Called again with the same ones, it reports t
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -105,7 +106,10 @@ def make(
         tokenizer=None if options.tokenizer == "bytes" else "tokenizer.json",
         shards=shards,
     )
-    _report_special_tokens(encoder, sum(entry.get("specials", 0) for entry in entries))
+    counts = _Counts()
+    for entry in entries:
+        counts += _Counts(**entry["counts"])
+    _report_special_tokens(encoder, counts)
     for i in range(len(parts)):
         _entry(out, i).unlink()
     marker.rename(out / MADE_OF)
@@ -177,22 +181,33 @@ def _report_bad_rows(bad_rows: Sequence[str], skip: int) -> None:
         print(f"skipped: {line}", file=sys.stderr)
 
 
-def _report_special_tokens(encoder: "_Encoder", n_inside_texts: int) -> None:
-    if encoder.ends and encoder.eos is None:
-        names = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
+def _report_special_tokens(encoder: "_Encoder", counts: "_Counts") -> None:
+    names = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
+    if counts.ended and encoder.eos is not None:
         print(
-            f"no document ends with a token; the tokenizer's own files name {names} (--eos)",
+            f"texts that end with {names} themselves, and get no second one: {counts.ended:,}",
             file=sys.stderr,
         )
+    elif encoder.ends and encoder.eos is None:
+        ended = "no document ends with a token"
+        if counts.ended:
+            ended = f"documents that end with a token: {counts.ended:,}"
+        print(f"{ended}; the tokenizer's own files name {names} (--eos)", file=sys.stderr)
     if encoder.added:
         print(
             f"the tokenizer itself would add {' '.join(encoder.added)} to each text; no such token"
             " is added",
             file=sys.stderr,
         )
-    if n_inside_texts:
+    if counts.with_end_inside:
         print(
-            f"{n_inside_texts:,} special tokens come from their names inside texts;"
+            f"texts with {names} inside, where a text ends: {counts.with_end_inside:,}; make a"
+            " document of each part",
+            file=sys.stderr,
+        )
+    if counts.specials:
+        print(
+            f"{counts.specials:,} special tokens come from their names inside texts;"
             " --specials-as-text splits such a name like any text",
             file=sys.stderr,
         )
@@ -408,12 +423,11 @@ class _Job(NamedTuple):
 
 def _make_shard(job: _Job) -> None:
     encoder = _tokenizer(job.options)
-    end = [] if encoder.eos is None else [encoder.eos]
     bad_rows = []
     documents = []
     sizes = []
     first_sizes = []
-    n_specials = 0  # inside the texts
+    counts = _Counts()
 
     def usable() -> Iterator[str]:
         for where, text in _texts(job.part, job.options):
@@ -425,15 +439,44 @@ def _make_shard(job: _Job) -> None:
     all_texts = usable()
     while texts := list(itertools.islice(all_texts, BATCH)):
         for (ids, first_size), text in zip(encoder.encode(texts), texts, strict=True):
-            documents.append(np.asarray([*ids, *end], np.int64))
+            documents.append(np.asarray(_ended(ids, encoder.eos), np.int64))
             sizes.append(len(text.encode()))
             first_sizes.append(first_size)
-            n_specials += sum(i in encoder.specials for i in ids)
+            counts += _count(ids, encoder)
     dtype = token_files.token_dtype(encoder.vocab)
     name = f"{job.number:05}"
     shard = token_files.write_shard(job.out, name, documents, sizes, dtype, first_sizes)
-    entry = {"shard": shard, "bad": bad_rows, "specials": n_specials}
+    entry = {"shard": shard, "bad": bad_rows, "counts": dataclasses.asdict(counts)}
     atomic_write.write(_entry(job.out, job.number), json.dumps(entry))
+
+
+@dataclasses.dataclass
+class _Counts:
+    """The tokens of texts that come from names in them."""
+
+    ended: int = 0  # texts whose last token ends a text
+    with_end_inside: int = 0  # texts with such a token before their end
+    specials: int = 0  # other special tokens
+
+    def __iadd__(self, other: "_Counts") -> "_Counts":
+        self.ended += other.ended
+        self.with_end_inside += other.with_end_inside
+        self.specials += other.specials
+        return self
+
+
+def _ended(ids: list[int], eos: int | None) -> list[int]:
+    """Return a text's tokens with the end of a text, unless they have it."""
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    return [*ids, eos]
+
+
+def _count(ids: list[int], encoder: "_Encoder") -> _Counts:
+    n_ends = sum(i in encoder.ends for i in ids)
+    n_specials = sum(i in encoder.specials and i not in encoder.ends for i in ids)
+    is_ended = bool(ids) and ids[-1] in encoder.ends
+    return _Counts(int(is_ended), int(n_ends > is_ended), n_specials)
 
 
 class _Encoder(NamedTuple):

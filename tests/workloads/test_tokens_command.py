@@ -115,6 +115,34 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
     assert (tmp_path / "new" / "additional_chat_templates" / "tool.jinja").read_text() == "new"
 
 
+def test_a_text_that_ends_with_the_end_of_a_text_gets_no_second_one(tmp_path, capsys):
+    words = ["[unk]", "a", "b", "\\n"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<eos>", "<s>"])  # 4 and 5
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["<s> a b <eos>", "b a <eos>", "a", "a <eos> b", ""]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    common = [str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert tokens_command.main([str(tmp_path / "ended"), *common, "--eos=<eos>"]) == 0
+    expected = [[5, 1, 2, 4], [2, 1, 4], [1, 4], [1, 4, 2, 4], [4]]
+    assert documents(tmp_path / "ended") == expected
+    said = capsys.readouterr().err
+    assert "texts that end with <eos> themselves, and get no second one: 2" in said
+    assert "texts with <eos> inside, where a text ends: 1; make a document of each part" in said
+    assert "1 special tokens come from their names inside texts; --specials-as-text" in said
+    # Without --eos the texts have the ends of their own, and the line about the files counts them.
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    assert tokens_command.main([str(tmp_path / "own"), *common]) == 0
+    assert documents(tmp_path / "own") == [[5, 1, 2, 4], [2, 1, 4], [1], [1, 4, 2], []]
+    assert (
+        "documents that end with a token: 2; the tokenizer's own files" in capsys.readouterr().err
+    )
+
+
 def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
     """That version used the number of tokens as the vocabulary, and stored larger ids as other
     ids."""

@@ -17,12 +17,12 @@ counted) or globs. By their endings, in either case:
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
 --tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except
---eos, which ends every document), or ``bytes``, which needs no file. Its truncation and padding are
-ignored. The name of a special token inside a text, for example <eos>, becomes that token, and such
-tokens are counted. With --specials-as-text a name is split like any text. A part of an input
-becomes a shard, in the order of the inputs. The files are the same bytes for any number of workers.
-Rerun the same command to resume after the last complete shard. Other inputs or another tokenizer
-are an error. For a complete folder, its contents are printed.
+--eos, which ends every document, once), or ``bytes``, which needs no file. Its truncation and
+padding are ignored. The name of a special token inside a text, for example <eos>, becomes that
+token, and such tokens are counted. With --specials-as-text a name is split like any text. A part of
+an input becomes a shard, in the order of the inputs. The files are the same bytes for any number of
+workers. Rerun the same command to resume after the last complete shard. Other inputs or another
+tokenizer are an error. For a complete folder, its contents are printed.
 
 A row without text (null, of another type, a line that is not JSON) is an error that names it. With
 --skip N up to N of them are skipped, counted and listed.
