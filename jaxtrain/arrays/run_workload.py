@@ -15,6 +15,7 @@ from jaxtrain.arrays.source import Source, refuse_address
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.types import Export, PyTree
 from jaxtrain.workload import Workload
+from loaders.io import files
 
 MAX_LAYERS = 10_000
 
@@ -122,6 +123,27 @@ def _refuse_damage(warm_start_section: Mapping[str, Any]) -> None:
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:
     """Return the section ``model`` as ``cls``, some fields replaced. Raises StoredError."""
     return section_of({"model": {**model_of(config), **changes}}, "model", cls)
+
+
+def refuse_other_file(source: Source, field: str, path: Any, flag: str) -> None:
+    """Raise StoredError if a file that a run's config names is no longer the one it trained with.
+
+    Args:
+      field: of the config, "model.tokenizer".
+      path: the value of the field, or anything else in a damaged config.
+      flag: the option of the command that names another file.
+    """
+    digests = source.meta().get("files")
+    recorded = digests.get(field) if isinstance(digests, dict) else None
+    if not recorded or not isinstance(path, str) or not files.expanded(path).is_file():
+        return
+    digest = config_lib.digest_of(files.expanded(path))
+    if digest != recorded:
+        raise StoredError(
+            f"{path}, config.{field} of {source.path}, is not the file that the run was trained"
+            f" with: its sha256 begins with {digest}, and {recorded} is recorded; put that one"
+            f" back, or name it with {flag}"
+        )
 
 
 def exported_file(source: Source, name: str) -> str:

@@ -151,6 +151,19 @@ def config_of(config: WarmStart) -> dict[str, Any]:
     return run_config if isinstance(run_config, dict) else {}
 
 
+def digests_of(config: WarmStart) -> dict[str, str]:
+    """Return the digests of the files that the config of the source's run names, by the field."""
+    if safetensors_reader.is_safetensors(config.source):
+        export = epath.Path(config.source).expanduser()
+        if not (export / stored.EXPORT).exists():
+            return {}
+        meta = stored.read_object(export, stored.EXPORT).get("meta")
+    else:
+        meta = orbax_steps.read_json(orbax_steps.find_step(config.source), "meta")
+    digests = meta.get("files") if isinstance(meta, dict) else None
+    return digests if isinstance(digests, dict) else {}
+
+
 def damage(config: WarmStart) -> list[str]:
     """Read the whole source once, in one process, and list damage by its checksums."""
     is_export = safetensors_reader.is_safetensors(config.source)

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import operator
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         content = " with other content" if self.old == self.new else ""
-        return f"config.{self.path}: {_short(self.old)} saved, {_short(self.new)} now{content}"
+        old, new = _from_first_difference(self.old, self.new)
+        return f"config.{self.path}: {old} saved, {new} now{content}"
 
     def is_allowed(self, allow: Iterable[str]) -> bool:
         """Whether a name of ``allow`` is this field or a section around it."""
@@ -36,6 +38,17 @@ class Change(NamedTuple):
             if self.path == name or self.path.startswith((f"{name}.", f"{name}[")):
                 return True
         return False
+
+
+def _from_first_difference(old: Any, new: Any) -> tuple[str, str]:
+    """Return both values as text: of two long lists, each from the first unlike item on."""
+    is_long = max(len(repr(old)), len(repr(new))) > SHOWN
+    if not (is_long and isinstance(old, list) and isinstance(new, list)):
+        return _short(old), _short(new)
+    pairs = zip(old, new, strict=False)
+    n_alike = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(old), len(new)))
+    beginning = "…, " if n_alike else ""
+    return beginning + _short(old[n_alike:]), beginning + _short(new[n_alike:])
 
 
 def _short(value: Any) -> str:
@@ -80,10 +93,14 @@ def digests_of(config: Config) -> dict[str, str]:
                 continue
             file = files.expanded(path)
             if file.is_file():
-                with file.open("rb") as opened:
-                    digest = hashlib.file_digest(opened, "sha256").hexdigest()
-                digests[f"{name}.{f.name}"] = digest[:16]
+                digests[f"{name}.{f.name}"] = digest_of(file)
     return digests
+
+
+def digest_of(file: pathlib.Path) -> str:
+    """Return the digest of a file that a config names, as `digests_of` records it."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
 
 def kinds(

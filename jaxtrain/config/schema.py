@@ -50,9 +50,21 @@ class ModelSection(Section):
         """Yield (field, problem with its remedy) for fields that contradict the dataset info."""
         return iter(())
 
-    def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why the weights of the run with the config ``source`` are no start of this one."""
+    def validate_warm_start(
+        self, source: Mapping[str, Any], place: str, data: DataSection
+    ) -> Iterator[str]:
+        """Yield why the weights of another run are no start of this one.
+
+        Args:
+          source: the config of that run, {} of weights of another system.
+          place: its step directory, or the folder of safetensors.
+          data: this run's section of that name.
+        """
         return iter(())
+
+    def foreign_model(self, folder: str) -> Mapping[str, Any]:
+        """Return the section ``model`` that weights of another system were trained with, or {}."""
+        return {}
 
     def validate_start(self, rules: "WarmStart") -> Problems:
         """Yield (field, text) if the weights of ``rules`` are of another kind of model."""
@@ -349,7 +361,8 @@ class WarmStart(Section):
     reshape: dict[str, str] = field(default_factory=dict)
     # [bool] copy the source into workdir/base, so that nothing else removes or changes it
     keep: bool = False
-    # [bool] the source may have read inputs of another front end: other rates, windows or scales
+    # [bool] the source may have read inputs of another front end: other rates, windows, scales or
+    # tokens
     other_front_end: bool = False
 
     def validate(self) -> Problems:

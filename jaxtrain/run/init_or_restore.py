@@ -4,12 +4,13 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.arrays import base_weights, orbax_steps, safetensors_reader, stored, warm_start
 from jaxtrain.assembly import Assembly
@@ -23,6 +24,7 @@ from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree
 from loaders.io import files
+from loaders.io.checks import FREE
 
 log = logging.getLogger("jaxtrain")
 Overlay = Callable[[PyTree, PyTree], PyTree]
@@ -242,11 +244,13 @@ def _warm_start(
     damage = warm_start.damage(config) if cluster.is_main() and not verified else []
     if cluster.agree(len(damage)):
         raise warm_start.WarmStartError(config.source, damage or ["process 0 found it damaged"])
+    source_config = warm_start.config_of(config)
     if not config.other_front_end:
-        source_config = warm_start.config_of(config)
-        misfits = list(assembly.config.model.validate_warm_start(source_config))
+        run = assembly.config
+        misfits = list(run.model.validate_warm_start(source_config, config.source, run.data))
         if misfits:
             raise warm_start.WarmStartError(config.source, misfits)
+    _warn_of_other_function(assembly.config, config, source_config)
     _warn_of_average(config)
     source = warm_start.open_source(config)
     if any(map(lora.is_adapter, source)):
@@ -262,6 +266,27 @@ def _warm_start(
     matches = warm_start.match(shapes, source, config)
     log.info("warm start from %s: %s", config.source, matches.report())
     return functools.partial(warm_start.overlay, matches), warm_start.load(matches, targets)
+
+
+def _warn_of_other_function(
+    config: Config, rules: WarmStart, source_config: Mapping[str, Any]
+) -> None:
+    """Log a warning that names each field by which the source computed another function."""
+    saved = source_config
+    if not saved:
+        saved = {"model": config.model.foreign_model(rules.source)}
+    changes = []
+    for change in config_lib.compare(saved, config, warm_start.digests_of(rules)):
+        section, _, field = change.path.partition(".")
+        is_saved = field.partition(".")[0].partition("[")[0] in (saved.get(section) or {})
+        if section in ("model", "data") and change.kind != FREE and is_saved:
+            changes.append(str(change))
+    if changes:
+        log.warning(
+            "warm start from %s: its run computed another function: %s",
+            rules.source,
+            "; ".join(changes),
+        )
 
 
 def _warn_of_average(config: WarmStart) -> None:

@@ -41,7 +41,7 @@ class Config(checks.DataSection):
     on_resume = checks.OnResume(
         checks.FREE,
         function=("codebooks", "codebook_size", "frame_rate", "delay"),
-        files=("codec", "codes"),
+        files=("tokenizer", "codec", "codes"),
     )
 
     manifest: str = ""  # [path] JSON list of examples

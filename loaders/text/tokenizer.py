@@ -127,6 +127,25 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
     return _open_once(place, content, specials, added_tokens)
 
 
+def token_ids(path: str | os.PathLike[str]) -> dict[int, str]:
+    """Return the token of each id of a tokenizer.json. Raises DataError."""
+    vocabulary = open_tokenizer(path).inner.get_vocab(with_added_tokens=True)
+    return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def difference(theirs: Mapping[int, str], ours: Mapping[int, str]) -> str:
+    """Describe how the ids that two vocabularies have in common differ, or return ""."""
+    common = sorted(theirs.keys() & ours.keys())
+    unlike = [token_id for token_id in common if theirs[token_id] != ours[token_id]]
+    if not unlike:
+        return ""
+    first = unlike[0]
+    return (
+        f"id {first} is {theirs[first]!r:.80} there and {ours[first]!r:.80} here"
+        f" ({len(unlike):,} of {len(common):,} ids differ)"
+    )
+
+
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
     """Read a tokenizer's files by their names, of which the first becomes tokenizer.json.
 

@@ -43,9 +43,9 @@ import numpy as np
 from loaders import mixture, order
 from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
 from loaders.io import checks, files
+from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.packing import Packed, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
-from loaders.text.tokenizer import open_tokenizer
 
 PACKINGS = ("best_fit", "concat", "random")
 TEXTS = ("characters", "bytes")
@@ -299,12 +299,7 @@ def dataset_info(config: Config) -> DatasetInfo:
             f"the sources have different vocabularies: {sorted(vocabs)}; make their tokens with one"
             " tokenizer"
         )
-    tables = {_table(source, config) for source in config.sources}
-    if len(tables - {""}) > 1:
-        paths = " and ".join(source.path for source in config.sources)
-        raise DataError(
-            f"{paths} have other tokens for one id; make their tokens with one tokenizer"
-        )
+    _refuse_other_tokens(config)
     path = files.expanded(config.sources[0].path)
     folder = path / "train" if (path / "train").is_dir() else path
     tokenizer = folder / "tokenizer.json"
@@ -332,17 +327,38 @@ def _bytes_per_token(splits: list[Documents]) -> float:
     return n_bytes / max(n_tokens, 1)
 
 
-def _table(source: Source, config: Config) -> str:
-    """Return a digest of the token of each id of a source, or "" if nothing tells it."""
+def _refuse_other_tokens(config: Config) -> None:
+    """Raise DataError if two folders or texts, those to test on included, differ in their tokens.
+
+    A folder without a tokenizer.json is left out.
+    """
+    first: tuple[str, dict[int, str]] | None = None
+    for source in config.sources:
+        for name, tokens in _vocabularies(source, config):
+            if first is None:
+                first = name, tokens
+            elif tokens != first[1]:
+                difference = tokenizer_lib.difference(first[1], tokens)
+                raise DataError(
+                    f"{first[0]} and {name} have other tokens for one id; make their tokens with"
+                    f" one tokenizer: {difference or 'one has ids that the other lacks'}"
+                )
+
+
+def _vocabularies(source: Source, config: Config) -> Iterator[tuple[str, dict[int, str]]]:
+    """Yield (name, token of each id) of each folder of a source, if something there tells it."""
     path = files.expanded(source.path)
     if path.is_file():
-        return symbols(path) if config.text == "characters" else ""
-    for folder in (path, path / "train"):
+        if config.text == "characters":
+            yield source.path, dict(enumerate(symbols(path)))
+        return
+    folders = [path, path / "train", path / "test"]
+    if source.test:
+        folders[2:] = [files.expanded(source.test)]
+    for folder in folders:
         tokenizer = folder / "tokenizer.json"
         if tokenizer.is_file():
-            vocabulary = open_tokenizer(tokenizer).inner.get_vocab()
-            return hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest()
-    return ""
+            yield str(tokenizer), tokenizer_lib.token_ids(tokenizer)
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:

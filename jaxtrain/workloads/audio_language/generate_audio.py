@@ -75,6 +75,11 @@ def load(
             f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a"
             " codec.npz, or that function if you trust its code, with --codec"
         )
+    if not chosen:
+        path = run_data.get("tokenizer")
+        run_workload.refuse_other_file(source, "data.tokenizer", path, "--tokenizer")
+    if not codec_path:
+        run_workload.refuse_other_file(source, "data.codec", theirs, "--codec")
     data = config_lib.section(chat_audio.Config, run_data | changes)
     params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
     tools = chat_examples.tools_of(data, data.manifest)

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxtrain.arrays import safetensors_reader
+from jaxtrain.arrays import safetensors_reader, stored
 from jaxtrain.nn import hugging_face
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
 from jaxtrain.nn.layers import Rope
@@ -174,6 +174,16 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     return model, dict(
         source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused
     )
+
+
+def saved_model(folder: str) -> dict[str, Any]:
+    """Return the section ``model`` that the weights of a folder were trained with, or {}."""
+    if not (files.expanded(folder) / "config.json").is_file():
+        return {}
+    try:
+        return from_hugging_face(folder)[0]
+    except (HuggingFaceError, stored.StoredError):
+        return {}  # as of another system that `config.warm_start.renames` describes
 
 
 def _is_of_transformers(h: Mapping[str, Any]) -> bool:

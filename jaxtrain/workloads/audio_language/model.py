@@ -27,7 +27,9 @@ from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.layers import lookup, rope_angles
 from jaxtrain.parallel import kernels
 from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard, Spec
-from loaders.io import checks
+from loaders.base import DataError
+from loaders.io import checks, files
+from loaders.text import tokenizer as tokenizer_lib
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
 N_SPECIAL = 2  # of each codebook: begin and end of a stream
@@ -68,6 +70,16 @@ class Config(transformer.Decoder):
                     f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}",
                 )
 
+    def validate_warm_start(
+        self, source: Mapping[str, Any], place: str, data: checks.DataSection
+    ) -> Iterator[str]:
+        yield from _other_tokens(source, place, getattr(data, "tokenizer", ""))
+
+    def foreign_model(self, folder: str) -> Mapping[str, Any]:
+        from jaxtrain.workloads.audio_language import hugging_face  # which imports this module
+
+        return hugging_face.saved_model(folder)
+
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "codebooks", "codebook_size"):
             value, needed = getattr(self, name), info.get(name)
@@ -83,6 +95,37 @@ class Config(transformer.Decoder):
     def n_codes(self) -> int:
         """Rows of a codebook's table."""
         return self.codebook_size + N_SPECIAL
+
+
+def _other_tokens(source: Mapping[str, Any], place: str, tokenizer: str) -> Iterator[str]:
+    """Yield why weights were trained on other text tokens than those of the run's tokenizer."""
+    theirs = ""
+    for path in (f"{place}/tokenizer.json", *_tokenizers(source)):
+        if not theirs and path and files.expanded(path).is_file():
+            theirs = path
+    if not theirs or not tokenizer:
+        return
+    try:
+        difference = tokenizer_lib.difference(
+            tokenizer_lib.token_ids(theirs), tokenizer_lib.token_ids(tokenizer)
+        )
+    except DataError as error:
+        yield str(error)
+        return
+    if difference:
+        yield (
+            f"its tokens are those of {theirs}, and this run's are those of {tokenizer}:"
+            f" {difference}; set config.data.tokenizer to the former, or"
+            " config.warm_start.other_front_end=true to train the embedding anew"
+        )
+
+
+def _tokenizers(source: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the paths that a run's config names as its tokenizer."""
+    for section in ("data", "model"):
+        path = (source.get(section) or {}).get("tokenizer")
+        if isinstance(path, str):
+            yield path
 
 
 def make_specs(c: Config) -> PyTree:

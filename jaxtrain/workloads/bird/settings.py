@@ -13,6 +13,7 @@ from jaxtrain.workloads.bird.export import timm
 from loaders.audio import front_end as front_end_lib
 from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.io import checks
+from loaders.io.checks import DataSection
 
 POOLS = ("cls", "patches")
 
@@ -79,13 +80,15 @@ class Settings(vit.Encoder, ModelSection):
                 f"is {self.augment.background}, and data.background names no recordings",
             )
 
-    def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
-        data = source.get("data")
+    def validate_warm_start(
+        self, source: Mapping[str, Any], place: str, data: DataSection
+    ) -> Iterator[str]:
+        source_data = source.get("data")
         is_bird = workload.is_kind(source.get("workload", ""), __package__)
-        if not is_bird or not isinstance(data, Mapping):
+        if not is_bird or not isinstance(source_data, Mapping):
             return
         try:
-            differences = front_end_lib.saved(data).differences(self.spectrograms)
+            differences = front_end_lib.saved(source_data).differences(self.spectrograms)
         except ValueError as error:
             yield f"its config's {error}"
             return

@@ -48,6 +48,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     run_tokenizer = run_workload.model_of(config).get("tokenizer") or data.get("tokenizer")
     exported = run_workload.exported_file(source, "tokenizer.json")
     codec_source = tokenizer or exported or run_tokenizer
+    if codec_source == run_tokenizer:
+        run_workload.refuse_other_file(source, "model.tokenizer", run_tokenizer, "--tokenizer")
     changes = {"tokenizer": str(codec_source)} if codec_source else {}
     model = run_workload.model_section(config, Config, **changes, targets=(), generation={})
     try:

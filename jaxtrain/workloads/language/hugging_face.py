@@ -386,6 +386,16 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
         return _read_fields(fields, path)
 
 
+def saved_model(folder: str) -> dict[str, Any]:
+    """Return the section ``model`` that the weights of a folder were trained with, or {}."""
+    if not (files.expanded(folder) / "config.json").is_file():
+        return {}
+    try:
+        return read_config(folder)
+    except HuggingFaceError:
+        return {}  # as of another system that `config.warm_start.renames` describes
+
+
 def _read_gpt2(h: Mapping[str, Any]) -> dict[str, Any]:
     return dict(
         PRESETS["gpt2"],

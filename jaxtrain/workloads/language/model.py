@@ -16,8 +16,11 @@ from jaxtrain import specs
 from jaxtrain.nn import transformer
 from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard
 from jaxtrain.workloads.language import environments
+from jaxtrain.workloads.language import text as text_lib
 from jaxtrain.workloads.language.text import Codec, CodecError, make_codec
+from loaders.base import DataError
 from loaders.io import checks
+from loaders.text import tokenizer as tokenizer_lib
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Config(transformer.Decoder):
                     " included"
                 )
                 yield f"{where}.tokens", f"{text}; {self._fewer(where)}"
+        yield from self._other_tokenizer(info)
         try:
             codec = self.codec()
             for prompt in self.generation.prompts:
@@ -126,6 +130,37 @@ class Config(transformer.Decoder):
         except CodecError as error:
             if self.generation.prompts or self.targets:
                 yield "generation.prompts", str(error)
+
+    def _other_tokenizer(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield an error if the tokenizer for prompts has other tokens than the data's."""
+        data_tokenizer = info.get("tokenizer")
+        if not self.tokenizer or not data_tokenizer or self.tokenizer == data_tokenizer:
+            return
+        try:
+            prompts = text_lib.vocabulary_of({"tokenizer": self.tokenizer})
+            data = text_lib.vocabulary_of({"tokenizer": data_tokenizer})
+        except DataError as error:
+            yield "tokenizer", str(error)
+            return
+        if prompts is None or data is None:
+            return
+        difference = tokenizer_lib.difference(data.tokens, prompts.tokens)
+        if difference:
+            yield (
+                "tokenizer",
+                f"is {self.tokenizer!r}, and the data's tokens are those of {data_tokenizer!r}:"
+                f" {difference}; leave it unset",
+            )
+
+    def validate_warm_start(
+        self, source: Mapping[str, Any], place: str, data: checks.DataSection
+    ) -> Iterator[str]:
+        yield from text_lib.other_tokens(self, source, place)
+
+    def foreign_model(self, folder: str) -> Mapping[str, Any]:
+        from jaxtrain.workloads.language import hugging_face  # which imports this module
+
+        return hugging_face.saved_model(folder)
 
     def data_notes(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         data_vocab = info.get("vocab")

@@ -1,10 +1,11 @@
 """Text to tokens and back, for prompts: by a tokenizer.json, a list of characters, or as bytes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.types import Example
 from loaders.base import DataError
+from loaders.io import files
 from loaders.text import tokenizer as tokenizer_lib
 
 
@@ -56,6 +57,56 @@ def make_codec(
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     return Codec(lambda text: _not_empty(list(text.encode()), text), decode)
+
+
+class Vocabulary(NamedTuple):
+    name: str  # of the tokenizer.json, or of what takes its place
+    tokens: Mapping[int, str]  # by their ids
+
+
+def vocabulary_of(model: Mapping[str, Any], folder: str = "") -> Vocabulary | None:
+    """Return the tokens of a section ``model``, or None if no file here tells them.
+
+    Args:
+      folder: of weights, whose tokenizer.json comes first.
+
+    Raises DataError: a tokenizer.json that cannot be read.
+    """
+    tokenizer, symbols = model.get("tokenizer"), model.get("symbols")
+    for path in (f"{folder}/tokenizer.json" if folder else "", tokenizer):
+        if path and files.expanded(path).is_file():
+            return Vocabulary(str(path), tokenizer_lib.token_ids(path))
+    if symbols:
+        return Vocabulary(f"{len(symbols)} characters", dict(enumerate(symbols)))
+    if tokenizer == "bytes" or not tokenizer and model.get("vocab") == 256:
+        return Vocabulary("bytes", {i: f"byte {i}" for i in range(256)})
+    return None
+
+
+def other_tokens(config: Any, source: Mapping[str, Any], place: str) -> Iterator[str]:
+    """Yield why weights were trained on other tokens than those of a section ``model``.
+
+    Args:
+      source: the config of the weights' run, or {}.
+      place: its step directory, or the folder of safetensors.
+    """
+    model = source.get("model") or {}
+    try:
+        theirs = vocabulary_of(model if isinstance(model, Mapping) else {}, place)
+        fields = {name: getattr(config, name) for name in ("tokenizer", "symbols", "vocab")}
+        ours = vocabulary_of(fields)
+    except DataError as error:
+        yield str(error)
+        return
+    if theirs is None or ours is None:
+        return
+    difference = tokenizer_lib.difference(theirs.tokens, ours.tokens)
+    if difference:
+        yield (
+            f"its tokens are those of {theirs.name}, and this run's are those of {ours.name}:"
+            f" {difference}; make the data's tokens with the former, or set"
+            " config.warm_start.other_front_end=true to train the embedding anew"
+        )
 
 
 def examples(
