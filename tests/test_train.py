@@ -225,7 +225,7 @@ def test_a_best_metric_with_the_wrong_sign_is_refused_at_the_start(folder):
         output = run(folder, "toy.py", f"--config.checkpoint.best={metric}", code=2)
         assert f"config.checkpoint.best is '{metric}', of which the" in output
         assert f"is better; set {remedy}" in output
-    assert not (folder / "runs" / "toy" / "metrics.jsonl").exists()
+    assert not records(folder / "runs" / "toy", "train"), "before the first step"
 
 
 def test_another_model_or_other_data_are_refused_with_a_remedy(folder):

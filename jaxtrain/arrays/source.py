@@ -18,7 +18,8 @@ from jaxtrain.arrays.stored import Stored, StoredError
 from loaders.io import files
 
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
-CARD = "README.md"  # of an export: people edit it, and nothing is computed with it
+# ends of their names that a model is computed with. People edit the card and config.json
+COMPUTED_WITH = (".safetensors", stored.EXPORT, "tokenizer.json")
 
 
 class Source(NamedTuple):
@@ -172,8 +173,11 @@ class Source(NamedTuple):
             hint = f" (if {name} extends it, add --workload {name})"
         raise StoredError(f"{self.path} is {kind}; expected a run of {expected}{hint}")
 
-    def damage(self) -> list[str]:
-        """List the differences to its checksums. Raises checksums.NoManifest if it has none."""
+    def damage(self, *, weights_alone: bool = False) -> list[str]:
+        """List the differences to its checksums. Raises checksums.NoManifest if it has none.
+
+        ``weights_alone``: of an export, only the files that a model is computed with.
+        """
         if not self.is_export:
             return checksums.verify(self.path)
         if not self.path.is_dir() or not (self.path / SUMS).exists():
@@ -182,8 +186,11 @@ class Source(NamedTuple):
             text = files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON)
         except (files.FileError, StoredError) as error:
             return [str(error)]
+        lines = files.lines(text)
+        if weights_alone:
+            lines = [line for line in lines if line.endswith(COMPUTED_WITH)]
         with concurrent.futures.ThreadPoolExecutor(checksums.THREADS) as pool:
-            problems = pool.map(self._problem_of_file, files.lines(text))
+            problems = pool.map(self._problem_of_file, lines)
             return [problem for problem in problems if problem]
 
     def _problem_of_file(self, line: str) -> str:
@@ -197,18 +204,17 @@ class Source(NamedTuple):
         return ""
 
     def damage_of_weights(self) -> list[str]:
-        """List the damage of files that a program reads, which the card of an export is not.
+        """List the damage of the files that a model is computed with.
 
         Raises checksums.NoManifest if a step or an export of ours has no checksums. The folders of
         other programs have none.
         """
         try:
-            problems = self.damage()
+            return self.damage(weights_alone=True)
         except checksums.NoManifest:
             if not self.is_export or self._json(stored.EXPORT):
                 raise
             return []
-        return [problem for problem in problems if problem != f"{CARD} differs"]
 
     def refuse_damage(self) -> None:
         """Raise StoredError if a file that is read differs from its checksum, or warn of none."""

@@ -249,7 +249,8 @@ def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
         ("beside", {"model__tokenizer": "base/own.json"}, "base/own.json"),
         ("base's", {"model__tokenizer": "base/tokenizer.json"}, "base/tokenizer.json"),
     ):
-        train(name, warm_start__source="base", **fields)
+        # its tokenizer.json has other tokens than these runs, but for the last one
+        train(name, warm_start__source="base", warm_start__other_front_end="true", **fields)
         assert export.main([name, "--out", f"{name}-out"]) == 0
         out = folder / f"{name}-out"
         assert (out / "tokenizer.json").exists() == bool(found)

@@ -15,13 +15,14 @@ import safetensors.numpy
 import tokenizers
 
 from jaxtrain import cli
-from jaxtrain.arrays import checksums, stored_params
+from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import puzzles, sudoku
+from tests.hostile import damage
 from tests.support import runs
 from tests.support.cases import initial
 
@@ -561,7 +562,7 @@ def test_a_size_that_a_damaged_config_leaves_open_is_named(writer, tmp_path, cap
         stored = json.loads(meta.read_text())
         stored["config"]["model"] |= {"vocab": None, "tokenizer": "bytes"}
         meta.write_text(json.dumps(stored))
-        checksums.write(meta.parent.parent)
+        damage.seal(run)
     assert cli.main(["generate", str(run), "x", "--tokens", "4"]) == 2
     told = capsys.readouterr().err
     assert (

@@ -17,11 +17,11 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
-from jaxtrain.arrays import checksums
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import detect, detections, encoder, heads
 from loaders.audio import spectrogram
 from loaders.audio.recordings import windows
+from tests.hostile import damage
 from tests.support import corpus
 from tests.support.birds import CLIP, NAMES, make_run, run_detect, scores_of, table
 
@@ -478,7 +478,7 @@ def test_a_front_end_that_is_not_the_encoders_is_refused(run, recordings, tmp_pa
     other = shutil.copytree(run, tmp_path / "run")
     meta = other / "checkpoints" / "1" / "meta" / "metadata"
     meta.write_text(meta.read_text().replace('"sample_rate": 32000', '"sample_rate": 22050', 1))
-    checksums.write(other / "checkpoints" / "1")
+    damage.seal(other)
     model = encoder.load(str(run))
     arrays = {"w": np.zeros((32, 1), np.float32), "b": np.zeros(1, np.float32)}
     settings = {**model.front_end.settings, "n_mels": 64}

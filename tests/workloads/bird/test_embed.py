@@ -22,6 +22,7 @@ from jaxtrain.workloads.bird.commands import embed as command
 from jaxtrain.workloads.bird.commands import probe
 from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
 from loaders.audio import demo, spectrogram
+from tests.hostile import damage
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[3]
@@ -174,6 +175,7 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
     for name in ("jaxtrain.json", "config.json"):
         file = tmp_path / "export" / name
         file.write_text(file.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
+    damage.seal(tmp_path / "export")
     assert (
         command.main(
             [str(tmp_path / "export"), "--out", str(tmp_path / "x"), "--data", str(corpus)]
