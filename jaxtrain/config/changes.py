@@ -46,9 +46,9 @@ def _from_first_difference(old: Any, new: Any) -> tuple[str, str]:
     if not (is_long and isinstance(old, list) and isinstance(new, list)):
         return _short(old), _short(new)
     pairs = zip(old, new, strict=False)
-    n_alike = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(old), len(new)))
-    beginning = "…, " if n_alike else ""
-    return beginning + _short(old[n_alike:]), beginning + _short(new[n_alike:])
+    n_equal = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(old), len(new)))
+    beginning = "…, " if n_equal else ""
+    return beginning + _short(old[n_equal:]), beginning + _short(new[n_equal:])
 
 
 def _short(value: Any) -> str:
