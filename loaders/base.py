@@ -5,7 +5,7 @@
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -175,6 +175,13 @@ class Loader:
     def diagnostics(self) -> dict[str, Any]:
         """Return counters: queue depth, bad recordings by id, "slowest" stage if known."""
         return {}
+
+    def sources(self) -> Iterable[tuple[str, int, str]]:
+        """Return name, bytes and digest of the files that the rows come from, if they are known.
+
+        A run notes them: what it was trained on is no evidence for it.
+        """
+        return ()
 
     def close(self) -> None:
         """Stop the workers. A wait in ``__next__`` in another thread ends with StopIteration."""

@@ -25,7 +25,7 @@ from jaxtrain.run.stream import Data, Item, Stream
 from jaxtrain.step import digest
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
-from jaxtrain.telemetry import console, jsonl, metrics, traces, writers
+from jaxtrain.telemetry import console, jsonl, metrics, traces, training_sources, writers
 from jaxtrain.telemetry.report import class_scores
 from jaxtrain.telemetry.report.step_differences import DIGEST, DIGESTS
 from jaxtrain.types import Mean
@@ -78,6 +78,7 @@ class MetricsLogger:
         self._digests: list[writers.Writer] = []
         if cluster.is_main():
             _write_config(config)
+            _write_sources(config.workdir, data)
             self._records = [writers.JsonlWriter(config.workdir, first)]
             if config.metrics.digest:
                 digests = writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)
@@ -329,6 +330,20 @@ def _write_config(config: config_lib.Config) -> None:
     config_lib.save(config, config.workdir)
     rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
     writers.write_schedule(config.workdir, config.train.steps, rates)
+
+
+def _write_sources(workdir: str, data: Data) -> None:
+    """Write what the run is trained on into the workdir. A full disk leaves it out."""
+    try:
+        training_sources.write(workdir, data.train.sources())
+    except OSError as error:
+        if error.errno not in writers.FULL:
+            raise
+        log.error(
+            "%s cannot be written (%s), and is left out",
+            os.path.join(workdir, training_sources.FILE),
+            error.strerror,
+        )
 
 
 def _warn_of_skipped(step: int, record: Mapping[str, Any], item: Item) -> None:

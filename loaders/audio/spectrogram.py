@@ -325,6 +325,7 @@ class Spectrograms(Loader):
         self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
     ):
         recordings = _splits(config)[split]
+        self._recordings = recordings
         index = recordings.index
         train = split == "train" and not in_order
         super().__init__(
@@ -364,6 +365,21 @@ class Spectrograms(Loader):
         super().seek(position)
         for pipeline in self._pipelines:
             pipeline.seek(position)
+
+    def sources(self) -> list[tuple[str, int, str]]:
+        """Name, bytes and digest of the recordings of an index."""
+        split = self._recordings
+        file = index_file(split.shards[0]) if split.shards else None
+        if split.index is None or file is None:
+            return []
+        # imports pyarrow, which a batch does not need
+        from loaders.audio import prepared
+        from loaders.audio.recordings import store
+
+        contents: dict[str, tuple[int, str]] = {}
+        if not (file.parent / prepared.NAME).is_file():  # else the contents are no recording's
+            contents = store.read_contents(file.parent)
+        return [(name, *contents.get(name, (0, ""))) for name in _names(split.index, split.rows)]
 
     def diagnostics(self) -> dict[str, Any]:
         return self._pipelines[0].diagnostics() if self._pipelines else {}
@@ -521,6 +537,24 @@ def dataset_info(config: Config) -> DatasetInfo:
         info["n_classes"] = len(train.names)
         info["class_names"] = train.names
     return info
+
+
+def recordings(config: Config, *, split: str = "train", most: int) -> list[str]:
+    """Return the names of a split's recordings, or none of data with more than ``most`` rows.
+
+    Raises DataError: shards that cannot be used.
+    """
+    recordings = _splits(config, make=False)[split]
+    if recordings.index is None or len(recordings.rows) > most:
+        return []
+    return _names(recordings.index, recordings.rows)
+
+
+def _names(index: "_rust.Index", rows: np.ndarray) -> list[str]:
+    """Return the names of the recordings of some rows, each once."""
+    names = index.paths()
+    unique_names = dict.fromkeys(names[row] for row in rows.tolist())
+    return list(filter(None, unique_names))
 
 
 def make_loader(

@@ -25,7 +25,7 @@ from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.headers import HIGHEST, LOWEST, Header
 from loaders.audio.recordings.rows import Plan, Row
 from loaders.base import DataError
-from loaders.io import atomic_write, files
+from loaders.io import atomic_write, columnar, files
 
 SHARD_ROWS = 1_000_000
 GROUP_ROWS = 100_000  # of a row group, which are in memory together
@@ -188,6 +188,17 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
     if not all(map(_is_header, headers.values())):
         return {}
     return headers
+
+
+def read_contents(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
+    """Return size and digest of an index's recordings, by their names, or none if it lacks them."""
+    try:
+        with columnar.native(files.inside(folder, "headers.cache")) as file:
+            table = pq.read_table(file, columns=["path", "size", "digest"])
+        columns = [table.column(name).to_pylist() for name in ("path", "size", "digest")]
+        return {name: (int(size), str(digest)) for name, size, digest in zip(*columns, strict=True)}
+    except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
+        return {}
 
 
 def _is_header(header: Header) -> bool:

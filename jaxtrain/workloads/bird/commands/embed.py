@@ -17,7 +17,8 @@ long as the run's clips, and each is a row.
         scores.npy       float32 [n, C]        logits of the run's supervised head, if it has one
         label.npy        int64 [n]; or labels.npy uint8 [n, C] with --multilabel
         rows.parquet     path, start, end [s], clock of every row, as far as the data say them,
-                         and a digest that copies of a recording share
+                         a digest that copies of a recording share, and whether the run was
+                         trained on it
         index.npy        int64 [n]             the recording's row in its split's shards
         weight.npy       float32 [n]           0 if it cannot be decoded: its features mean nothing
         NAME.npy         any other column of integers: --columns fold,site

@@ -189,7 +189,7 @@ def _validation_lines(examples: "Examples", fitted: "Fitted") -> list[str]:
 
     n_recordings = examples.recordings
     if not fitted.folds:
-        return ["no cross-validation: each class is in one recording"]
+        return ["no cross-validation: each class is in one recording", *fitted.evidence.lines()]
     n_groups = len(np.unique(examples.group))
     average = np.nanmean(fitted.precision)
     lines = [
@@ -205,7 +205,7 @@ def _validation_lines(examples: "Examples", fitted: "Fitted") -> list[str]:
             few.append(f"{name} ({n_apart} examples in {n} recordings)")
     if few:
         lines.append(f"of few examples, so little evidence: {_listed(few)}")
-    return lines
+    return lines + fitted.evidence.lines()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference import InferenceError, detect, embed, encoder, measures
+from jaxtrain.workloads.bird.inference import (
+    InferenceError,
+    detect,
+    embed,
+    encoder,
+    evidence,
+    measures,
+)
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.embeddings import read as read_embeddings
 from loaders.audio.recordings import columns, indexing, rows
@@ -64,8 +71,10 @@ def birdset(
     test = read_embeddings(folders["test_5s"])
     y, decoded = test.labels()
     missing: list[str] = []
+    fitted: evidence.Recordings = {}
     if linear:
         scores = _probe_scores(data, folders["train"], test, pool)
+        fitted = evidence.recordings_of(read_embeddings(folders["train"]))
     else:
         scores, missing = _head_scores(model, test, names)
     y = y[decoded]
@@ -80,11 +89,13 @@ def birdset(
         "not in the run": missing,
         "scores": "probe" if linear else "head",
     }
+    of_recordings = evidence.of(evidence.recordings_of(test), fitted)
+    content["evidence"] = of_recordings.about()
     for measure, value in measured.items():
         content[NAMES[measure]] = value
     n_with_bird = int(y.any(1).sum())
     _write_results(content, out)
-    return _birdset_lines(content, n_with_bird)
+    return _birdset_lines(content, n_with_bird) + of_recordings.lines()
 
 
 def _segments(model: encoder.Model, place: str) -> DataConfig:
@@ -329,6 +340,8 @@ def esc(
         by_fold = ", ".join(folds)
         interval = measures.percent(accuracy, 2)
         lines.append(f"{classifier:7} accuracy {interval}   by fold: {by_fold}")
+    content["evidence"] = results["evidence"]
+    lines += results["evidence"]["in words"]
     published_classes = 10 if name == "esc10" else 50
     if (n_classes, len(splits)) != (published_classes, 5):
         lines.append(

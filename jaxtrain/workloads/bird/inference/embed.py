@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.bird.inference import InferenceError, encoder
+from jaxtrain.workloads.bird.inference import InferenceError, encoder, trained_on
 from jaxtrain.workloads.bird.inference.embeddings import ABOUT, ROWS, VERSION
 from jaxtrain.workloads.bird.model import Config
 from loaders.audio import shards, spectrogram
@@ -71,6 +71,14 @@ def embed(
         made_of["time_expansion"] = data.time_expansion
     start = _rows_done(out, made_of)
     root, places = _places(data, split)
+    if not start:
+        is_trained = trained_on.of_rows(
+            trained_on.of_model(model),
+            places.column("path").to_pylist(),
+            root,
+            links=data.follow_links,
+        )
+        places = places.append_column("trained", pa.array(is_trained, pa.bool_()))
     progress = {
         **made_of,
         "done": start,

@@ -170,6 +170,13 @@ class Embeddings(NamedTuple):
             names.append(content or name)
         return names
 
+    def trained(self) -> list[bool | None]:
+        """Return whether the run was trained on each row's recording, None: that is not known."""
+        try:
+            return self.places().trained
+        except InferenceError:
+            return [None] * self.n
+
     def times(self) -> tuple[np.ndarray, np.ndarray]:
         """Return start and end of each row in its recording, float64 [n] s, nan if not known."""
         try:

@@ -41,6 +41,7 @@ class Model(NamedTuple):
     run: dict[str, Any]  # the run's whole config
     name: str
     probe: PyTree | None = None  # of the online probe: scale, bias, w, b
+    path: str = ""  # step directory, or folder of an export; "" = initialised
 
     @property
     def front_end(self) -> FrontEnd:
@@ -93,6 +94,7 @@ def load(
         run=config,
         name=f"{source.path}{suffix}",
         probe=heads.get("probe"),
+        path=str(source.path),
     )
 
 

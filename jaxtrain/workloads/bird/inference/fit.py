@@ -21,7 +21,7 @@ from scipy.optimize import minimize
 from sklearn.metrics import average_precision_score, precision_recall_curve
 from sklearn.model_selection import StratifiedGroupKFold
 
-from jaxtrain.workloads.bird.inference import InferenceError, heads, logistic
+from jaxtrain.workloads.bird.inference import InferenceError, evidence, heads, logistic
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.heads import Head
 from jaxtrain.workloads.bird.inference.labelled_rows import Examples
@@ -42,8 +42,9 @@ class Fitted(NamedTuple):
     head: Head
     # float64 [C]: average precision of each class on held-out rows, nan without folds
     precision: np.ndarray
-    folds: int  # 0: too few examples
+    folds: int  # 0: no class is in two recordings
     penalty: float
+    evidence: evidence.Evidence
 
 
 HeadArrays = dict[str, np.ndarray]  # by name
@@ -91,6 +92,10 @@ def fit(
     arrays[factor] = arrays[factor] * scale
     arrays["b"] = arrays["b"] * scale + offset
     float_arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
+    recordings: evidence.Recordings = {}
+    for folder, rows in zip(folders, examples.rows, strict=True):
+        recordings |= evidence.recordings_of(folder, rows)
+    of_recordings = evidence.of(recordings)
     about = {
         "method": method,
         "penalty": penalty,
@@ -99,6 +104,7 @@ def fit(
         "examples": examples.apart.tolist(),
         "recordings": examples.recordings.tolist(),
         "average_precision": [None if np.isnan(value) else value for value in average.tolist()],
+        "trained_on": of_recordings.trained,
         "rows": len(y),
         "embeddings": [str(folder.folder) for folder in folders],
     }
@@ -114,7 +120,7 @@ def fit(
         front_end=dict(folders[0].front_end),
         about=about,
     )
-    return Fitted(head, average, n_folds, penalty)
+    return Fitted(head, average, n_folds, penalty, of_recordings)
 
 
 def _refuse_unlike(folders: Sequence[Embeddings]) -> None:

@@ -10,7 +10,14 @@ import numpy as np
 from scipy.special import softmax
 from sklearn.neighbors import KNeighborsRegressor
 
-from jaxtrain.workloads.bird.inference import InferenceError, embeddings, logistic, measures
+from jaxtrain.workloads.bird.inference import (
+    InferenceError,
+    embeddings,
+    evidence,
+    logistic,
+    measures,
+)
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.measures import MEASURES
 from loaders.audio.front_end import DEFAULT
 from loaders.io import atomic_write, files, machine
@@ -29,6 +36,8 @@ class Features(NamedTuple):
     multilabel: bool
     names: tuple[str, ...]
     front_end: Mapping[str, Any]  # `FrontEnd.settings` of the encoder that made them
+    folder: Embeddings
+    rows: np.ndarray  # int64 [n], in the folder
 
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
@@ -51,6 +60,8 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
         multilabel=stored.metadata["multilabel"],
         names=stored.names,
         front_end=stored.metadata.get("front_end", DEFAULT.settings),
+        folder=stored,
+        rows=np.flatnonzero(is_labelled),
     )
 
 
@@ -176,7 +187,20 @@ def evaluate(
         value = float(np.mean(values))
         low, high = np.percentile(values, [2.5, 97.5]).tolist()
         few_shot[str(n)] = {"value": value, "low": low, "high": high}
-    return {**results, "few shot": few_shot}
+    of_recordings = evidence_of(splits)
+    about = {**of_recordings.about(), "in words": of_recordings.lines()}
+    return {**results, "few shot": few_shot, "evidence": about}
+
+
+def evidence_of(splits: Sequence[tuple[Features, Features]]) -> evidence.Evidence:
+    """Return the evidence of one (train, test) pair, or of one a fold."""
+    tested: evidence.Recordings = {}
+    shared: set[str] = set()
+    for train, test in splits:
+        of_test = evidence.recordings_of(test.folder, test.rows)
+        shared |= of_test.keys() & evidence.recordings_of(train.folder, train.rows).keys()
+        tested |= of_test
+    return evidence.of(tested, shared)
 
 
 def _few_shot(splits: Sequence[tuple[Features, Features]], shots: int, seed: int) -> np.floating:
@@ -233,7 +257,13 @@ def folds_of(features: Features) -> list[tuple[Features, Features]]:
 def _part(features: Features, rows: np.ndarray) -> Features:
     scores = None if features.scores is None else features.scores[rows]
     group = None if features.group is None else features.group[rows]
-    return features._replace(x=features.x[rows], y=features.y[rows], scores=scores, group=group)
+    return features._replace(
+        x=features.x[rows],
+        y=features.y[rows],
+        scores=scores,
+        group=group,
+        rows=features.rows[rows],
+    )
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -252,6 +282,11 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         for n, interval in result["few shot"].items():
             shots = "1 shot" if n == "1" else f"{n} shots"
             lines.append(f"| {name} | {shots} | {measures.percent(interval, 1)}{other_cells} |")
+    notes = []
+    for name, result in results.items():
+        notes += [f"{name}: {line}" for line in result["evidence"]["in words"]]
+    if notes:
+        lines += ["", *notes]
     return "\n".join(lines) + "\n"
 
 
