@@ -53,6 +53,13 @@ def recording_doubts(path: str | os.PathLike[str]) -> tuple[int, bool]:
     channels cancel each other at a few places that are decoded. Raises what recording_info raises.
     """
 
+def recording_peak(path: str | os.PathLike[str]) -> float:
+    """Look for samples of a recording of floats that floats do not have.
+
+    Returns the largest at a few places, 0 for any other recording. Floats lie in [-1, 1], but for
+    those that a wrong writer copied from integers. Raises OSError for a file that cannot be opened.
+    """
+
 def recording_fault(path: str | os.PathLike[str], start: float, end: float) -> str | None:
     """Say why a part of a recording cannot be decoded.
 

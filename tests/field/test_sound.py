@@ -5,6 +5,7 @@ message has a command that converts them.
 """
 
 import io
+import itertools
 import pathlib
 import shutil
 import struct
@@ -664,7 +665,7 @@ def test_recordings_that_were_cut_short_are_reported(tmp_path, capsys):
     [
         ("high.m4a", ["sine=d=1:r=96000"], ""),  # a rate that the description of MP4 cannot hold
         ("late.mp4", ["sine=d=1"], ""),  # sound that begins later
-        ("two.m4a", ["sine=d=2", "sine=d=1"], "tracks of several lengths"),
+        ("two.m4a", ["sine=d=2", "sine=d=1"], "several tracks of sound"),
     ],
 )
 def test_m4a_of_several_tracks_and_rates(tmp_path, name, sources, refused):
@@ -693,3 +694,126 @@ def test_channels_that_cancel_are_found_in_any_number(tmp_path):
     ):
         (tmp_path / "a.flac").write_bytes(corpus.encode(np.stack(channels, 1), RATE, "FLAC"))
         assert _rust.recording_doubts(tmp_path / "a.flac") == (N, cancels)
+
+
+# ---- several recordings in one file, and streams that look like another
+# ----------------------------------------------------------------------
+
+
+def ogg_tracks(*parts: bytes) -> bytes:
+    """The parts next to each other: the first pages of all, and then one of each in turn."""
+    of_parts = [[b"OggS\0" + page for page in part.split(b"OggS\0")[1:]] for part in parts]
+    first = b"".join(of_part[0] for of_part in of_parts)
+    turns = itertools.zip_longest(*(of_part[1:] for of_part in of_parts), fillvalue=b"")
+    return first + b"".join(page for turn in turns for page in turn)
+
+
+def box(name: bytes, *content: bytes) -> bytes:
+    body = b"".join(content)
+    return struct.pack(">I", 8 + len(body)) + name + body
+
+
+def m4a_tracks(n: int) -> bytes:
+    handler = box(b"hdlr", bytes(8), b"soun", bytes(12))
+    return box(b"ftyp", b"M4A ") + box(b"moov", box(b"trak", box(b"mdia", handler)) * n)
+
+
+def layers(header: bytes, size: int, false: bytes = b"") -> bytes:
+    """Frames of MPEG audio, in each of which a header of layer III seems to begin."""
+    frame = header + bytes(100) + false
+    return (frame + bytes(size - len(frame))) * 20
+
+
+FALSE = b"\xff\xfb\xb4\x00"  # 192 kbit/s at 48 kHz, of which a frame has 576 bytes
+LAYER_II = b"\xff\xfd\xa4\x00"  # the same, of layer II
+TRACKS = "several tracks of sound .2; -map 0:a:0 takes the first. cannot be read here"
+CONTAINERS = {
+    "lewton#86: Vorbis and Opus": (lambda: ogg_tracks(vorbis(), opus(0, 0.5)), f"OGG: {TRACKS}"),
+    "the second is FLAC": (
+        lambda: ogg_tracks(vorbis(), b"OggS\0\2" + bytes(20) + b"\1\5\x7fFLAC"),
+        f"OGG: {TRACKS}",
+    ),
+    "in a later link": (lambda: vorbis() + ogg_tracks(vorbis(), opus(0, 0.5)), f"OGG: {TRACKS}"),
+    "a later link of Speex": (
+        lambda: vorbis() + b"OggS\0\2" + bytes(20) + b"\1\x08Speex   ",
+        "OGG: Speex cannot be read here",
+    ),
+    "M4A": (lambda: m4a_tracks(2), f"M4A: {TRACKS}"),
+    "Symphonia#96: layer II": (lambda: layers(LAYER_II, 576, FALSE), "MPEG layer II: this format"),
+    "layer II after a tag": (
+        lambda: id3(1000) + layers(LAYER_II, 576, FALSE),
+        "MPEG layer II: this format",
+    ),
+    "layer II after junk": (
+        lambda: bytes(range(200)) + layers(LAYER_II, 576, FALSE),
+        "MPEG layer II: this format",
+    ),
+    "layer I": (
+        lambda: layers(b"\xff\xff\xc4\x00", 384, b"\xff\xfb\x94\x00"),
+        "MPEG layer I: this format",
+    ),
+    "MP3 in AVI": (lambda: b"RIFF\0\0\0\0AVI LIST" + bytes(100) + mp3(), "AVI: this format"),
+    "MP3 in a ZIP archive": (lambda: b"PK\x03\x04" + bytes(60) + mp3(), "a ZIP archive"),
+    "MP3 in a tar archive": (
+        lambda: bytes(257) + b"ustar" + bytes(250) + mp3(),
+        "a tar archive",
+    ),
+    "MP3 in Flash video": (lambda: b"FLV\x01" + bytes(60) + mp3(), "Flash video: this format"),
+}
+
+
+@pytest.mark.parametrize("make, name", CONTAINERS.values(), ids=CONTAINERS)
+def test_a_file_that_would_be_read_in_part_or_wrongly_is_refused_by_name(tmp_path, make, name):
+    (tmp_path / "a").write_bytes(make())
+    with pytest.raises(ValueError, match=name):
+        _rust.recording_info(tmp_path / "a")
+
+
+def vorbis() -> bytes:
+    return corpus.encode(corpus.noise(0, 0.5, RATE), RATE, "OGG")
+
+
+@pytest.mark.parametrize("kind", ["MP3", "WAV", "FLAC", "OGG"])
+def test_a_recording_is_known_by_its_content(tmp_path, kind):
+    data = corpus.encode(corpus.noise(0, 0.5, RATE), RATE, kind)
+    for name in ("a.wav", "a.mp3", "a.ogg"):
+        (tmp_path / name).write_bytes(data)
+        assert _rust.recording_info(tmp_path / name)[0] == RATE
+
+
+def test_junk_before_an_mp3_is_skipped():
+    junk = corpus.noise(0, 1.0, 8000).tobytes()[:20_000]
+    assert np.array_equal(_rust.decode(junk + mp3())[0], _rust.decode(mp3())[0])
+
+
+@pytest.mark.parametrize(
+    "kind, subtype, scale, divisor",
+    [
+        ("WAV", "FLOAT", 32768, 32768),
+        ("WAV", "DOUBLE", 8388608, 8388608),
+        ("AIFF", "FLOAT", 100, 128),
+        ("CAF", "FLOAT", 3e4, 32768),
+        ("WAV", "FLOAT", 4.0, 0),  # loud, as recorders with floats allow
+        ("WAV", "PCM_16", 0.9, 0),
+    ],
+)
+def test_floats_in_the_range_of_integers_are_named(tmp_path, capsys, kind, subtype, scale, divisor):
+    wave = corpus.noise(0, 1.0, RATE).astype(np.float64)
+    wave *= scale / np.abs(wave).max()
+    folder = tmp_path / "rec"
+    folder.mkdir()
+    soundfile.write(folder / f"a.{kind.lower()}", wave, RATE, subtype=subtype)
+    argv = ["index", str(folder), "--labels", "none", "--out", str(tmp_path / "index")]
+    said = []
+    for _ in range(2):  # the second reads the header of the first
+        assert cli.main(argv) == 0
+        said.append(capsys.readouterr().err)
+    errors = windows.lenient()
+    windows.cut([str(folder)], seconds=1.0, hop=1.0, errors=errors)
+    said += [text for _, text in errors.lines]
+    if not divisor:
+        assert "float-range" not in "".join(said) and len(said) == 2
+        return
+    assert len(said) == 3
+    for text in said:
+        assert f"; divide them by {divisor} if they were integers" in text

@@ -93,6 +93,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         REFUSE,
         True,
     ),
+    "float-range": (
+        "a recording of floats far beyond [-1, 1], as integers have; kept: as they are, so louder",
+        KEEP,
+        True,
+    ),
     "time-expansion": (
         "a recording whose header states another time expansion than it is read with",
         KEEP,

@@ -22,6 +22,10 @@ LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
 CHUNKS = 64  # that are looked at in a WAV's header
 LARGEST = 1 << 16  # [bytes] of a header chunk that is read
 WAMD_TIME_EXPANSION = 0x0F  # the number of a field
+MAX_PEAK = (
+    8.0  # of floats: the loudest sound of a recorder with float samples, 18 dB over full scale
+)
+FULL_SCALES = (128, 32_768, 8_388_608, 2_147_483_648)  # of integers of 8, 16, 24 and 32 bits
 MORE = (1 << 63) - 1  # frames that a file states which goes on for an unknown time
 
 
@@ -43,6 +47,7 @@ class Header:
     # date, time, latitude, longitude, site, of its header or its name; time_expansion of its
     # header, and the chunk that states it
     about: dict[str, str]
+    peak: float = 0.0  # the largest of its samples if they are floats, at a few places
 
     @property
     def seconds(self) -> float:
@@ -95,6 +100,14 @@ def _is_kept(path: str, header: Header, errors: Errors) -> bool:
         text = f"{path} holds {header.seconds:.3f} s; {promised}"
         if not errors.add("stale-header", text):
             return False
+    if header.peak > MAX_PEAK:
+        full_scale = next((n for n in FULL_SCALES if header.peak <= n), FULL_SCALES[-1])
+        text = (
+            f"{path}: its samples are floats of up to {header.peak:g}; divide them by"
+            f" {full_scale} if they were integers"
+        )
+        if not errors.add("float-range", text):
+            return False
     return not header.cancels or errors.add("opposite-channels", path)
 
 
@@ -138,6 +151,7 @@ def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
             text = f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}"
             return "unreadable-file", text
         stated, cancels = _rust.recording_doubts(path)
+        peak = _rust.recording_peak(path)
         digest, about = _look(path, stat.st_size)
     except PermissionError:
         return "no-permission", f"{path}: permission denied"
@@ -147,7 +161,17 @@ def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
         return "unreadable-file", f"{path}: {error}"
     about = {**recorders.from_name(os.path.basename(path)), **about}
     return Header(
-        stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, stated, cancels, digest, about
+        size=stat.st_size,
+        mtime=stat.st_mtime_ns,
+        rate=rate,
+        frames=frames,
+        channels=channels,
+        slow=slow,
+        stated=stated,
+        cancels=cancels,
+        digest=digest,
+        about=about,
+        peak=peak,
     )
 
 

@@ -214,6 +214,8 @@ def _is_header(header: Header) -> bool:
         return False
     if not LOWEST <= header.rate <= HIGHEST:
         return False
+    if type(header.peak) is not float or not header.peak >= 0:
+        return False
     flag_types = {type(header.slow), type(header.cancels)}
     text_types = set(map(type, (header.digest, *header.about, *header.about.values())))
     return flag_types == {bool} and text_types == {str}
@@ -233,6 +235,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         "stated": pa.int64(),
         "cancels": pa.bool_(),
         "digest": pa.string(),
+        "peak": pa.float64(),
     }
     columns = {"path": pa.array(names, pa.string())}
     for column, kind in column_types.items():

@@ -246,6 +246,12 @@ def _recordings_of(
 
 def lenient() -> Errors:
     """Drop the rows of all errors. Read a truncated recording to its end."""
-    kept_kinds = ("truncated-file", "stale-header", "opposite-channels", "time-expansion")
+    kept_kinds = (
+        "truncated-file",
+        "stale-header",
+        "float-range",
+        "opposite-channels",
+        "time-expansion",
+    )
     policies = [f"{kind}={KEEP}" for kind in kept_kinds]
     return Errors(["all=drop", *policies])

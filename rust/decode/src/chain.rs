@@ -32,6 +32,7 @@ impl Link {
 pub(super) struct Chain {
     key: Option<(usize, usize, u64)>,
     links: Vec<Link>,
+    refused: Option<Error>, // the first link that is not read
 }
 
 impl Chain {
@@ -47,6 +48,7 @@ impl Chain {
         }
         self.key = key;
         self.links.clear();
+        self.refused = None;
         if bytes.len() > SMALL && !is_chained(bytes, serial) {
             return false;
         }
@@ -70,16 +72,26 @@ impl Chain {
     }
 
     fn push(&mut self, bytes: &[u8], begin: usize, end: usize) {
-        if let Ok((codec, serial)) = ogg::stream(&bytes[begin..end]) {
-            self.links.push(Link { codec, serial, begin, end, first: 0, frames: 0 });
+        match ogg::stream(&bytes[begin..end]) {
+            Ok((codec, serial)) => {
+                self.links.push(Link { codec, serial, begin, end, first: 0, frames: 0 });
+            }
+            // One that is cut off holds nothing.
+            Err(error @ Error::Unsupported { .. }) => {
+                self.refused.get_or_insert(error);
+            }
+            Err(_) => {}
         }
     }
 
     /// Rate, channels and length of the whole, with `of` a link.
-    /// Errors: Those of `of`, and links of several rates or numbers of channels.
+    /// Errors: Those of `of`, links of several rates or numbers of channels, and one that is not read.
     pub fn info(
         &mut self, mut of: impl FnMut(&Link) -> Result<Info, Error>,
     ) -> Result<Info, Error> {
+        if let Some(error) = &self.refused {
+            return Err(error.clone());
+        }
         let mut whole: Option<Info> = None;
         for link in &mut self.links {
             let info = match of(link) {

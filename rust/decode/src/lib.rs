@@ -107,6 +107,14 @@ pub enum Error {
     Channel { channel: u16, channels: u16 },
 }
 
+impl Error {
+    /// The refusal of a container with several recordings, of which one would be read and the others lost.
+    fn tracks(format: &'static str, tracks: usize) -> Self {
+        let what = format!("several tracks of sound ({tracks}; -map 0:a:0 takes the first)");
+        Self::Unsupported { format, what }
+    }
+}
+
 fn corrupt<T>(format: &'static str, what: &'static str) -> Result<T, Error> {
     Err(Error::Corrupt { format, what })
 }
@@ -261,6 +269,26 @@ impl Decoder {
         found
     }
 
+    /// The largest sample of a recording of floats, which lie in \[-1, 1\] but for those of a wrong writer: of a few
+    /// places. 0 for any other recording. A place that cannot be decoded does not count.
+    pub fn peak(&mut self, bytes: &[u8]) -> f32 {
+        const PLACE: u64 = 4096;
+        const PLACES: u64 = 16;
+        let is_float = matches!(format(bytes), Ok((Format::Pcm(pcm), _)) if !pcm.is_finite());
+        refuse!(!is_float, 0.0);
+        let Ok(info) = self.info(bytes) else { return 0.0 };
+        let n = info.frames.min(PLACE);
+        let mut samples = vec![0.0; n as usize];
+        let mut peak = 0.0f32;
+        for place in 0..PLACES {
+            let start = (info.frames - n) / (PLACES - 1) * place;
+            if self.read(bytes, &info, start, None, &mut samples).is_ok() {
+                peak = samples.iter().fold(peak, |peak, x| peak.max(x.abs()));
+            }
+        }
+        peak
+    }
+
     /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one
     /// `channel`. `info` is the result of [`Decoder::info`] for these bytes.
     /// Errors: A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
@@ -337,8 +365,14 @@ fn format(bytes: &[u8]) -> Result<(Format<'_>, &[u8]), Error> {
             let (codec, serial) = ogg::stream(rest)?;
             Format::Ogg(codec, serial)
         }
-        _ if mp3::is_mp3(rest) => Format::Mp3,
-        _ => return Err(unsupported::refusal(rest)),
+        _ => match mp3::start(rest) {
+            Some(at) => {
+                // Another container, or a stream of another layer, may hold what looks like frames of layer III.
+                unsupported::before(rest, at).map_or(Ok(()), Err)?;
+                Format::Mp3
+            }
+            None => return Err(unsupported::refusal(rest)),
+        },
     };
     Ok((format, rest))
 }

@@ -34,14 +34,14 @@ fn inside<'a>(bytes: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     boxes(bytes).find(|(found, _)| *found == name).map(|(_, content)| content)
 }
 
-/// The first track of audio.
-fn audio_track(movie: &[u8]) -> Option<&[u8]> {
+/// The tracks of audio.
+fn audio_tracks(movie: &[u8]) -> impl Iterator<Item = &[u8]> {
     let is_audio = |track: &[u8]| {
         let handler = inside(track, b"mdia").and_then(|media| inside(media, b"hdlr"));
         handler.is_some_and(|handler| handler.get(8..12) == Some(b"soun"))
     };
     boxes(movie)
-        .find(|(name, content)| *name == b"trak" && is_audio(content))
+        .filter(move |(name, content)| *name == b"trak" && is_audio(content))
         .map(|(_, track)| track)
 }
 
@@ -57,7 +57,11 @@ pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     if boxes(bytes).any(|(name, _)| name == b"moof") {
         return unsupported("a fragmented file (as streams and some phones write)");
     }
-    let Some(track) = audio_track(movie) else { return Some(Error::NoAudio { format: FORMAT }) };
+    let tracks = audio_tracks(movie).count();
+    refuse!(tracks > 1, Some(Error::tracks(FORMAT, tracks)));
+    let Some(track) = audio_tracks(movie).next() else {
+        return Some(Error::NoAudio { format: FORMAT });
+    };
     let path: [&[u8]; 3] = [b"mdia", b"minf", b"stbl"];
     let table =
         path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
@@ -118,7 +122,7 @@ pub(super) fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
     let movie = inside(bytes, b"moov")?;
     let scale = inside(movie, b"mvhd")
         .and_then(|header| word(header, if header.first() == Some(&1) { 20 } else { 12 }))?;
-    let track = audio_track(movie)?;
+    let track = audio_tracks(movie).next()?;
     let media = inside(inside(track, b"mdia")?, b"mdhd")?;
     let media_scale = word(media, if media.first() == Some(&1) { 20 } else { 12 })?;
     let Edits::One(duration, time) = edits(track) else { return None };

@@ -121,29 +121,36 @@ impl Codec {
     }
 }
 
-/// The first stream that can be decoded, and its serial number. Streams may be multiplexed: the first pages of all of
-/// them come at the beginning.
+/// First bytes of streams of sound that are not read, and their names.
+const OTHERS: [(&[u8], &str); 4] = [
+    (b"\x7fFLAC", "FLAC in OGG"),
+    (b"Speex   ", "Speex"),
+    (b"CELT    ", "CELT"),
+    (b"PCM     ", "plain samples in OGG"),
+];
+
+/// The one stream of sound, and its serial number. Streams may be multiplexed, for example with pictures: the first
+/// pages of all of them come at the beginning.
+/// Errors: Several streams of sound, or one that is not read.
 pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
-    let (mut at, mut other) = (0, "a stream of another codec than Vorbis and Opus");
-    loop {
-        let Some(page) = Page::parse(bytes, at).filter(Page::is_first) else {
-            return match at {
-                0 => corrupt("OGG", "the first page is cut off"),
-                _ => Err(Error::Unsupported { format: "OGG", what: other.into() }),
-            };
-        };
+    let (mut at, mut tracks, mut found) = (0, 0, None);
+    let mut other = "a stream of another codec than Vorbis and Opus";
+    while let Some(page) = Page::parse(bytes, at).filter(Page::is_first) {
         at += page.size;
         let body = &bytes[page.at + HEADER + usize::from(page.segments)..at];
-        if body.starts_with(b"\x01vorbis") {
-            return Ok((Codec::Vorbis, page.serial));
-        } else if body.starts_with(b"OpusHead") {
-            return Ok((Codec::Opus, page.serial));
-        } else if body.starts_with(b"\x7fFLAC") {
-            other = "FLAC in OGG";
-        } else if body.starts_with(b"Speex   ") {
-            other = "Speex";
-        }
+        let of_other = OTHERS.iter().find(|(magic, _)| body.starts_with(magic));
+        let codec = match body {
+            _ if body.starts_with(b"\x01vorbis") => Some(Codec::Vorbis),
+            _ if body.starts_with(b"OpusHead") => Some(Codec::Opus),
+            _ => None,
+        };
+        tracks += usize::from(codec.is_some() || of_other.is_some());
+        found = found.or(codec.map(|codec| (codec, page.serial)));
+        other = of_other.map_or(other, |(_, name)| name);
     }
+    refuse!(at == 0, corrupt("OGG", "the first page is cut off"));
+    refuse!(tracks > 1, Err(Error::tracks("OGG", tracks)));
+    found.ok_or(Error::Unsupported { format: "OGG", what: other.into() })
 }
 
 /// The last page of a stream that has a position. `audio` is the start of its first audio page.

@@ -75,6 +75,16 @@ pub fn recording_doubts(py: Python<'_>, path: PathBuf) -> PyResult<(u64, bool)> 
     with_info(py, path, |decoder, bytes, info| (info.stated, decoder.cancels(bytes, &info)))
 }
 
+/// Look for samples of a recording of floats that floats do not have.
+#[pyfunction]
+pub fn recording_peak(py: Python<'_>, path: PathBuf) -> PyResult<f32> {
+    let peak = || {
+        let map = jaxtrain_loader::source::map_file(&path)?;
+        Ok(Decoder::default().peak(map.as_deref().unwrap_or(&[])))
+    };
+    py.detach(peak)
+}
+
 /// Say why a part of a recording cannot be decoded.
 #[pyfunction]
 pub fn recording_fault(

@@ -13,6 +13,7 @@ mod huffman;
 mod hybrid;
 mod index;
 mod layer3;
+pub(super) mod layers;
 mod seek_table;
 mod side;
 mod standard;
@@ -27,9 +28,9 @@ use layer3::{Layer3, RESERVOIR};
 /// Granules before the crop whose spectra must be right, for the overlap of the transform and of the filter bank.
 const OVERLAP: usize = 2;
 
-/// Whether the bytes are MPEG audio.
-pub(super) fn is_mp3(bytes: &[u8]) -> bool {
-    index::first_frame(bytes).is_some()
+/// The start of the first frame, if the bytes are a stream of layer III.
+pub(super) fn start(bytes: &[u8]) -> Option<usize> {
+    index::first_frame(bytes).map(|(at, _)| at)
 }
 
 /// The decoder, and an index of the recording that was read last.
