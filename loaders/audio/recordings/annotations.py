@@ -116,6 +116,14 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         KEEP,
         True,
     ),
+    "negative-folder": (
+        (
+            "a recording in a folder such as -wren, in which BirdNET takes what wren is not; kept:"
+            " without a class; --labels '(?P<label>[^/]+)/[^/]+$' makes classes of all folders"
+        ),
+        KEEP,
+        True,
+    ),
     "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
     "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
     "similar-labels": (

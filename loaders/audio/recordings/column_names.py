@@ -7,7 +7,7 @@ ms, min and h, Hz and kHz.
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -24,7 +24,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         " slice file name, segment id, ytid, item id, item name, clip name, clip, source file,"
         " soundscape, sample name, media, datei, dateiname, archivo, nombre archivo,"
         " nombre del archivo, nombre de archivo, fichier, nom fichier, nom du fichier, aufnahme,"
-        " enregistrement, grabacion, bestand, bestandsnaam, arquivo, ficheiro, sound url"
+        " enregistrement, grabacion, bestand, bestandsnaam, arquivo, ficheiro, sound url,"
+        " ml catalog number"
     ),
     # and names with a word of `FOLDERS`
     "folder": _split_names("indir, in dir, folder, directory, dir, subfolder"),
@@ -61,16 +62,20 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "epithet": _split_names("sp, specific epithet"),
     "low": _split_names(
         "low, low freq, low f, freq low, f low, f min, min freq, freq min, low frequency,"
-        " min frequency, lower frequency, frequency min, frequency low, bottom freq, y1"
+        " min frequency, lower frequency, frequency min, frequency low, bottom freq, y1,"
+        " start frequency, start freq, frequency start, freq start"
     ),
     "high": _split_names(
         "high, high freq, high f, freq high, f high, f max, max freq, freq max, high frequency,"
-        " max frequency, upper frequency, frequency max, frequency high, top freq, y2"
+        " max frequency, upper frequency, frequency max, frequency high, top freq, y2,"
+        " end frequency, end freq, frequency end, freq end"
     ),
     "channel": _split_names(
         "channel, channel number, channel no, channel index, chan, ch, kanal, canal, canale, voie"
     ),
     "selection": _split_names("selection, selec"),
+    # whether a line of APLOSE is about a box, and not about its whole file
+    "box": _split_names("is box"),
     "view": _split_names("view"),
     "answer": _split_names("answer, validated, validation, validation status"),
     "asked": _split_names("asked"),
@@ -189,6 +194,32 @@ LABEL = set(
 )
 # Columns of further labels of a line: xeno-canto's "also", and the species behind the first.
 MORE_LABELS = {"also", "background", "backgroundspecies", "otherspecies", "secondary"}
+# Words of columns of frequencies, which are no times although they may have a start.
+FREQUENCY = {"frequency", "frequencies", "freq", "freqs", "hz", "khz"}
+BOXES = {"weak", "box", "point"}  # in a column of APLOSE named type
+CATALOGUE = "mlcatalognumber"  # the column of recordings of the Macaulay Library
+_OF_APLOSE = set(
+    "dataset analysis annotationid isupdateofid annotatorexpertise startdatetime enddatetime type"
+    " confidenceindicatorlabel confidenceindicatorlevel createdatphase signalquality"
+    " signalquantity signalisintensitytoolow signaldoesoverlapothersignals signalstartfrequency"
+    " signalendfrequency signalrelativeminfrequencycount signalrelativemaxfrequencycount"
+    " signalminfrequency signalmaxfrequency signalstepscount signalhasharmonics signaltrend"
+    " signalsidebands signalsubharmonics signalfrequencyjumps signaldeterministicchaos".split()
+)
+# Columns of programs that say nothing of a line's times and labels, in tables that have another
+# column of the same program: of the Macaulay Library and of APLOSE.
+OF_PROGRAMS: Mapping[str, set[str]] = {
+    CATALOGUE: set(
+        "format caption year month day country countrystatecounty state county"
+        " agesex behaviors playback captive collected specimenid homearchivecatalognumber"
+        " microphone accessory partnerinstitution ebirdchecklistid airtempc watertempc medianotes"
+        " observationdetails parentspecies taxoncategory taxonomicsort recordist2"
+        " averagecommunityrating numberofratings assettags originalimageheight"
+        " originalimagewidth".split()
+    ),
+    "isbox": _OF_APLOSE,
+    "annotatorexpertise": _OF_APLOSE,
+}
 # Tables that give times in another recording than the one that they name.
 ELSEWHERE = ("ytid", "slicefilename")
 
@@ -247,7 +278,19 @@ def is_absent(name: str, text: str) -> bool | None:
 
 def says_time(name: str) -> bool:
     """Whether a column's name says that it holds times."""
-    return any(word in TIME or TIMES.match(word) for word in words(name))
+    name_words = words(name)
+    if not FREQUENCY.isdisjoint(name_words):
+        return False
+    return any(word in TIME or TIMES.match(word) for word in name_words)
+
+
+def is_of_program(name: str, columns: Iterable[str]) -> bool:
+    """Whether a column is one of a program that another column is of, and says nothing here."""
+    plain_name = plain(name)
+    for column in columns:
+        if plain_name in OF_PROGRAMS.get(plain(column), ()):
+            return True
+    return False
 
 
 def counting(name: str) -> str:

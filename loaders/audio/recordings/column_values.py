@@ -39,6 +39,7 @@ HARD = (
     "file offset",
     "channel",
     "selection",
+    "box",
     "answer",
     "asked",
     "embeddings",

@@ -13,9 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from loaders.audio.recordings import column_values, values
 from loaders.audio.recordings.column_names import (
+    BOXES,
+    CATALOGUE,
     COUNTS,
     DENYING,
     ELSEWHERE,
+    FREQUENCY,
     LABEL,
     MINUTES,
     MORE_LABELS,
@@ -27,6 +30,7 @@ from loaders.audio.recordings.column_names import (
     WEIGHTS,
     counting,
     is_absent,
+    is_of_program,
     is_other,
     may_deny,
     meaning_of,
@@ -142,6 +146,7 @@ def find(table: Table, options: Options) -> Layout:
     if lists_recordings and not classes and not options.label_column:
         classes = column_values.classes(table, by_meaning, options.optional)
         _remove_columns(by_meaning, classes)
+    _choose_boxes(table, by_meaning)
     _choose_times(table, by_meaning, options, scales)
     _choose_dates(table, by_meaning, options)
     if not options.split_column:
@@ -179,7 +184,9 @@ def _sort_leftovers(
     for name in table.columns:
         if name in columns_in_use:
             continue
-        likeness = _looks_like(table, name, by_meaning)
+        likeness = ""
+        if not is_of_program(name, table.columns):
+            likeness = _looks_like(table, name, by_meaning)
         if likeness:
             unused[name] = likeness
         else:
@@ -290,6 +297,16 @@ def _choose_times(
     if _times_elsewhere(by_meaning) and not _names_times(options):
         # then a user has the whole recordings
         by_meaning |= {"start": [], "end": [], "duration": [], "file offset": []}
+
+
+def _choose_boxes(table: Table, by_meaning: ByMeaning) -> None:
+    """Find the column of APLOSE that tells boxes from lines about whole files."""
+    kinds = table.find("type")
+    if by_meaning.get("box") or not kinds or what(kinds):
+        return
+    cells = set(map(str.casefold, column_values.filled_cells(table, kinds)))
+    if cells and cells <= BOXES and not cells.isdisjoint({"weak", "box"}):
+        by_meaning["box"] = [kinds]
 
 
 def _times_elsewhere(by_meaning: ByMeaning) -> bool:
@@ -551,13 +568,20 @@ def _looks_like(table: Table, name: str, by_meaning: ByMeaning) -> str:
     if values.are_spans(texts) or values.are_clocks(texts):
         return "a time"
     if meaning:
-        return "a label" if meaning in ("label", "genus", "epithet") else ""
+        is_label = meaning in ("label", "genus", "epithet")
+        return "a label" if is_label and not _says_the_same(table, name, by_meaning) else ""
     if values.are_answers(texts):
         return "a class"
     is_of_day = bool(table.find("hour") and OF_DAY & name_words)
     if not by_meaning["start"] and values.are_numbers(texts) and not is_of_day:
         return "numbers"
     return "a label" if named_label and not holds_times else ""
+
+
+def _says_the_same(table: Table, name: str, by_meaning: ByMeaning) -> bool:
+    """Whether a column has the label of each line once more."""
+    labels = by_meaning["label"]
+    return bool(labels) and table.values(name) == table.values(labels[0])
 
 
 def _may_be_times(texts: Sequence[str]) -> bool:
@@ -628,6 +652,9 @@ def _is_position(layout: Layout, name: str) -> bool:
     texts = column_values.filled_cells(table, name)
     meaning = what(name)
     if not texts or name in layout.classes or meaning not in MAY_BE_POSITIONS:
+        return False
+    is_catalogue = CATALOGUE in map(plain, layout.by_meaning["file"])
+    if is_catalogue or not FREQUENCY.isdisjoint(words(name)):
         return False
     numbers = values.are_numbers(texts)
     clocks = values.are_clocks(texts)

@@ -132,11 +132,13 @@ class Names:
         return longest, contradicted
 
     def _namesakes(self, file_name: str) -> list[str]:
-        """Return the recordings with this file name, which may lack its ending."""
+        """Return the recordings with this file name, which may lack its ending or a catalogue's."""
         keys = [file_name, file_name.rpartition(".")[0] if is_audio(file_name) else file_name]
         if re.fullmatch(r"[\w-]{11}(\.\w+)?", file_name):
             # of YouTube, whose downloads AudioSet's tools name with a Y
             keys.append("Y" + file_name)
+        if re.fullmatch(r"\d{4,}", file_name):
+            keys.append("ML" + file_name)  # a number of the Macaulay Library
         for key in keys:
             recordings = self._by_file_name.get(key) or self._any_case.get(key.casefold())
             if recordings:

@@ -116,11 +116,16 @@ class _LineReader:
         except ValueError as error:
             self._errors.add("bad-date", f"{where}: {error}, or --date-column none")
             return None
+        is_about_file = _is_about_file(layout, row) and not start
+        if is_about_file:
+            start = end = None
         open_classes = self._open_classes(row)
         if open_classes and labels_of_row and not self._errors.add("open-class", where):
             return None
-        if not self._keeps_labels(where, row, start, labels_of_row):
+        may_lack_times = is_about_file or start is not None
+        if not self._keeps_labels(where, row, start, labels_of_row, may_lack_times):
             return None
+        low, high = (None, None) if is_about_file else _band(layout, row)
         split = values.split_of(layout.text(row, "split"))
         if self._has_splits and not split and not self._errors.add("no-split", where):
             return None
@@ -130,8 +135,8 @@ class _LineReader:
             start=start,
             end=end,
             labels=labels_of_row,
-            low=_frequency(layout, row, "low"),
-            high=_frequency(layout, row, "high"),
+            low=low,
+            high=high,
             channel=self._channels.of(row, where),
             answer=answer,
             open_classes=open_classes,
@@ -155,13 +160,18 @@ class _LineReader:
                 raise _WrongLine(f"has {row[name]!r} as its {name!r}, an error of a spreadsheet")
 
     def _keeps_labels(
-        self, where: str, row: Row, start: float | None, labels_of_row: tuple[str, ...]
+        self,
+        where: str,
+        row: Row,
+        start: float | None,
+        labels_of_row: tuple[str, ...],
+        may_lack_times: bool,
     ) -> bool:
         """Report doubtful labels of a line. Returns whether no error drops the line."""
         if problem := self._labels.joined(labels_of_row):
             self._errors.add("joined-labels", f"{where}: {problem}")
         has_calls = not all(map(values.says_none, labels_of_row))
-        if self._has_times and start is None and has_calls:
+        if self._has_times and not may_lack_times and has_calls:
             if not self._errors.add("no-times", where):
                 return False
         text = self._layout.text(row, "label")
@@ -519,6 +529,21 @@ def _is_near_full_second(day: float) -> bool:
     return abs(seconds - round(seconds)) < 1e-3
 
 
+def _is_about_file(layout: Layout, row: Row) -> bool:
+    """Whether a line of APLOSE says that its label is somewhere in the file: is_box 0, or WEAK."""
+    text = layout.text(row, "box")
+    return text.casefold() == "weak" or (bool(text) and values.answer(text) is False)
+
+
+def _band(layout: Layout, row: Row) -> tuple[float | None, float | None]:
+    """Return the lowest and highest frequency of a line: a falling sound ends in the lowest."""
+    low = _frequency(layout, row, "low")
+    high = _frequency(layout, row, "high")
+    if low is not None and high is not None and low > high:
+        return high, low
+    return low, high
+
+
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
     name = layout.column(meaning)
     if not name:
@@ -570,6 +595,8 @@ class _About:
         self._layout = layout
         self._errors = errors
         self._columns = [key for key in column_names.ABOUT if layout.by_meaning.get(key)]
+        files = map(column_names.plain, layout.by_meaning["file"])
+        self._is_catalogue = column_names.CATALOGUE in files
         # of each column, as one may have days first, and another months
         self._dates: dict[str, values.Dates] = {}
         for name in (*layout.by_meaning.get("date", ()), *layout.by_meaning.get("datetime", ())):
@@ -589,6 +616,8 @@ class _About:
         for meaning in ("datetime", "date"):
             self._add_date(about, row, meaning)
         if text := self._layout.text(row, "time"):
+            if self._is_catalogue and text.isdecimal():
+                text = text.zfill(4)  # 615
             about["time"] = values.time_of_day(text) if re.search(r"\d", text) else ""
         return {key: value for key, value in about.items() if value}
 

@@ -1,5 +1,6 @@
 """Folders, tables and metadata to annotations."""
 
+import functools
 import os
 import pathlib
 import re
@@ -8,7 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from loaders.audio import shards
-from loaders.audio.recordings import column_names, columns, lines, tables, values
+from loaders.audio.recordings import (
+    column_names,
+    columns,
+    joined_files,
+    lines,
+    tables,
+    values,
+)
 from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.columns import Options
 from loaders.audio.recordings.find import Finder, is_audio, walk
@@ -50,6 +58,7 @@ TABLE_ENDINGS = (
 )
 # Groups of --labels.
 STATED_FIELDS = ("recording", "site", "date", "time", "latitude", "longitude")
+NEGATIVE = re.compile(r"-[^\W\d_]")  # of the name of a folder of BirdNET: -wren
 # Files in the folders that jaxtrain makes.
 OWN_FILES = ("index.json", "detect.json", "embeddings.json")
 
@@ -232,7 +241,7 @@ class _Contents(NamedTuple):
     paths: list[str]
     audio: list[str]
     metadata: list[str]  # of BirdSet
-    selections: list[str]  # of Raven
+    selections: list[str]  # of Raven, or label tracks of Audacity in a folder of its own
     catalogues: list[str]  # of xeno-canto
     archives: list[str]
 
@@ -260,7 +269,18 @@ def _list_contents(folder: pathlib.Path, options: Options, errors: Errors) -> _C
         elif not options.labels:
             if path.endswith(".selections.txt") or _is_raven(path, folder):
                 contents.selections.append(path)
+    if not (contents.audio or contents.tables() or options.labels):
+        tracks = [path for path in contents.paths if _is_label_track(path, folder)]
+        contents.selections.extend(tracks)
     return contents
+
+
+def _is_label_track(path: str, folder: pathlib.Path) -> bool:
+    """Whether a text is a label track of Audacity, by its first line."""
+    if not path.lower().endswith(".txt"):
+        return False
+    first_bytes = _read_first_bytes(path, folder)
+    return bool(AUDACITY_LINE.match(_first_line(first_bytes.decode("utf-8", errors="replace"))))
 
 
 def _read_folder(
@@ -362,6 +382,10 @@ def _read_recordings(
             stated = {key: groups[key] for key in groups if key in STATED_FIELDS and groups[key]}
         elif label_source == "folder" and "/" in name:
             label = unicodedata.normalize("NFC", name.split("/")[-2])
+            if NEGATIVE.match(label):
+                if errors.add("negative-folder", f"{path} is in {label!r}"):
+                    yield Annotation(path, where=path)
+                continue
         yield Annotation(path, labels=(label,) if label else (), where=path, about=stated)
 
 
@@ -478,7 +502,11 @@ def _read_table(
         if without_events:
             yield without_events
             return
-    for line in lines.read(layout, options, errors):
+    read_lines = list(lines.read(layout, options, errors))
+    quiet_finder = Finder(finder.folder, Errors())
+    seconds = functools.partial(_seconds, table.path, quiet_finder)
+    joined_files.refuse(layout, options, read_lines, seconds)
+    for line in read_lines:
         if names_files:
             audio = finder.find(line.file, table.path, line.where)
         else:
@@ -487,6 +515,11 @@ def _read_table(
             errors.add("unanswered", line.where)
         if audio:
             yield _of_line(line, audio, has_times)
+
+
+def _seconds(table: pathlib.Path, finder: Finder, line: lines.Line) -> float:
+    path = finder.find(line.file, table, line.where)
+    return joined_files.seconds_of(path) if path else 0.0
 
 
 def _is_unanswered(line: lines.Line) -> bool:

@@ -23,7 +23,7 @@ from jaxtrain.workloads.bird.inference.neighbours import Neighbours
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
-from loaders.audio.recordings import columns, lines, sources, tables
+from loaders.audio.recordings import columns, joined_files, lines, sources, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Finder
 from loaders.io import atomic_write, files
@@ -235,7 +235,14 @@ def read(
         )
     places = _Places(path, root)
     items = []
-    for line in lines.read(layout, reading, errors):
+    read_lines = list(lines.read(layout, reading, errors))
+
+    def seconds(line: lines.Line) -> float:
+        folder = layout.text(line.row, "embeddings")
+        return joined_files.seconds_of(places.find(line.file, folder, line.where))
+
+    joined_files.refuse(layout, reading, read_lines, seconds)
+    for line in read_lines:
         if line.start is None or line.end is None or not 0 <= line.start < line.end:
             raise InferenceError(
                 f"{line.where}: the times {line.start} to {line.end} s are no part of a recording"
