@@ -176,6 +176,10 @@ class Loader:
         """Return counters: queue depth, bad recordings by id, "slowest" stage if known."""
         return {}
 
+    def doubts(self) -> Sequence[str]:
+        """Return what is odd about the data of a training split, a sentence each."""
+        return ()
+
     def sources(self) -> Iterable[tuple[str, int, str]]:
         """Return name, bytes and digest of the files that the rows come from, if they are known.
 

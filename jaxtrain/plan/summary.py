@@ -57,9 +57,11 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         if not is_good:
             problems.append(finding)
     lines.append("")
+    doubts = _doubts(assembly)
+    lines += [f"warning: {doubt}" for doubt in doubts]
     lines += [f"problem: {problem}" for problem in problems]
     if not problems:
-        lines.append("this run has no problem")
+        lines.append("this run has no other problem" if doubts else "this run has no problem")
     return "\n".join(lines), not problems
 
 
@@ -396,6 +398,18 @@ def _check_data(
     yield "data", "; ".join(findings), True
     if rate:
         yield "loader", rate, True
+
+
+def _doubts(assembly: Assembly) -> Sequence[str]:
+    """Return what is odd about the training data, if they can be read."""
+    try:
+        loader = _make_loader(assembly, "train")
+    except ValueError:
+        return ()
+    try:
+        return loader.doubts()
+    finally:
+        loader.close()
 
 
 def _make_loader(assembly: Assembly, split: str) -> base.Loader:

@@ -50,6 +50,8 @@ class Data:
         self.train = make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
         self.test = make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
         _refuse_other_types(config.loader, self.train)
+        for doubt in self.train.doubts():
+            log.warning("%s", doubt)
         if not self.test.n_batches:
             log.warning(
                 "the data have no test split: nothing is evaluated (docs/data.md shows how to make"

@@ -28,8 +28,10 @@ recording, of noise, drawn in an independent order.
 
 import contextlib
 import functools
+import hashlib
 import logging
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ except ImportError as error:
     ) from error
 
 from loaders import order
-from loaders.audio import remote
+from loaders.audio import doubts, remote
 from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.audio.pipeline_settings import PipelineSettings
 from loaders.audio.shards import (
@@ -56,6 +58,7 @@ from loaders.audio.shards import (
     fingerprint,
     has_split,
     index_file,
+    index_root,
     label_column,
     nearest,
     open_index,
@@ -113,8 +116,8 @@ class Config(FrontEnd, checks.DataSection):
     train_split: str = "train"  # [name] split of train's folder that is trained on
     # [name] split that is tested on, of test's folder or else of train's
     test_split: str = "test"
-    # [share] share of the recordings that is kept for testing, by row number, if no path or split
-    # holds test data
+    # [share] share of the recordings that is kept for testing, by row number, or by name if an
+    # index has several rows of one, if no path or split holds test data
     test_share: float = 0.05
     label: str = "ebird_code"  # [column] column of class labels (int64 ClassLabel); empty = none
     # [bool] whether the column of labels holds lists of class labels, of any length
@@ -301,6 +304,32 @@ class Split:
         class_names = self.index.class_names if self.index else None
         return tuple(class_names or ())
 
+    def rows_of_classes(self) -> np.ndarray:
+        """Return the number of rows with each class, int64 [classes]."""
+        n_classes = len(self.names)
+        if self.lists:
+            is_in_split = np.zeros(len(self.lists.starts) - 1, bool)
+            is_in_split[self.rows] = True
+            is_counted = np.repeat(is_in_split, np.diff(self.lists.starts))
+            return np.bincount(self.lists.classes[is_counted], minlength=n_classes)
+        if self.index is None:
+            return np.zeros(n_classes, np.int64)
+        labels = self.index.labels[self.rows]
+        return np.bincount(labels[labels >= 0], minlength=n_classes)
+
+    def recording_paths(self, audio_root: str) -> list[str]:
+        """Return the paths of its recordings, each once."""
+        if self.index is None:
+            return []
+        file = index_file(self.shards[0])
+        root = audio_root or (str(index_root(file)) if file else "")
+        return [os.path.join(root, name) for name in _names(self.index, self.rows)]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its rows are parts of recordings, as those of an index."""
+        return self.index is not None and self.index.part(0) is not None
+
 
 class Spectrograms(Loader):
     """Crops of recordings. Fields, r rows for each range:
@@ -324,7 +353,8 @@ class Spectrograms(Loader):
     def __init__(
         self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False
     ):
-        recordings = _splits(config)[split]
+        self._splits = _splits(config)
+        recordings = self._splits[split]
         self._recordings = recordings
         index = recordings.index
         train = split == "train" and not in_order
@@ -365,6 +395,18 @@ class Spectrograms(Loader):
         super().seek(position)
         for pipeline in self._pipelines:
             pipeline.seek(position)
+
+    def doubts(self) -> list[str]:
+        """Classes without a row to train on, and recordings of an index in both splits."""
+        train, test = self._splits["train"], self._splits["test"]
+        n_test = test.rows_of_classes() if test.names else np.zeros(len(train.names), np.int64)
+        sentences = doubts.of_classes(train.names, train.rows_of_classes(), n_test)
+        if train.has_parts and test.has_parts:
+            audio_root = self._config.audio_root
+            sentences += doubts.of_recordings(
+                train.recording_paths(audio_root), test.recording_paths(audio_root)
+            )
+        return sentences
 
     def sources(self) -> list[tuple[str, int, str]]:
         """Name, bytes and digest of the recordings of an index."""
@@ -616,7 +658,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
                 " same ones in the same order"
             )
     else:
-        is_test = order.held_out(rows, config.test_share)
+        is_test = order.held_out(_recording_numbers(index, rows), config.test_share)
         train = Split(index, rows[~is_test], lists, train_shards)
         test = Split(index, rows[is_test], lists, train_shards)
     if not len(train.rows):
@@ -624,6 +666,23 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     if not len(test.rows):
         test = Split(None, np.arange(0), None)
     return {"train": train, "test": test}
+
+
+def _recording_numbers(index: "_rust.Index", rows: np.ndarray) -> np.ndarray:
+    """Return a number for each row, int64 [n], by which it is held out: one of its recording.
+
+    Of shards that is its row, and of an index a hash of its name, if recordings have several rows.
+    """
+    if index.part(0) is None:
+        return rows
+    names = [name or "" for name in index.paths()]
+    number_of: dict[str, int] = {}
+    for name in set(names):
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        number_of[name] = int.from_bytes(digest, "big") >> 1
+    if len(number_of) == len(names):
+        return rows
+    return np.array([number_of[names[row]] for row in rows.tolist()], np.int64)
 
 
 def _find_test_shards(train_path: str, test_path: str, config: Config) -> list[pathlib.Path]:

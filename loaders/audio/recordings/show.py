@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from loaders import _rust
+from loaders.audio import doubts as class_doubts
 from loaders.audio import shards, spectrogram
 from loaders.audio.recordings import store
 from loaders.base import DataError
@@ -78,9 +79,26 @@ def report(folder: pathlib.Path) -> list[str]:
         lines.append("  rate [Hz]: " + _listed(sorted(counts.rates.items())))
         if counts.pairs:
             lines.append("  together: " + _pairs(names, counts.pairs))
+    lines += doubts(index)
     if index.get("errors"):
         lines += ["", "errors met: " + _listed(index["errors"].items())]
     return lines
+
+
+def doubts(index: Mapping[str, Any]) -> list[str]:
+    """Name the classes of an index without a row to train on, unless there is none at all."""
+    names = index["classes"]
+    n_train = np.zeros(len(names), np.int64)
+    n_test = np.zeros(len(names), np.int64)
+    for split, counts in index["splits"].items():
+        of_class = np.array(counts.get("rows_of_each_class", []), np.int64)
+        if len(of_class) != len(names):
+            continue
+        if split == "train":
+            n_train += of_class
+        else:
+            n_test += of_class
+    return class_doubts.of_classes(names, n_train, n_test)
 
 
 def _totals_line(split: str, totals: Mapping[str, Any], counts: Split) -> str:

@@ -251,6 +251,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
 class _Counts:
     """The counts of a split's rows."""
 
+    of_class: np.ndarray  # int64 [classes]: rows with each
     rows: int = 0
     several_classes: int = 0
     no_class: int = 0
@@ -261,6 +262,7 @@ class _Counts:
         for row in group:
             self.several_classes += len(row.labels) > 1
             self.no_class += not row.labels
+            self.of_class[list(row.labels)] += 1
         self.seconds.append(np.array([row.end - row.start for row in group]))
 
     @property
@@ -280,7 +282,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     index_schema = schema(plan.names)
     shard_paths: list[pathlib.Path] = []
     writer: pq.ParquetWriter | None = None
-    counts = _Counts()
+    counts = _Counts(np.zeros(len(plan.names), np.int64))
     rows = plan.rows(split)
     while group := list(itertools.islice(rows, GROUP_ROWS)):
         if writer is None or counts.rows >= SHARD_ROWS * len(shard_paths):
@@ -300,6 +302,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
         "recordings": len(recordings),
         "rows_of_several_classes": counts.several_classes,
         "rows_of_no_class": counts.no_class,
+        "rows_of_each_class": counts.of_class.tolist(),
         "median_seconds": counts.median_seconds,
         "hours": counts.hours,
         "hours_of_recordings": _hours_of_recordings(recordings, plan),

@@ -164,7 +164,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from loaders.audio.recordings import indexing, rows
+    from loaders.audio.recordings import indexing, rows, show
     from loaders.audio.recordings.annotations import Errors
 
     sources = list(args.sources)
@@ -204,6 +204,8 @@ def _make(args: argparse.Namespace) -> int:
             "no recording is in train; to ignore the column of splits: --split-column none",
             file=sys.stderr,
         )
+    for doubt in show.doubts(index):
+        print(doubt, file=sys.stderr)
     print(f"{args.out}: {len(index['classes'])} classes; {index['n_read']} recordings read")
     summary = errors.summary(f"{args.out}/errors.csv")
     print(f"{index['n_used']} recordings used, {index['n_without']} without labels; {summary}")
