@@ -43,6 +43,27 @@ class Split(NamedTuple):
     buckets: tuple[Bucket, ...]
     bad: tuple[tuple[int, str], ...]  # (number, reason)
 
+    def label_counts(self) -> np.ndarray:
+        """Return the labels of each example: text, and one codebook, int64 [examples, 2]."""
+        counts = [(example.size.text_labels, example.n_audio) for example in self.examples]
+        return np.array(counts, np.int64).reshape(-1, 2)
+
+    def log_buckets(self, name: str) -> None:
+        """Log the shape of each bucket, and how full its rows are."""
+        for i, bucket in enumerate(self.buckets):
+            log.info(
+                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d examples, %.0f %%"
+                " full",
+                name,
+                i + 1,
+                len(self.buckets),
+                bucket.shape.places,
+                bucket.shape.text,
+                bucket.shape.audio,
+                len(bucket.members),
+                100 * bucket.fill(self.sizes),
+            )
+
 
 class Chat(Loader):
     """Conversations in buckets. Fields: those of `jaxtrain.workloads.audio_language`, and
@@ -54,40 +75,24 @@ class Chat(Loader):
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
         self._data = _splits(config)[split]
-        self._tools = tools_of(
-            config, config.test if split == "test" and config.test else config.manifest
-        )
+        manifest = config.manifest
+        if split == "test" and config.test:
+            manifest = config.test
+        self._tools = tools_of(config, manifest)
         sizes = [len(bucket.members) for bucket in self._data.buckets]
         self._batches = [-(-n // rows.batch) for n in sizes]  # of a pass, by bucket
-        train = split == "train"
-        if train and not sum(self._batches):
-            raise DataError(f"{config.manifest} leaves no examples to train on")
-        self._mixture = mixture.Mixture(sizes, seed=seed) if train else None
-        self._n_labels = np.array(
-            [[s.size.text_labels, s.n_audio] for s in self._data.examples]
-        ).reshape(-1, 2)
+        is_train = split == "train"
+        self._mixture = None
+        if is_train:
+            if not sum(self._batches):
+                raise DataError(f"{config.manifest} leaves no examples to train on")
+            self._mixture = mixture.Mixture(sizes, seed=seed)
+        self._n_labels = self._data.label_counts()
         self._deal = functools.lru_cache(maxsize=1024)(self._make_deal)
-        for i, bucket in enumerate(self._data.buckets):
-            shape = bucket.shape
-            log.info(
-                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d examples, %.0f %%"
-                " full",
-                split,
-                i + 1,
-                len(sizes),
-                shape.places,
-                shape.text,
-                shape.audio,
-                len(bucket.members),
-                100 * bucket.fill(self._data.sizes),
-            )
-        super().__init__(
-            *(_element_spec(self._tools, bucket.shape) for bucket in self._data.buckets),
-            train=train,
-            rows=rows,
-            seed=seed,
-            n_batches=sum(self._batches),
-        )
+        self._data.log_buckets(split)
+        specs = [_element_spec(self._tools, bucket.shape) for bucket in self._data.buckets]
+        n_batches = sum(self._batches)
+        super().__init__(*specs, train=is_train, rows=rows, seed=seed, n_batches=n_batches)
 
     def bucket_at(self, position: int) -> int:
         return self._deal(position).bucket
@@ -96,17 +101,20 @@ class Chat(Loader):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for example in self._data.examples:
-            digest.update(example.tokens.tobytes() + example.labels.tobytes())
-            digest.update(repr((example.number, example.size, example.codes)).encode())
+            digest.update(example.tokens.tobytes())
+            digest.update(example.labels.tobytes())
+            size_and_codes = repr((example.number, example.size, example.codes))
+            digest.update(size_and_codes.encode())
         return digest.hexdigest()[:16]
 
     @property
     def order(self) -> dict[str, Any]:
+        shapes = [list(bucket.shape) for bucket in self._data.buckets]
         return {
             "version": [VERSION, mixture.VERSION, order.VERSION],
             "batch": self._rows.batch,
             "delay": self._config.delay,
-            "buckets": [list(bucket.shape) for bucket in self._data.buckets],
+            "buckets": shapes,
         }
 
     def diagnostics(self) -> dict[str, Any]:
@@ -114,34 +122,45 @@ class Chat(Loader):
         return {"bad": len(self._data.bad), "bad_list": self._data.bad}
 
     def _make_deal(self, position: int) -> "Deal":
-        row = np.arange(self._rows.batch)
+        """Return the examples of a global batch."""
         if self._mixture is None:
-            # Batches in mixed order, so that the first ones of a short evaluation are from all
-            # buckets.
-            position = int(order.permutation(0, 0, self.n_batches, np.array([position]))[0])
-            bucket = int(np.searchsorted(np.cumsum(self._batches), position, side="right"))
-            number = (position - sum(self._batches[:bucket])) * len(row) + row
-            members = self._data.buckets[bucket].members
-            return Deal(
-                bucket,
-                number,
-                np.where(number < len(members), members[np.minimum(number, len(members) - 1)], -1),
-            )
-        buckets, before = self._mixture(np.array([position]))
-        bucket, number = int(buckets[0]), int(before[0]) * len(row) + row
+            return self._make_test_deal(position)
+        buckets, earlier_batches = self._mixture(np.array([position]))
+        bucket = int(buckets[0])
+        number = self._numbers(int(earlier_batches[0]))
         members = self._data.buckets[bucket].members
-        return Deal(
-            bucket,
-            number,
-            members[order.epochs(self._seed + (bucket << 32), len(members), number)[1]],
-        )
+        bucket_seed = self._seed + (bucket << 32)
+        _, permuted = order.epochs(bucket_seed, len(members), number)
+        return Deal(bucket, number, members[permuted])
+
+    def _make_test_deal(self, position: int) -> "Deal":
+        """Return the examples of a batch of "test", and padding after a bucket's last one.
+
+        Batches are in mixed order, so that the first ones of a short evaluation are from all
+        buckets.
+        """
+        permuted = order.permutation(0, 0, self.n_batches, np.array([position]))
+        batch = int(permuted[0])
+        ends = np.cumsum(self._batches)
+        bucket = int(np.searchsorted(ends, batch, side="right"))
+        first_batch = sum(self._batches[:bucket])
+        number = self._numbers(batch - first_batch)
+        members = self._data.buckets[bucket].members
+        last = len(members) - 1
+        example = members[np.minimum(number, last)]
+        return Deal(bucket, number, np.where(number <= last, example, -1))
+
+    def _numbers(self, batch: int) -> np.ndarray:
+        """Return the numbers, in a bucket's order, of the rows of its batch ``batch``."""
+        n_rows = self._rows.batch
+        return batch * n_rows + np.arange(n_rows)
 
     def _batch(self, position: int) -> HostBatch:
         deal = self._deal(position)
-        n_text, n_audio = self._n_labels[deal.example[deal.example >= 0]].sum(0)
-        scale = chatml.label_scale(
-            n_text, np.full(self._tools.codebooks, n_audio), self._rows.batch
-        )
+        examples = deal.example[deal.example >= 0]
+        n_text, n_audio = self._n_labels[examples].sum(0)
+        n_of_codebooks = np.full(self._tools.codebooks, n_audio)
+        scale = chatml.label_scale(n_text, n_of_codebooks, self._rows.batch)
         batch = super()._batch(position)
         for part in batch["label_scale"]:
             part[:] = scale
@@ -152,24 +171,24 @@ class Chat(Loader):
         bucket = self._data.buckets[deal.bucket]
         batch = self._empty(len(row), deal.bucket)
         padding = chatml.row(self._tools.blank(), bucket.shape, self._tools.pad)
-        for i, (number, k) in enumerate(
-            zip(deal.number[row].tolist(), deal.example[row].tolist(), strict=True)
-        ):
-            values = padding
-            if k >= 0:
-                example = self._data.examples[k]
-                values = chatml.row(self._tools.laid_out(example), bucket.shape, self._tools.pad)
-                batch["index"][i], batch["epoch"][i], batch["weight"][i] = (
-                    example.number,
-                    number // len(bucket.members),
-                    1,
-                )
-            for name, x in values.items():
-                batch[name][i] = x
+        for i, k in enumerate(row.tolist()):
+            number = int(deal.example[k])
+            fields = padding
+            if number >= 0:
+                example = self._data.examples[number]
+                laid = self._tools.laid_out(example)
+                fields = chatml.row(laid, bucket.shape, self._tools.pad)
+                batch["index"][i] = example.number
+                batch["epoch"][i] = deal.number[k] // len(bucket.members)
+                batch["weight"][i] = 1
+            for name, values in fields.items():
+                batch[name][i] = values
         return batch
 
 
 class Deal(NamedTuple):
+    """The examples of a global batch, which are of one bucket."""
+
     bucket: int
     number: np.ndarray  # int64 [batch]: each row's number in the bucket's order
     example: np.ndarray  # int64 [batch]: which example of the split, -1 for padding
@@ -177,9 +196,9 @@ class Deal(NamedTuple):
 
 def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of the largest bucket: name -> shape of one row, dtype."""
-    return _element_spec(
-        tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape
-    )
+    tools = tools_of(config, config.manifest)
+    largest = _splits(config)["train"].buckets[-1]
+    return _element_spec(tools, largest.shape)
 
 
 def dataset_info(config: Config) -> DatasetInfo:
@@ -188,16 +207,20 @@ def dataset_info(config: Config) -> DatasetInfo:
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad,
     and buckets of the training split: (S, A, N, M, share of the batches) of each. Raises DataError.
     """
-    tools, splits = tools_of(config, config.manifest), _splits(config)
+    tools = tools_of(config, config.manifest)
+    splits = _splits(config)
     train = splits["train"]
+    context = max(bucket.shape.places for bucket in train.buckets)
+    buckets = []
+    for bucket in train.buckets:
+        share = len(bucket.members) / len(train.examples)
+        buckets.append((*bucket.shape, share))
     return {
         "vocab": tools.vocab,
         "codebooks": tools.codebooks,
         "codebook_size": tools.size,
-        "context": max(bucket.shape.places for bucket in train.buckets),
-        "buckets": tuple(
-            (*bucket.shape, len(bucket.members) / len(train.examples)) for bucket in train.buckets
-        ),
+        "context": context,
+        "buckets": tuple(buckets),
         "n_train": len(train.examples),
         "n_test": len(splits["test"].examples),
         "n_bad": len(train.bad),
@@ -210,7 +233,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
 
 
 def _element_spec(tools: Tools, shape: Shape) -> dict[str, Field]:
-    integers = {
+    integer_shapes = {
         "text": (shape.text,),
         "codes": (shape.audio, tools.codebooks),
         "place": (shape.places,),
@@ -222,11 +245,12 @@ def _element_spec(tools: Tools, shape: Shape) -> dict[str, Field]:
         "index": (),
         "epoch": (),
     }
-    return {
-        **{name: Field(s, np.dtype(np.int32)) for name, s in integers.items()},
-        "label_scale": Field((1 + tools.codebooks,), np.dtype(np.float32)),
-        "weight": Field((), np.dtype(np.float32)),
-    }
+    int32 = np.dtype(np.int32)
+    float32 = np.dtype(np.float32)
+    spec = {name: Field(row_shape, int32) for name, row_shape in integer_shapes.items()}
+    spec["label_scale"] = Field((1 + tools.codebooks,), float32)
+    spec["weight"] = Field((), float32)
+    return spec
 
 
 def _splits(config: Config) -> dict[str, Split]:
@@ -238,24 +262,31 @@ def _splits(config: Config) -> dict[str, Split]:
 def _splits_once(config: Config, _: files.Stamps) -> dict[str, Split]:
     refuse_invalid(config)
     examples, bad = read_examples(config, config.manifest)
+    test_bad: list[tuple[int, str]] = []
     if config.test:
-        test, test_bad = read_examples(config, config.test)
+        test_examples, test_bad = read_examples(config, config.test)
     else:
-        is_test = order.held_out(
-            np.array([s.number for s in examples], np.int64), config.test_share
-        )
-        test, test_bad = [s for s, t in zip(examples, is_test, strict=True) if t], []
-        examples = [s for s, t in zip(examples, is_test, strict=True) if not t]
+        examples, test_examples = _held_out(examples, config.test_share)
     if not examples:
-        raise DataError(
-            f"{config.manifest} leaves no examples to train on" + (f"; {bad[0][1]}" if bad else "")
-        )
+        reason = f"; {bad[0][1]}" if bad else ""
+        raise DataError(f"{config.manifest} leaves no examples to train on{reason}")
     return {
         "train": _in_buckets(examples, bad, config.buckets),
-        "test": _in_buckets(test, test_bad, config.buckets),
+        "test": _in_buckets(test_examples, test_bad, config.buckets),
     }
+
+
+def _held_out(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Return examples to train on, and about ``share`` of all to test on, by their numbers."""
+    numbers = np.array([example.number for example in examples], np.int64)
+    is_test = order.held_out(numbers, share)
+    splits: tuple[list[Example], list[Example]] = ([], [])
+    for example, held_out in zip(examples, is_test, strict=True):
+        splits[int(held_out)].append(example)
+    return splits
 
 
 def _in_buckets(examples: Sequence[Example], bad: Sequence[tuple[int, str]], n: int) -> Split:
     sizes = np.array([example.size for example in examples], np.int64).reshape(-1, 4)
-    return Split(tuple(examples), sizes, make_buckets(sizes, n), tuple(bad))
+    buckets = make_buckets(sizes, n)
+    return Split(tuple(examples), sizes, buckets, tuple(bad))

@@ -32,6 +32,8 @@ from loaders.chat import codec as codec_lib
 from loaders.io import checks, files, machine
 from loaders.text.tokenizer import Tokenizer, open_tokenizer
 
+MAX_REPORTED = 20  # examples that are left out, in the log
+
 log = logging.getLogger("jaxtrain")
 
 
@@ -80,10 +82,8 @@ class Config(checks.DataSection):
         if not self.codec and not self.codes:
             yield (
                 "codec",
-                (
-                    "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`),"
-                    " module:function, or a file of codes"
-                ),
+                "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`),"
+                " module:function, or a file of codes",
             )
         if self.codec:
             try:
@@ -134,28 +134,33 @@ class Tools(NamedTuple):
 
     def codes(self, clip: chatml.Clip) -> np.ndarray:
         """int16 [K, T] of a part of a recording. Raises ExampleError."""
+        name = clip.url or "raw_audio"
         try:
             codes = self.find(clip)
         except (ValueError, OSError) as error:
-            raise chatml.ExampleError(f"{clip.url or 'raw_audio'}: {error}") from error
-        if len(codes) != self.codebooks or (
-            codes.size and not 0 <= codes.min() <= codes.max() < self.size
-        ):
+            raise chatml.ExampleError(f"{name}: {error}") from error
+        if not self._fits(codes):
             raise chatml.ExampleError(
-                f"{clip.url or 'raw_audio'}: its codes are {list(codes.shape)}, up to"
-                f" {codes.max(initial=0)}; expected {self.codebooks} codebooks of {self.size}"
+                f"{name}: its codes are {list(codes.shape)}, up to {codes.max(initial=0)}; expected"
+                f" {self.codebooks} codebooks of {self.size}"
             )
+        n_times = codes.shape[1]
         start = round(clip.offset * self.frame_rate)
-        stop = (
-            codes.shape[1]
-            if clip.duration is None
-            else start + max(round(clip.duration * self.frame_rate), 1)
-        )
-        if start >= codes.shape[1]:
-            raise chatml.ExampleError(
-                f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end"
-            )
+        stop = n_times
+        if clip.duration is not None:
+            n_of_part = round(clip.duration * self.frame_rate)
+            stop = start + max(n_of_part, 1)
+        if start >= n_times:
+            raise chatml.ExampleError(f"{name}: offset {clip.offset} s is past its end")
         return codes[:, start:stop]
+
+    def _fits(self, codes: np.ndarray) -> bool:
+        """Whether codes [K, T] are of the codebooks, and in them."""
+        if len(codes) != self.codebooks:
+            return False
+        if not codes.size:
+            return True
+        return bool(0 <= codes.min() and codes.max() < self.size)
 
     def expand(
         self, tokens: np.ndarray, labels: np.ndarray, codes: Sequence[np.ndarray]
@@ -175,35 +180,41 @@ class Tools(NamedTuple):
     def laid_out(self, example: Example) -> chatml.Laid:
         """Return an example with the codes of its recordings in place. Raises DataError."""
         try:
-            return self.expand(
-                example.tokens, example.labels, [self.codes(clip) for clip in example.clips]
-            )
+            codes = [self.codes(clip) for clip in example.clips]
+            return self.expand(example.tokens, example.labels, codes)
         except chatml.ExampleError as error:  # it could be read when the run began
             raise DataError(f"example {example.number} can no longer be read: {error}") from error
 
     def blank(self) -> chatml.Laid:
-        return self.expand(np.zeros(0, np.int32), np.zeros(0, np.int32), [])
+        """Return an example without anything."""
+        nothing = np.zeros(0, np.int32)
+        return self.expand(nothing, nothing, [])
 
     def check(self, number: int, example: Any) -> Example:
         """Tokenises and measures an example of the manifest. Raises ExampleError."""
-        tokens, labels, clips = chatml.tokenise(chatml.render(example), self.encode)
-        laid = self.expand(tokens, labels, [self.codes(clip) for clip in clips])
-        t = chatml.targets(laid)
-        audio = int((laid.recording >= 0).sum())
-        size = Shape(len(laid.tokens) - audio, audio, len(t.text), len(t.audio))
-        if not len(t.text) and not len(t.audio):
+        pieces = chatml.render(example)
+        tokens, labels, clips = chatml.tokenise(pieces, self.encode)
+        codes = [self.codes(clip) for clip in clips]
+        laid = self.expand(tokens, labels, codes)
+        targets = chatml.targets(laid)
+        n_text_labels = len(targets.text)
+        n_audio_labels = len(targets.audio)
+        if not n_text_labels and not n_audio_labels:
             raise chatml.ExampleError(
                 "it has no labels: there is no assistant's turn from start_index on"
             )
-        codes = hashlib.sha256(laid.codes.tobytes()).hexdigest()[:16]
+        n_audio = int((laid.recording >= 0).sum())
+        n_text = len(laid.tokens) - n_audio
+        has_first_codebook = targets.audio[:, 0] != chatml.NONE
+        digest = hashlib.sha256(laid.codes.tobytes()).hexdigest()
         return Example(
-            number,
-            tokens,
-            labels,
-            tuple(clips),
-            size,
-            int((t.audio[:, 0] != chatml.NONE).sum()),
-            codes,
+            number=number,
+            tokens=tokens,
+            labels=labels,
+            clips=tuple(clips),
+            size=Shape(n_text, n_audio, n_text_labels, n_audio_labels),
+            n_audio=int(has_first_codebook.sum()),
+            codes=digest[:16],
         )
 
 
@@ -236,57 +247,77 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
     Returns how many, how many were there already, and (recording, reason) of failures. Raises
     DataError if codes cannot be kept.
     """
-    codec, root = open_codec(config), root_of(config, manifest)
-    sources: dict[str, codec_lib.Source] = {}
-    bad: list[tuple[str, str]] = []
+    codec = open_codec(config)
+    root = root_of(config, manifest)
+    sources, failures = _sources(config, manifest, codec, root)
+    if not _without_codes(sources):
+        return 0, len(sources), sorted(failures)
+    cache = files.expanded(config.cache) if config.cache else root
+    with codec_lib.only_one([cache, machine.cache_folder("codes")]):
+        missing = _without_codes(sources)
+        if missing:
+            log.info("encoding %d recordings of %s with %s", len(missing), manifest, codec.name)
+        errors = _encode(config, codec, missing)
+    failures += errors
+    n_encoded = len(missing) - len(errors)
+    return n_encoded, len(sources) - len(missing), sorted(failures)
+
+
+def _sources(
+    config: Config, manifest: str, codec: codec_lib.Codec, root: pathlib.Path
+) -> tuple[dict[pathlib.Path, codec_lib.Source], list[tuple[str, str]]]:
+    """Return a manifest's recordings by their files of codes, and (url, reason) of bad ones."""
+    sources: dict[pathlib.Path, codec_lib.Source] = {}
+    unusable: list[tuple[str, str]] = []
     for example in chatml.read_manifest(manifest):
         try:
-            clips = [piece.clip for piece in chatml.render(example) if piece.clip is not None]
+            clips = chatml.clips_of(chatml.render(example))
         except chatml.ExampleError:  # reported when the examples are checked
             continue
         for clip in clips:
             try:
                 source = source_of(clip, root, links=config.follow_links)
-            except files.FileError as refused:
-                bad.append((clip.url, str(refused)))
+            except files.FileError as error:
+                unusable.append((clip.url, str(error)))
                 continue
-            sources[str(source.codes(codec, config.cache))] = source
+            path = source.codes(codec, config.cache)
+            sources[path] = source
+    return sources, unusable
 
-    def missing() -> list[codec_lib.Source]:
-        return [
-            source for path, source in sources.items() if not source.is_kept(pathlib.Path(path))
-        ]
 
-    if not missing():
-        return 0, len(sources), sorted(bad)
-    done = 0
-    with codec_lib.only_one(
-        [files.expanded(config.cache) if config.cache else root, machine.cache_folder("codes")]
-    ):
-        todo = missing()
-        if todo:
-            log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)
-        with concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores()) as pool:
-            jobs = {
-                pool.submit(codec_lib.encode, source, codec, config.cache): source
-                for source in todo
-            }
-            for job in concurrent.futures.as_completed(jobs):
-                error = job.exception()
-                if not isinstance(error, None | ValueError | OSError):
-                    raise error
-                # no place for codes
-                if isinstance(error, DataError) and not isinstance(error, files.FileError):
-                    raise error
-                bad += [(str(jobs[job]), str(error))] if error else []
-                done += not error
-    return done, len(sources) - len(todo), sorted(bad)
+def _without_codes(sources: Mapping[pathlib.Path, codec_lib.Source]) -> list[codec_lib.Source]:
+    """Return the recordings whose codes are not made yet."""
+    return [source for path, source in sources.items() if not source.is_kept(path)]
+
+
+def _encode(
+    config: Config, codec: codec_lib.Codec, sources: Sequence[codec_lib.Source]
+) -> list[tuple[str, str]]:
+    """Make codes by several threads. Return (recording, reason) of failures."""
+    failures: list[tuple[str, str]] = []
+    n_threads = config.threads or machine.cores()
+    with concurrent.futures.ThreadPoolExecutor(n_threads) as pool:
+        jobs = {}
+        for source in sources:
+            job = pool.submit(codec_lib.encode, source, codec, config.cache)
+            jobs[job] = source
+        for job in concurrent.futures.as_completed(jobs):
+            error = job.exception()
+            if error is None:
+                continue
+            if not isinstance(error, ValueError | OSError):
+                raise error
+            # no place for codes
+            if isinstance(error, DataError) and not isinstance(error, files.FileError):
+                raise error
+            failures.append((str(jobs[job]), str(error)))
+    return failures
 
 
 def stamps(config: Config) -> files.Stamps:
     """Tell the files that a config names from later ones."""
     names = (config.manifest, config.test, config.tokenizer, config.codec, config.codes)
-    return files.stamps(name for name in names if name)
+    return files.stamps(filter(None, names))
 
 
 def tools_of(config: Config, manifest: str) -> Tools:
@@ -295,44 +326,78 @@ def tools_of(config: Config, manifest: str) -> Tools:
 
 
 @functools.lru_cache(maxsize=4)
-def _tools_once(config: Config, manifest: str, made: files.Stamps) -> Tools:
+def _tools_once(config: Config, manifest: str, file_stamps: files.Stamps) -> Tools:
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
-    ids = {token: i for token in chatml.SPECIAL if (i := tokenizer.id_of(token)) is not None}
-    if missing := [token for token in chatml.SPECIAL if token not in ids]:
+    ids = _special_ids(tokenizer)
+    if config.codes:
+        return Tools(
+            tokenizer=tokenizer,
+            ids=ids,
+            codebooks=config.codebooks,
+            size=config.codebook_size,
+            frame_rate=config.frame_rate,
+            delay=config.delay,
+            find=_find_in_table(config, file_stamps),
+        )
+    codec = open_codec(config)
+    return Tools(
+        tokenizer=tokenizer,
+        ids=ids,
+        codebooks=codec.codebooks,
+        size=codec.size,
+        frame_rate=codec.frame_rate,
+        delay=config.delay,
+        find=_find_in_files(config, manifest, codec),
+    )
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the special tokens. Raises DataError if the vocabulary lacks some."""
+    ids = {}
+    missing = []
+    for token in chatml.SPECIAL:
+        token_id = tokenizer.id_of(token)
+        if token_id is None:
+            missing.append(token)
+        else:
+            ids[token] = token_id
+    if missing:
         raise DataError(
             f"data.tokenizer: {tokenizer.path} has no token {', '.join(missing)}; add them as"
             " special tokens"
         )
+    return ids
+
+
+def _find_in_table(
+    config: Config, file_stamps: files.Stamps
+) -> Callable[[chatml.Clip], np.ndarray]:
+    """Make `Tools.find` of codes that were made elsewhere."""
+    table = _codes_once(config.codes, file_stamps)
+
+    def find(clip: chatml.Clip) -> np.ndarray:
+        if clip.url not in table:
+            raise ValueError(f"{config.codes} has no codes for it")
+        return table[clip.url]
+
+    return find
+
+
+def _find_in_files(
+    config: Config, manifest: str, codec: codec_lib.Codec
+) -> Callable[[chatml.Clip], np.ndarray]:
+    """Make `Tools.find` of codes that `encode_all` keeps."""
     root = root_of(config, manifest)
-    if config.codes:
-        table = _codes_once(config.codes, made)
-        codebooks, size, frame_rate = config.codebooks, config.codebook_size, config.frame_rate
 
-        def find(clip: chatml.Clip) -> np.ndarray:
-            if clip.url not in table:
-                raise ValueError(f"{config.codes} has no codes for it")
-            return table[clip.url]
+    def find(clip: chatml.Clip) -> np.ndarray:
+        source = source_of(clip, root, links=config.follow_links)
+        path = source.codes(codec, config.cache)
+        return codec_lib.read(path)
 
-    else:
-        codec = open_codec(config)
-        codebooks, size, frame_rate = codec.codebooks, codec.size, codec.frame_rate
-
-        def find(clip: chatml.Clip) -> np.ndarray:
-            source = source_of(clip, root, links=config.follow_links)
-            return codec_lib.read(source.codes(codec, config.cache))
-
-    return Tools(
-        tokenizer=tokenizer,
-        ids=ids,
-        codebooks=codebooks,
-        size=size,
-        frame_rate=frame_rate,
-        delay=config.delay,
-        find=find,
-    )
+    return find
 
 
 @functools.lru_cache(maxsize=2)
@@ -347,32 +412,43 @@ def read_examples(config: Config, manifest: str) -> tuple[list[Example], list[tu
     tools = tools_of(config, manifest)
     usable: list[Example] = []
     bad: list[tuple[int, str]] = []
-    everything = chatml.read_manifest(manifest)
-    for number, example in enumerate(everything):
+    records = chatml.read_manifest(manifest)
+    for number, record in enumerate(records):
         try:
-            checked = tools.check(number, example)
-            if checked.size.places > config.longest:
+            example = tools.check(number, record)
+            n_places = example.size.places
+            if n_places > config.longest:
                 raise chatml.ExampleError(
-                    f"it has {checked.size.places} places, but data.longest is {config.longest}"
+                    f"it has {n_places} places, but data.longest is {config.longest}"
                 )
-            usable.append(checked)
+            usable.append(example)
         except chatml.ExampleError as error:
             bad.append((number, str(error)))
-    for number, reason in bad[:20]:
+    _report_bad(config, manifest, bad, len(records))
+    return usable, bad
+
+
+def _report_bad(
+    config: Config, manifest: str, bad: Sequence[tuple[int, str]], n_examples: int
+) -> None:
+    """Log the examples that are left out. Raises DataError for more than ``bad_budget``."""
+    for number, reason in bad[:MAX_REPORTED]:
         log.warning("%s: example %d is left out: %s", manifest, number, reason)
-    allowed = max(1, int(config.bad_budget * len(everything))) if config.bad_budget else 0
-    if len(bad) > allowed:
+    n_allowed = int(config.bad_budget * n_examples)
+    if config.bad_budget:
+        n_allowed = max(1, n_allowed)
+    if len(bad) > n_allowed:
+        number, reason = bad[0]
         raise DataError(
-            f"{manifest}: {len(bad)} of {len(everything)} examples cannot be used, but"
-            f" data.bad_budget={config.bad_budget} allows {allowed}; the first is example"
-            f" {bad[0][0]}: {bad[0][1]}"
+            f"{manifest}: {len(bad)} of {n_examples} examples cannot be used, but"
+            f" data.bad_budget={config.bad_budget} allows {n_allowed}; the first is example"
+            f" {number}: {reason}"
         )
     if bad:
         log.warning(
             "%s: %d of %d examples are left out (data.bad_budget allows %d)",
             manifest,
             len(bad),
-            len(everything),
-            allowed,
+            n_examples,
+            n_allowed,
         )
-    return usable, bad

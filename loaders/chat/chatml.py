@@ -31,10 +31,17 @@ import numpy as np
 from loaders.base import DataError
 from loaders.io import files
 
-BEGIN, AUDIO, AUDIO_OUT = "<|begin_of_text|>", "<|AUDIO|>", "<|AUDIO_OUT|>"
-END_OF_TURN, END_OF_MESSAGE = "<|eot_id|>", "<|eom_id|>"
-AUDIO_BOS, AUDIO_OUT_BOS, AUDIO_EOS = "<|audio_bos|>", "<|audio_out_bos|>", "<|audio_eos|>"
-HEADER, HEADER_END, RECIPIENT = "<|start_header_id|>", "<|end_header_id|>", "<|recipient|>"
+BEGIN = "<|begin_of_text|>"
+HEADER = "<|start_header_id|>"
+HEADER_END = "<|end_header_id|>"
+RECIPIENT = "<|recipient|>"
+END_OF_TURN = "<|eot_id|>"
+END_OF_MESSAGE = "<|eom_id|>"
+AUDIO = "<|AUDIO|>"  # in the place of a recording that is heard
+AUDIO_OUT = "<|AUDIO_OUT|>"  # in the place of one that is said
+AUDIO_BOS = "<|audio_bos|>"
+AUDIO_OUT_BOS = "<|audio_out_bos|>"
+AUDIO_EOS = "<|audio_eos|>"
 SPECIAL = (
     BEGIN,
     HEADER,
@@ -92,99 +99,121 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Read the examples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
-        examples: list[Any] = files.parse(
-            files.read_text(files.expanded(path), most=MAX_MANIFEST), str(path), kind=list
-        )
-        return examples
+        text = files.read_text(files.expanded(path), most=MAX_MANIFEST)
+        examples: list[Any] = files.parse(text, str(path), kind=list)
     except files.FileError as error:
         raise DataError(
             f"{path} cannot be read as a manifest, a JSON list of examples: {error}"
         ) from error
+    return examples
 
 
 def render(example: Any) -> list[Piece]:
     """Return an example as pieces: joined, they are the conversation. Raises ExampleError."""
-    if (
-        not isinstance(example, Mapping)
-        or not isinstance(example.get("messages"), list)
-        or not example["messages"]
-    ):
-        raise ExampleError("it has no messages")
-    messages, first = example["messages"], example.get("start_index")
-    if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
-        raise ExampleError(f"start_index is {first!r}; expected a turn's number or null")
+    messages, start_index = _messages(example)
+    roles = [message["role"] for message in messages]
+    next_roles = [*roles[1:], ""]
+    pieces: list[Piece] = []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise ExampleError(f"message {i} has no role; expected one of: {', '.join(ROLES)}")
-    pieces = []
-    for i, message in enumerate(messages):
-        role, is_answer = message["role"], message["role"] == "assistant"
-        is_label = is_answer and (first is None or i >= first)
-        begin = BEGIN if i == 0 else ""
-        pieces.append(Piece("header", f"{begin}{HEADER}{role}{HEADER_END}\n\n", False))
-        if recipient := message.get("recipient"):
+        is_answer = roles[i] == "assistant"
+        is_label = is_answer and (start_index is None or i >= start_index)
+        begin = "" if i else BEGIN
+        header = f"{begin}{HEADER}{roles[i]}{HEADER_END}\n\n"
+        pieces.append(Piece("header", header, False))
+        recipient = message.get("recipient")
+        if recipient:
             if not is_answer:
                 raise ExampleError(
-                    f"message {i} of role {role} has a recipient, which only an assistant's may"
+                    f"message {i} of role {roles[i]} has a recipient, which only an assistant's may"
                     " have"
                 )
             pieces.append(Piece("recipient", f"{recipient}{RECIPIENT}", True))
         for part in _parts(message.get("content"), i):
-            if isinstance(part, str):
-                pieces.append(Piece("text", part, is_label))
-            elif is_answer:
-                pieces.append(
-                    Piece("audio_out", f"{AUDIO_OUT_BOS}{AUDIO_OUT}{AUDIO_EOS}", is_label, part)
-                )
-            else:
-                pieces.append(Piece("audio_in", f"{AUDIO_BOS}{AUDIO}{AUDIO_EOS}", False, part))
-        continues = is_answer and i + 1 < len(messages) and messages[i + 1]["role"] == "assistant"
-        pieces.append(
-            Piece("end_of_message", END_OF_MESSAGE, is_label)
-            if continues
-            else Piece("end_of_turn", END_OF_TURN, is_label)
-        )
+            pieces.append(_content(part, is_answer, is_label))
+        if is_answer and next_roles[i] == "assistant":
+            end = Piece("end_of_message", END_OF_MESSAGE, is_label)
+        else:
+            end = Piece("end_of_turn", END_OF_TURN, is_label)
+        pieces.append(end)
     return pieces
+
+
+def _messages(example: Any) -> tuple[list[Mapping[str, Any]], int | None]:
+    """Return the checked messages of an example, and its start_index. Raises ExampleError."""
+    if not isinstance(example, Mapping):
+        raise ExampleError("it has no messages")
+    messages = example.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ExampleError("it has no messages")
+    start_index = example.get("start_index")
+    is_number = isinstance(start_index, int) and not isinstance(start_index, bool)
+    if start_index is not None and not is_number:
+        raise ExampleError(f"start_index is {start_index!r}; expected a turn's number or null")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise ExampleError(f"message {i} has no role; expected one of: {', '.join(ROLES)}")
+    return messages, start_index
+
+
+def _content(part: str | Clip, is_answer: bool, is_label: bool) -> Piece:
+    """Return the piece of a text or a recording, which an assistant says or hears."""
+    if isinstance(part, str):
+        return Piece("text", part, is_label)
+    if is_answer:
+        tokens = f"{AUDIO_OUT_BOS}{AUDIO_OUT}{AUDIO_EOS}"
+        return Piece("audio_out", tokens, is_label, part)
+    return Piece("audio_in", f"{AUDIO_BOS}{AUDIO}{AUDIO_EOS}", False, part)
 
 
 def _parts(content: Any, i: int) -> list[str | Clip]:
     """Return the texts and recordings of message ``i``, in order. Raises ExampleError."""
-    parts: list[str | Clip] = []
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, str):
-            parts.append(part)
-        elif (
-            isinstance(part, Mapping)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-        ):
-            parts.append(part["text"])
-        elif isinstance(part, Mapping) and part.get("type") == "audio":
-            clip = Clip(
-                part.get("audio_url") or "",
-                part.get("raw_audio") or "",
-                part.get("offset") or 0.0,
-                part.get("duration"),
-            )
-            seconds = [x for x in (clip.offset, clip.duration) if x is not None]
-            if not (
-                isinstance(clip.url, str) and isinstance(clip.raw, str) and (clip.url or clip.raw)
-            ):
-                raise ExampleError(
-                    f"message {i} has an audio part with neither audio_url nor raw_audio"
-                )
-            if not all(isinstance(x, int | float) and x >= 0 for x in seconds):
-                raise ExampleError(
-                    f"message {i} has an audio part with offset {clip.offset!r}, duration"
-                    f" {clip.duration!r}"
-                )
-            parts.append(clip)
-        else:
+    if not isinstance(content, list):
+        return [_part(content, i)]
+    return [_part(part, i) for part in content]
+
+
+def _part(part: Any, i: int) -> str | Clip:
+    """Return one text or recording of message ``i``. Raises ExampleError."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        text = part.get("text")
+        if kind == "text" and isinstance(text, str):
+            return text
+        if kind == "audio":
+            return _clip(part, i)
+    raise ExampleError(
+        f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or"
+        " an audio part"
+    )
+
+
+def _clip(part: Mapping[str, Any], i: int) -> Clip:
+    """Return the recording of an audio part of message ``i``. Raises ExampleError."""
+    clip = Clip(
+        url=part.get("audio_url") or "",
+        raw=part.get("raw_audio") or "",
+        offset=part.get("offset") or 0.0,
+        duration=part.get("duration"),
+    )
+    is_text = isinstance(clip.url, str) and isinstance(clip.raw, str)
+    if not is_text or not (clip.url or clip.raw):
+        raise ExampleError(f"message {i} has an audio part with neither audio_url nor raw_audio")
+    for seconds in (clip.offset, clip.duration):
+        if seconds is None:
+            continue
+        if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ExampleError(
-                f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or"
-                " an audio part"
+                f"message {i} has an audio part with offset {clip.offset!r}, duration"
+                f" {clip.duration!r}"
             )
-    return parts
+    return clip
+
+
+def clips_of(pieces: Sequence[Piece]) -> list[Clip]:
+    """Return the recordings of a conversation, in order."""
+    return [piece.clip for piece in pieces if piece.clip is not None]
 
 
 def tokenise(
@@ -195,13 +224,12 @@ def tokenise(
     labels: list[int] = []
     for piece in pieces:
         ids = list(encode(piece.text))
+        no_labels = [NONE] * len(ids)
         tokens += ids
-        labels += ids if piece.is_label else [NONE] * len(ids)
-    return (
-        np.array(tokens, np.int32),
-        np.array(labels, np.int32),
-        [p.clip for p in pieces if p.clip is not None],
-    )
+        labels += ids if piece.is_label else no_labels
+    token_ids = np.array(tokens, np.int32)
+    label_ids = np.array(labels, np.int32)
+    return token_ids, label_ids, clips_of(pieces)
 
 
 def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
@@ -214,24 +242,31 @@ def delayed_labels(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np
     return _shifted(codes_kt, size, NONE, NONE, delay)
 
 
-def _shifted(codes_kt: np.ndarray, size: int, before: int, after: int, delay: bool) -> np.ndarray:
-    k, t = codes_kt.shape
-    shifts = np.arange(k) if delay else np.zeros(k, int)
-    columns = np.full((t + 2 + shifts.max(initial=0), k), after, np.int32)
-    for i, shift in enumerate(shifts):
-        columns[: shift + 1, i] = before
-        columns[shift + 1 : shift + 1 + t, i] = codes_kt[i]
-        columns[shift + 1 + t, i] = size + 1
-    return columns
+def _shifted(codes_kt: np.ndarray, size: int, begin: int, gap: int, delay: bool) -> np.ndarray:
+    """Return columns int32 [J, K] with ``begin`` before each codebook's codes, ``gap`` after."""
+    n_codebooks, n_times = codes_kt.shape
+    shifts = np.arange(n_codebooks) * delay
+    n_columns = n_times + 2 + shifts.max(initial=0)
+    columns_jk = np.full((n_columns, n_codebooks), gap, np.int32)
+    for k, shift in enumerate(shifts):
+        first = shift + 1
+        end = first + n_times
+        columns_jk[:first, k] = begin
+        columns_jk[first:end, k] = codes_kt[k]
+        columns_jk[end, k] = size + 1
+    return columns_jk
 
 
 def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
     """Return the codes int32 [K, T] of a recording's columns, of times that all codebooks have."""
-    j, k = columns_jk.shape
-    t = max(j - (k - 1 if delay else 0) - 2, 0)
-    return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(
-        np.int32
-    )
+    n_columns, n_codebooks = columns_jk.shape
+    largest_shift = (n_codebooks - 1) * delay
+    n_times = max(n_columns - largest_shift - 2, 0)
+    codes = []
+    for k in range(n_codebooks):
+        first = 1 + k * delay
+        codes.append(columns_jk[first : first + n_times, k])
+    return np.stack(codes).astype(np.int32)
 
 
 def expand(
@@ -250,42 +285,67 @@ def expand(
     They come in order. A recording is predicted if its token is an ``audio_out`` with a label.
     Raises ExampleError if there are more or fewer recordings than such tokens.
     """
-    places = np.flatnonzero((tokens == audio_in) | (tokens == audio_out))
+    is_place = (tokens == audio_in) | (tokens == audio_out)
+    places = np.flatnonzero(is_place).tolist()
     if len(places) != len(audios):
         raise ExampleError(f"it has {len(audios)} recordings and {len(places)} places for them")
-    runs: list[tuple[np.ndarray, ...]] = []  # the fields of `Laid`, run by run
+    runs = []
     start = 0
-
-    def blank(n: int, value: int) -> np.ndarray:
-        return np.full((n, codebooks), value, np.int32)
-
-    def text(stop: int) -> tuple[np.ndarray, ...]:
-        n = stop - start
-        return tokens[start:stop], blank(n, -1), labels[start:stop], blank(n, NONE), np.full(n, -1)
-
-    for i, (place, codes) in enumerate(zip(places.tolist(), audios, strict=True)):
-        runs.append(text(place))
-        columns = delayed(codes, size, delay=delay)
-        n, is_label = len(columns), tokens[place] == audio_out and labels[place] != NONE
-        audio_labels = delayed_labels(codes, size, delay=delay) if is_label else blank(n, NONE)
-        runs.append(
-            (np.full(n, tokens[place]), columns, np.full(n, NONE), audio_labels, np.full(n, i))
-        )
+    for number, (place, codes_kt) in enumerate(zip(places, audios, strict=True)):
+        text = _text_run(tokens[start:place], labels[start:place], codebooks)
+        columns_jk = delayed(codes_kt, size, delay=delay)
+        if tokens[place] == audio_out and labels[place] != NONE:
+            labels_jk = delayed_labels(codes_kt, size, delay=delay)
+        else:
+            labels_jk = np.full_like(columns_jk, NONE)
+        runs.append(text)
+        runs.append(_recording_run(tokens[place], columns_jk, labels_jk, number))
         start = place + 1
-    runs.append(text(len(tokens)))
-    return Laid(*(np.concatenate(x).astype(np.int32) for x in zip(*runs, strict=True)))
+    runs.append(_text_run(tokens[start:], labels[start:], codebooks))
+    return _joined(runs)
+
+
+def _text_run(tokens: np.ndarray, labels: np.ndarray, codebooks: int) -> Laid:
+    """Lay out text without recordings."""
+    n = len(tokens)
+    no_codes = np.full((n, codebooks), -1)
+    no_audio_labels = np.full((n, codebooks), NONE)
+    no_recording = np.full(n, -1)
+    return Laid(tokens, no_codes, labels, no_audio_labels, no_recording)
+
+
+def _recording_run(token: int, columns_jk: np.ndarray, labels_jk: np.ndarray, number: int) -> Laid:
+    """Lay out recording ``number`` of a conversation, in the place of ``token``."""
+    n = len(columns_jk)
+    tokens = np.full(n, token)
+    no_text_labels = np.full(n, NONE)
+    recording = np.full(n, number)
+    return Laid(tokens, columns_jk, no_text_labels, labels_jk, recording)
+
+
+def _joined(runs: Sequence[Laid]) -> Laid:
+    """Lay out runs one after the other."""
+    arrays = {}
+    for name in Laid._fields:
+        parts = [getattr(run, name) for run in runs]
+        arrays[name] = np.concatenate(parts).astype(np.int32)
+    return Laid(**arrays)
 
 
 def targets(x: Laid) -> Targets:
     """Return each place's prediction: the next text, or the next column of its recording."""
-    text_at = np.flatnonzero(x.text_labels[1:] != NONE)
-    inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
-    audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))
+    next_text_label = x.text_labels[1:]
+    text_at = np.flatnonzero(next_text_label != NONE)
+    next_recording = x.recording[1:]
+    is_inside = (next_recording >= 0) & (next_recording == x.recording[:-1])
+    next_audio_labels = x.audio_labels[1:]
+    has_label = (next_audio_labels != NONE).any(1)
+    audio_at = np.flatnonzero(is_inside & has_label)
     return Targets(
-        text_at.astype(np.int32),
-        x.text_labels[text_at + 1],
-        audio_at.astype(np.int32),
-        x.audio_labels[audio_at + 1],
+        text_at=text_at.astype(np.int32),
+        text=next_text_label[text_at],
+        audio_at=audio_at.astype(np.int32),
+        audio=next_audio_labels[audio_at],
     )
 
 
@@ -296,35 +356,35 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
     are at the end. ``pad``: the token of spare places.
     """
     s, a, n, m = shape
-    text, audio = np.flatnonzero(x.recording < 0), np.flatnonzero(x.recording >= 0)
-    spare = s - len(text)
-    place = np.concatenate(
-        [
-            text,
-            len(x.tokens) + np.arange(spare),
-            audio,
-            len(x.tokens) + spare + np.arange(a - len(audio)),
-        ]
-    )
+    k = x.codes.shape[1]
+    text = np.flatnonzero(x.recording < 0)
+    audio = np.flatnonzero(x.recording >= 0)
+    n_places = len(x.tokens)
+    n_spare_text = s - len(text)
+    n_spare_audio = a - len(audio)
+    spare = n_places + np.arange(n_spare_text + n_spare_audio)
+    spare_text = spare[:n_spare_text]
+    spare_audio = spare[n_spare_text:]
+    place = np.concatenate([text, spare_text, audio, spare_audio])
     slot = np.empty(s + a, np.int32)
     slot[place] = np.arange(s + a)
-    t, k = targets(x), x.codes.shape[1]
-
-    def fill(values: np.ndarray, shape: int | tuple[int, int], value: int) -> np.ndarray:
-        out = np.full(shape, value, np.int32)
-        out[: len(values)] = values
-        return out
-
+    labels = targets(x)
     return {
-        "text": fill(x.tokens[text], s, pad),
-        "codes": fill(x.codes[audio], (a, k), 0),
+        "text": _padded(x.tokens[text], (s,), pad),
+        "codes": _padded(x.codes[audio], (a, k), 0),
         "place": place.astype(np.int32),
         "slot": slot,
-        "text_at": fill(t.text_at, n, 0),
-        "text_target": fill(t.text, n, NONE),
-        "audio_at": fill(t.audio_at, m, 0),
-        "audio_target": fill(t.audio, (m, k), NONE),
+        "text_at": _padded(labels.text_at, (n,), 0),
+        "text_target": _padded(labels.text, (n,), NONE),
+        "audio_at": _padded(labels.audio_at, (m,), 0),
+        "audio_target": _padded(labels.audio, (m, k), NONE),
     }
+
+
+def _padded(values: np.ndarray, shape: tuple[int, ...], filler: int) -> np.ndarray:
+    padded = np.full(shape, filler, np.int32)
+    padded[: len(values)] = values
+    return padded
 
 
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
@@ -333,7 +393,9 @@ def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
     These count the labels of a global batch. Cross-entropies summed over rows, times these and
     divided by ``rows``, are the mean over text plus the mean over codebooks of their means.
     """
-    n = np.concatenate([[n_text], n_audio]).astype(np.float64)
+    n_labels = np.concatenate([[n_text], n_audio]).astype(np.float64)
     n_used = max(int(np.count_nonzero(n_audio)), 1)  # codebooks that have a label
-    share = np.array([1.0, *[1 / n_used] * len(n_audio)])
-    return np.where(n > 0, rows * share / np.maximum(n, 1), 0).astype(np.float32)
+    share = np.full(len(n_labels), 1 / n_used)
+    share[0] = 1
+    scale = rows * share / np.maximum(n_labels, 1)
+    return np.where(n_labels > 0, scale, 0).astype(np.float32)

@@ -41,9 +41,15 @@ from loaders.io import atomic_write, files, machine
 VERSION = 1
 MAX_CODEC = 1 << 30  # [bytes] of a codec.npz
 MAX_CODES = 1 << 15  # of a codebook: they are kept as int16
-RATE, WINDOW, HOP, N_MELS = 32_000, 800, 320, 128  # of the filter bank
+# of the filter bank
+RATE = 32_000  # [Hz]
+WINDOW = 800  # [samples]
+HOP = 320  # [samples]
+N_MELS = 128
+N_FFT = 1024  # [samples]
+EMPHASIS = 0.97  # of a sample on the one after it
 STACK = 4  # frames in a vector
-N_FFT, EMPHASIS = 1024, 0.97
+VECTOR = STACK * N_MELS  # values of a vector
 FRAME_RATE = RATE / HOP / STACK  # [1/s]
 MAX_RECORDING = 4 << 30  # [bytes] of a file
 FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
@@ -72,24 +78,26 @@ class Rvq(NamedTuple):
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
         """Sound float32 [n] at ``rate`` Hz -> codes int16 [K, T]. Raises ValueError."""
-        return narrowed(self.quantise(vectors(wave, rate)).T, np.int16, "the codes")
+        codes_nk = self.quantise(vectors(wave, rate))
+        return narrowed(codes_nk.T, np.int16, "the codes")
 
     def quantise(self, x_nv: np.ndarray) -> np.ndarray:
         """Vectors [N, 512] -> codes [N, K]."""
-        rest_np = (x_nv - self.mean) @ self.basis.T
-        codes = []
+        residual_np = (x_nv - self.mean) @ self.basis.T
+        codes = [np.zeros((len(x_nv), 0), np.int64)]
         for book_cp in self.books:
-            codes.append(nearest(rest_np, book_cp)[0])
-            rest_np = rest_np - book_cp[codes[-1]]
-        return np.stack(codes, axis=1) if codes else np.zeros((len(x_nv), 0), np.int64)
+            code_n, _ = nearest(residual_np, book_cp)
+            codes.append(code_n[:, None])
+            residual_np = residual_np - book_cp[code_n]
+        return np.concatenate(codes, axis=1)
 
     def decode(self, codes_kt: np.ndarray, n: int | None = None) -> np.ndarray:
         """Codes [K, T] -> log-mel float32 [4 T, 128], by the first ``n`` codebooks."""
-        x_tp = sum(
-            book_cp[codes_t]
-            for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n]
-        )
-        return np.asarray(x_tp @ self.basis + self.mean, np.float32).reshape(-1, N_MELS)
+        entries = []
+        for book_cp, code_t in zip(self.books[:n], codes_kt[:n], strict=True):
+            entries.append(book_cp[code_t])
+        x_tv = sum(entries) @ self.basis + self.mean
+        return np.asarray(x_tv, np.float32).reshape(-1, N_MELS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all."""
@@ -123,34 +131,7 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
     """Open a codec.npz, or a user's "module:function", never a checkpoint's. Raises DataError."""
     path = files.expanded(text)
     if path.is_file():
-        try:
-            content = files.read(path, most=MAX_CODEC)
-            found = files.arrays(path, most=MAX_CODEC)
-            if int(found["version"]) != VERSION:
-                raise DataError(
-                    f"{path} has version {found['version']}; expected {VERSION}: train it again"
-                )
-            mean, basis, books = (
-                found[name].astype(np.float32) for name in ("mean", "basis", "books")
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise (
-                error
-                if isinstance(error, DataError)
-                else DataError(f"{path} is not a codec: {error}")
-            ) from error
-        components = basis.shape[0] if basis.ndim == 2 else -1
-        shapes = (mean.shape, basis.shape, books.shape[2:])
-        if (
-            shapes != ((STACK * N_MELS,), (components, STACK * N_MELS), (components,))
-            or not books.size
-            or books.shape[1] > MAX_CODES
-        ):
-            raise DataError(
-                f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and"
-                f" {books.shape}"
-            )
-        return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
+        return _open_rvq(path)
     module, colon, function = text.partition(":")
     if not colon:
         raise DataError(
@@ -163,7 +144,36 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
         raise DataError(
             f"{text}: {error}; name a function that takes (wave, rate) and returns codes [K, T]"
         ) from error
-    return Function(call, text.replace(":", ".").replace("/", "."), codebooks, size, frame_rate)
+    name = text.replace(":", ".").replace("/", ".")
+    return Function(call, name, codebooks, size, frame_rate)
+
+
+def _open_rvq(path: pathlib.Path) -> Rvq:
+    """Open a codec.npz. Raises DataError."""
+    try:
+        content = files.read(path, most=MAX_CODEC)
+        arrays = files.arrays(path, most=MAX_CODEC)
+        version = arrays["version"]
+        if int(version) != VERSION:
+            raise DataError(f"{path} has version {version}; expected {VERSION}: train it again")
+        mean = arrays["mean"].astype(np.float32)
+        basis = arrays["basis"].astype(np.float32)
+        books = arrays["books"].astype(np.float32)
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a codec: {error}") from error
+    is_mean = mean.shape == (VECTOR,)
+    is_basis = basis.shape[1:] == (VECTOR,)
+    are_books = books.shape[2:] == basis.shape[:1]
+    fits = is_mean and is_basis and are_books
+    if not fits or not books.size or books.shape[1] > MAX_CODES:
+        raise DataError(
+            f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and"
+            f" {books.shape}"
+        )
+    digest = hashlib.sha256(content).hexdigest()
+    return Rvq(mean, basis, books, name=f"rvq-{digest[:10]}")
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
@@ -177,46 +187,53 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
         wave = _rust.resample(wave, rate, RATE)
     if not len(wave):
         raise ValueError("it has no samples")
-    frames = STACK * -(-len(wave) // (HOP * STACK))
-    return _rust.fbank(
-        np.concatenate([wave, np.zeros(WINDOW + (frames - 1) * HOP, np.float32)])[
-            : WINDOW + (frames - 1) * HOP
-        ]
-    )
+    n_vectors = -(-len(wave) // (HOP * STACK))
+    n_frames = STACK * n_vectors
+    n_samples = WINDOW + (n_frames - 1) * HOP
+    silence = np.zeros(n_samples, np.float32)
+    padded = np.concatenate([wave, silence])
+    return _rust.fbank(padded[:n_samples])
 
 
 def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
     """Return the vectors that are quantised, float32 [T, 512], of float32 [n] at ``rate`` Hz."""
-    return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
+    return log_mel(wave, rate).reshape(-1, VECTOR)
 
 
 def nearest(
     x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
-    entry, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
-    half_c = (book_cp**2).sum(1) / 2
+    entry_n = np.empty(len(x_np), np.int64)
+    distance_n = np.empty(len(x_np), np.float32)
+    half_squares_c = (book_cp**2).sum(1) / 2
     for start in range(0, len(x_np), chunk):
-        x = x_np[start : start + chunk]
-        score = x @ book_cp.T - half_c
-        at = score.argmax(1)
-        entry[start : start + chunk] = at
-        distance[start : start + chunk] = (x**2).sum(1) - 2 * score[np.arange(len(x)), at]
-    return entry, distance
+        span = slice(start, start + chunk)
+        x = x_np[span]
+        score = x @ book_cp.T - half_squares_c
+        best = score.argmax(1)
+        best_score = score[np.arange(len(x)), best]
+        entry_n[span] = best
+        distance_n[span] = (x**2).sum(1) - 2 * best_score
+    return entry_n, distance_n
 
 
 def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
     """Return means float32 [n, P] (Lloyd 1982). One without vectors moves to the farthest one."""
-    book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
+    is_few = len(x_np) < n
+    first_means = rng.choice(len(x_np), n, replace=is_few)
+    book_cp = x_np[first_means].copy()
     for _ in range(rounds):
-        entry, distance = nearest(x_np, book_cp)
-        count = np.bincount(entry, minlength=n)
-        by_entry = np.argsort(entry, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(count)[:-1]])
-        full = np.flatnonzero(count)
-        book_cp[full] = np.add.reduceat(x_np[by_entry], starts[full], axis=0) / count[full, None]
-        empty = np.flatnonzero(count == 0)
-        book_cp[empty] = x_np[np.argsort(-distance, kind="stable")[: len(empty)]]
+        entry_n, distance_n = nearest(x_np, book_cp)
+        count_c = np.bincount(entry_n, minlength=n)
+        by_entry = np.argsort(entry_n, kind="stable")
+        first_c = np.cumsum(count_c) - count_c  # of each entry's vectors in that order
+        full = np.flatnonzero(count_c)
+        sums = np.add.reduceat(x_np[by_entry], first_c[full], axis=0)
+        book_cp[full] = sums / count_c[full, None]
+        empty = np.flatnonzero(count_c == 0)
+        farthest_first = np.argsort(-distance_n, kind="stable")
+        book_cp[empty] = x_np[farthest_first[: len(empty)]]
     return book_cp
 
 
@@ -237,73 +254,99 @@ def train(
         )
     rng = np.random.default_rng(seed)
     mean = x_nv.mean(0, dtype=np.float64).astype(np.float32)
-    centred = x_nv - mean
-    _, basis = np.linalg.eigh((centred.T @ centred).astype(np.float64))
-    basis = np.ascontiguousarray(basis[:, ::-1][:, :components].T, np.float32)
-    rest = centred @ basis.T
+    centred_nv = x_nv - mean
+    covariance = (centred_nv.T @ centred_nv).astype(np.float64)
+    _, eigenvectors = np.linalg.eigh(covariance)  # columns, of the largest eigenvalue last
+    largest_first = eigenvectors[:, ::-1]
+    basis = np.ascontiguousarray(largest_first[:, :components].T, np.float32)
+    residual_np = centred_nv @ basis.T
     books = []
     for _ in range(codebooks):
-        books.append(k_means(rest, size, rounds=rounds, rng=rng))
-        rest = rest - books[-1][nearest(rest, books[-1])[0]]
+        book_cp = k_means(residual_np, size, rounds=rounds, rng=rng)
+        code_n, _ = nearest(residual_np, book_cp)
+        residual_np = residual_np - book_cp[code_n]
+        books.append(book_cp)
     return Rvq(mean, basis, np.stack(books))
 
 
 def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
     """Return the root mean squared error of log-mels after each codebook, and of the mean."""
-    codes = codec.quantise(x_nv).T
-    rest = x_nv - codec.mean
-    differences = [
-        codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)
-    ]
-    return [float(np.sqrt((x**2).mean())) for x in differences], float(np.sqrt((rest**2).mean()))
+    codes_kn = codec.quantise(x_nv).T
+    of_codebooks = []
+    for k in range(codec.codebooks):
+        decoded_nv = codec.decode(codes_kn, k + 1).reshape(x_nv.shape)
+        of_codebooks.append(_root_mean_square(decoded_nv - x_nv))
+    return of_codebooks, _root_mean_square(x_nv - codec.mean)
+
+
+def _root_mean_square(x: np.ndarray) -> float:
+    return float(np.sqrt((x**2).mean()))
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
     """Return sound float32 [n] of nearly this log-mel, from random phases (Griffin & Lim 1984)."""
-    power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
-    response = (
-        np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
-    )
-    magnitude = np.sqrt(power_fs / response)
-    magnitude[:, :2] = 0  # the filter bank removes the mean, so nothing is known of it
-    window = np.zeros(N_FFT)
-    window[:WINDOW] = np.hanning(WINDOW)
-    n = WINDOW + (len(magnitude) - 1) * HOP
-    phase = np.exp(2j * np.pi * np.random.default_rng(seed).random(magnitude.shape))
-    frames = np.arange(len(magnitude))[:, None] * HOP + np.arange(WINDOW)
-    weight = np.zeros(n)
-    np.add.at(weight, frames, np.broadcast_to(window[:WINDOW] ** 2, frames.shape))
+    magnitude_fs = _magnitude(log_mel_fm)
+    n_frames = len(magnitude_fs)
+    n_samples = WINDOW + (n_frames - 1) * HOP
+    window = np.hanning(WINDOW)
+    starts = np.arange(n_frames)[:, None] * HOP
+    sample_fw = starts + np.arange(WINDOW)  # the samples of each frame
+    squares_fw = np.broadcast_to(window**2, sample_fw.shape)
+    weight = np.zeros(n_samples)
+    np.add.at(weight, sample_fw, squares_fw)
     weight = np.maximum(weight, 1e-3)
-    for i in range(rounds + 1):
-        waves = np.fft.irfft(magnitude * phase, N_FFT)[:, :WINDOW] * window[:WINDOW]
-        wave = np.bincount(frames.ravel(), waves.ravel(), n) / weight
-        if i < rounds:
-            spectra = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
-            phase = spectra / np.maximum(np.abs(spectra), 1e-12)
+
+    def waveform(phase_fs: np.ndarray) -> np.ndarray:
+        """Return the samples [n] whose frames are closest to these spectra."""
+        frames = np.fft.irfft(magnitude_fs * phase_fs, N_FFT)
+        windowed = frames[:, :WINDOW] * window
+        sums: np.ndarray = np.bincount(sample_fw.ravel(), windowed.ravel(), n_samples)
+        return sums / weight
+
+    turns = np.random.default_rng(seed).random(magnitude_fs.shape)
+    wave = waveform(np.exp(2j * np.pi * turns))
+    for _ in range(rounds):
+        spectrum_fs = np.fft.rfft(wave[sample_fw] * window, N_FFT)
+        magnitude = np.maximum(np.abs(spectrum_fs), 1e-12)
+        wave = waveform(spectrum_fs / magnitude)
     return wave.astype(np.float32)
+
+
+def _magnitude(log_mel_fm: np.ndarray) -> np.ndarray:
+    """Return the magnitudes of spectra [F, 513] before the filter bank's pre-emphasis."""
+    power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
+    bin_s = np.arange(power_fs.shape[1])
+    delay_s = np.exp(-2j * np.pi * bin_s / N_FFT)  # of one sample
+    response_s = np.abs(1 - EMPHASIS * delay_s) ** 2
+    magnitude_fs: np.ndarray = np.sqrt(power_fs / response_s)
+    magnitude_fs[:, :2] = 0  # the filter bank removes the mean, so nothing is known of it
+    return magnitude_fs
 
 
 def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
     """Write 16 bits, mono, atomically, and quieter if samples are beyond full scale."""
-    scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
+    largest = float(np.abs(samples).max(initial=0))
+    scaled = samples / max(1.0, largest)
+    int16_samples = (scaled * 32767).astype("<i2")
     with atomic_write.file(path) as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(rate)
-        file.writeframes((scaled * 32767).astype("<i2").tobytes())
+        file.writeframes(int16_samples.tobytes())
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
     """Return the power [F, 513], not negative, of these energies of bands (Lee & Seung 2001)."""
-    bands = mel_bands()
-    power: np.ndarray = np.maximum(
-        energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12
-    )
-    total = bands.sum(0)
+    bands_ms = mel_bands()
+    band_sum_m = bands_ms.sum(1, keepdims=True)
+    bin_sum_s = bands_ms.sum(0)
+    means_ms = bands_ms / np.maximum(band_sum_m, 1e-9)
+    power_fs: np.ndarray = np.maximum(energy_fm @ means_ms, 1e-12)
     for _ in range(rounds):
-        ratio = energy_fm / np.maximum(power @ bands.T, 1e-12)
-        power = power * (ratio @ bands) / np.maximum(total, 1e-9)
-    return power
+        energy_of_power_fm = np.maximum(power_fs @ bands_ms.T, 1e-12)
+        ratio_fm = energy_fm / energy_of_power_fm
+        power_fs = power_fs * (ratio_fm @ bands_ms) / np.maximum(bin_sum_s, 1e-9)
+    return power_fs
 
 
 def mel_bands() -> np.ndarray:
@@ -312,13 +355,15 @@ def mel_bands() -> np.ndarray:
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)
 
-    low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
-    place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[
-        :, None
-    ]
-    bands: np.ndarray = np.maximum(np.minimum(place, 2 - place), 0)
-    bands[:, -1] = 0
-    return bands
+    lowest = mel(20.0)
+    step = (mel(RATE / 2) - lowest) / (N_MELS + 1)
+    hz_s = np.arange(N_FFT // 2 + 1) * RATE / N_FFT
+    place_s = (mel(hz_s) - lowest) / step
+    rise_ms = place_s - np.arange(N_MELS)[:, None]
+    triangle_ms = np.minimum(rise_ms, 2 - rise_ms)
+    bands_ms: np.ndarray = np.maximum(triangle_ms, 0)
+    bands_ms[:, -1] = 0
+    return bands_ms
 
 
 class Source(NamedTuple):
@@ -340,16 +385,18 @@ class Source(NamedTuple):
         """Return its file of codes: next to it, or in a folder, named by its path or content."""
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
-        key = hashlib.sha256(
-            (str(self.path.absolute()) if self.path else self.raw).encode()
-        ).hexdigest()[:24]
+        key = str(self.path.absolute()) if self.path else self.raw
+        digest = hashlib.sha256(key.encode()).hexdigest()
         folder = files.expanded(cache) if cache else machine.cache_folder("codes")
-        return folder / f"{key}.{codec.name}.npy"
+        return folder / f"{digest[:24]}.{codec.name}.npy"
 
     def is_kept(self, codes: pathlib.Path) -> bool:
         """Whether the file of codes is there and not older than the recording."""
         try:
-            return codes.stat().st_mtime_ns >= (self.path.stat().st_mtime_ns if self.path else 0)
+            written_ns = codes.stat().st_mtime_ns
+            if self.path is None:
+                return True
+            return written_ns >= self.path.stat().st_mtime_ns
         except OSError:
             return False
 
@@ -359,12 +406,16 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
     path = source.codes(codec, cache)
     wave, rate, _ = _rust.decode(source.read())
     codes = codec.encode(wave, rate)
-    if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
-        raise ValueError(
-            f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to"
-            f" {codec.size - 1}"
-        )
-    codes = np.ascontiguousarray(narrowed(codes, np.int16, f"the codes of {codec.name}"))
+    if codes.size:
+        smallest = codes.min()
+        largest = codes.max()
+        if not (0 <= smallest and largest < codec.size):
+            raise ValueError(
+                f"{codec.name} gives codes from {smallest} to {largest}; expected 0 to"
+                f" {codec.size - 1}"
+            )
+    codes = narrowed(codes, np.int16, f"the codes of {codec.name}")
+    codes = np.ascontiguousarray(codes)
     try:
         with atomic_write.shared(path) as place:
             atomic_write.save(place, codes)
@@ -381,7 +432,8 @@ def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
         for folder in folders:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-                file = closing.enter_context((folder / ".codes.lock").open("w"))
+                lock = folder / ".codes.lock"
+                file = closing.enter_context(lock.open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX)
                 break
         yield
@@ -406,45 +458,52 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     path = files.expanded(path)
     try:
         if path.suffix == ".npz":
-            table: dict[str, Any] = dict(files.arrays(path, most=MAX_RECORDING))
+            table = files.arrays(path, most=MAX_RECORDING)
         else:
-            from loaders.io import columnar  # imports pyarrow, which other codes do without
-
-            columns = columnar.read_some(path, "audio_url", "codes")
-            if missing := {"audio_url", "codes"} - columns.keys():
-                raise ValueError(f"it has no column {min(missing)!r}")
-            table = {
-                url: np.array(codes)
-                for url, codes in zip(columns["audio_url"], columns["codes"], strict=True)
-            }
+            table = _read_columns(path)
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read as codes: {files.reason(error)}") from error
+    int16_codes = {}
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
             raise DataError(
                 f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks,"
                 " times]"
             )
-    return {
-        name: narrowed(codes, np.int16, f"{path}: the codes of {name}")
-        for name, codes in table.items()
-    }
+        int16_codes[name] = narrowed(codes, np.int16, f"{path}: the codes of {name}")
+    return int16_codes
+
+
+def _read_columns(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Read the codes of an Arrow or Parquet file, by their recordings. Raises ValueError."""
+    from loaders.io import columnar  # imports pyarrow, which other codes do without
+
+    columns = columnar.read_some(path, "audio_url", "codes")
+    missing = {"audio_url", "codes"} - columns.keys()
+    if missing:
+        raise ValueError(f"it has no column {min(missing)!r}")
+    table = {}
+    for url, codes in zip(columns["audio_url"], columns["codes"], strict=True):
+        table[url] = np.array(codes)
+    return table
 
 
 def stacked(
     sources: Sequence[Source], *, limit: int, seed: int = 0
 ) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """Draw about ``limit`` vectors [N, 512] of all, and return (recording, reason) of bad ones."""
+    """Draw about ``limit`` vectors [N, 512], and return (recording, reason) of broken ones."""
     rng = np.random.default_rng(seed)
-    drawn: list[np.ndarray] = []
-    bad: list[tuple[str, str]] = []
+    parts = [np.zeros((0, VECTOR), np.float32)]
+    broken: list[tuple[str, str]] = []
     share = -(-limit // max(len(sources), 1))
     for source in sources:
         try:
             wave, rate, _ = _rust.decode(source.read())
-            x = vectors(wave, rate)
+            x_tv = vectors(wave, rate)
         except (ValueError, OSError) as error:
-            bad.append((str(source), str(error)))
+            broken.append((str(source), str(error)))
             continue
-        drawn.append(x[np.sort(rng.choice(len(x), min(len(x), share), replace=False))])
-    return np.concatenate(drawn) if drawn else np.zeros((0, STACK * N_MELS), np.float32), bad
+        n_vectors = min(len(x_tv), share)
+        times = rng.choice(len(x_tv), n_vectors, replace=False)
+        parts.append(x_tv[np.sort(times)])
+    return np.concatenate(parts), broken
