@@ -422,7 +422,8 @@ def prompts(rows, n):
     """The first n places of each row, as a batch of prompts."""
     cut = [chatml.Laid(*(x[:m] for x in row)) for row, m in zip(rows, n, strict=True)]
     batch = batch_of(cut, pad=0)
-    return {name: batch[name] for name in ("text", "codes", "place", "slot")}
+    fields = {name: batch[name] for name in ("text", "codes", "place", "slot")}
+    return decoding.Prompts(fields, jnp.array(n))
 
 
 def last_of_prompts(rows):
@@ -441,9 +442,9 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
     starts = (min(first_column // 2, last) + 1, *[last + 1] * (len(rows) - 1))
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
     n_new = min(len(x.tokens) for x in rows) - last - 1
-    x_bd, cache = jax.jit(
-        lambda p, b: decoding.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new)
-    )(params, prompts(rows, starts))
+    x_bd, cache = jax.jit(lambda p, b: decoding.prefill(c, p, b, alone(), n_new=n_new))(
+        params, prompts(rows, starts)
+    )
     step = jax.jit(lambda p, *args: decoding.extend(c, p, *args, alone()))
     for i in range(n_new):
         at = [s + i for s in starts]
@@ -487,7 +488,6 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
             c,
             p,
             b,
-            jnp.array(starts),
             jax.random.key(0),
             alone(),
             decoding.Grammar(opens, closes, ends, longest=longest),
@@ -554,7 +554,6 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
                     c,
                     p,
                     b,
-                    jnp.array(starts[:n]),
                     jax.random.key(seed),
                     alone(),
                     decoding.Grammar(opens, closes, ends),

@@ -24,7 +24,6 @@ OTHERS = {
         "decoding",
         "model._permute_backward",
         "model._permute_forward",
-        "model._spread",
         "model.audio_logits",
         "model.text_logits",
     },

@@ -15,26 +15,32 @@ def examples(
 ) -> Sequence[Example]:
     """Decode the conversation of each row."""
     tools = chat_examples.tools_of(config.data, config.data.manifest)
-    voice = chat_examples.open_codec(config.data) if config.data.codec else None
-    found = []
-    for text, codes, slot in zip(batch["text"], batch["codes"], batch["slot"], strict=True):
-        n = len(text)
-        columns = [codes[i - n] for i in slot.tolist() if i >= n]
+    codec = None
+    if config.data.codec:
+        codec = chat_examples.open_codec(config.data)
+    conversations = []
+    rows = zip(batch["text"], batch["codes"], batch["slot"], strict=True)
+    for tokens, columns, slots in rows:
+        text = tools.tokenizer.decode(tokens[tokens != tools.pad].tolist())
         sound = None
-        if (
-            isinstance(voice, codec_lib.Rvq)
-            and columns
-            and len(whole := _codes(np.stack(columns), tools)[0])
-        ):
-            mel = voice.decode(_codes(np.stack(columns), tools))
-            sound = (codec_lib.sound(mel), codec_lib.RATE) if len(whole) else None
-        found.append(
-            Example(text=tools.tokenizer.decode(text[text != tools.pad].tolist()), sound=sound)
-        )
-    return found
+        if isinstance(codec, codec_lib.Rvq):
+            column_slots = slots[slots >= len(tokens)]
+            codes = _codes(columns[column_slots - len(tokens)], tools)
+            sound = _sound(codes, codec)
+        conversations.append(Example(text=text, sound=sound))
+    return conversations
 
 
 def _codes(columns_jk: np.ndarray, tools: chat_examples.Tools) -> np.ndarray:
-    """Join the codes of a row's recordings, one after the other, without spare columns."""
-    codes = chatml.undelayed(columns_jk, delay=tools.delay)
-    return codes[:, ((codes >= 0) & (codes < tools.size)).all(0)]
+    """Join the codes [K, T] of a row's recordings, one after the other, without spare columns."""
+    codes_kt = chatml.undelayed(columns_jk, delay=tools.delay)
+    is_code_kt = (codes_kt >= 0) & (codes_kt < tools.size)
+    return codes_kt[:, is_code_kt.all(0)]
+
+
+def _sound(codes_kt: np.ndarray, codec: codec_lib.Rvq) -> tuple[np.ndarray, int] | None:
+    """Return samples and their rate [Hz], or None without codes."""
+    if not codes_kt.shape[1]:
+        return None
+    log_mel = codec.decode(codes_kt)
+    return codec_lib.sound(log_mel), codec_lib.RATE

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,16 @@ from jaxtrain.arrays import run_workload, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.telemetry import writers
-from jaxtrain.types import PyTree
+from jaxtrain.types import Key, PyTree
 from jaxtrain.workloads.audio_language import decoding
 from jaxtrain.workloads.audio_language.model import Config, make_specs
 from loaders.base import narrowed
 from loaders.chat import chat_audio, chat_examples, chatml, codec
 from loaders.io import atomic_write, files
+
+# [places] of an answer besides its recording: with text first, and without
+MAX_TEXT = 64
+MAX_END = 8
 
 
 class Speaker(NamedTuple):
@@ -52,39 +56,52 @@ def load(
     source = source_lib.find(run, step)
     run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)
-    if missing := [
-        name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None
-    ]:
+    missing = []
+    for name in ("vocab", "codebooks", "codebook_size"):
+        if getattr(model, name) is None:
+            missing.append(name)
+    if missing:
         raise StoredError(
             f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is"
             " damaged"
         )
-    chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json")
-    changes = {"tokenizer": chosen} if chosen else {}
-    changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
-    run_data = run_config.get("data") or {}
-    theirs = run_data.get("codec")
-    # module:function would be imported, and the run may be anyone's.
-    if (
-        not codec_path
-        and isinstance(theirs, str)
-        and theirs
-        and not files.expanded(theirs).is_file()
-    ):
-        raise StoredError(
-            f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a"
-            " codec.npz, or that function if you trust its code, with --codec"
-        )
-    if not chosen:
-        path = run_data.get("tokenizer")
-        run_workload.refuse_other_file(source, "data.tokenizer", path, "--tokenizer")
-    if not codec_path:
-        run_workload.refuse_other_file(source, "data.codec", theirs, "--codec")
-    data = config_lib.section(chat_audio.Config, run_data | changes)
-    params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
+    data = _data_config(source, run_config, tokenizer, codec_path)
+    one_device = stored_params.one_device()
+    params = stored_params.read(source, make_specs(model), one_device, ema=ema)
     tools = chat_examples.tools_of(data, data.manifest)
-    voice = chat_examples.open_codec(data) if data.codec else None
+    voice = None
+    if data.codec:
+        voice = chat_examples.open_codec(data)
     return Speaker(model, params, tools, voice)
+
+
+def _data_config(
+    source: source_lib.Source, run_config: Mapping[str, Any], tokenizer: str, codec_path: str
+) -> chat_audio.Config:
+    """Return the run's section ``data``, with another tokenizer or codec if one is named."""
+    run_data = run_config.get("data") or {}
+    run_codec = run_data.get("codec")
+    changes = {}
+    tokenizer = tokenizer or run_workload.exported_file(source, "tokenizer.json")
+    if tokenizer:
+        changes["tokenizer"] = tokenizer
+    if codec_path:
+        changes["codec"] = codec_path
+        changes["codes"] = ""
+    elif isinstance(run_codec, str) and run_codec:
+        # module:function would be imported, and the run may be anyone's.
+        if not files.expanded(run_codec).is_file():
+            raise StoredError(
+                f"{source.path}: the run's codec is {run_codec!r}, which is no file here; name a"
+                " codec.npz, or that function if you trust its code, with --codec"
+            )
+    if not tokenizer:
+        run_tokenizer = run_data.get("tokenizer")
+        run_workload.refuse_other_file(source, "data.tokenizer", run_tokenizer, "--tokenizer")
+    if not codec_path:
+        run_workload.refuse_other_file(source, "data.codec", run_codec, "--codec")
+    data: chat_audio.Config = config_lib.section(chat_audio.Config, run_data | changes)
+    return data
 
 
 def speak(
@@ -98,72 +115,86 @@ def speak(
     batch: int = 16,
 ) -> list[Answer]:
     """Generate an answer to each prompt, ``batch`` at a time: its text and recordings."""
-    c, tools = speaker.model, speaker.tools
-    rows = []
-    for prompt in prompts:
-        pieces = chatml.render(
-            {
-                "messages": [
-                    {"role": "user", "content": prompt},
-                    {"role": "assistant", "content": []},
-                ]
-            }
-        )
-        tokens, labels, _ = chatml.tokenise(pieces[:-1], tools.encode)
-        opening = [] if text_first else [tools.ids[chatml.AUDIO_OUT_BOS]]
-        tokens = narrowed(np.concatenate([tokens, opening]), np.int32, "the tokens")
-        rows.append(tools.expand(tokens, np.full_like(tokens, chatml.NONE), []))
+    c = speaker.model
+    tools = speaker.tools
     longest = round(seconds * tools.frame_rate)
-    shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
-    layout = stored_params.one_device()
-    opens, closes, ends = (
-        tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN)
+    grammar = decoding.Grammar(
+        opens=tools.ids[chatml.AUDIO_OUT_BOS],
+        closes=tools.ids[chatml.AUDIO_EOS],
+        ends=tools.ids[chatml.END_OF_TURN],
+        delay=tools.delay,
+        longest=longest,
     )
-    grammar = decoding.Grammar(opens, closes, ends, tools.delay, longest)
-    n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
+    n_columns = longest + 1 + c.codebooks
+    n_tokens = MAX_TEXT if text_first else MAX_END
+    shard = stored_params.one_device().shard
 
     @jax.jit
-    def run(
-        params: PyTree, prompt: dict[str, Any], length_b: jax.Array, key: jax.Array
-    ) -> decoding.Written:
+    def run(params: PyTree, rows: decoding.Prompts, key: Key) -> decoding.Continuations:
         return decoding.generate(
-            c, params, prompt, length_b, key, layout.shard, grammar, n_new=n_new, streams=streams
+            c, params, rows, key, shard, grammar, n_new=n_columns + n_tokens, streams=streams
         )
 
+    rows = [_lay_out(tools, prompt, text_first=text_first) for prompt in prompts]
+    n_places = max(len(row.tokens) for row in rows)
     answers: list[Answer] = []
     for start in range(0, len(rows), batch):
-        some = rows[start : start + batch]
-        some = some + some[:1] * (batch - len(some))  # one program for all
-        laid = [chatml.row(x, shape, tools.pad) for x in some]
-        context = {
-            name: jnp.asarray(np.stack([x[name] for x in laid]))
-            for name in ("text", "codes", "place", "slot")
-        }
-        length_b = jnp.array([len(x.tokens) for x in some], jnp.int32)
-        written = jax.device_get(
-            run(speaker.params, context, length_b, jax.random.fold_in(jax.random.key(seed), start))
-        )
-        each = list(_answers(speaker, written))
-        answers += each[: len(rows) - start]
+        batch_rows = rows[start : start + batch]
+        n_spare = batch - len(batch_rows)
+        spare_rows = batch_rows[:1] * n_spare  # one program for all
+        prompt_rows = _stack(batch_rows + spare_rows, n_places, tools.pad)
+        key = jax.random.fold_in(jax.random.key(seed), start)
+        tokens, columns = jax.device_get(run(speaker.params, prompt_rows, key))
+        for i in range(len(batch_rows)):
+            answer = _answer(tools, tokens[i], columns[i])
+            answers.append(answer)
     return answers
 
 
-def _answers(speaker: Speaker, written: decoding.Written) -> Iterator[Answer]:
-    tools = speaker.tools
-    for tokens, columns in zip(
-        np.asarray(written.tokens), np.asarray(written.columns), strict=True
-    ):
-        is_audio = columns[:, 0] >= 0
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], is_audio, [0]])))
-        clips = [
-            chatml.undelayed(columns[a:b], delay=tools.delay)
-            for a, b in zip(edges[::2], edges[1::2], strict=True)
-        ]
+def _lay_out(tools: chat_examples.Tools, prompt: str, *, text_first: bool) -> chatml.Laid:
+    """Lay out a user's turn, and the beginning of an answer: a recording's, or a text's."""
+    question = {"role": "user", "content": prompt}
+    answer = {"role": "assistant", "content": []}
+    pieces = chatml.render({"messages": [question, answer]})
+    pieces_to_continue = pieces[:-1]  # without the end of the assistant's turn
+    tokens, _, _ = chatml.tokenise(pieces_to_continue, tools.encode)
+    if not text_first:
+        tokens = np.append(tokens, tools.ids[chatml.AUDIO_OUT_BOS])
+    tokens = narrowed(tokens, np.int32, "the tokens")
+    labels = np.full_like(tokens, chatml.NONE)
+    return tools.expand(tokens, labels, [])
+
+
+def _stack(rows: Sequence[chatml.Laid], n_places: int, pad: int) -> decoding.Prompts:
+    """Return rows of text alone as a batch."""
+    shape = (n_places, 1, 1, 1)
+    filled_rows = [chatml.row(row, shape, pad) for row in rows]
+    fields = {}
+    for name in ("text", "codes", "place", "slot"):
+        values = [row[name] for row in filled_rows]
+        fields[name] = jnp.asarray(np.stack(values))
+    lengths = [len(row.tokens) for row in rows]
+    return decoding.Prompts(fields, jnp.array(lengths, jnp.int32))
+
+
+def _answer(tools: chat_examples.Tools, tokens: np.ndarray, columns: np.ndarray) -> Answer:
+    """Return the answer of a row: int32 tokens [N], -1 for columns, and columns [N, K]."""
+    is_column = columns[:, 0] >= 0
+    padded = np.concatenate([[0], is_column, [0]])
+    edges = np.flatnonzero(np.diff(padded))
+    recordings = []
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        codes_kt = chatml.undelayed(columns[start:stop], delay=tools.delay)
         # A recording that was cut off by the end of the buffer may hold begins and ends.
-        clips = [x[:, : int((x < tools.size).all(0).cumprod().sum())] for x in clips]
-        special = set(tools.ids.values())
-        text = tools.tokenizer.decode([t for t in tokens[tokens >= 0].tolist() if t not in special])
-        yield Answer(text, clips)
+        is_code_t = (codes_kt < tools.size).all(0)
+        n_codes = int(is_code_t.cumprod().sum())
+        recordings.append(codes_kt[:, :n_codes])
+    special = set(tools.ids.values())
+    text_tokens = []
+    for token in tokens[tokens >= 0].tolist():
+        if token not in special:
+            text_tokens.append(token)
+    return Answer(tools.tokenizer.decode(text_tokens), recordings)
 
 
 def write(
@@ -173,24 +204,44 @@ def write(
     answers: Sequence[Answer],
     each: int,
 ) -> None:
+    """Write answers to a folder, ``each`` to a prompt, and print a line of JSON for each one."""
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        line: dict[str, Any] = {"prompt": prompt, "text": answer.text}
-        for codes in answer.codes[:1]:
+        fields: dict[str, Any] = {"prompt": prompt, "text": answer.text}
+        if answer.codes:
+            codes = answer.codes[0]
             name = f"{i // each:03}-{i % each}"
-            atomic_write.save(out / f"{name}.npy", narrowed(codes, np.int16, "the codes"))
-            line |= {"file": f"{name}.npy", "seconds": codes.shape[1] / speaker.tools.frame_rate}
-            if isinstance(speaker.codec, codec.Rvq) and codes.shape[1]:
-                mel = speaker.codec.decode(codes)
-                codec.write_wav(out / f"{name}.wav", codec.sound(mel))
-                picture = (mel - mel.min()) / max(float(np.ptp(mel)), 1e-6)
-                try:
-                    with atomic_write.naming(out / f"{name}.png"):
-                        writers.write_pictures(out, {f".{name}": picture.T[None]})
-                        (out / f".{name}_0.png").rename(out / f"{name}.png")
-                finally:
-                    (out / f".{name}_0.png").unlink(missing_ok=True)
-        lines.append(json.dumps(line, ensure_ascii=False))
-        print(lines[-1])
-    atomic_write.write(out / "answers.jsonl", "".join(line + "\n" for line in lines))
+            _write_recording(speaker, out, name, codes)
+            fields["file"] = f"{name}.npy"
+            fields["seconds"] = codes.shape[1] / speaker.tools.frame_rate
+        line = json.dumps(fields, ensure_ascii=False)
+        print(line)
+        lines.append(f"{line}\n")
+    atomic_write.write(out / "answers.jsonl", "".join(lines))
+
+
+def _write_recording(speaker: Speaker, out: pathlib.Path, name: str, codes: np.ndarray) -> None:
+    """Write codes int [K, T], and by a codec.npz their sound and its spectrogram."""
+    int16_codes = narrowed(codes, np.int16, "the codes")
+    atomic_write.save(out / f"{name}.npy", int16_codes)
+    if not isinstance(speaker.codec, codec.Rvq) or not codes.shape[1]:
+        return
+    log_mel = speaker.codec.decode(codes)
+    codec.write_wav(out / f"{name}.wav", codec.sound(log_mel))
+    _write_picture(out, name, log_mel)
+
+
+def _write_picture(out: pathlib.Path, name: str, log_mel: np.ndarray) -> None:
+    """Write a spectrogram [frames, bands] as a PNG file, low bands at the bottom."""
+    span = max(float(np.ptp(log_mel)), 1e-6)
+    picture = (log_mel - log_mel.min()) / span
+    hidden = f".{name}"
+    drawn_file = out / f"{hidden}_0.png"
+    file = out / f"{name}.png"
+    try:
+        with atomic_write.naming(file):
+            writers.write_pictures(out, {hidden: picture.T[None]})
+            drawn_file.rename(file)
+    finally:
+        drawn_file.unlink(missing_ok=True)

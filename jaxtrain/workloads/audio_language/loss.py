@@ -24,8 +24,8 @@ Shapes: as in `model`.
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,18 @@ import jax.numpy as jnp
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import (
+    Array,
+    Axes,
+    Batch,
+    Key,
+    LossOut,
+    Mean,
+    PyTree,
+    Shard,
+    Task,
+    Variables,
+)
 from jaxtrain.workloads.audio_language.model import (
     Config,
     audio_logits,
@@ -44,31 +55,52 @@ from jaxtrain.workloads.audio_language.model import (
     text_logits,
 )
 
+# Fields of a batch [rows, …] besides "index", by their numbers of dimensions.
+MATRICES = ("text", "place", "slot", "text_at", "text_target", "audio_at", "label_scale")
+STACKS = ("codes", "audio_target")
+
+
+class Labels(NamedTuple):
+    """Sums over the labels of one kind."""
+
+    nats: Array  # cross-entropy
+    correct: Array
+    n_labels: Array
+
+    @property
+    def loss(self) -> Mean:
+        return Mean(self.nats, self.n_labels)
+
+    @property
+    def accuracy(self) -> Mean:
+        return Mean(self.correct, self.n_labels)
+
 
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
-    row = {
-        name: ("batch", None)
-        for name in ("text", "place", "slot", "text_at", "text_target", "audio_at", "label_scale")
-    }
     frozen = bool(config.lora.rank)
-    flops = [
-        batch * sum(b[4] * step_flops(c, b, causal=x, frozen=frozen) for b in c.buckets or ())
-        for x in (True, False)
-    ]
+    axes: dict[str, Axes] = {"index": ("batch",)}
+    for name in MATRICES:
+        axes[name] = ("batch", None)
+    for name in STACKS:
+        axes[name] = ("batch", None, None)
+    flops: float = 0  # of the mean row, as places is
+    full_flops: float = 0
+    places: float = 0
+    for bucket in c.buckets or ():
+        n_text, n_audio, _, _, share = bucket
+        flops += share * step_flops(c, bucket, causal=True, frozen=frozen)
+        full_flops += share * step_flops(c, bucket, causal=False, frozen=frozen)
+        places += share * (n_text + n_audio)
     return Task(
         specs=Variables(make_specs(c)),
         loss=functools.partial(loss, c, shard),
         evaluate=functools.partial(evaluate, c, shard),
-        axes={
-            "index": ("batch",),
-            **row,
-            **{name: ("batch", None, None) for name in ("codes", "audio_target")},
-        },
-        flops=int(flops[0]),
-        full_flops=int(flops[1]),
+        axes=axes,
+        flops=int(batch * flops),
+        full_flops=int(batch * full_flops),
         finish=functools.partial(finish, c),
-        tokens=batch * sum(b[4] * (b[0] + b[1]) for b in c.buckets or ()),
+        tokens=batch * places,
         predict=functools.partial(predict, c, shard),
     )
 
@@ -81,11 +113,10 @@ def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) 
 
 def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Array]:
     """Logits ``text`` [B, U, V] and ``audio`` [B, U, K, codes] of all places of the rows."""
-    x_bud = decode(c, variables.params, batch, shard)
-    return {
-        "text": text_logits(c, variables.params, x_bud),
-        "audio": audio_logits(variables.params, x_bud),
-    }
+    params = variables.params
+    x_bud = decode(c, params, batch, shard)
+    text = text_logits(c, params, x_bud)
+    return {"text": text, "audio": audio_logits(params, x_bud)}
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
@@ -95,38 +126,47 @@ def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dic
 
 def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
     """Add the loss over a whole split, whose labels no batch's scale counts."""
-    audio = [
-        record[f"audio_{k}"] for k in range(c.codebooks) if not math.isnan(record[f"audio_{k}"])
-    ]
-    parts = {"text": record["text"], "audio": sum(audio) / len(audio) if audio else math.nan}
-    return {**record, **parts, "loss": sum(x for x in parts.values() if not math.isnan(x))}
+    text = record["text"]
+    codebooks = _labelled([record[f"audio_{k}"] for k in range(c.codebooks)])
+    audio = math.nan
+    if codebooks:
+        audio = sum(codebooks) / len(codebooks)
+    loss = sum(_labelled([text, audio]))
+    return {**record, "text": text, "audio": audio, "loss": loss}
+
+
+def _labelled(means: Sequence[float]) -> list[float]:
+    """Leave out the means without labels, which are NaN."""
+    return [mean for mean in means if not math.isnan(mean)]
 
 
 def measure(
     c: Config, params: PyTree, x_bud: Array, batch: Batch, shard: Shard
 ) -> tuple[Array, dict[str, Mean]]:
     """Return the loss, summed over rows, and the sums of every metric."""
-    scale = batch["label_scale"].max(0)  # the same in all rows
-
-    def sums(x_bnd: Array, w_vd: Array, target_bn: Array) -> tuple[Array, Array, Array]:
-        weight_bn = (target_bn >= 0).astype(jnp.float32)
-        labelled = cross_entropy(
-            x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk, axes=transformer.TABLE
-        )
-        return labelled.loss, labelled.correct, weight_bn.sum()
-
+    scale = batch["label_scale"].max(0)  # [1 + K], the same in all rows
     with jax.named_scope("text_head"):
-        nats, right, n = sums(
-            states(shard, x_bud, batch["text_at"]),
-            transformer.head(c, params),
-            batch["text_target"],
-        )
-    total = nats * scale[0]
-    metrics = {"text": Mean(nats, n), "text_accuracy": Mean(right, n)}
+        x_bnd = states(shard, x_bud, batch["text_at"])
+        w_vd = transformer.head(c, params)
+        text = _compare(c, x_bnd, w_vd, batch["text_target"], shard)
+    total = text.nats * scale[0]
+    metrics = {"text": text.loss, "text_accuracy": text.accuracy}
     with jax.named_scope("audio_head"):
         x_bmd = states(shard, x_bud, batch["audio_at"])
         for k in range(c.codebooks):
-            nats, right, n = sums(x_bmd, params["w_head_audio"][k], batch["audio_target"][..., k])
-            total += nats * scale[1 + k]
-            metrics |= {f"audio_{k}": Mean(nats, n), f"audio_accuracy_{k}": Mean(right, n)}
+            w_cd = params["w_head_audio"][k]
+            target_bm = batch["audio_target"][..., k]
+            codebook = _compare(c, x_bmd, w_cd, target_bm, shard)
+            total += codebook.nats * scale[1 + k]
+            metrics[f"audio_{k}"] = codebook.loss
+            metrics[f"audio_accuracy_{k}"] = codebook.accuracy
     return total, metrics
+
+
+def _compare(c: Config, x_bnd: Array, w_vd: Array, target_bn: Array, shard: Shard) -> Labels:
+    """Compare the logits x_bnd · w_vd with labels, negative ones left out."""
+    weight_bn = (target_bn >= 0).astype(jnp.float32)
+    sums = cross_entropy(
+        x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk, axes=transformer.TABLE
+    )
+    return Labels(sums.loss, sums.correct, weight_bn.sum())

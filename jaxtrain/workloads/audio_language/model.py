@@ -10,23 +10,25 @@ that each net computes its own places alone: two copies of [U, D] cost less than
 everywhere.
 
 Shapes: B rows, U places, S text tokens, A columns, N and M labels, K codebooks, C codes of a
-codebook, D embed, V vocabulary, L layers.
+codebook, D embed, V vocabulary, L layers. In attention: H heads, G key/value heads, K head
+dimension.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxtrain import specs as specs_lib
 from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.layers import lookup, rope_angles
 from jaxtrain.parallel import kernels
-from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard, Spec
+from jaxtrain.types import OF_DATA, Array, Axes, Batch, OfData, PyTree, Shard, Spec
 from loaders.base import DataError
 from loaders.io import checks, files
 from loaders.text import tokenizer as tokenizer_lib
@@ -63,12 +65,10 @@ class Config(transformer.Decoder):
         yield from super().validate()
         yield from checks.at_least(self, 1, "chunk")
         required = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
-        for name, value in required.items():
-            if getattr(self, name) != value:
-                yield (
-                    name,
-                    f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}",
-                )
+        for name, expected in required.items():
+            value = getattr(self, name)
+            if value != expected:
+                yield name, f"is {value!r}; with two feed-forward nets it must be {expected!r}"
 
     def validate_warm_start(
         self, source: Mapping[str, Any], place: str, data: checks.DataSection
@@ -82,13 +82,14 @@ class Config(transformer.Decoder):
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "codebooks", "codebook_size"):
-            value, needed = getattr(self, name), info.get(name)
+            value = getattr(self, name)
+            of_data = info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
-            elif needed is not None and (value < needed if name == "vocab" else value != needed):
+            elif of_data is not None and not _suffices(name, value, of_data):
                 yield (
                     name,
-                    f"is {value}, and the data have {needed}; config.model.{name}=None takes that",
+                    f"is {value}, and the data have {of_data}; config.model.{name}=None takes that",
                 )
 
     @property
@@ -128,22 +129,36 @@ def _tokenizers(source: Mapping[str, Any]) -> Iterator[str]:
             yield path
 
 
+def _suffices(name: str, value: int, of_data: int) -> bool:
+    """Whether a model of this size can be trained on the data: its vocabulary may be larger."""
+    if name == "vocab":
+        return value >= of_data
+    return value == of_data
+
+
 def make_specs(c: Config) -> PyTree:
-    l, d = c.depth, c.embed
-    table, init = transformer.decoder_specs(c, c.vocab), specs_lib.truncated_normal(c.init_std)
-    blocks = dict(table["blocks"])
-    norm = transformer.norm_specs(c, "attention", (l,))
+    specs = transformer.decoder_specs(c, c.vocab)
+    blocks = specs["blocks"]
+    norm = transformer.norm_specs(c, "attention", (c.depth,))
     blocks["audio"] = {**norm, **transformer.feed_forward_specs(c)}
     if c.audio_attention:
-        weights = {
-            name: spec
-            for name, spec in transformer.attention_specs(c).items()
-            if name != "scale_attention"
-        }
-        # The norm after it, before the shared attention. The one before it is blocks/audio's.
-        blocks["audio_attention"] = {**weights, "scale_after": norm["scale_attention"]}
-    codes = Spec((c.codebooks, c.n_codes, d), (None, "vocab", "embed"), init)
-    return {**table, "blocks": blocks, "embed_audio": codes, "w_head_audio": codes}
+        blocks["audio_attention"] = _audio_attention_specs(c)
+    shape = (c.codebooks, c.n_codes, c.embed)
+    axes = (None, "vocab", "embed")
+    codes = Spec(shape, axes, specs_lib.truncated_normal(c.init_std))
+    specs["embed_audio"] = codes
+    specs["w_head_audio"] = codes
+    return specs
+
+
+def _audio_attention_specs(c: Config) -> dict[str, Spec]:
+    """Return the table of the columns' own attention.
+
+    Its norm is the one after it, before the shared attention. The one before it is blocks/audio's.
+    """
+    specs = transformer.attention_specs(c)
+    specs["scale_after"] = specs.pop("scale_attention")
+    return specs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,130 +179,184 @@ def _permute_backward(shard: Shard, inverse_bu: Array, g_bud: Array) -> tuple[An
 
 permute.defvjp(_permute_forward, _permute_backward)
 
-_IN_ROW = (("batch", None, None), ("batch", None))
+_STATES: Axes = ("batch", None, None)
+_IN_ROW = (_STATES, ("batch", None))
 
 
 def take(x_bud: Array, at_bn: Array) -> Array:
-    x_bnd: Array = jax.vmap(lambda x_ud, at_n: x_ud.at[at_n].get(mode="promise_in_bounds"))(
-        x_bud, at_bn
-    )
+    """x[b, at[b, n]], [B, N, D], of places that exist."""
+
+    def take_of_row(x_ud: Array, at_n: Array) -> Array:
+        return x_ud.at[at_n].get(mode="promise_in_bounds")
+
+    x_bnd: Array = jax.vmap(take_of_row)(x_bud, at_bn)
     return x_bnd
 
 
 def _rows(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
-    b, n = at_bn.shape
-    return kernels.local(
-        shard, take, (x_bud, at_bn), _IN_ROW, shard.spec((b, n, x_bud.shape[2]), _IN_ROW[0])
-    )
+    """Take states on each device, without a derivative."""
+    partition = _partition(shard, x_bud, at_bn)
+    return kernels.local(shard, take, (x_bud, at_bn), _IN_ROW, partition)
 
 
 def states(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
-    """x[b, at[b, n]], [B, N, D]."""
-    spec = shard.spec((*at_bn.shape, x_bud.shape[2]), _IN_ROW[0])
-    return kernels.differentiable(shard, take, (x_bud, at_bn), _IN_ROW, spec, constants=1)
+    """x[b, at[b, n]], [B, N, D], whose derivative by x is the transpose."""
+    partition = _partition(shard, x_bud, at_bn)
+    return kernels.differentiable(shard, take, (x_bud, at_bn), _IN_ROW, partition, constants=1)
+
+
+def _partition(shard: Shard, x_bud: Array, at_bn: Array) -> PartitionSpec:
+    """Return the partition of states that are taken at ``at_bn``."""
+    b, n = at_bn.shape
+    d = x_bud.shape[2]
+    return shard.spec((b, n, d), _STATES)
 
 
 def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Array:
     """[B, A, D]: the codebooks' embeddings, summed in the table's or the model's wider dtype."""
     w_kcd = params["embed_audio"]
     wide = jnp.promote_types(w_kcd.dtype, c.dtype)
-    # there is one
-    x_bad = cast(
-        Array,
-        sum(lookup(w_kcd[k], codes_bak[..., k], shard, dtype=wide) for k in range(c.codebooks)),
-    )
-    return (x_bad / c.codebooks if c.average_codes else x_bad).astype(c.dtype)
+
+    def embeddings() -> Iterator[Array]:
+        for k in range(c.codebooks):
+            yield lookup(w_kcd[k], codes_bak[..., k], shard, dtype=wide)
+
+    sum_bad = cast(Array, sum(embeddings()))  # there is a codebook
+    if c.average_codes:
+        sum_bad /= c.codebooks
+    return sum_bad.astype(c.dtype)
+
+
+class RowOrder(NamedTuple):
+    """The order of a batch's places, by which text and columns are split and joined again."""
+
+    place_bu: Array  # int32: the place in the row of each text token, then of each column
+    slot_bu: Array  # int32: the inverse
+    n_text: int  # S
+    shard: Shard
+
+    @property
+    def is_audio_bu(self) -> Array:
+        return self.slot_bu >= self.n_text
+
+    @property
+    def audio_place_ba(self) -> Array:
+        return self.place_bu[:, self.n_text :]
+
+    def split(self, x_bud: Array) -> tuple[Array, Array]:
+        """Return the states of text [B, S, D], and of columns [B, A, D]."""
+        x_bud = permute(self.shard, x_bud, self.place_bu, self.slot_bu)
+        return x_bud[:, : self.n_text], x_bud[:, self.n_text :]
+
+    def join(self, text_bsd: Array, audio_bad: Array) -> Array:
+        """Return the states of whole rows [B, U, D]."""
+        x_bud = jnp.concatenate([text_bsd, audio_bad], axis=1)
+        x_bud = permute(self.shard, x_bud, self.slot_bu, self.place_bu)
+        return self.shard(x_bud, "batch", "seq", None)
+
+    def spread(self, z_bagk: Array) -> Array:
+        """Return keys or values of columns at their places [B, U, G, head dimension], else 0."""
+        place_ba = self.audio_place_ba
+        b, _, g, k = z_bagk.shape
+        u = self.place_bu.shape[1]
+        row_b1 = jnp.arange(b)[:, None]
+        zeros_bugk = jnp.zeros((b, u, g, k), z_bagk.dtype)
+        return zeros_bugk.at[row_b1, place_ba].set(z_bagk)
+
+
+class Paths(NamedTuple):
+    """The ways of text and of columns through a layer."""
+
+    is_audio_bu: Array  # bool: places of columns
+    angles: tuple[Array, Array]  # of all places
+    mix: transformer.Mix  # the attention that all places share
+    nets: Callable[[Net, Net, Array], Array]  # (text's net, columns' net, x) -> x
+    # (weights, x) -> x after the columns' own attention, and its keys and values
+    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]]
 
 
 def layer(
-    c: Config,
-    w: PyTree,
-    x_bud: Array,
-    is_audio_bu: Array,
-    nets: Callable[[Net, Net, Array], Array],
-    shard: Shard,
-    *,
-    angles: tuple[Array, Array],
-    mix: transformer.Mix,
-    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]],
-) -> tuple[Array, PyTree]:
-    """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
-
-    Args:
-      nets: (text net, audio net, x) -> x: which places go through which.
-      audio_attend: (weights, x) -> x after the columns' own attention, and keys and values to keep.
-    """
-    audio: dict[str, Array] = w["audio"]
-    kept: tuple[Array, ...] = ()
-    before = audio["scale_attention"]
+    c: Config, w: PyTree, x_bud: Array, paths: Paths, shard: Shard
+) -> tuple[Array, tuple[PyTree, PyTree]]:
+    """Compute one layer. Return keys and values too: all places', and the columns' own."""
+    w_audio: dict[str, Array] = w["audio"]
+    audio_scale_d = w_audio["scale_attention"]
+    audio_kv: PyTree = ()
     if c.audio_attention:
+        w_own = {**w["audio_attention"], "scale_attention": audio_scale_d}
         with jax.named_scope("audio_attention"):
-            x_bud, kept = audio_attend({**w["audio_attention"], "scale_attention": before}, x_bud)
-        before = w["audio_attention"]["scale_after"]
-    of_audio, of_text = (jnp.broadcast_to(s, x_bud.shape) for s in (before, w["scale_attention"]))
-    chosen = jnp.where(is_audio_bu[..., None], of_audio, of_text)
-    x_bud, more = transformer.attend(
-        c, {**w, "scale_attention": chosen}, x_bud, shard, angles=angles, mix=mix
-    )
-    net = functools.partial(transformer.feed_forward, c, shard=shard)
-    return nets(lambda x: net(w, x), lambda x: net(audio, x), x_bud), (more, kept)
+            x_bud, audio_kv = paths.audio_attend(w_own, x_bud)
+        audio_scale_d = w_own["scale_after"]
+    audio_scale_bud = jnp.broadcast_to(audio_scale_d, x_bud.shape)
+    text_scale_bud = jnp.broadcast_to(w["scale_attention"], x_bud.shape)
+    scale_bud = jnp.where(paths.is_audio_bu[..., None], audio_scale_bud, text_scale_bud)
+    w_shared = {**w, "scale_attention": scale_bud}
+    x_bud, kv = transformer.attend(c, w_shared, x_bud, shard, angles=paths.angles, mix=paths.mix)
+
+    def text_net(x: Array) -> Array:
+        return transformer.feed_forward(c, w, x, shard)
+
+    def audio_net(x: Array) -> Array:
+        return transformer.feed_forward(c, w_audio, x, shard)
+
+    return paths.nets(text_net, audio_net, x_bud), (kv, audio_kv)
 
 
-def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False) -> Any:
-    """Compute the last hidden states [B, U, D], after the last norm. Times a head they are logits.
+def decode(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
+    """Compute the last normed hidden states [B, U, D]. Times a head they are logits."""
+    return _decode(c, params, batch, shard, keep=False)[0]
 
-    With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the
-    columns' own attention.
+
+def decode_with_cache(
+    c: Config, params: PyTree, batch: Batch, shard: Shard
+) -> tuple[Array, tuple[PyTree, PyTree]]:
+    """Compute `decode`, and keys and values of all layers [L, B, U, G, head dimension].
+
+    They are those of all places, and those of the columns' own attention.
     """
-    (b, u), s = batch["place"].shape, batch["text"].shape[1]
-    place_bu, slot_bu = batch["place"], batch["slot"]
-    is_audio_bu = slot_bu >= s
+    return _decode(c, params, batch, shard, keep=True)
 
-    def apart(x_bud: Array) -> tuple[Array, Array]:
-        x_bud = permute(shard, x_bud, place_bu, slot_bu)
-        return x_bud[:, :s], x_bud[:, s:]
 
-    def together(text_bsd: Array, audio_bad: Array) -> Array:
-        x_bud = jnp.concatenate([text_bsd, audio_bad], axis=1)
-        return shard(permute(shard, x_bud, slot_bu, place_bu), "batch", "seq", None)
-
+def _decode(
+    c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool
+) -> tuple[Array, tuple[PyTree, PyTree]]:
+    """Compute the last hidden states, and with ``keep`` keys and values."""
+    n_text = batch["text"].shape[1]
+    order = RowOrder(batch["place"], batch["slot"], n_text, shard)
+    is_audio_bu = order.is_audio_bu
     with jax.named_scope("embed"):
         text_bsd = lookup(params["embed"], batch["text"], shard, dtype=c.dtype)
-        x_bud = together(text_bsd, embed_codes(c, params, batch["codes"], shard))
+        audio_bad = embed_codes(c, params, batch["codes"], shard)
+        x_bud = order.join(text_bsd, audio_bad)
+    b, u = batch["place"].shape
     position_bu = jnp.broadcast_to(jnp.arange(u)[None], (b, u))
-    angles, run = rope_angles(c.rope, position_bu, c.k), transformer.mixer(c, None, shard)
-    audio_angles = rope_angles(c.rope, place_bu[:, s:], c.k)
+    angles = rope_angles(c.rope, position_bu, c.k)
+    audio_angles = rope_angles(c.rope, order.audio_place_ba, c.k)
+    attend_within_rows = transformer.mixer(c, None, shard)
 
-    def mix(q: Array, k: Array, v: Array) -> tuple[Array, PyTree]:
-        return run(q, k, v)[0], (k, v) if keep else ()
+    def mix(q_buhk: Array, k_bugk: Array, v_bugk: Array) -> tuple[Array, PyTree]:
+        y_buhk, _ = attend_within_rows(q_buhk, k_bugk, v_bugk)
+        return y_buhk, (k_bugk, v_bugk) if keep else ()
 
-    def nets(text: Net, audio: Net, x_bud: Array) -> Array:
-        text_bsd, audio_bad = apart(x_bud)
-        return together(text(text_bsd), audio(audio_bad))
+    def nets(text_net: Net, audio_net: Net, x_bud: Array) -> Array:
+        text_bsd, audio_bad = order.split(x_bud)
+        return order.join(text_net(text_bsd), audio_net(audio_bad))
 
     def audio_attend(w: PyTree, x_bud: Array) -> tuple[Array, PyTree]:
-        text_bsd, audio_bad = apart(x_bud)
-        audio_bad, kept = transformer.attend(c, w, audio_bad, shard, angles=audio_angles, mix=mix)
-        kept = jax.tree.map(lambda x: _spread(x, place_bu[:, s:], u), kept)
-        return together(text_bsd, audio_bad), kept
+        text_bsd, audio_bad = order.split(x_bud)
+        audio_bad, kv = transformer.attend(c, w, audio_bad, shard, angles=audio_angles, mix=mix)
+        kv = jax.tree.map(order.spread, kv)
+        return order.join(text_bsd, audio_bad), kv
 
-    def body(x_bud: Array, w: PyTree) -> tuple[Array, PyTree]:
-        return layer(
-            c, w, x_bud, is_audio_bu, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend
-        )
+    paths = Paths(is_audio_bu, angles, mix, nets, audio_attend)
 
-    x_bud, kept = remat.scan(
+    def body(x_bud: Array, w: PyTree) -> tuple[Array, tuple[PyTree, PyTree]]:
+        return layer(c, w, x_bud, paths, shard)
+
+    x_bud, kv = remat.scan(
         body, x_bud, params["blocks"], c.remat, unroll=c.unroll, kernels=transformer.KERNELS
     )
-    x_bud = transformer.norm(c, params, "", x_bud)
-    return (x_bud, kept) if keep else x_bud
-
-
-def _spread(x_bagk: Array, place_ba: Array, u: int) -> Array:
-    """Values of columns, at their places in the row, and zeros elsewhere."""
-    b, _, g, k = x_bagk.shape
-    rows = jnp.arange(b)[:, None]
-    return jnp.zeros((b, u, g, k), x_bagk.dtype).at[rows, place_ba].set(x_bagk)
+    return transformer.norm(c, params, "", x_bud), kv
 
 
 def text_logits(c: Config, params: PyTree, x_bud: Array) -> Array:
@@ -311,14 +380,24 @@ def step_flops(
     are ``frozen`` have no derivative. Their adapters' products are left out.
     """
     s, a, n, m, _ = bucket
-
-    def size(specs: Mapping[str, Spec]) -> int:
-        return sum(math.prod(x.shape) for name, x in specs.items() if name.startswith("w_"))
-
-    attention, net = size(transformer.attention_specs(c)), size(transformer.feed_forward_specs(c))
-    matrices = (s + a) * (attention + net) + c.audio_attention * a * attention
-    heads = n * c.vocab * c.embed + m * c.codebooks * c.n_codes * c.embed
+    attention = _matrix_size(transformer.attention_specs(c))
+    net = _matrix_size(transformer.feed_forward_specs(c))
+    layers = (s + a) * (attention + net)
     scores = transformer.attention_flops(c, s + a, causal=causal)
     if c.audio_attention:
+        layers += a * attention
         scores += transformer.attention_flops(c, a, causal=causal)
-    return (2 if frozen else 3) * 2 * (matrices + heads) + 3 * scores
+    text_head = n * c.vocab * c.embed
+    audio_head = m * c.codebooks * c.n_codes * c.embed
+    products = 2 * (layers + text_head + audio_head)
+    n_products = 2 if frozen else 3  # forward, by the activations, by the matrix
+    return n_products * products + 3 * scores
+
+
+def _matrix_size(specs: Mapping[str, Spec]) -> int:
+    """Return the number of parameters in matrices, of all layers."""
+    n_params = 0
+    for name, spec in specs.items():
+        if name.startswith("w_"):
+            n_params += math.prod(spec.shape)
+    return n_params
