@@ -46,8 +46,13 @@ _LAYER = {
     **LAYER,
     "audio/scale_attention": "audio_input_layernorm.weight",
     "audio/scale_mlp": "audio_post_attention_layernorm.weight",
-    **{f"audio/{name}": f"audio_{LAYER[name]}" for name in ("w_gate", "w_up", "w_down")},
-    **{f"audio_attention/w_{x}": f"audio_attn.{x[0]}_proj.weight" for x in ("q", "k", "v", "out")},
+    "audio/w_gate": "audio_mlp.gate_proj.weight",
+    "audio/w_up": "audio_mlp.up_proj.weight",
+    "audio/w_down": "audio_mlp.down_proj.weight",
+    "audio_attention/w_q": "audio_attn.q_proj.weight",
+    "audio_attention/w_k": "audio_attn.k_proj.weight",
+    "audio_attention/w_v": "audio_attn.v_proj.weight",
+    "audio_attention/w_out": "audio_attn.o_proj.weight",
     "audio_attention/scale_after": "audio_post_audio_attn_layer_norm.weight",
 }
 _NAMES = Names(
@@ -71,9 +76,12 @@ _OF_TRANSFORMERS = Names(  # of the same model in transformers, model_type higgs
     layer=_LAYER,
     prefix="model.layers",
 )
+# Arrays whose released matrices have heads x dimensions, or codebooks x codes, as one axis.
+_FOLDED = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
 # an encoder of waveforms, which this model does without
-_ELSEWHERE = ("audio_tower", "audio_encoder_proj")
-_CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
+_WAVE_ENCODER = ("audio_tower", "audio_encoder_proj")
+# fields of `Config` that decide shapes or the function, besides the decoder's
+_FIELDS = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
 _FILES = ("config.json", "generation_config.json", "preprocessor_config.json")
 
 
@@ -85,48 +93,52 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return an exported shape: heads × dimensions are an axis, as are codebooks × codes."""
     if path in ("embed_audio", "w_head_audio"):
-        return (shape[0] * shape[1], shape[2])
-    return hugging_face.folded(path.rpartition("/")[2], shape)
+        n_codebooks, n_codes, width = shape
+        return (n_codebooks * n_codes, width)
+    name = path.rpartition("/")[2]
+    return hugging_face.folded(name, shape)
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return the tokenizer of the whole run's ``config``, and config.json of its first weights."""
     source = files.expanded(config["warm_start"]["source"] or "?")
-    found, _ = hugging_face.tokenizer_files(
-        (config["data"].get("tokenizer"),),
-        source,
-        config["model"].get("vocab"),
-        tokenizer.read_files,
+    run_tokenizer = config["data"].get("tokenizer")
+    vocab = config["model"].get("vocab")
+    contents, _ = hugging_face.tokenizer_files(
+        (run_tokenizer,), source, vocab, tokenizer.read_files
     )
-    found |= hugging_face.read_files(source, _FILES) | hugging_face.terms_files(source)
-    if "config.json" in found:
-        about = files.read_json(source / "config.json")
-        about.pop("quantization_config", None)  # the arrays are numbers, not codes
-        if _is_of_transformers(about):  # under the release's names, it has the release's fields
-            sizes = {
-                "audio_num_codebooks": about["num_codebooks"],
-                "audio_codebook_size": about["codebook_size"] - N_SPECIAL,
-            }
-            about = {
-                "model_type": "higgs_audio",
-                "text_config": {**about, "model_type": "llama"},
-                **sizes,
-            }
-        found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
+    contents |= hugging_face.read_files(source, _FILES)
+    contents |= hugging_face.terms_files(source)
+    if "config.json" in contents:
+        fields = _release_fields(files.read_json(source / "config.json"))
         # Of a model of Hugging Face, not of our own export (with a run's config) or another's.
-        if "model_type" not in about:
-            found.pop("config.json")
-    return found
+        if "model_type" in fields:
+            text = json.dumps(fields, indent=2)
+            contents["config.json"] = f"{text}\n".encode()
+        else:
+            del contents["config.json"]
+    return contents
+
+
+def _release_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json for weights under the release's names."""
+    fields.pop("quantization_config", None)  # the arrays are numbers, not codes
+    if not _is_of_transformers(fields):
+        return fields
+    return {
+        "model_type": "higgs_audio",
+        "text_config": {**fields, "model_type": "llama"},
+        "audio_num_codebooks": fields["num_codebooks"],
+        "audio_codebook_size": fields["codebook_size"] - N_SPECIAL,
+    }
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """Return the card: with the tokenizer, an example that plays an audio sample."""
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
-    example = (
-        "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played"
-        if "tokenizer.json" in files
-        else ""
-    )
+    example = ""
+    if "tokenizer.json" in files:
+        example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played"
     return Hub("jaxtrain", "text-to-audio", metrics, example)
 
 
@@ -138,42 +150,32 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 
     It is of Hugging Face, or of `jaxtrain export`. Raises HuggingFaceError.
     """
-    own = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
-    if exported := hugging_face.own_export(folder, __package__, own):
-        return exported, dict(source=str(folder))
+    exported = hugging_face.own_export(folder, __package__, _FIELDS)
+    if exported:
+        return exported, {"source": str(folder)}
     path = files.expanded(folder) / "config.json"
     with hugging_face.reading(path):
-        h = files.read_json(path)
-        if _is_of_transformers(h):
-            return _read_transformers(h, path, safetensors_reader.open_safetensors(folder))
-        if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
-            remedy = (
-                "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its"
-                " jaxtrain.json"
+        fields = files.read_json(path)
+        if _is_of_transformers(fields):
+            arrays = safetensors_reader.open_safetensors(folder)
+            return _read_transformers(fields, path, arrays)
+        if missing := _missing_fields(fields):
+            raise HuggingFaceError(
+                f"{path} has no {', no '.join(missing)}; name a folder of Higgs Audio v2, or one"
+                " of `jaxtrain export` with its jaxtrain.json"
             )
-            raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
-        text = h.get("text_config") or h["text"]
-        head_dim = {"head_dim": h["head_dim"]} if "head_dim" in h else {}
-        there = safetensors_reader.open_safetensors(folder)
-        model = dict(
-            hugging_face.decoder_fields({**text, **head_dim}, path),
-            vocab=text["vocab_size"],
-            codebooks=h["audio_num_codebooks"],
-            codebook_size=h["audio_codebook_size"],
-            tied="audio_decoder_proj/text_lm_head/weight" not in there,
-            audio_attention="layers/0/audio_attn/q_proj/weight" in there,
-            average_codes=bool(h.get("audio_embed_avg", False)),
-        )
-    table = make_specs(Config(**{**model, "rope": Rope()}))
-    unused = tuple(
-        f"^{prefix}/"
-        for prefix in _ELSEWHERE
-        if any(name.startswith(f"{prefix}/") for name in there)
-    )
-    reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
-    return model, dict(
-        source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused
-    )
+        arrays = safetensors_reader.open_safetensors(folder)
+        model = _release_model(fields, path, arrays)
+    unused = []
+    for prefix in _WAVE_ENCODER:
+        if any(name.startswith(f"{prefix}/") for name in arrays):
+            unused.append(f"^{prefix}/")
+    return model, {
+        "source": str(folder),
+        "renames": _renames(_NAMES, model),
+        "reshape": _FOLDED,
+        "unused": tuple(unused),
+    }
 
 
 def saved_model(folder: str) -> dict[str, Any]:
@@ -186,38 +188,78 @@ def saved_model(folder: str) -> dict[str, Any]:
         return {}  # as of another system that `config.warm_start.renames` describes
 
 
-def _is_of_transformers(h: Mapping[str, Any]) -> bool:
-    return h.get("model_type") == "higgs_audio_v2" and "num_codebooks" in h
+def _missing_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that a config.json of the release lacks."""
+    missing = []
+    if not fields.keys() & {"text_config", "text"}:
+        missing.append("text_config or text")
+    for name in ("audio_num_codebooks", "audio_codebook_size"):
+        if name not in fields:
+            missing.append(name)
+    return missing
+
+
+def _release_model(
+    fields: Mapping[str, Any], path: pathlib.Path, arrays: Collection[str]
+) -> dict[str, Any]:
+    """Return the section ``model`` of the release's folder, by its config.json and its arrays."""
+    text = fields.get("text_config") or fields["text"]
+    text_fields = {**text}
+    if "head_dim" in fields:
+        text_fields["head_dim"] = fields["head_dim"]
+    decoder = hugging_face.decoder_fields(text_fields, path)
+    return {
+        **decoder,
+        "vocab": text["vocab_size"],
+        "codebooks": fields["audio_num_codebooks"],
+        "codebook_size": fields["audio_codebook_size"],
+        "tied": "audio_decoder_proj/text_lm_head/weight" not in arrays,
+        "audio_attention": "layers/0/audio_attn/q_proj/weight" in arrays,
+        "average_codes": bool(fields.get("audio_embed_avg", False)),
+    }
+
+
+def _renames(names: Names, model: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return config.warm_start.renames from names of arrays to the paths of a model's table."""
+    c = Config(**{**model, "rope": Rope()})  # positions have no parameters
+    return names.renames(make_specs(c))
+
+
+def _is_of_transformers(fields: Mapping[str, Any]) -> bool:
+    return fields.get("model_type") == "higgs_audio_v2" and "num_codebooks" in fields
 
 
 def _read_transformers(
-    h: Mapping[str, Any], path: pathlib.Path, there: Collection[str]
+    fields: Mapping[str, Any], path: pathlib.Path, arrays: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`from_hugging_face` of a folder that transformers wrote. Raises HuggingFaceError."""
-    size = h["codebook_size"]
-    ends = {"audio_stream_bos_id": size - 2, "audio_stream_eos_id": size - 1}
-    if wrong := [
-        f"{name} is {h.get(name)}; expected {value}"
-        for name, value in ends.items()
-        if h.get(name) != value
-    ]:
-        raise HuggingFaceError(f"{path}: {'; '.join(wrong)}, of {size} rows of a codebook")
-    if "text_lm_head/weight" not in there:
+    size = fields["codebook_size"]
+    expected_ids = {"audio_stream_bos_id": size - 2, "audio_stream_eos_id": size - 1}
+    problems = []
+    for name, expected in expected_ids.items():
+        token_id = fields.get(name)
+        if token_id != expected:
+            problems.append(f"{name} is {token_id}; expected {expected}")
+    if problems:
+        raise HuggingFaceError(f"{path}: {'; '.join(problems)}, of {size} rows of a codebook")
+    if "text_lm_head/weight" not in arrays:
         raise HuggingFaceError(
             f"{path.parent} has no text_lm_head.weight, without which no text is learned; take a"
             " folder with it"
         )
-    model = dict(
-        hugging_face.decoder_fields({"head_dim": 128, "rms_norm_eps": 1e-5, **h}, path),
-        vocab=h["vocab_size"],
-        codebooks=h["num_codebooks"],
-        codebook_size=size - N_SPECIAL,
-        tied=False,
-        audio_attention=False,
-        average_codes=False,
-    )
-    table = make_specs(Config(**{**model, "rope": Rope()}))
-    reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
-    return model, dict(
-        source=str(path.parent), renames=_OF_TRANSFORMERS.renames(table), reshape=reshape
-    )
+    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5}
+    decoder = hugging_face.decoder_fields({**defaults, **fields}, path)
+    model = {
+        **decoder,
+        "vocab": fields["vocab_size"],
+        "codebooks": fields["num_codebooks"],
+        "codebook_size": size - N_SPECIAL,
+        "tied": False,
+        "audio_attention": False,
+        "average_codes": False,
+    }
+    return model, {
+        "source": str(path.parent),
+        "renames": _renames(_OF_TRANSFORMERS, model),
+        "reshape": _FOLDED,
+    }

@@ -51,16 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=arguments.out_file, metavar="WAV", help="of --listen")
     args = parser.parse_args(argv)
-    if (args.manifest is None) == (args.listen is None) or bool(args.listen) != bool(args.out):
+    is_one_task = (args.manifest is None) != (args.listen is None)
+    if not is_one_task or bool(args.listen) != bool(args.out):
         parser.error("give either a manifest, or --listen AUDIO --out WAV")
-    return arguments.run(
-        functools.partial(listen if args.listen else encode, args), errors=(OSError, ValueError)
-    )
+    task = listen if args.listen else encode
+    return arguments.run(functools.partial(task, args), errors=(OSError, ValueError))
 
 
 def encode(args: argparse.Namespace) -> int:
     """Write the codes of ``args.manifest``. Return the exit code. Raises DataError."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     config = chat_audio.Config(
         manifest=args.manifest,
         codec=args.codec,
@@ -70,31 +70,32 @@ def encode(args: argparse.Namespace) -> int:
         codebooks=args.codebooks,
         codebook_size=args.codebook_size,
     )
-    done, there, bad = chat_examples.encode_all(config, args.manifest)
-    for name, reason in bad:
+    n_encoded, n_cached, failures = chat_examples.encode_all(config, args.manifest)
+    for name, reason in failures:
         print(f"{name}: {reason}")
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     print(
-        f"{done} recordings encoded, {there} were there already, {len(bad)} could not be encoded;"
-        f" {seconds:.1f} s"
+        f"{n_encoded} recordings encoded, {n_cached} were there already, {len(failures)} could not"
+        f" be encoded; {seconds:.1f} s"
     )
-    return 1 if bad else 0
+    return 1 if failures else 0
 
 
 def listen(args: argparse.Namespace) -> int:
     """Write ``args.listen`` as the codec has it. Return the exit code. Raises ValueError."""
-    made = codec.open_codec(
+    rvq = codec.open_codec(
         args.codec, codebooks=args.codebooks, size=args.codebook_size, frame_rate=codec.FRAME_RATE
     )
-    if not isinstance(made, codec.Rvq):
+    if not isinstance(rvq, codec.Rvq):
         raise DataError(
             f"--codec is {args.codec!r}, which gives codes alone; --listen needs a codec.npz"
         )
-    samples, rate, _ = _rust.decode(pathlib.Path(args.listen).read_bytes())
-    codes = made.encode(samples, rate)
-    codec.write_wav(args.out, codec.sound(made.decode(codes)))
-    print(
-        f"{args.out}: {codes.shape[1]} times of {len(codes)} codes,"
-        f" {codes.shape[1] / made.frame_rate:.2f} s"
-    )
+    content = pathlib.Path(args.listen).read_bytes()
+    samples, rate, _ = _rust.decode(content)
+    codes = rvq.encode(samples, rate)
+    log_mel = rvq.decode(codes)
+    codec.write_wav(args.out, codec.sound(log_mel))
+    n_codebooks, n_times = codes.shape
+    seconds = n_times / rvq.frame_rate
+    print(f"{args.out}: {n_times} times of {n_codebooks} codes, {seconds:.2f} s")
     return 0

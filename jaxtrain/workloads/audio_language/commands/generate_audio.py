@@ -54,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     speaker = generate_audio.load(
         args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec
     )
-    prompts = [prompt for prompt in args.prompts for _ in range(args.each)]
-    streams = Streams(temperature=tuple(args.temperature), top_k=tuple(args.top_k))
+    prompts: list[str] = []
+    for prompt in args.prompts:
+        prompts += [prompt] * args.each
+    temperature = tuple(args.temperature)
+    top_k = tuple(args.top_k)
+    streams = Streams(temperature=temperature, top_k=top_k)
     answers = generate_audio.speak(
         speaker,
         prompts,

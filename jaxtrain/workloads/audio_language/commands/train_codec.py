@@ -14,9 +14,10 @@ codebook, two, and so on. Of ESC-10 with the defaults, 5.43 with none, then 1.61
 """
 
 import argparse
+import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -66,39 +67,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> str:
     """Write the codec. Return a table of its errors. Raises DataError."""
-    began = time.perf_counter()
-    clips = sources(args.sound)
-    held = order.held_out(np.arange(len(clips)), args.test_share)
-    parts = []
-    for of_test in (False, True):
-        some = [source for source, h in zip(clips, held, strict=True) if h == of_test]
-        x, bad = codec.stacked(some, limit=args.frames, seed=args.seed)
-        for name, reason in bad:
-            print(f"warning: {name} is skipped: {reason}", file=sys.stderr)
-        parts.append(x)
-    made = codec.train(
-        parts[0],
+    start = time.perf_counter()
+    recordings = sources(args.sound)
+    numbers = np.arange(len(recordings))
+    is_held_out = order.held_out(numbers, args.test_share)
+    train_numbers = np.flatnonzero(~is_held_out)
+    test_numbers = np.flatnonzero(is_held_out)
+    train_vectors = _vectors([recordings[i] for i in train_numbers], args)
+    test_vectors = _vectors([recordings[i] for i in test_numbers], args)
+    rvq = codec.train(
+        train_vectors,
         codebooks=args.codebooks,
         size=args.size,
         components=args.components,
         rounds=args.rounds,
         seed=args.seed,
     )
-    made.save(args.out)
-    lines = [
+    rvq.save(args.out)
+    seconds = time.perf_counter() - start
+    summary = (
         f"{args.out}: {args.codebooks} codebooks of {args.size}, {codec.FRAME_RATE:g} times a"
-        f" second, from {len(parts[0]):,} times of {int((~held).sum())} recordings, in"
-        f" {time.perf_counter() - began:.0f} s"
-    ]
-    columns = [codec.errors(made, x) for x in parts if len(x)]
-    names = ("learned from", "held out")[: len(columns)]
-    lines += [f"{'log-mel error after':>20}" + "".join(f"{name:>16}" for name in names)]
-    lines += [f"{'the mean alone':>20}" + "".join(f"{alone:16.3f}" for _, alone in columns)]
-    for k in range(args.codebooks):
-        lines += [
-            f"{f'{k + 1} codebooks':>20}" + "".join(f"{each[k]:16.3f}" for each, _ in columns)
-        ]
-    return "\n".join(lines)
+        f" second, from {len(train_vectors):,} times of {len(train_numbers)} recordings, in"
+        f" {seconds:.0f} s"
+    )
+    table = _table(rvq, {"learned from": train_vectors, "held out": test_vectors})
+    return "\n".join([summary, *table])
+
+
+def _vectors(recordings: Sequence[codec.Source], args: argparse.Namespace) -> np.ndarray:
+    """Draw vectors [N, 512] of recordings, and print a warning of each broken one."""
+    x_nv, broken = codec.stacked(recordings, limit=args.frames, seed=args.seed)
+    for name, reason in broken:
+        print(f"warning: {name} is skipped: {reason}", file=sys.stderr)
+    return x_nv
+
+
+def _table(rvq: codec.Rvq, vectors: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the lines of a table of errors, with a column for each name that has vectors."""
+    header = f"{'log-mel error after':>20}"
+    mean_row = f"{'the mean alone':>20}"
+    rows = [f"{f'{k + 1} codebooks':>20}" for k in range(rvq.codebooks)]
+    for name, x_nv in vectors.items():
+        if not len(x_nv):
+            continue
+        errors, error_of_mean = codec.errors(rvq, x_nv)
+        header += f"{name:>16}"
+        mean_row += f"{error_of_mean:16.3f}"
+        for k, error in enumerate(errors):
+            rows[k] += f"{error:16.3f}"
+    return [header, mean_row, *rows]
 
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
@@ -107,35 +124,45 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
     for text in paths:
         path = files_lib.expanded(text)
         if path.suffix == ".json":
-            root = path.parent
-            for example in chatml.read_manifest(path):
-                try:
-                    clips = [
-                        piece.clip for piece in chatml.render(example) if piece.clip is not None
-                    ]
-                except chatml.ExampleError:
-                    continue
-                by_name |= {
-                    str(source): source
-                    for source in (chat_examples.source_of(clip, root) for clip in clips)
-                }
-            continue
-        files = (
-            sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-            if path.is_dir()
-            else [path]
-        )
-        if not path.exists():
+            recordings = _of_manifest(path)
+        elif path.is_dir():
+            recordings = _of_folder(path)
+        elif path.exists():
+            recordings = [codec.Source(path)]
+        else:
             raise DataError(
                 f"{path} does not exist; name audio files, folders of them, or manifests"
             )
-        for file in files if path.is_dir() else ():
-            remedy = "; name that file itself, or the folder that it lies in"
-            files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
-        by_name |= {str(file): codec.Source(file) for file in files}
+        for source in recordings:
+            by_name[str(source)] = source
     if not by_name:
         raise DataError(
             f"no recordings in {', '.join(paths)}; expected files that end in one of:"
             f" {', '.join(SUFFIXES)}"
         )
     return list(by_name.values())
+
+
+def _of_manifest(path: pathlib.Path) -> list[codec.Source]:
+    """Return the recordings of a manifest's examples, as far as they are conversations."""
+    recordings = []
+    for example in chatml.read_manifest(path):
+        try:
+            clips = chatml.clips_of(chatml.render(example))
+        except chatml.ExampleError:
+            continue
+        for clip in clips:
+            recordings.append(chat_examples.source_of(clip, path.parent))
+    return recordings
+
+
+def _of_folder(folder: pathlib.Path) -> list[codec.Source]:
+    """Return the audio files below a folder. Raises FileError for one that a link leads out to."""
+    recordings = []
+    for file in sorted(folder.rglob("*")):
+        if file.suffix.lower() in SUFFIXES:
+            name = str(file.relative_to(folder))
+            remedy = "; name that file itself, or the folder that it lies in"
+            files_lib.inside(folder, name, remedy=remedy)
+            recordings.append(codec.Source(file))
+    return recordings
