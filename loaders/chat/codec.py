@@ -190,8 +190,8 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
     n_vectors = -(-len(wave) // (HOP * STACK))
     n_frames = STACK * n_vectors
     n_samples = WINDOW + (n_frames - 1) * HOP
-    silence = np.zeros(n_samples, np.float32)
-    padded = np.concatenate([wave, silence])
+    no_sound = np.zeros(n_samples, np.float32)
+    padded = np.concatenate([wave, no_sound])
     return _rust.fbank(padded[:n_samples])
 
 
