@@ -20,11 +20,15 @@ class Chip(NamedTuple):
     bandwidth: float  # [bytes/s] of the memory
     # [bytes/s] sent to other chips of the node or slice, all links together, one direction
     links: float
+    # [bytes/s] of a large copy and [FLOP/s] of a large bfloat16 product, as measured; 0 = never
+    measured_bandwidth: float = 0
+    measured_flops: float = 0
 
 
 CHIPS = (
     Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9),
-    Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9),  # "NVIDIA H100 80GB HBM3": SXM
+    # "NVIDIA H100 80GB HBM3": SXM. Measured: docs/results/h100.md
+    Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9, 3020e9, 732e12),
     Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9),
     Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),

@@ -13,7 +13,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
-from jaxtrain.plan import gpu_specs, hlo, plan_cache
+from jaxtrain.plan import gpu_specs, hlo, plan_cache, traffic
 from jaxtrain.plan.target import PlanError, Target
 from loaders.io import machine
 from loaders.io.checks import first_line
@@ -30,6 +30,7 @@ class Compiled(NamedTuple):
     seconds: float  # of compilation
     library_calls: Mapping[str, int] = {}  # target -> executions in a step
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
+    kernels: Sequence[traffic.Kernel] = ()
     text: str = ""  # of the compiled program
     again: bool = False  # an earlier plan compiled it, and its figures were kept
 
@@ -172,6 +173,7 @@ def compiled(
         collectives=hlo.summary(hlo.collectives(program), dict(mesh.shape)),
         library_calls=program.library_calls(),
         products=dict(products),
+        kernels=traffic.traffic(program),
         text=figures.text,
     )
 

@@ -154,9 +154,19 @@ class Program:
         self.loops: set[str] = set()  # computations inside of loops
         self.started: set[str] = set()  # that begin at one place and are waited for at another
         self.fused: set[str] = set()  # of a single kernel
+        self.inlined: set[str] = set()  # a part of a kernel, or applied by one to each number
         for entry, name, _ in parts:
             if entry:
                 self._visit(name, 1, False)
+        for name in self.fused | self.inlined:
+            self._inline(name)
+
+    def _inline(self, computation: str) -> None:
+        self.inlined.add(computation)
+        for i in self.bodies[computation]:
+            for _, target in i.called:
+                if target in self.bodies:
+                    self._inline(target)
 
     def _visit(self, computation: str, times: int, in_loop: bool) -> None:
         self.times[computation] = self.times.get(computation, 0) + times
@@ -169,8 +179,10 @@ class Program:
                     continue
                 if i.op == "async-start" and '"is_sync":true' not in i.line:
                     self.started.add(target)
-                if i.op == "fusion":
+                if i.op in ("fusion", "fusion-start"):
                     self.fused.add(target)
+                elif role == "to_apply" and i.op != "call":
+                    self.inlined.add(target)
                 if role == "body":
                     self._visit(target, times * n_trips, True)
                 else:
@@ -195,17 +207,32 @@ class Program:
     def products(self) -> list[Product]:
         """List matrix products, without Pallas kernels and convolutions (products on TPUs)."""
         every_product = []
-        shapes = {(c, i.name): i.shapes[0] for c, i in self.executed() if i.shapes}
-        for computation, i in self.executed():
-            is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
-            if not (is_call or i.op == "dot") or len(i.operands) < 2 or not i.shapes:
-                continue
-            left, right = (shapes.get((computation, name), ("", ())) for name in i.operands[:2])
-            _, dims = i.shapes[0]
-            depth = _depth(i.line, left[1])
-            flops = 2.0 * math.prod(dims) * depth * self.times[computation]
-            every_product.append(Product((left[0], right[0]), flops, i.line))
+        for computation in self.times:
+            body = {i.name: i for i in self.bodies.get(computation, ())}
+            for i in body.values():
+                if not _is_product(i):
+                    continue
+                dtypes = []
+                for name in i.operands[:2]:
+                    dtypes.append(body[name].shapes[0][0] if name in body else "")
+                flops_of_step = flops(i, body) * self.times[computation]
+                every_product.append(Product(tuple(dtypes), flops_of_step, i.line))
         return every_product
+
+
+def _is_product(i: Instruction) -> bool:
+    is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
+    return (is_call or i.op == "dot") and len(i.operands) >= 2 and bool(i.shapes)
+
+
+def flops(i: Instruction, body: Mapping[str, Instruction]) -> float:
+    """Return the FLOP of one execution of a matrix product among ``body``, else 0."""
+    if not _is_product(i):
+        return 0.0
+    _, dims = i.shapes[0]
+    left = body.get(i.operands[0])
+    depth = _depth(i.line, left.shapes[0][1] if left and left.shapes else ())
+    return 2.0 * math.prod(dims) * depth
 
 
 def _instructions(body: str) -> list[Instruction]:
@@ -250,7 +277,9 @@ def collectives(text: str | Program) -> list[Collective]:
 def _results(i: Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return the types and shapes of a collective's results."""
     results = i.shapes
-    if not i.op.endswith("-start") or kind == "all-reduce":
+    # From jax 0.11 on an all-reduce starts as the others do, with ((operands), results).
+    has_operands = kind != "all-reduce" or i.result.startswith("((")
+    if not (i.op.endswith("-start") and has_operands):
         return results
     if kind == "collective-permute":
         results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
@@ -305,8 +334,19 @@ def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
     parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.line))
     condition = bodies.get(parts.get("condition", ""), [])
     body = bodies.get(parts.get("body", ""), [])
-    limit = max(filter(None, map(_constant, condition)), default=1)
+    limit = max(filter(None, map(_constant, _with_called(condition, bodies))), default=1)
     return math.ceil(limit / _step(condition, body))
+
+
+def _with_called(
+    condition: Sequence[Instruction], bodies: Mapping[str, list[Instruction]]
+) -> list[Instruction]:
+    """Return the instructions of a loop's condition, with those of its fusions."""
+    instructions = list(condition)
+    for i in condition:
+        for _, target in i.called:
+            instructions += bodies.get(target, [])
+    return instructions
 
 
 def _constant(i: Instruction) -> int:

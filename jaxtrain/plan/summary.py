@@ -1,5 +1,6 @@
 """The whole plan of a run, for a person."""
 
+import itertools
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, hlo, worker
+from jaxtrain.plan import environment, hlo, traffic, worker
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
@@ -28,6 +29,7 @@ SECOND = "second state of verified steps"  # of config.guard.verify_every
 MFU = 0.4  # share of the peak that hours are projected with
 READING = 0.7  # [s] for which the loader's rows are counted
 MAX_ARRAYS = 5  # that are listed of those that loops keep
+MAX_SCOPES = 10  # of the program that are listed with their time
 CHIPS_OF_TPU_HOST = 4
 
 
@@ -214,7 +216,32 @@ def _answer_lines(
     if needs.second:
         yield _row(SECOND, needs.second)
     yield f"{_row('together', peak)}   of {in_bytes(target.memory)}"
+    yield from _roofline_lines(step, target)
     yield from _program_lines(step, target)
+
+
+def _roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
+    """Yield the time of the kernels by their bytes and products, and that of the largest scopes."""
+    chip = target.chip
+    if not (step.kernels and chip) or chip.name.startswith("v"):
+        return  # on TPUs products are convolutions, and arrays are padded to tiles
+    rates = traffic.Rates(chip.bandwidth, chip.flops)
+    source = "the datasheet's rates, which no program reaches"
+    if chip.measured_flops:
+        rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
+        source = "the rates measured on such a card"
+    sums = traffic.roofline(step.kernels, rates)
+    yield (
+        f"  {1e3 * sums.seconds:.2f} ms at the roofline of {rates.bandwidth / 1e12:.2f} TB/s and"
+        f" {rates.flops / 1e12:g} TFLOP/s ({source}), without exchanges between devices"
+    )
+    yield (
+        f"  of this {sums.seconds_of_bytes / sums.seconds:.0%} is bound by bytes:"
+        f" {in_bytes(sums.read)} read, {in_bytes(sums.written)} written,"
+        f" {sums.flops:.3e} FLOP in products, {sums.kernels:,} kernels"
+    )
+    for scope, seconds in itertools.islice(sums.scopes.items(), MAX_SCOPES):
+        yield f"    {1e3 * seconds:8.2f} ms  {scope}"
 
 
 def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
