@@ -216,11 +216,11 @@ def _answer_lines(
     if needs.second:
         yield _row(SECOND, needs.second)
     yield f"{_row('together', peak)}   of {in_bytes(target.memory)}"
-    yield from _roofline_lines(step, target)
+    yield from roofline_lines(step, target)
     yield from _program_lines(step, target)
 
 
-def _roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
+def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     """Yield the time of the kernels by their bytes and products, and that of the largest scopes."""
     chip = target.chip
     if not (step.kernels and chip) or chip.name.startswith("v"):

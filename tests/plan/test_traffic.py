@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.plan import hlo, traffic
+from jaxtrain.plan import hlo, summary, traffic
+from jaxtrain.plan.compile import Compiled
+from jaxtrain.plan.target import parse_target
 from jaxtrain.plan.traffic import Rates, roofline
 
 # A loop of 3 rounds that stacks a row a round, with a product in a fusion that reads one slice of
@@ -131,3 +133,13 @@ def test_a_program_of_this_machine_has_the_products_of_its_formula():
     weights = 5 * 256 * 256 * 4
     # XLA may copy the weights of a layer before the product
     assert weights < sums.read < 5 * weights
+
+
+def test_the_plan_states_the_roofline_and_whose_rates_it_has():
+    step = Compiled(1, 1, 1, None, 1.0, kernels=traffic.traffic(hlo.Program(TEXT)))
+    measured = list(summary.roofline_lines(step, parse_target("gpu:h100x1")))
+    assert "3.02 TB/s and 732 TFLOP/s (the rates measured on such a card)" in measured[0]
+    assert "8 kernels" in measured[1] and "100% is bound by bytes" in measured[1]
+    assert any(line.endswith("ms  decode/mlp/dot_general") for line in measured)
+    [first, *_] = summary.roofline_lines(step, parse_target("gpu:a100x1"))
+    assert "datasheet" in first
