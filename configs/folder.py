@@ -14,6 +14,7 @@ import math
 
 from ml_collections import config_dict
 
+from loaders.audio.recordings import find
 from loaders.io import files
 
 
@@ -25,10 +26,9 @@ def get_config(path: str = "") -> config_dict.ConfigDict:
         index = json.loads(index_file.read_text())
         splits = index["splits"]
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out"
-            f" {path}"
-        ) from error
+        reason = find.how_to_index(files.expanded(path))
+        reason = reason or f"{error}; make one: jaxtrain index RECORDINGS --out {path}"
+        raise ValueError(f"{path} is not an index of jaxtrain index: {reason}") from error
     if not {"train", "test"} <= set(splits):
         raise ValueError(
             f"{path} has the splits {', '.join(splits)}; make it with train and test, for example"

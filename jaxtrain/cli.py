@@ -4,6 +4,7 @@ Nothing of a command is imported before it is named, so that `jaxtrain --help` t
 Python's start.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -23,7 +24,7 @@ from jaxtrain.commands import arguments
 from jaxtrain.workload import Command
 from loaders.io import checks
 
-FLAGS = ("--help", "--version", "--workload")
+FLAGS = ("--help", "--version", "--workload", "--errors")
 
 
 def start() -> int:
@@ -85,7 +86,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _named(argv: list[str]) -> int:
-    workload = _pop_workload(argv)
+    """Run the named command, and write its errors into the file of --errors."""
+    path = _pop(argv, "--errors")
+    if path is None:
+        return _found(argv)
+    try:
+        if path != "-":
+            arguments.out_file(path)
+    except argparse.ArgumentTypeError as error:
+        arguments.report(f"--errors: {error}")
+        return arguments.USER_ERROR
+    with arguments.noting_errors() as lines:
+        code = _found(argv)
+    unwritten = arguments.run(lambda: arguments.write_errors(path, lines))
+    return code or unwritten
+
+
+def _found(argv: list[str]) -> int:
+    workload = _pop(argv, "--workload")
     if workload == "":
         arguments.report("--workload names no module; expected --workload MODULE")
         return arguments.USER_ERROR
@@ -120,15 +138,15 @@ def _named(argv: list[str]) -> int:
     return arguments.USER_ERROR
 
 
-def _pop_workload(argv: list[str]) -> str | None:
-    """Take ``--workload NAME`` out of ``argv``. Return the name, "" if it is missing, or None."""
+def _pop(argv: list[str], flag: str) -> str | None:
+    """Take a flag and its value out of ``argv``. Return the value, "" if it is missing, or None."""
     for i, argument in enumerate(argv):
-        flag, _, name = argument.partition("=")
-        if flag == "--workload":
+        name, _, value = argument.partition("=")
+        if name == flag:
             del argv[i]
-            if not name and i < len(argv):
-                name = argv.pop(i)
-            return name
+            if not value and i < len(argv):
+                value = argv.pop(i)
+            return value
     return None
 
 
@@ -207,7 +225,10 @@ def _plain_output() -> Iterator[None]:
 def listing(table: Mapping[str, Command]) -> str:
     """Return the commands by their groups, with a line each, and the exit codes."""
     lines = [
-        "usage: jaxtrain [--workload MODULE] COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"
+        "usage: jaxtrain [--workload MODULE] [--errors FILE] COMMAND [ARGUMENT …]",
+        "       jaxtrain COMMAND --help",
+        "",
+        "--errors FILE lists every error of a command, of which it prints the first; - prints all",
     ]
     width = max(map(len, table))
     for group in dict.fromkeys(command.group for command in table.values()):

@@ -16,6 +16,7 @@ Exit codes:
 
 import argparse
 import contextlib
+import contextvars
 import errno
 import functools
 import math
@@ -24,7 +25,7 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, ParamSpec
 
 from loaders.io import checks, machine
@@ -37,6 +38,8 @@ INTERRUPTED = 130
 HELP = {"-h", "--help"}
 USER_ERROR = 2
 P = ParamSpec("P")
+# The errors that the running command has noted; None: nobody asked for them.
+_errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("errors", default=None)
 CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=value …]"
 
 
@@ -207,8 +210,44 @@ def exiting(names: Sequence[str], code: int) -> Iterator[None]:
 
 
 def report(text: object) -> None:
-    """Print an error on stderr."""
+    """Print an error on stderr, and note the errors that it stands for."""
     print(f"error: {text}", file=sys.stderr)
+    if isinstance(text, checks.UserError):
+        noted = _errors.get()
+        list_errors(text.listed if text.listed or noted else [str(text)])
+
+
+def list_errors(lines: Iterable[str]) -> None:
+    """Note errors of the data for --errors FILE."""
+    noted = _errors.get()
+    if noted is not None:
+        noted.extend(lines)
+
+
+@contextlib.contextmanager
+def noting_errors() -> Iterator[list[str]]:
+    """Yield the list of the errors that a command notes in this context."""
+    lines: list[str] = []
+    token = _errors.set(lines)
+    try:
+        yield lines
+    finally:
+        _errors.reset(token)
+
+
+def write_errors(path: str, lines: Sequence[str]) -> int:
+    """Write noted errors into a file, or to stdout for "-", a line each. Return 0."""
+    from loaders.io import atomic_write
+
+    text = "".join(line.replace("\n", "\\n") + "\n" for line in lines)
+    if path == "-":
+        print(text, end="")
+    else:
+        place = pathlib.Path(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write.file(place) as file:
+            file.write(text.encode(errors="backslashreplace"))
+    return 0
 
 
 def run(action: Callable[[], int], *, errors: tuple[type[Exception], ...] = ()) -> int:

@@ -321,7 +321,7 @@ def _take_dataset_info(
     try:
         info = loader.dataset_info(config.data)
     except ValueError as error:
-        problems.append(("data", str(error)))
+        problems.append(("data", checks.Message(error)))
         return config
     for name in config.model.facts:
         value, fact = getattr(config.model, name), info.get(name)

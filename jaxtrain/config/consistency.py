@@ -30,14 +30,20 @@ class ConfigError(checks.UserError, ValueError):
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
-        lines = [f"config.{path} {text}" if path else text for path, text in problems]
+        lines = []
+        listed: list[str] = []
+        for path, text in problems:
+            line = f"config.{path} {text}" if path else text
+            lines.append(line)
+            listed += getattr(text, "listed", ()) or [line]
         if len(problems) != 1:
             indented = [f"  {line}" for line in lines]
-            super().__init__("\n".join([f"the config has {len(problems)} errors:", *indented]))
+            message = "\n".join([f"the config has {len(problems)} errors:", *indented])
         elif problems[0][0]:
-            super().__init__(lines[0])
+            message = lines[0]
         else:
-            super().__init__(f"the config has an error: {lines[0]}")
+            message = f"the config has an error: {lines[0]}"
+        super().__init__(message, listed=listed)
 
 
 class ArgumentError(ConfigError):

@@ -31,6 +31,7 @@ import numpy as np
 
 from loaders import _rust
 from loaders.audio import remote
+from loaders.audio.recordings import find
 from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, checks, files, machine
 
@@ -72,6 +73,8 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
     """
     folder = files.expanded(path)
     if folder.is_file():
+        if reason := find.how_to_index(folder):
+            raise DataError(f"is {path!r}, which holds no Arrow or Parquet shards; {reason}")
         return [folder]
     if folder.is_dir():
         return _shards_in_folder(path, folder, split, links)
@@ -97,8 +100,10 @@ def _shards_in_folder(
             f"is {path!r}, a folder that is not split, and the split {split!r} is asked for;"
             " use train"
         )
-    listed = ", ".join(content[:5]) or "nothing"
-    raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {listed}")
+    reason = find.how_to_index(folder)
+    if not reason:
+        reason = f"it holds {', '.join(content[:5]) or 'nothing'}"
+    raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; {reason}")
 
 
 def _matching_shards(path: str, pattern: pathlib.Path, links: bool) -> list[pathlib.Path]:

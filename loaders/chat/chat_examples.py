@@ -442,7 +442,8 @@ def _report_bad(
         raise DataError(
             f"{manifest}: {len(bad)} of {n_examples} examples cannot be used, but"
             f" data.bad_budget={config.bad_budget} allows {n_allowed}; the first is example"
-            f" {number}: {reason}"
+            f" {number}: {reason}{checks.more(len(bad))}",
+            listed=[f"{manifest}: example {number}: {reason}" for number, reason in bad],
         )
     if bad:
         log.warning(

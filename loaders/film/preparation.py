@@ -25,7 +25,9 @@ def prepare(args: argparse.Namespace) -> str:
         try:
             return _fill(partial, args)
         except DataError as error:
-            raise DataError(str(error).replace(str(partial), str(args.out))) from error
+            texts = [text.replace(str(partial), str(args.out)) for text in error.listed]
+            message = str(error).replace(str(partial), str(args.out))
+            raise DataError(message, listed=texts) from error
 
 
 def _check_is_free(out: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from loaders.audio.recordings import tables, values
 from loaders.base import DataError, narrowed
 from loaders.film import film_files, foreign_files
-from loaders.io import files
+from loaders.io import checks, files
 
 MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
 MAX_ROWS = 1 << 20  # of a sheet, as many as Excel's have
@@ -136,6 +136,10 @@ def _window_segments(spans: np.ndarray, volume: int, tr: float) -> np.ndarray:
     return touching[by_begin]
 
 
+class _WrongRow(ValueError):
+    """The error of a row, without its number."""
+
+
 class NumberedRow(NamedTuple):
     """A filled row of a table."""
 
@@ -152,23 +156,31 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
         header = [str(cell).strip() for cell in rows[0].cells]
     columns = _time_columns(path, header, (start, end))
     spans = []
+    wrong_rows = []
     for row in rows[1:]:
-        _check_row(path, row, header, columns, separator)
         try:
-            begin, stop = [_seconds(cell) for cell in _cells_at(columns, row)]
-        except (TypeError, ValueError):
-            raise DataError(
-                f"{path}: row {row.number} has no seconds, nor hh:mm:ss, in {start} and {end}:"
-                f" {row.cells}"
-            ) from None
-        if not begin <= stop:
-            raise DataError(
-                f"{path}: row {row.number} ends at {stop:g} s, before it begins at {begin:g} s"
-            )
-        spans.append((begin, stop))
+            _check_row(row, header, columns, separator)
+            spans.append(_span(row, columns, (start, end)))
+        except _WrongRow as error:
+            wrong_rows.append(f"{path}: row {row.number} {error}")
+    if wrong_rows:
+        raise DataError(f"{wrong_rows[0]}{checks.more(len(wrong_rows))}", listed=wrong_rows)
     if not spans:
         raise DataError(f"{path} has no segment")
     return np.array(spans)
+
+
+def _span(row: NumberedRow, columns: Sequence[int], names: Sequence[str]) -> tuple[float, float]:
+    """Return the begin and the end of a segment [s]. Raises _WrongRow."""
+    try:
+        begin, end = [_seconds(cell) for cell in _cells_at(columns, row)]
+    except (TypeError, ValueError):
+        raise _WrongRow(
+            f"has no seconds, nor hh:mm:ss, in {' and '.join(names)}: {row.cells}"
+        ) from None
+    if not begin <= end:
+        raise _WrongRow(f"ends at {end:g} s, before it begins at {begin:g} s")
+    return begin, end
 
 
 def _time_columns(path: pathlib.Path, header: Sequence[str], names: Sequence[str]) -> list[int]:
@@ -204,27 +216,22 @@ def _cells_at(columns: Sequence[int], row: NumberedRow) -> list[Any]:
 
 
 def _check_row(
-    path: pathlib.Path,
-    row: NumberedRow,
-    header: Sequence[str],
-    columns: Sequence[int],
-    separator: str,
+    row: NumberedRow, header: Sequence[str], columns: Sequence[int], separator: str
 ) -> None:
-    """Raise DataError if the separator may also stand inside a cell of the row."""
+    """Raise _WrongRow if the separator may also stand inside a cell of the row."""
     extra_cells = row.cells[len(header) :]
     if separator and any(str(cell).strip() for cell in extra_cells):
-        raise DataError(
-            f"{path}: row {row.number} has {len(row.cells)} cells, and the header {len(header)}:"
-            f" {row.cells}; put quotes around a cell that holds the separator {separator!r}"
+        raise _WrongRow(
+            f"has {len(row.cells)} cells, and the header {len(header)}: {row.cells}; put quotes"
+            f" around a cell that holds the separator {separator!r}"
         )
     if separator != ",":
         return
     for cell in _cells_at(columns, row):
         if "," in str(cell):
-            raise DataError(
-                f"{path}: row {row.number} has {cell!r}, and commas separate the columns, so that"
-                " one in a number is unclear; write numbers with a point, or separate the columns"
-                " by semicolons"
+            raise _WrongRow(
+                f"has {cell!r}, and commas separate the columns, so that one in a number is"
+                " unclear; write numbers with a point, or separate the columns by semicolons"
             )
 
 

@@ -24,7 +24,31 @@ FREE, FUNCTION, STATE = "free", "function", "state"
 
 
 class UserError(Exception):
-    """An error that a user can fix. Its message says how, and a command prints it alone."""
+    """An error that a user can fix. Its message says how, and a command prints it alone.
+
+    ``listed``: every error, a line each, if the message names the first ones alone. A command
+    writes them into the file of --errors.
+    """
+
+    def __init__(self, *args: object, listed: Sequence[str] = ()):
+        super().__init__(*args)
+        self.listed = tuple(listed)
+
+
+class Message(str):
+    """The message of an error, with the lines that the error lists."""
+
+    def __new__(cls, error: Exception) -> "Message":
+        message = super().__new__(cls, error)
+        message.listed = tuple(getattr(error, "listed", ()))
+        return message
+
+    listed: tuple[str, ...]
+
+
+def more(n: int) -> str:
+    """Return the end of a message about ``n`` errors of which it names the first, or ""."""
+    return f" ({n - 1:,} more: --errors FILE lists them all)" if n > 1 else ""
 
 
 class OnResume(NamedTuple):

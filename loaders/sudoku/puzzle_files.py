@@ -1,16 +1,16 @@
 """Puzzles from a folder: CSV or npy files. `sudoku` has the formats."""
 
-import itertools
+import functools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow.csv
 
 from loaders import _rust, order
 from loaders.base import DataError, narrowed
-from loaders.io import columnar, files, machine
+from loaders.io import checks, columnar, files, machine
 from loaders.sudoku import puzzles as kinds
 from loaders.sudoku.puzzles import BOXES, KINDS, Puzzles, Source
 
@@ -20,7 +20,7 @@ CHUNK = 8192  # [boards] checked together, as many as a cache holds
 def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
     """Return the puzzles of a table, or ``draw`` of them.
 
-    Raises DataError, with the line and the cell.
+    Raises DataError, with the line and the cell, which lists every wrong board.
     """
     try:
         questions, answers, rating = _columns(path)
@@ -36,25 +36,57 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
         )
     is_number = np.abs(rating) < 2**53
     if not is_number.all():
-        line = _line(path, int(np.argmin(is_number)))
-        raise DataError(f"{path}:{line}: the rating is no number")
+        lines = _row_lines(path)
+        listed = []
+        for row in np.flatnonzero(~is_number).tolist():
+            listed.append(f"{path}:{lines[row]}: the rating is no number")
+        raise DataError(f"{listed[0]}{checks.more(len(listed))}", listed=listed)
     rows = np.arange(len(questions))
     if draw and draw < len(rows):
         rows = np.sort(order.permutation(seed, 0, len(rows), np.arange(draw)))
     side = KINDS[source.kind] or math.isqrt(len(questions[rows[0]] or ""))
-
-    def where(i: int) -> str:
-        return f"{path}:{_line(path, rows[i])}"
-
-    def symbols(texts: list[str | None]) -> np.ndarray:
-        return kinds.to_symbols(source.kind, side, [texts[row] or "" for row in rows], where)
-
-    boards = symbols(questions)
-    solutions = symbols(answers)
-    check_answers(source.kind, boards, solutions, where)
-    if source.kind in BOXES:  # mazes may have more than one path
-        check_boards(source.kind, boards, where)
+    lines_of_rows = functools.cache(functools.partial(_row_lines, path))
+    boards, solutions = to_boards(
+        source.kind,
+        side,
+        [questions[row] or "" for row in rows],
+        {i: answers[row] or "" for i, row in enumerate(rows)},
+        lambda i: f"{path}:{lines_of_rows()[rows[i]]}",
+    )
     return kinds.ungrouped(boards, solutions, rating[rows])
+
+
+def to_boards(
+    kind: str,
+    side: int,
+    questions: Sequence[str],
+    answers: Mapping[int, str],
+    where: Callable[[int], str],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the symbols of boards and of their answers, uint8 [n, cells] each.
+
+    ``answers``: of the boards that have one, by their index. ``where``: the name of board i, for
+    example its file and line.
+
+    Raises DataError, which lists every wrong board: of another size, with other symbols, without a
+    solution or with several, or with an answer that is none.
+    """
+    every_question = dict(enumerate(questions))
+    problems = kinds.wrong_texts(kind, side, every_question)
+    problems = {**kinds.wrong_texts(kind, side, answers), **problems}
+    sound = [i for i in every_question if i not in problems]
+    boards = kinds.to_symbols(kind, [questions[i] for i in sound])
+    is_answered = np.array([i in answers for i in sound], bool)
+    solutions = kinds.to_symbols(kind, [answers[i] for i in sound if i in answers])
+    for row, problem in _wrong_answers(kind, boards[is_answered], solutions).items():
+        problems[[i for i in sound if i in answers][row]] = problem
+    if kind in BOXES and sound:  # mazes may have more than one path
+        for row, problem in _wrong_boards(kind, boards).items():
+            problems.setdefault(sound[row], problem)
+    if problems:
+        listed = [f"{where(i)}: {problems[i]}" for i in sorted(problems)]
+        raise DataError(f"{listed[0]}{checks.more(len(listed))}", listed=listed)
+    return boards, solutions
 
 
 def _columns(path: pathlib.Path) -> tuple[list[str | None], list[str | None], np.ndarray]:
@@ -71,27 +103,23 @@ def _columns(path: pathlib.Path) -> tuple[list[str | None], list[str | None], np
     return questions, answers, rating
 
 
-def _line(path: pathlib.Path, row: int) -> int:
-    """Return the line of a table's row: the header is line 1, and blank lines are no rows."""
+def _row_lines(path: pathlib.Path) -> list[int]:
+    """Return the line of each row: the header is line 1, and blank lines are no rows."""
     with files.regular(path) as file:
-        numbers = (number for number, line in enumerate(file, 1) if line.rstrip(b"\r\n"))
-        return next(itertools.islice(numbers, int(row) + 1, None))
+        numbers = [number for number, line in enumerate(file, 1) if line.rstrip(b"\r\n")]
+    return numbers[1:]
 
 
-def check_answers(
-    kind: str, inputs: np.ndarray, labels: np.ndarray, where: Callable[[int], str]
-) -> None:
-    """Raise DataError, with the line, if an answer is none. Arguments as of `check_boards`."""
-    for start in range(0, len(inputs), CHUNK):
-        boards = inputs[start : start + CHUNK]
-        answers = labels[start : start + CHUNK]
-        wrong = np.flatnonzero(~kinds.is_solved(kind, boards, answers))
-        if wrong.size:
-            why = _why_unsolved(kind, boards[wrong[0]], answers[wrong[0]])
-            raise DataError(
-                f"{where(start + wrong[0])}: the answer is no solution: {why}; correct or remove"
-                " that row"
-            )
+def _wrong_answers(kind: str, boards: np.ndarray, answers: np.ndarray) -> dict[int, str]:
+    """Return the error of each answer that is none. Symbols, uint8 [n, cells]."""
+    problems = {}
+    for start in range(0, len(boards), CHUNK):
+        end = start + CHUNK
+        is_solved = kinds.is_solved(kind, boards[start:end], answers[start:end])
+        for row in (start + np.flatnonzero(~is_solved)).tolist():
+            why = _why_unsolved(kind, boards[row], answers[row])
+            problems[row] = f"the answer is no solution: {why}; correct or remove that row"
+    return problems
 
 
 def _why_unsolved(kind: str, board: np.ndarray, answer: np.ndarray) -> str:
@@ -108,32 +136,32 @@ def _why_unsolved(kind: str, board: np.ndarray, answer: np.ndarray) -> str:
     return f"{cell} is blank, or not as in the question"
 
 
-def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> None:
-    """Raise DataError, with the cell, if a Sudoku has no solution, or several.
-
-    ``boards``: symbols, uint8 [n, cells]. ``where``: the name of board i, for example its file and
-    line.
-    """
-    side = KINDS[kind]
+def _wrong_boards(kind: str, boards: np.ndarray) -> dict[int, str]:
+    """Return the error of each Sudoku without a solution, or with several. uint8 [n, cells]."""
     n_solutions, *_ = _rust.sudoku_solve(boards - np.uint8(1), threads=machine.cores())
-    wrong = np.flatnonzero(n_solutions != 1)
-    if not wrong.size:
-        return
-    board = boards[wrong[0]]
-    name = where(wrong[0])
-    if not n_solutions[wrong[0]]:
-        why = kinds.clash(kind, board) or "its clues contradict each other"
-        raise DataError(f"{name}: the board has no solution: {why}; correct or remove it")
+    problems = {}
+    for row in np.flatnonzero(n_solutions != 1).tolist():
+        if n_solutions[row]:
+            cell = _first_open_cell(kind, boards[row])
+            problems[row] = (
+                f"the board has several solutions, which differ in {cell}; add clues or remove it"
+            )
+        else:
+            why = kinds.clash(kind, boards[row]) or "its clues contradict each other"
+            problems[row] = f"the board has no solution: {why}; correct or remove it"
+    return problems
+
+
+def _first_open_cell(kind: str, board: np.ndarray) -> str:
+    """Return the first cell in which two solutions of a board differ."""
+    side = KINDS[kind]
     for cell in np.flatnonzero(board == 1):
         tries = np.repeat(board[None] - np.uint8(1), side, axis=0)  # with each digit there
         tries[:, cell] = np.arange(1, side + 1)
         n_solutions, *_ = _rust.sudoku_solve(tries, limit=1)
         if (n_solutions > 0).sum() > 1:
-            differs = kinds.cell_name(int(cell), side)
-            raise DataError(
-                f"{name}: the board has several solutions, which differ in {differs}; add"
-                " clues or remove it"
-            )
+            return kinds.cell_name(int(cell), side)
+    return "no cell"
 
 
 def read_npy(folder: pathlib.Path, source: Source) -> Puzzles:

@@ -9,14 +9,13 @@ Symbol 0 is padding. The others, in the order of the characters that a table has
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loaders import order
-from loaders.base import DataError
 
 # name -> side. 0: it is Source.side
 KINDS = {"sudoku": 9, "sudoku6": 6, "sudoku4": 4, "maze": 0}
@@ -97,37 +96,44 @@ def to_text(kind: str, board: np.ndarray) -> str:
     return "".join(alphabet[symbol] for symbol in board.tolist())
 
 
-def to_symbols(
-    kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]
-) -> np.ndarray:
-    """Return the symbols of boards as text, uint8 [n, side²].
+def to_symbols(kind: str, texts: Sequence[str]) -> np.ndarray:
+    """Return the symbols of boards as text, uint8 [n, cells]. `wrong_texts` has found no error."""
+    if not texts:
+        return np.zeros((0, 0), np.uint8)
+    text_of_all = "".join(texts).encode()
+    codes = np.frombuffer(text_of_all, np.uint8).reshape(len(texts), -1)
+    return _symbol_of_code(kind)[codes]
 
-    Raises DataError: another size, or a symbol that the kind lacks. ``where``: the name of text i
-    in an error, for example its file and line.
-    """
-    n_cells = side * side
+
+def _symbol_of_code(kind: str) -> np.ndarray:
+    """Return the symbol of each character code, uint8 [256]; 0: none."""
     alphabet = characters(kind)
-    expected = f"1 to {side}, or . or 0 for a blank" if kind in BOXES else repr(alphabet)
-    for i, text in enumerate(texts):
-        if len(text) != n_cells:
-            raise DataError(
-                f"{where(i)}: {text[:90]!r} has {len(text)} characters; a board of this kind has"
-                f" {n_cells} of {expected}"
-            )
-    symbols = np.zeros(256, np.uint8)  # of each character code; 0: none
+    symbols = np.zeros(256, np.uint8)
     symbols[list(alphabet.encode())] = np.arange(1, 1 + len(alphabet))
     if kind in BOXES:
         symbols[ord("0")] = 1
-    text_of_all = "".join(texts).encode("ascii", "replace")
-    codes = np.frombuffer(text_of_all, np.uint8).reshape(-1, n_cells)
-    boards = symbols[codes]
-    unknown = np.argwhere(boards == 0)
-    if len(unknown):
-        i, cell = unknown[0]
-        raise DataError(
-            f"{where(i)}: {cell_name(cell, side)} is {texts[i][cell]!r}; expected {expected}"
-        )
-    return boards
+    return symbols
+
+
+def wrong_texts(kind: str, side: int, texts: Mapping[int, str]) -> dict[int, str]:
+    """Return the error of each board as text that has another size, or a symbol of no kind."""
+    n_cells = side * side
+    allowed = set(characters(kind))
+    expected = repr(characters(kind))
+    if kind in BOXES:
+        allowed.add("0")
+        expected = f"1 to {side}, or . or 0 for a blank"
+    problems = {}
+    for i, text in texts.items():
+        if len(text) != n_cells:
+            problems[i] = (
+                f"{text[:90]!r} has {len(text)} characters; a board of this kind has"
+                f" {n_cells} of {expected}"
+            )
+        elif not allowed.issuperset(text):
+            cell = next(k for k, character in enumerate(text) if character not in allowed)
+            problems[i] = f"{cell_name(cell, side)} is {text[cell]!r}; expected {expected}"
+    return problems
 
 
 def cell_name(cell: int, side: int) -> str:

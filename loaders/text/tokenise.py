@@ -46,6 +46,7 @@ BATCH = 1000  # texts that are in memory together: never all of a shard's
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
+SHOWN = 20  # rows without text that are printed
 PARTIAL = ".parts"  # folder of the entries of finished shards
 # file of a finished folder: the digest of its inputs and options, by which the same command
 # recognises it
@@ -172,10 +173,13 @@ def _make_shards(out: pathlib.Path, parts: Sequence[Part], options: Options, wor
 def _report_bad_rows(bad_rows: Sequence[str], skip: int) -> None:
     """Print the rows of no text. Raises TokensError if they are more than may be skipped."""
     if len(bad_rows) > skip:
-        listed = "".join(f"\n  {line}" for line in bad_rows[:20])
+        lines = [f"\n  {line}" for line in bad_rows[:SHOWN]]
+        if len(bad_rows) > SHOWN:
+            lines.append(f"\n  and {len(bad_rows) - SHOWN} more: --errors FILE lists every one")
         raise TokensError(
             f"{len(bad_rows)} rows hold no text; fix them, or skip up to N of them with --skip"
-            f" N:{listed}"
+            f" N:{''.join(lines)}",
+            listed=bad_rows,
         )
     for line in bad_rows:
         print(f"skipped: {line}", file=sys.stderr)

@@ -267,8 +267,11 @@ def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog)
     seen = {i for _ in range(60) for i in next(loader)[1]["index"][0].tolist()}
     assert not seen & set(found)
     chat.forget()
-    with pytest.raises(DataError, match="5 of 30 examples cannot be used.*example 3: broken.wav"):
+    refusal = "5 of 30 examples cannot be used.*example 3: broken.wav.*4 more: --errors FILE"
+    with pytest.raises(DataError, match=refusal) as error:
         chat_audio.dataset_info(dataclasses.replace(config, bad_budget=0.1))
+    numbers = [int(text.split("example ")[1].split(":")[0]) for text in error.value.listed]
+    assert numbers == [3, 4, 7, 8, 9]
 
 
 def test_a_manifest_that_changed_is_read_again_in_the_same_process(tmp_path):

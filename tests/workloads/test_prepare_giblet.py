@@ -337,6 +337,10 @@ def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
         (tmp_path / "wrong.csv").write_text(f"start,end\n0,{wrong}\n")
         with pytest.raises(DataError, match="nor hh:mm:ss"):
             segments.read_annotations(tmp_path / "wrong.csv", "start", "end")
+    (tmp_path / "wrong.csv").write_text("start,end\n0,1\n2,1\n3,x\n")
+    with pytest.raises(DataError, match="row 3 ends at 1 s.*1 more: --errors FILE") as error:
+        segments.read_annotations(tmp_path / "wrong.csv", "start", "end")
+    assert ["row 3" in error.value.listed[0], "row 4" in error.value.listed[1]] == [True] * 2
     assert folder.is_dir()
 
 

@@ -163,17 +163,9 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
             row[at] if at is not None and at < len(row) else "" for at in (question or 0, answer)
         )
         found.append(Puzzle(board.replace("0", ".") if kind in kinds.BOXES else board, solution))
-    lines = [line for line, _ in rows]
-    boards = kinds.to_symbols(
-        kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{lines[i]}"
-    )
-    known = [i for i, puzzle in enumerate(found) if puzzle.answer]
-    answers = kinds.to_symbols(
-        kind, side, [found[i].answer for i in known], lambda i: f"{path}:{lines[known[i]]}"
-    )
-    puzzle_files.check_answers(kind, boards[known], answers, lambda i: f"{path}:{lines[known[i]]}")
-    if kind in kinds.BOXES:
-        puzzle_files.check_boards(kind, boards, lambda i: f"{path}:{lines[i]}")
+    questions = [puzzle.question for puzzle in found]
+    answers = {i: puzzle.answer for i, puzzle in enumerate(found) if puzzle.answer}
+    puzzle_files.to_boards(kind, side, questions, answers, lambda i: f"{path}:{rows[i][0]}")
     return found
 
 
@@ -218,9 +210,7 @@ def solve(
     run = run or program(solver, search)
     for start in range(0, len(puzzles), batch):
         some = puzzles[start : start + batch]
-        boards = kinds.to_symbols(
-            solver.kind, solver.side, [puzzle.question for puzzle in some], str
-        )
+        boards = kinds.to_symbols(solver.kind, [puzzle.question for puzzle in some])
         inputs = np.concatenate(
             [boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]
         ).astype(np.int32)

@@ -298,6 +298,16 @@ class Errors:
                 lines.append(f"    and {len(examples) - SHOWN} more")
         return lines
 
+    def listed(self) -> list[str]:
+        """Return a line for each error."""
+        return [f"{kind}: {text}" for kind, text in self.lines]
+
+    @property
+    def hint(self) -> str:
+        """The option that lists the errors that `report` leaves out, or ""."""
+        n_most = max(self.counts.values(), default=0)
+        return "; --errors FILE lists every one" if n_most > SHOWN else ""
+
     def save(self, path: pathlib.Path, *, always: bool = False) -> None:
         """Write the list as a CSV in place of an earlier one. An empty one: if ``always``."""
         if self.lines or always:
@@ -331,5 +341,6 @@ class Errors:
         errors, them = ("1 error", "it") if count == 1 else (f"{count} errors", "them")
         remedy = " ".join(f"--on {kind}=drop" for kind in kinds)
         raise IndexErrors(
-            f"{errors} in the sources, and nothing was written; correct {them}, or add {remedy}"
+            f"{errors} in the sources, and nothing was written; correct {them}, or add"
+            f" {remedy}{self.hint}"
         )

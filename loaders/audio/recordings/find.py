@@ -2,9 +2,11 @@
 
 import errno
 import functools
+import itertools
 import os
 import pathlib
 import re
+import shlex
 import unicodedata
 import urllib.parse
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,8 @@ SYSTEM = {
     "system volume information",
     "lost+found",
 }
+MAX_ENTRIES = 10_000  # of a folder, among which a recording is looked for
+TABLES = (".csv", ".tsv", ".txt")
 SUFFIXES = (
     ".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave"
 ).split()
@@ -32,6 +36,25 @@ _one_form = functools.partial(unicodedata.normalize, "NFC")
 
 def is_audio(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def how_to_index(path: pathlib.Path) -> str:
+    """Return the remedy for recordings, or a table of them, where an index belongs, or ""."""
+    out = shlex.quote(f"{path.name or 'recordings'}-index")
+    command = f"jaxtrain index {shlex.quote(str(path))} --out {out} --split recording=0.2"
+    if path.is_dir():
+        entries = itertools.islice(walk(path, Errors()), MAX_ENTRIES)
+        if not any(map(is_audio, entries)):
+            return ""
+        kind = "a folder of recordings"
+    elif is_audio(path.name):
+        kind = "a recording"
+    elif path.suffix.lower() in TABLES:
+        kind = "a table"
+        command += " --audio FOLDER"
+    else:
+        return ""
+    return f"it is {kind}; make an index first: {command}, and name {out}"
 
 
 def walk(folder: pathlib.Path, errors: Errors) -> Iterator[str]:

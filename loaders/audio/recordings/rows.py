@@ -322,6 +322,8 @@ def _refuse_without_value(kind: str, paths: Sequence[str]) -> NoReturn:
     values = {"site": "site", "date": "date", "column": "split in its column", "folder": "folder"}
     raise DataError(
         f"--split {kind}: {len(paths)} recordings have no {values[kind]}, for example {paths[0]}"
+        f"{checks.more(len(paths))}",
+        listed=paths,
     )
 
 

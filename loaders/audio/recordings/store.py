@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loaders.audio import shards
+from loaders.audio.recordings import find
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.headers import HIGHEST, LOWEST, Header
 from loaders.audio.recordings.rows import Plan, Row
@@ -141,7 +142,8 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         index = files.read_json(files.inside(folder, "index.json"))
         _check(index)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{folder} is not an index of jaxtrain index: {error}") from error
+        reason = find.how_to_index(folder) or str(error)
+        raise DataError(f"{folder} is not an index of jaxtrain index: {reason}") from error
     return index
 
 

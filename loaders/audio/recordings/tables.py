@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from loaders.audio.recordings import values
 from loaders.audio.recordings.find import is_audio
 from loaders.base import DataError
-from loaders.io import files
+from loaders.io import checks, files
 
 MAX_BYTES = 2 << 30  # [bytes] of a table
 MARKS = (
@@ -271,7 +271,8 @@ def read(path: pathlib.Path) -> Table:
     """Read a table in which every line counts. Raises DataError."""
     table = Table(path, *read_text(path))
     if table.wrong:
-        raise DataError(f"{table.wrong[0]}; correct the line")
+        rest = checks.more(len(table.wrong))
+        raise DataError(f"{table.wrong[0]}; correct the line{rest}", listed=table.wrong)
     return table
 
 

@@ -100,5 +100,6 @@ def show_errors(errors: "Errors", listed: pathlib.Path | None = None) -> None:
     """Print a few errors of each kind to stderr, and write the whole list into a file."""
     for line in errors.report():
         print(line, file=sys.stderr)
+    arguments.list_errors(errors.listed())
     if listed:
         errors.save(listed)

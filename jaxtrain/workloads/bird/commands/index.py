@@ -13,9 +13,9 @@ SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidosco
 BirdNET, opensoundscape), BirdSet's or xeno-canto's metadata or a folder with them, or a list of
 paths. Rerun the same command to read only what is new or changed.
 
-All errors in the sources are listed with counts. Nothing is written if any of them is refused:
-correct it, or pass --on KIND=drop (or keep). DIR is then a folder that the loader, embed and
-`datasets.load_dataset("parquet")` read:
+All errors in the sources are counted, and --errors FILE lists each. Nothing is written if any of
+them is refused: correct it, or pass --on KIND=drop (or keep). DIR is then a folder that the loader,
+embed and `datasets.load_dataset("parquet")` read:
 
     jaxtrain train --config=folder:DIR
 
@@ -228,7 +228,8 @@ def _dry_run(args: argparse.Namespace) -> int:
         print(f"{source}: {n} annotations")
     for line in errors.report():
         print(line)
-    print(errors.summary())
+    arguments.list_errors(errors.listed())
+    print(f"{errors.summary()}{errors.hint}")
     return 1 if errors.refused() else 0
 
 

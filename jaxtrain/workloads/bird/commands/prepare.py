@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in counts.kept[:SHOWN]:
         print(f"copied as it is: {line}", file=sys.stderr)
     if len(counts.kept) > SHOWN:
-        print(f"and {len(counts.kept) - SHOWN} more", file=sys.stderr)
+        n_hidden = len(counts.kept) - SHOWN
+        print(f"and {n_hidden} more; --errors FILE lists every one", file=sys.stderr)
+    arguments.list_errors(counts.kept)
     if counts.clipped:
         print(
             f"{counts.clipped} recordings have samples beyond full scale, which were clipped",

@@ -1,6 +1,7 @@
 """Uses of a trained encoder: embeddings, detections, fitted heads, search, review, scores."""
 
 from loaders.audio.recordings.annotations import Errors
+from loaders.io import checks
 from loaders.io.checks import UserError
 
 
@@ -9,8 +10,11 @@ class InferenceError(UserError, ValueError):
 
 
 def refuse(errors: Errors) -> None:
-    """Raise InferenceError for the first error of a kind that is refused."""
+    """Raise InferenceError for the first error of a kind that is refused. It lists the others."""
     refused_kinds = errors.refused()
-    for kind, text in errors.lines:
-        if kind in refused_kinds:
-            raise InferenceError(f"{text} ({refused_kinds[0]}); correct the line")
+    refused = [(kind, text) for kind, text in errors.lines if kind in refused_kinds]
+    if refused:
+        kind, text = refused[0]
+        raise InferenceError(
+            f"{text} ({kind}); correct the line{checks.more(len(refused))}", listed=errors.listed()
+        )

@@ -26,7 +26,7 @@ from loaders.audio.front_end import RATES, FrontEnd
 from loaders.audio.recordings import columns, joined_files, lines, sources, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Finder
-from loaders.io import atomic_write, files
+from loaders.io import atomic_write, checks, files
 
 ANSWERS = ("yes", "no", "skip")
 CONTEXT = 1.0  # [s] of sound before and after a window
@@ -235,6 +235,7 @@ def read(
         )
     places = _Places(path, root)
     items = []
+    wrong_lines = []
     read_lines = list(lines.read(layout, reading, errors))
 
     def seconds(line: lines.Line) -> float:
@@ -244,15 +245,19 @@ def read(
     joined_files.refuse(layout, reading, read_lines, seconds)
     for line in read_lines:
         if line.start is None or line.end is None or not 0 <= line.start < line.end:
-            raise InferenceError(
+            wrong_lines.append(
                 f"{line.where}: the times {line.start} to {line.end} s are no part of a recording"
             )
+            continue
         recording = places.find(line.file, layout.text(line.row, "embeddings"), line.where)
         clock = layout.text(line.row, "clock")
         score = detections.number_of(layout.text(line.row, "score"))
         for name in line.labels or (label,):
             if not label or name == label:
                 items.append(Item(recording, "", line.start, line.end, name, score, clock))
+    if wrong_lines:
+        rest = checks.more(len(wrong_lines))
+        raise InferenceError(f"{wrong_lines[0]}{rest}", listed=wrong_lines)
     inference.refuse(errors)
     if not items:
         of_class = f" of the class {label!r}" if label else ""
