@@ -177,6 +177,21 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
     except KeyboardInterrupt:  # imports may take a second
         arguments.report("interrupted")
         return arguments.INTERRUPTED
+    except ValueError as error:
+        if not _is_of_jax_options(error):
+            raise
+        arguments.report(
+            f"JAX does not know a value of its environment: {error}; correct that variable, or"
+            " unset it"
+        )
+        return arguments.USER_ERROR
+
+
+def _is_of_jax_options(error: ValueError) -> bool:
+    """Whether JAX raised an error as it was imported, for a variable that it cannot read."""
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    is_of_jax = pathlib.Path(last_frame.filename).parts[-3:] == ("jax", "_src", "config.py")
+    return is_of_jax and getattr(sys.modules.get("jax"), "jit", None) is None
 
 
 def _commit() -> str:

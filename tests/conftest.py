@@ -42,7 +42,7 @@ from jaxtrain.parallel import cluster  # noqa: E402
 gc.set_threshold(100_000, 50, 100)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-cluster.use_compilation_cache()
+cluster.start_jax()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 for name in KEEPS_PROGRAMS:  # those that tests start
     os.environ[name] = str(jax.config.values[name.lower()])

@@ -71,16 +71,18 @@ def test_promise_14_a_taken_port_is_reported(folder):
 
 def test_promise_14_processes_that_differ_are_named_with_what_differs(folder):
     port = free_port()
+    precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     both = [
-        command(folder, "toy.py", f"--config.optim.lr={lr}", **at(port, i))
-        for i, lr in enumerate(("1e-3", "2e-3"))
+        command(folder, "toy.py", f"--config.optim.lr={lr}", **at(port, i), **environment)
+        for i, (lr, environment) in enumerate((("1e-3", {}), ("2e-3", precise)))
     ]
     for process, output in zip(both, ended(both), strict=True):
-        assert (
-            process.returncode == 2
-            and "process 1" in output
-            and "config.optim.lr is 0.002, elsewhere 0.001" in output
-        )
+        assert process.returncode == 2
+        assert "config.optim.lr is 0.002, elsewhere 0.001" in output, output
+        assert re.search(
+            r'process 1 .*environment.JAX_DEFAULT_MATMUL_PRECISION is "highest", elsewhere null',
+            output,
+        ), output
 
 
 def test_promise_14_processes_with_different_numbers_of_devices(folder):
@@ -92,10 +94,38 @@ def test_promise_14_processes_with_different_numbers_of_devices(folder):
         assert process.returncode == 2 and "process 2 has 2, the others 1" in output, output
 
 
+PRECISE_WORKLOAD = """
+import dataclasses
+import os
+
+import jax
+
+from tests.support import toy
+
+
+def make_task(config, shard, batch):
+    task = toy.make_task(config, shard, batch)
+    return task._replace(loss=precise(task.loss), evaluate=precise(task.evaluate))
+
+
+def precise(function):
+    def call(*args):
+        with jax.default_matmul_precision("highest" if "PRECISE" in os.environ else None):
+            return function(*args)
+
+    return call
+
+
+WORKLOAD = dataclasses.replace(toy.WORKLOAD, make_task=make_task)
+"""
+
+
 def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder):
     """One process multiplies matrices in another precision. Without a comparison the processes
     would wait for each other for ever."""
-    both = cluster(folder, "toy.py", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
+    (folder / "precise.py").write_text(PRECISE_WORKLOAD)
+    workload = "--config.workload=precise"
+    both = cluster(folder, "toy.py", workload, processes=2, only1={"PRECISE": "1"})
     for process, output in zip(both, ended(both), strict=True):
         assert (
             process.returncode == 2
@@ -483,14 +513,17 @@ if "BLIND" in os.environ:
 
 
 def test_a_checkpoint_that_one_process_cannot_read_is_taken_by_none(folder):
+    """The processes find each other, although the environment has proxies that do not answer."""
     (folder / "blind.py").write_text(BLIND_LOADER)
+    proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "grpc_proxy")}
     overrides = (
         "--config.loader=blind",
         "--config.train.eval_every=0",
         "--config.checkpoint.every=2",
         "--config.optim.schedule=constant",
     )
-    ended(cluster(folder, "toy.py", *overrides, "--config.train.steps=4", processes=2))
+    steps = "--config.train.steps=4"
+    ended(cluster(folder, "toy.py", *overrides, steps, processes=2, only0=proxies, only1=proxies))
     before = records(folder / "runs" / "toy", "train")
     both = cluster(
         folder, "toy.py", *overrides, "--config.train.steps=5", processes=2, only1={"BLIND": "1"}

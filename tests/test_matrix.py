@@ -93,7 +93,7 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
 def main(name, folder, *mesh):
     """Run one of the processes."""
     links = cluster.initialize(cluster.find(), config_lib.Config(workdir=folder))
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     cluster.barrier("all are here")
     found = Run(CASES[name], tuple(map(int, mesh))).take(STEPS)
     if cluster.is_main():

@@ -111,7 +111,7 @@ def main() -> int:
         "--steps", type=int, default=20, metavar="N", help="plain and verified ones of each demo"
     )
     args = parser.parse_args()
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     print(
         "| demo | step [ms] | digest [ms] | metrics.every | of a step | verified step [ms] | of a"
         " step at 200 |",

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if ALONE in args.objectives.split(",") and args.objectives != ALONE:
         parser.error(f"{ALONE} has an encoder of its own, and so another random one; give it alone")
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     out = pathlib.Path(args.out).absolute()
     objectives, folds = args.objectives.split(","), [int(fold) for fold in args.folds.split(",")]
     results: dict[str, Any] = {}

@@ -10,12 +10,15 @@ from jaxtrain.arrays import stored, warm_start
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.nn import lora
+from jaxtrain.parallel import jax_options
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.types import PyTree
 
 
 def one_device() -> layout_lib.Layout:
-    return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    """Return the layout of the first device. Raises JaxOptionError: JAX finds none."""
+    first = jax_options.devices()[:1]
+    return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=first), {})
 
 
 def read(

@@ -7,7 +7,8 @@
                order), the offset between step and position if the data were changed during the run,
                how often the run was rewound, and the source of its frozen weights (`base_weights`)
       meta/    JSON: the number of this format, the resolved config, digests of the files that it
-               names and of the parameter table, package versions
+               names and of the parameter table, package versions, the options of JAX and XLA that
+               decide numbers
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one
@@ -39,7 +40,7 @@ from jaxtrain import specs
 from jaxtrain.arrays import checksums, orbax_steps, quiet_orbax, stored
 from jaxtrain.checkpoint import disk_usage, joint_failure
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
-from jaxtrain.parallel import cluster
+from jaxtrain.parallel import cluster, jax_options
 from jaxtrain.types import Task
 from loaders.io import files
 from loaders.io.checks import FREE, first_line
@@ -109,6 +110,7 @@ class Checkpointer:
             "files": config_lib.digests_of(config),
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
+            config_lib.ENVIRONMENT: jax_options.recorded(),
         }
         self._path = _absolute(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
@@ -377,11 +379,19 @@ class Checkpointer:
         if of_evaluations:
             self._scores.forget(f"its evaluations were others ({'; '.join(of_evaluations)})")
         logged = []
+        of_environment = []
         for change in changes:
-            if not change.path.startswith(("workdir", "resume.", "data.")):
+            if change.is_of_environment:
+                of_environment.append(str(change))
+            elif not change.path.startswith(("workdir", "resume.", "data.")):
                 logged.append(str(change))
         if logged:
             log.info("the config differs from the checkpoint's: %s", "; ".join(logged))
+        if of_environment:
+            log.warning(
+                "steps from here on need not have the bits that they would have had: %s",
+                "; ".join(of_environment),
+            )
 
     def _check_config(
         self, path: epath.Path, arrays: Mapping[str, stored.Stored], abstract: "Abstract"
@@ -399,6 +409,7 @@ class Checkpointer:
                 f" config.warm_start.source={str(path)!r}"
             )
         changes = config_lib.compare(meta["config"], self._config, meta.get("files") or {})
+        changes += jax_options.changes(meta.get(config_lib.ENVIRONMENT))
         fixed = [change for change in changes if change.kind != FREE]
         other_arrays = _other_arrays(arrays, abstract)
         if other_arrays or meta["parameters"] != self._meta["parameters"]:

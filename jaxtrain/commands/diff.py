@@ -12,8 +12,8 @@ the runs are identical as far as both came, else with 1.
 import contextlib
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
 
@@ -35,15 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     compared = step_differences.Compared(
         step_differences.read(first), step_differences.read(second)
     )
-    print(*_settings(first, second), compared.summary(), sep="\n")
+    print(*_settings(first, second, compared.differs), compared.summary(), sep="\n")
     if compared.differs is None:
         return 0 if compared.steps else 1
     print(*_arrays(first, second), sep="\n")
     return 1
 
 
-def _settings(a: "Run", b: "Run") -> list[str]:
-    """Return the fields of the configs, and the facts of the newest starts, that differ."""
+def _settings(a: "Run", b: "Run", step: int | None) -> list[str]:
+    """Return the fields of the configs that differ, and the facts of the starts that made a step.
+
+    ``step``: the first that differs. None = the newest.
+    """
     from jaxtrain.arrays import saved_steps
 
     lines = []
@@ -55,11 +58,18 @@ def _settings(a: "Run", b: "Run") -> list[str]:
     for name, old, new in saved_steps.changes(a.config, b.config):
         if name != "workdir":
             lines.append(f"config.{name}: {old} → {new}")
-    facts_a, facts_b = (run.starts[-1].facts if run.starts else {} for run in (a, b))
+    facts_a, facts_b = _facts(a, step), _facts(b, step)
     for name, old, new in saved_steps.changes(facts_a, facts_b):
         if name.partition(".")[0] not in ("source", "overrides"):
             lines.append(f"start.{name}: {old} → {new}")
     return lines
+
+
+def _facts(run: "Run", step: int | None) -> Mapping[str, Any]:
+    if not run.starts:
+        return {}
+    start = run.starts[-1] if step is None else run.start_of(step)
+    return start.facts if start else {}
 
 
 def _arrays(a: "Run", b: "Run") -> list[str]:

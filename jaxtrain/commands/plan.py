@@ -53,7 +53,7 @@ def show(parsed: config.Arguments) -> int:
     from jaxtrain.telemetry import console
 
     console.start_console()
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     cluster.use_threads_for_host_devices()
     if parsed.plan:
         plan.parse_target(

@@ -10,10 +10,10 @@
 The newest intact checkpoint before step N is linked into a workdir of its own, and the same steps
 are made from it. Each is compared with the run's record of it: by its digest, if the run has
 config.metrics.digest, and else by loss and gradient norm. The run is only read, so it may still
-train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
-another version of jax the bits need not agree: the replay says so, and how far apart the losses and
-the gradient norms are. On another number of CPU cores it is compiled as the run was, and has as
-many threads if these are enough for its devices.
+train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh,
+another version of jax or with other options of it the bits need not agree: the replay says so, and
+how far apart the losses and the gradient norms are. On another number of CPU cores it is compiled
+as the run was, and has as many threads if these are enough for its devices.
 
 DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics
 of the steps around it, norms by parameter, and the largest activations. These are computed on one
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.telemetry import console
 
     console.start_console()
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     return _replay(args)
 
 
@@ -140,7 +140,7 @@ def _replay(args: argparse.Namespace) -> int:
     # for a replay without a checkpoint, which has its own digest
     data_at_beginning = ""
     for start in run.starts:
-        if not start.first and "data" in start.facts:
+        if not start.first and start.step and "data" in start.facts:
             data_at_beginning = start.facts["data"]
     _make(args, config, until, data_at_beginning)
     if membership.process:
@@ -260,25 +260,18 @@ def _compiler(run: "Run", step: int) -> dict[str, Any]:
     return {} if options_of_run == options_here else options_of_run
 
 
-def _start(run: "Run", step: int) -> Any:
-    before_step = [start for start in run.starts if start.first < step]
-    if before_step:
-        return before_step[-1]
-    return run.starts[0] if run.starts else None
-
-
 def _of_start(run: "Run", step: int, name: str) -> int:
-    start = _start(run, step)
-    number = start.facts.get(name) if start else 0
+    start = run.start_of(step)
+    number: Any = start.facts.get(name) if start else 0
     is_plausible = type(number) is int and 0 < number < 100_000
     return number if is_plausible else 0
 
 
 def _different_conditions(run: "Run", replayed: "Run", step: int) -> list[str]:
-    """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
+    """List the versions, devices, cores, options and sizes of the mesh that are not the run's."""
     from jaxtrain.arrays import saved_steps
 
-    start = _start(run, step)
+    start = run.start_of(step)
     if not start or not replayed.starts:
         return []
     start_again = replayed.starts[-1]
@@ -296,7 +289,7 @@ def _different_conditions(run: "Run", replayed: "Run", step: int) -> list[str]:
 def _conditions(run: "Run", start: Any, names: Collection[str]) -> dict[str, Any]:
     """Return what may decide the bits of a start, of its facts those in ``names``."""
     conditions = {}
-    for name in ("versions", "devices", "cores", "threads"):
+    for name in ("versions", "devices", "cores", "threads", "environment"):
         if name in names:
             conditions[name] = start.facts[name]
     return {**conditions, "mesh": run.config.get("mesh"), "processes": start.processes}
@@ -404,6 +397,8 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
         _refuse_modules(run)
     # the linked checkpoint, the run's data
     resume = {**run.config.get("resume", {}), "path": "", "data": "exact"}
+    # of which `_different_conditions` tells
+    resume["allow"] = [*resume.get("allow", ()), config_lib.ENVIRONMENT]
     config = config_lib.from_dict({**run.config, "resume": resume})
     # rewinds go back to regular saves
     every = config.checkpoint.every if config.guard.rewinds else config.train.steps

@@ -125,11 +125,11 @@ def _start(parsed: config.Arguments) -> int:
     from jaxtrain.telemetry import console
 
     console.start_console()
-    cluster.use_compilation_cache()  # before a config's file, which may touch a device
-    cluster.use_threads_for_host_devices()
-    machine.keep_freed_memory()
     resolved = None
     try:
+        cluster.start_jax()  # before a config's file, which may touch a device
+        cluster.use_threads_for_host_devices()
+        machine.keep_freed_memory()
         resolved = config.load(parsed.source, parsed.overrides)
         with arguments.exiting(resolved.preemption.signals, resolved.preemption.exit_code):
             return _run(parsed, resolved)

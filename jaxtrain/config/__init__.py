@@ -11,7 +11,7 @@ command_line  the command line of a run
 """
 
 from jaxtrain.config.build import from_dict, load, read, save, section, to_json
-from jaxtrain.config.changes import Change, compare, digest_of, digests_of
+from jaxtrain.config.changes import ENVIRONMENT, Change, compare, digest_of, digests_of
 from jaxtrain.config.command_line import Arguments, parse_args
 from jaxtrain.config.consistency import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
@@ -48,6 +48,7 @@ __all__ = [
     "UPDATE_RULES",
     "ArgumentError",
     "Arguments",
+    "ENVIRONMENT",
     "Change",
     "Checkpoint",
     "Config",

@@ -19,10 +19,14 @@ from loaders.io.checks import FUNCTION
 SHOWN = 120  # [characters] of a value in a message
 
 
-class Change(NamedTuple):
-    """A field with another value than in the checkpoint."""
+ENVIRONMENT = "environment"  # of the settings besides the config, which are no section of it
 
-    path: str  # within the config: "model.window", "data.sources[0].share"
+
+class Change(NamedTuple):
+    """A field, or a setting of the environment, with another value than in the checkpoint."""
+
+    # within the config: "model.window", "data.sources[0].share", or "environment.XLA_FLAGS…"
+    path: str
     kind: str
     old: Any
     new: Any
@@ -30,7 +34,12 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         content = " with other content" if self.old == self.new else ""
         old, new = _from_first_difference(self.old, self.new)
-        return f"config.{self.path}: {old} saved, {new} now{content}"
+        path = self.path if self.is_of_environment else f"config.{self.path}"
+        return f"{path}: {old} saved, {new} now{content}"
+
+    @property
+    def is_of_environment(self) -> bool:
+        return self.path.startswith(f"{ENVIRONMENT}.")
 
     def is_allowed(self, allow: Iterable[str]) -> bool:
         """Whether a name of ``allow`` is this field or a section around it."""

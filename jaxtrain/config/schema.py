@@ -278,8 +278,8 @@ class Optim(Section):
         if self.decay and self.schedule in ("constant", "cosine"):
             yield (
                 "decay",
-                f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is"
-                f" {self.schedule!r}",
+                f"is {self.decay}, and schedule={self.schedule!r} has no decay phase; set"
+                " config.optim.decay=0 too, or choose schedule='wsd'",
             )
         yield from checks.within(self, "(0, 1]", "layer_decay")
         yield from checks.within(self, "[0, 1)", "b1", "b2")
@@ -467,7 +467,7 @@ class Resume(Section):
     # beginning
     data: str = "exact"
     # [fields] fields, such as lora.alpha, that may differ from the checkpoint's and change the
-    # function
+    # function; "environment" = the options of JAX
     allow: tuple[str, ...] = ()
 
     def validate(self) -> Problems:

@@ -21,6 +21,7 @@ GOOGLE = "0x1ae0"  # the vendor's number on the PCI bus
 CHOOSE = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")  # a user's own choice of GPUs
 MAX_IN_USE = 0.05  # [share] of a device's memory that others may hold
 SECONDS = 1.0  # [s] of products on each device
+OPTIONS = "unset these variables, or the options that the program sets"
 MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tpu]; see nvidia-smi"
 
 
@@ -40,16 +41,17 @@ def examine(*, local: list[int]) -> Findings:
     checks = list(_check_driver(local))
     import jax
 
+    from jaxtrain.parallel import jax_options
+
+    for problem in jax_options.problems():
+        checks.append(fail(GROUP, "options", problem, OPTIONS))
     if local:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local)))
     try:
         devices = jax.local_devices()
     except Exception as error:  # noqa: BLE001  a plugin may raise anything
-        text = "jax finds no device"
-        if platforms := os.environ.get("JAX_PLATFORMS"):
-            text += f" with JAX_PLATFORMS={platforms}"
         remedy = f"{MISSING}, CUDA_VISIBLE_DEVICES"
-        checks.append(fail(GROUP, "jax", f"{text}: {error!s}", remedy))
+        checks.append(fail(GROUP, "jax", jax_options.without_devices(error), remedy))
         return Findings(checks, {})
     checks.append(_check_count(devices, local))
     checks += _check_products(devices)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import checkpointer, run_identity
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.parallel import cluster
+from jaxtrain.parallel import cluster, jax_options
 from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
@@ -282,6 +282,7 @@ def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
         "versions": cluster.versions(),
         "commit": cluster.commit(),
         "devices": cluster.devices(),
+        "environment": jax_options.recorded(),
         **cluster.of_cpus(),
         **command,
     }

@@ -213,9 +213,11 @@ def test_errors_of_jax_and_of_a_config_are_separate_findings(folder):
     """The wheel is wrong, and a config cannot be imported. Neither is blamed on the driver, and the
     other checks still run."""
     (folder / "broken.py").write_text("import nothing_of_this_name\n")
-    told = found(start(folder, "--config=broken.py", JAX_PLATFORMS="cuda"), code=1)
+    broken = start(folder, "--config=broken.py", JAX_PLATFORMS="cuda", JAX_ENABLE_X64="1")
+    told = found(broken, code=1)
     wrong = checks(told, FAIL)
-    assert set(wrong) == {("devices", "jax"), ("config", "file")}
+    assert set(wrong) == {("devices", "jax"), ("devices", "options"), ("config", "file")}
+    assert "JAX_ENABLE_X64 is True" in wrong["devices", "options"]["text"]
     assert (
         "with JAX_PLATFORMS=cuda" in wrong["devices", "jax"]["text"]
         and "jaxtrain[cuda12]" in wrong["devices", "jax"]["remedy"]

@@ -584,7 +584,7 @@ def main() -> int:
             f"there are {jax.device_count()} devices; set"
             f" XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
         )
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.workload:
         for part in args.part:

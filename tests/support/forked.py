@@ -31,7 +31,7 @@ IMPORTS = (
     "jaxtrain.plan.summary",
     "loaders.audio.spectrogram",
 )
-OWN = ("LD_", "MALLOC_", "PYTHON")  # variables that must be set when a process starts
+OWN = ("JAX_", "LD_", "MALLOC_", "PYTHON")  # variables that are read when a process starts
 SIZE = 1 << 20
 
 

@@ -27,7 +27,7 @@ from jaxtrain.parallel.cluster.processes import (
     initialize,
     is_main,
     of_cpus,
-    use_compilation_cache,
+    start_jax,
     use_threads_for_host_devices,
     versions,
 )
@@ -58,7 +58,7 @@ __all__ = (
     "await_peers",
     "of_cpus",
     "metadata_server",
-    "use_compilation_cache",
+    "start_jax",
     "use_threads_for_host_devices",
     "versions",
 )

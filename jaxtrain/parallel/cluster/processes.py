@@ -19,11 +19,13 @@ from jax.experimental import multihost_utils
 
 import jaxtrain
 from jaxtrain.config import Config, to_json
+from jaxtrain.parallel import jax_options
 from jaxtrain.parallel.cluster import addresses, discover, links, notices, rendezvous
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.links import Links
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError
 from loaders.io import machine
+from loaders.io.checks import first_line
 
 log = logging.getLogger("jaxtrain")
 
@@ -59,6 +61,7 @@ def await_peers(
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
+            "environment": jax_options.recorded(),
             # The extension may differ, since each host may build it.
             "the digest of jaxtrain's files": digest_of_files(),
             "launcher": membership.launcher,
@@ -80,11 +83,14 @@ def initialize(
 ) -> Links:
     """Join the processes: first `await_peers`, with its arguments and errors, then JAX.
 
-    The links that are returned have to be closed when this process leaves the run.
+    The links that are returned have to be closed when this process leaves the run. Raises
+    JaxOptionError: no run is possible with the options of JAX here, or JAX finds no device.
     """
+    jax_options.require()  # a config's file may have set some
     if membership.note:
         log.warning("%s", membership.note)
     if membership.processes == 1:
+        jax_options.devices()
         return Links(0, [])
     name = f"process {membership.process} of {membership.processes}"
     host = socket.gethostname()
@@ -92,6 +98,7 @@ def initialize(
     log.info("%s (%s, on %s), coordinator %s", name, membership.launcher, host, coordinator)
     peers = await_peers(membership, config, leave=leave, refusal=refusal)
     connected = Links(membership.process, peers)
+    _reach_without_proxy(coordinator)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
@@ -103,10 +110,14 @@ def initialize(
             initialization_timeout=config.distributed.init_timeout,
             heartbeat_timeout_seconds=config.distributed.heartbeat_timeout,
         )
+        all_devices = jax_options.devices()
+    except jax_options.JaxOptionError as error:
+        connected.report(first_line(error))
+        raise
     except Exception as error:
         connected.report(f"it could not join the run at {coordinator}")
         raise RendezvousError(f"{name} could not join the run at {coordinator}: {error}") from error
-    device_counts = Counter(device.process_index for device in jax.devices())
+    device_counts = Counter(device.process_index for device in all_devices)
     if problem := uneven(device_counts, membership.processes):
         connected.close()
         raise RendezvousError(problem)
@@ -117,6 +128,18 @@ def initialize(
         # end. `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
     return connected
+
+
+def _reach_without_proxy(coordinator: str) -> None:
+    """Let gRPC connect to the coordinator itself, whatever proxies the environment names.
+
+    gRPC takes grpc_proxy, https_proxy or http_proxy, and the exceptions of no_grpc_proxy, or of
+    no_proxy if there is no such variable.
+    """
+    host, _, _ = coordinator.rpartition(":")
+    exceptions = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")
+    hosts = [*exceptions.split(","), host.strip("[]")]
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, hosts))
 
 
 def _bind_address(membership: Cluster) -> str | None:
@@ -224,8 +247,12 @@ def commit() -> str:
     return output.decode(errors="replace").strip()[:80]
 
 
-def use_compilation_cache() -> None:
-    """Keep compiled programs between runs, beneath the cache or in JAX_COMPILATION_CACHE_DIR."""
+def start_jax() -> None:
+    """Refuse options of JAX that nothing runs with, and keep compiled programs between runs.
+
+    The programs are kept beneath the cache, or in JAX_COMPILATION_CACHE_DIR. Raises JaxOptionError.
+    """
+    jax_options.require()
     options: Any = jax.config  # jax adds its options as it is imported
     if not options.jax_compilation_cache_dir:
         options.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
@@ -238,10 +265,11 @@ def use_threads_for_host_devices(threads: int = 0) -> None:
     core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
     devices on 2 cores). ``threads``: of a run that is made again, unless too few for these devices.
     """
+    options: Any = jax.config  # jax adds its options as it is imported
+    n_devices = max(options.jax_num_cpu_devices, 1)  # -1 = as the flag says
     flags = os.environ.get("XLA_FLAGS", "")
-    n_devices = 1
     if match := re.search(r"xla_force_host_platform_device_count=(\d+)", flags):
-        n_devices = int(match[1])
+        n_devices = max(n_devices, int(match[1]))
     if threads and (n_devices == 1 or threads >= 4 * n_devices):
         os.environ["NPROC"] = str(threads)
     elif n_devices > 1:

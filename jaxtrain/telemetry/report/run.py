@@ -97,6 +97,14 @@ class Run:
         """The starts of process 0, or of the first that is known."""
         return next(iter(self.processes.values()), [])
 
+    def start_of(self, step: int) -> goodput.Start | None:
+        """Return the start that made ``step``, by its records, else the first. None: there is none.
+
+        A start that was refused made no step, and has another config or other data.
+        """
+        making = [start for start in self.starts if start.first < step <= start.step]
+        return making[-1] if making else next(iter(self.starts), None)
+
     @functools.cached_property
     def command(self) -> tuple[str, set[str]]:
         """The newest start's config and the fields of its command line. "": it is not known."""

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.workloads.audio_language import generate_audio
     from jaxtrain.workloads.audio_language.decoding import Streams
 
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     speaker = generate_audio.load(
         args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec
     )

@@ -87,7 +87,7 @@ def prepare_process() -> None:
     from jaxtrain.parallel import cluster
     from loaders.io import machine
 
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     machine.keep_freed_memory()
 
 

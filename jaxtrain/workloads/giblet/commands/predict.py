@@ -64,7 +64,7 @@ def _predict(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.giblet import predict
 
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     predictor = predict.load(
         args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links
     )

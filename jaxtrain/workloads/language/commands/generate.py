@@ -82,7 +82,7 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.language import generate
     from loaders.io import resumable
 
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
     continued = functools.partial(

@@ -173,7 +173,7 @@ def _solve(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.trm import rollouts, solve
     from loaders.base import DataError
 
-    cluster.use_compilation_cache()
+    cluster.start_jax()
     solver = solve.load(args.run, step=args.step, ema=args.ema)
     c = solver.c
     symmetry = args.symmetry or (c.symmetry and args.rollouts != 1)
