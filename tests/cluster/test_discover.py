@@ -50,6 +50,12 @@ def test_an_explicit_environment(environment, expected):
         ({C: "h", N: "2", I: "0"}, [f"{C}='h' is not host:port"]),
         ({C: ":80", N: "2", I: "0"}, ["not host:port"]),
         ({C: "h:70000", N: "2", I: "0"}, ["not host:port"]),
+        ({C: "::1:27508", N: "2", I: "0"}, ["not host:port; write [::1]:27508"]),
+        ({C: "fd00::a", N: "2", I: "0"}, ["not host:port; write [fd00::a]:27508"]),
+        (
+            {C: "[node]:80", N: "2", I: "0"},
+            ["an IPv6 address in brackets, for example [::1]:27508"],
+        ),
         ({C: "h:", N: "x"}, [I, "not host:port", f"{N}='x'"]),
     ],
 )
@@ -242,6 +248,9 @@ def test_tpu_pods():
         "agent-worker-number": "1",
     }
     assert from_environment({}, metadata=vm)[:3] == (2, 1, "10.164.0.2:8482")
+    for hosts in ("fd00::1,fd00::2", "[fd00::1]:8080,[fd00::2]:8080", "n:0:fd00::1,n:1:fd00::2"):
+        pod = {"TPU_WORKER_HOSTNAMES": hosts, "TPU_WORKER_ID": "1"}
+        assert from_environment(pod)[:3] == (2, 1, "[fd00::1]:8482")
     vm = {"worker-network-endpoints": "10.0.0.2,10.0.0.3", "agent-worker-number": "0"}
     several = "ACCELERATOR_TYPE: 'v4-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
     several += "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9'\n"

@@ -14,6 +14,14 @@ def is_loopback(host: str) -> bool:
         return host.strip("[]").lower() == "localhost"
 
 
+def is_ipv6(text: str) -> bool:
+    """Tell whether a text is an IPv6 address, without brackets or a port."""
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
 def on_this_machine(host: str, port: int) -> list[str]:
     """Return the addresses of ``host`` on this machine, where process 0 listens, [] = everywhere.
 

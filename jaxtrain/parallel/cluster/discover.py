@@ -179,9 +179,18 @@ def _explicit(variables: Mapping[str, str]) -> Cluster:
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
-        example = "write for example 10.0.0.1:27508"
-        raise ClusterError([f"{VARIABLES[0]}={text[:80]!r} is not host:port; {example}"])
+    example = "for example 10.0.0.1:27508"
+    is_host = bool(host)
+    if ":" in host or "[" in host:
+        is_host = host[0] == "[" and host[-1] == "]" and addresses.is_ipv6(host[1:-1])
+        example = "an IPv6 address in brackets, for example [::1]:27508"
+    if addresses.is_ipv6(host):
+        example = f"[{host}]:{port}"
+    elif addresses.is_ipv6(text):
+        example = f"[{text}]:27508"
+    if not is_host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
+        problem = f"{VARIABLES[0]}={text[:80]!r} is not host:port"
+        raise ClusterError([f"{problem}; write {example}"])
     return text
 
 
@@ -280,8 +289,16 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
 
 
 def _tpu_host(text: str) -> str:
-    parts = text.strip().split(":")
-    return parts[2] if len(parts) == 3 else parts[0]
+    """Return the host of host, host:port or name:id:host, an IPv6 address in brackets."""
+    text = text.strip()
+    if text.startswith("["):
+        return f"{text.partition(']')[0]}]"
+    parts = text.split(":", 2)
+    host = parts[2] if len(parts) == 3 else parts[0]
+    for address in (text, host):
+        if addresses.is_ipv6(address):
+            return f"[{address}]"
+    return host
 
 
 class _Node(NamedTuple):
