@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from loaders.io import atomic_write, columnar, machine
 from loaders.io import files as files_lib
 from loaders.io.checks import UserError, first_line
-from loaders.text import token_files
+from loaders.text import conversations, token_files
 from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.tokenizer import open_tokenizer
 
@@ -362,8 +362,21 @@ def _texts_of_lines(path: pathlib.Path, part: Part, column: str) -> Rows:
                 value.encode()  # half of a character is no text
         except (ValueError, RecursionError) as error:
             yield f"{where} is not JSON ({error})", None
-        else:
-            yield f"{where}, column {column!r}", value
+            continue
+        if isinstance(row, dict) and not isinstance(value, str):
+            _refuse_conversations(path, column, conversations.column_of(row), set(row))
+        yield f"{where}, column {column!r}", value
+
+
+def _refuse_conversations(
+    path: pathlib.Path, column: str, of_conversations: str, names: set[str]
+) -> None:
+    """Raise TokensError for rows that become texts by a template, or of several columns."""
+    if of_conversations and (column == of_conversations or column not in names):
+        raise TokensError(f"{path}: {conversations.problem(of_conversations)}")
+    remedy = conversations.joined(names)
+    if remedy and column not in names:
+        raise TokensError(f"{path} has no column {column!r}{remedy}")
 
 
 def _lines(path: pathlib.Path, part: Part) -> Iterator[tuple[int, bytes]]:
@@ -398,6 +411,8 @@ def _texts_of_column(path: pathlib.Path, part: Part, column: str) -> Rows:
         raise TokensError(
             f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})"
         ) from error
+    of_conversations = conversations.column_of_schema(schema)
+    _refuse_conversations(path, column, of_conversations, set(names))
     if column not in names:
         raise TokensError(
             f"{path} has no column {column!r}; expected one of: {', '.join(names)} (--column)"

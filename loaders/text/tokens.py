@@ -34,6 +34,7 @@ Shakespeare as characters.
 """
 
 import hashlib
+import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ from loaders.text.token_files import Documents, open_splits, symbols
 
 PACKINGS = ("best_fit", "concat", "random")
 TEXTS = ("characters", "bytes")
+TABLES = (".jsonl", ".ndjson", ".parquet", ".arrow")  # files of rows, for `jaxtrain tokens`
 REMAKE = "make the tokens again with `jaxtrain tokens`"
 VERSION = 1  # changes whenever the same (seed, row number) would give another row
 
@@ -97,6 +99,12 @@ class Config(checks.DataSection):
                     yield (
                         f"sources[{i}].{name}",
                         f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files",
+                    )
+                elif pathlib.PurePath(path).suffix.lower() in TABLES:
+                    yield (
+                        f"sources[{i}].{name}",
+                        f"is {path!r}, whose rows are no text; make token files of them: jaxtrain"
+                        f" tokens corpus/train {path} --tokenizer=tokenizer.json",
                     )
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")

@@ -272,6 +272,58 @@ def test_errors_are_named(tmp_path, capsys):
     assert "has no column 'text'; expected one of: body (--column)" in capsys.readouterr().err
 
 
+TURN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "options", "text"),
+    [
+        (
+            {"messages": TURN},
+            [],
+            "column 'messages' holds conversations, which have no text of their own; write the text"
+            " of each row first: tokenizer.apply_chat_template(row['messages'], tokenize=False)",
+        ),
+        ({"id": "a", "messages": TURN}, ["--column=messages"], "'messages' holds conversations"),
+        (
+            {"conversations": [{"from": "human", "value": "hello"}]},
+            [],
+            "column 'conversations' holds conversations",
+        ),
+        (
+            {"prompt": "hello", "completion": "hi"},
+            [],
+            "has no column 'text'; completion and prompt are one text together: join them first",
+        ),
+        ({"text": "hello", "messages": TURN}, [], ""),
+    ],
+    ids=["messages", "chosen", "sharegpt", "parts", "text"],
+)
+def test_conversations_are_refused_with_the_way_to_their_text(
+    tmp_path, capsys, kind, row, options, text
+):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text(f"{json.dumps(row)}\n" * 2)
+    else:
+        pq.write_table(pa.Table.from_pylist([row] * 2), path)
+    command = [str(tmp_path / "out"), str(path), "--tokenizer=bytes", *options]
+    assert tokens_command.main(command) == (2 if text else 0)
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("error:") == (1 if text else 0)
+
+
+def test_a_table_is_no_text_to_train_on(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": TURN}))
+    config = tokens.Config(sources=(tokens.Source(path=str(path)),))
+    [(field, text)] = config.validate()
+    assert field == "sources[0].path"
+    assert f"make token files of them: jaxtrain tokens corpus/train {path}" in text
+
+
 def test_running_the_same_command_again_reports_the_existing_output(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("to be")
     command = [str(tmp_path / "out"), str(tmp_path / "a.txt"), "--tokenizer=bytes"]
