@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -41,6 +42,7 @@ Built = typing.TypeVar("Built")
 # Files whose frames every import goes through.
 IMPORTERS = (
     __file__,
+    base.__file__,
     workload.__file__,
     importlib.__file__,
     "<frozen importlib._bootstrap>",
@@ -154,7 +156,7 @@ def _imported_class(
         try:
             return class_of(module_name)
         except (ImportError, SyntaxError) as error:
-            reason = f"{_where_and_why(error)}{_nearest(module_name)}"
+            reason = f"{_where_and_why(error)}{_nearest(_missing(error, module_name))}"
             problem = f"is {module_name!r}, and importing it failed: {reason}"
         except workload.WorkloadError as error:
             problem = f"is {module_name!r}: {error}"
@@ -382,14 +384,55 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(
-            [("", f"file {file} cannot be imported: {_where_and_why(error)}")]
+            [("", f"file {file} cannot be imported: {_where_and_why(error)}{_moved(error)}")]
         ) from error
     return file, module, argument
 
 
+def _missing(error: Exception, module_name: str) -> str:
+    """Return the module that an import did not find: ``module_name``, or one that it imports."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    match = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    if match:
+        name = f"{match[2]}.{match[1]}"
+    if not name or f"{module_name}.".startswith(f"{name}."):
+        return module_name
+    return name
+
+
+def _moved(error: Exception) -> str:
+    """Return the new place of a module of ours that an import did not find, as a question."""
+    place = _place_of(_missing(error, ""))
+    return f"; did you mean {place!r}?" if place else ""
+
+
+def _place_of(module_name: str) -> str:
+    """Return the only module of jaxtrain or loaders that has the last part of a name, or ""."""
+    package, _, path = module_name.partition(".")
+    last_part = path.rpartition(".")[2]
+    if package not in ("jaxtrain", "loaders") or not last_part.isidentifier():
+        return ""
+    root = pathlib.Path(str(sys.modules[package].__file__)).parent
+    places = [*root.rglob(f"{last_part}.py"), *root.rglob(f"{last_part}/__init__.py")]
+    return _dotted(places[0], root) if len(places) == 1 else ""
+
+
+def _dotted(path: pathlib.Path, package: pathlib.Path) -> str:
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
 def _nearest(module_name: str) -> str:
-    """Return the shipped workload, or the module next to the config, that a name may stand for."""
+    """Return the module that a name may stand for: of ours, or next to the config."""
+    place = _place_of(module_name)
+    if place and place != module_name:
+        return f"; did you mean {place!r}?"
     candidates = {name.rpartition(".")[2]: name for name in workload.shipped()}
+    if module_name.startswith("loaders."):
+        package = pathlib.Path(base.__file__).parent
+        for path in package.rglob("*.py"):
+            if "def make_loader(" in path.read_text():
+                candidates[path.stem] = _dotted(path, package)
     for folder in {*sys.path[:3], "."}:
         for path in pathlib.Path(folder or ".").glob("*.py"):
             candidates[path.stem] = path.stem

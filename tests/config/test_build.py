@@ -249,6 +249,31 @@ def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here)
     )
 
 
+@pytest.mark.parametrize(
+    ("field", "name", "place"),
+    [
+        ("loader", "loaders.tokens", "loaders.text.tokens"),
+        ("loader", "loaders.text.token", "loaders.text.tokens"),
+        ("workload", "jaxtrain.language", "jaxtrain.workloads.language"),
+    ],
+)
+def test_a_moved_module_of_ours_is_suggested_by_its_new_place(here, field, name, place):
+    found = errors(f"--config.{field}={name}")[field]
+    assert found == (
+        f"is {name!r}, and importing it failed: ModuleNotFoundError: No module named {name!r};"
+        f" did you mean {place!r}?"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["import loaders.tokens", "from loaders import tokens", "from loaders.tokens import x"]
+)
+def test_a_file_that_imports_a_moved_module_is_told_its_new_place(here, line):
+    (here / "configs" / "old.py").write_text(f"{line}\n{FILE}")
+    found = errors(source="configs/old.py")[""]
+    assert "old.py, line 1: " in found and found.endswith("; did you mean 'loaders.text.tokens'?")
+
+
 def test_a_workload_that_cannot_be_imported_is_reported(here):
     assert (
         errors("--config.workload=toy_wrkload")["workload"]
