@@ -462,11 +462,13 @@ def test_a_table_is_read_however_it_is_written(tmp_path, text):
     [
         (
             ["generate", "{writer}", "x" * 60, "--tokens", "40"],
-            "has 60 tokens, and 40 more are asked for",
+            "takes 60 of the 48 tokens of the model's context, and --tokens asks for 40 more:"
+            " shorten the prompt to 47 tokens or fewer",
         ),
         (
-            ["generate", "{writer}", "x", "--tokens", "48"],
-            "context is 48, prompt included: ask for 47 at most",
+            ["generate", "{writer}", "x", "xyz", "--tokens", "48"],
+            "'xyz' takes 3 of the 48 tokens of the model's context, and --tokens asks for 48 more:"
+            " --tokens 45 is the most",
         ),
         (["generate", "{solver}", "x"], "expected a run of jaxtrain.workloads.language"),
         (["generate", "{writer}", "--prompts", "{tmp}/none"], "does not exist"),

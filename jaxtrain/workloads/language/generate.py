@@ -82,6 +82,24 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def _require_room(
+    prompts: Sequence[str], ids: Sequence[Sequence[int]], tokens: int, context: int
+) -> None:
+    """Raise DataError if the longest prompt and its continuation are longer than the context."""
+    lengths = [len(i) for i in ids]
+    longest = max(lengths, default=0)
+    if longest + tokens <= context:
+        return
+    prompt = prompts[lengths.index(longest)]
+    problem = (
+        f"the prompt {prompt[:40]!r} takes {longest} of the {context} tokens of the model's"
+        f" context, and --tokens asks for {tokens} more"
+    )
+    if longest < context:
+        raise DataError(f"{problem}: --tokens {context - longest} is the most")
+    raise DataError(f"{problem}: shorten the prompt to {context - 1} tokens or fewer")
+
+
 def generate(
     writer: Writer,
     prompts: Sequence[str],
@@ -101,11 +119,6 @@ def generate(
     Raises DataError: a prompt too long for the model's context, or without tokens.
     """
     c, codec = writer.model, writer.codec
-    if not 0 < tokens < c.context:
-        raise DataError(
-            f"--tokens is {tokens}; the model's context is {c.context}, prompt included: ask for"
-            f" {c.context - 1} at most"
-        )
     ids = []
     for prompt in prompts:
         ids.append(codec.encode(prompt))
@@ -114,11 +127,7 @@ def generate(
                 f"the prompt {prompt[:40]!r} has a token {max(ids[-1])}, of {c.vocab}; name the"
                 " model's own --tokenizer"
             )
-        if len(ids[-1]) + tokens > c.context:
-            raise DataError(
-                f"the prompt {prompt[:40]!r} has {len(ids[-1])} tokens, and {tokens} more are asked"
-                f" for; the context is {c.context}: ask for fewer (--tokens), or shorten it"
-            )
+    _require_room(prompts, ids, tokens, int(c.context))
     rows = [(prompt, i, seed) for prompt, i in zip(prompts, ids, strict=True) for seed in seeds][
         first:
     ]
