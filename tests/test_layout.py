@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh, mesh_sizes
 
 
 def layout(data=2, fsdp=2, model=2, **rules):
@@ -35,6 +35,18 @@ def test_a_mesh_over_some_devices():
 def test_a_mesh_that_does_not_fit_names_its_sizes(sizes):
     with pytest.raises(LayoutError, match=f"'data': {sizes[0]}.*8 devices"):
         make_mesh(*sizes)
+
+
+def test_a_cpu_is_divided_for_a_mesh_of_more_devices():
+    flag = "divide the CPU into 8 devices with XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    cpu = jax.devices()[:1]
+    with pytest.raises(LayoutError, match=f"multiple of 8 .* is 1 device .cpu.; {flag}"):
+        make_mesh(-1, 8, 1, devices=cpu)
+    with pytest.raises(LayoutError, match=f"8 places.* is 1 device .cpu.; set one .* or {flag}"):
+        make_mesh(1, 8, 1, devices=cpu)
+    with pytest.raises(LayoutError) as error:
+        mesh_sizes((-1, 8, 1), 1, "NVIDIA H100")
+    assert "XLA_FLAGS" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,11 @@ def between_sections(config: Config) -> Problems:
     parts = devices * microbatches
     if train.batch > 0 and not train.batch % microbatches and train.batch % parts:
         below = train.batch // parts * parts
+        nearest = f"that do are {below} and {below + parts}" if below else f"that does is {parts}"
         yield (
             "train.batch",
             f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} ×"
-            f" {microbatches} does not divide; the nearest that do are {below or parts} and"
-            f" {below + parts}",
+            f" {microbatches} does not divide; the nearest {nearest}",
         )
     for name in ("metrics.digest", "guard.verify_every"):
         value = operator.attrgetter(name)(config)
@@ -132,6 +132,8 @@ def _allowed_problems(config: Config) -> Problems:
     fields = {path for path, _ in changes.kinds(config)}  # a dictionary's key follows its field
     sections = {path[: m.start()] for path in fields for m in re.finditer(r"[.\[]", path)}
     for name in config.resume.allow:
+        if name.partition(".")[0] == changes.ENVIRONMENT:
+            continue
         is_field = any(name == path or name.startswith(f"{path}.") for path in fields)
         if not is_field and name not in sections:
             nearest = checks.nearest(name, sorted(fields | sections))

@@ -61,7 +61,7 @@ def _sizes(config: Config, *, count: int, kind: str) -> dict[str, Any]:
     from jaxtrain.parallel import chips, layout
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
-    mesh = layout.abstract_mesh(*sizes, count=count, what=f"{count} devices")
+    mesh = layout.abstract_mesh(*sizes, count=count, what=kind or f"{count} devices")
     assembly = assemble(config, mesh, devices=layout.devices_of(kind))
     folder = disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
     n_checkpoints, n_bytes = plan.checkpoints(config, assembly.abstract.state)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.config import AXIS_RULES
+from jaxtrain.parallel import jax_options
 from jaxtrain.types import Array, Axes
 from loaders.io.checks import UserError
 
@@ -39,19 +40,35 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
     """Return (data, fsdp, model) of ``count`` devices; one may be -1. Raises LayoutError."""
     sizes = list(sizes)
     mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    existing = "is 1 device" if count == 1 else f"are {count} devices"
     if -1 in sizes:
         n_fixed = -int(np.prod(sizes))
         if n_fixed < 1 or count % n_fixed:
-            raise LayoutError(f"mesh {mesh}: {n_fixed} does not divide the {count} devices")
+            remedy = _divided_cpu(what, n_fixed) or "change the mesh"
+            raise LayoutError(
+                f"mesh {mesh} needs a multiple of {n_fixed} devices, and there {existing} ({what});"
+                f" {remedy}"
+            )
         sizes[sizes.index(-1)] = count // n_fixed
     n_places = int(np.prod(sizes))
     if n_places != count:
-        existing = "is 1 device" if count == 1 else f"are {count} devices"
+        remedy = "set one axis to -1"
+        if n_places > count and (division := _divided_cpu(what, n_places)):
+            remedy += f", or {division}"
         raise LayoutError(
-            f"mesh {mesh} has {n_places} places, and there {existing} ({what}); set one axis to -1"
+            f"mesh {mesh} has {n_places} places, and there {existing} ({what}); {remedy}"
         )
     data, fsdp, model = sizes
     return data, fsdp, model
+
+
+def _divided_cpu(what: str, n_devices: int) -> str:
+    """Return how a CPU becomes several devices, or "" for other devices."""
+    if n_devices < 1 or not what.endswith("cpu"):
+        return ""
+    n_parts = -(-n_devices // jax.process_count())
+    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={n_parts}"
+    return f"divide the CPU into {n_parts} devices with {flag}"
 
 
 def make_mesh(
@@ -62,7 +79,7 @@ def make_mesh(
     Neighbours in the mesh are neighbours in a slice. Slices are joined by the slower network, which
     gradients cross once per step: they are along "data", each with whole replicas.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax_options.devices() if devices is None else list(devices)
     sizes = mesh_sizes((data, fsdp, model), len(devices), devices[0].device_kind)
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:

@@ -32,6 +32,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
     [
         (["train.batch=10", "train.accumulate=4"], "train.batch", "accumulate=4"),
         (["train.batch=36", "mesh.data=8"], "train.batch", "32 and 40"),
+        (["train.batch=4", "mesh.data=8"], "train.batch", "the nearest that does is 8"),
         (
             ["train.batch=32", "mesh.data=2", "mesh.fsdp=2", "train.accumulate=16"],
             "train.batch",
@@ -42,7 +43,11 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (["optim.schedule=cosin"], "optim.schedule", "did you mean 'cosine'?"),
         (["optim.name=adam"], "optim.name", "adamw"),
         (["optim.lr=0"], "optim.lr", "positive"),
-        (["optim.decay=5"], "optim.decay", "schedule is 'cosine'"),
+        (
+            ["optim.decay=5"],
+            "optim.decay",
+            "schedule='cosine' has no decay phase; set config.optim.decay=0 too",
+        ),
         (["optim.warmup=50", "train.steps=40"], "optim.warmup", "train.steps=40"),
         (
             ["optim.schedule=wsd", "optim.warmup=30", "optim.decay=20", "train.steps=40"],
