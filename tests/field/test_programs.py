@@ -159,18 +159,24 @@ def test_times_of_raven_over_several_files_are_refused_unless_lengths_tell(
 
 
 def test_a_folder_of_birdnet_of_what_a_class_is_not_is_no_class(index, tmp_path):
-    folder = record(tmp_path / "rec", wren__a=2, robin__b=2, **{"-wren__c": 2, "-10 dB__d": 2})
+    folder = record(
+        tmp_path / "rec",
+        wren__a=2,
+        robin__b=2,
+        **{"-wren__c": 2, "-10 dB__d": 2, "robin,-wren__e": 3},
+    )
     rows, counts = index(folder)
     assert sorted(values(rows, "name", "classes")) == [
         ("-10 dB/d.wav", ["-10 dB"]),
         ("-wren/c.wav", []),
+        ("robin,-wren/e.wav", ["robin"]),
         ("robin/b.wav", ["robin"]),
         ("wren/a.wav", ["wren"]),
     ]
-    assert counts == {"negative-folder": 1}
+    assert counts == {"negative-folder": 2}
     rows, counts = index(folder, "--on", "negative-folder=drop")
-    assert len(rows) == 3 and counts == {"negative-folder": 1}
-    rows, _ = index(folder, "--labels", "(?P<label>[^/]+)/[^/]+$")
+    assert len(rows) == 3 and counts == {"negative-folder": 2}
+    rows, _ = index(folder, "--labels", "(?P<label>[^/]+)/[^/]+$", "--on", "joined-labels=keep")
     assert ["-wren"] in [row["classes"] for row in rows]
 
 

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from jaxtrain import cli
+from loaders.audio.recordings import values
 from tests.field import corpus, kinds
 from tests.field.corpus import rows_of
 
@@ -280,6 +281,21 @@ def test_changed_tables_lose_no_row_in_silence(recordings, tmp_path, capsys, exp
 
 def test_the_corpus_is_large():
     assert len(CASES) >= 250 and len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("2024-05-01/2024-05-02", ("2024-05-01", "")),
+        ("2024-05-01T05:30:00Z/2024-05-01T06:30:00Z", ("2024-05-01", "05:30:00+00:00")),
+        ("2024-05-01 05:30 - 2024-05-02 06:30", ("2024-05-01", "05:30:00")),
+        ("2024-05-01 to 2024-06-01", ("2024-05-01", "")),
+        ("20240501_053000_20240501_063000", ("2024-05-01", "05:30:00")),
+        ("2024-05-01T05:30:00-04:00", ("2024-05-01", "05:30:00-04:00")),
+    ],
+)
+def test_an_interval_of_dates_is_its_begin(text, expected):
+    assert values.Dates([text]).read(text) == expected
 
 
 def test_an_event_of_two_tables_is_one(recordings, tmp_path):

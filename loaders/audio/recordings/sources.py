@@ -382,9 +382,11 @@ def _read_recordings(
             stated = {key: groups[key] for key in groups if key in STATED_FIELDS and groups[key]}
         elif label_source == "folder" and "/" in name:
             label = unicodedata.normalize("NFC", name.split("/")[-2])
-            if NEGATIVE.match(label):
+            parts = label.split(",")
+            if any(map(NEGATIVE.match, parts)):
                 if errors.add("negative-folder", f"{path} is in {label!r}"):
-                    yield Annotation(path, where=path)
+                    positive = tuple(part for part in parts if not NEGATIVE.match(part))
+                    yield Annotation(path, labels=positive, where=path)
                 continue
         yield Annotation(path, labels=(label,) if label else (), where=path, about=stated)
 

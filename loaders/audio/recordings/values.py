@@ -36,7 +36,11 @@ UNKNOWN = set(
     " unknownspecies unknowncall unbekannt inconnu inconnue desconocido desconocida indet".split()
 )
 SLASHED = re.compile(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)")
-CLOCK = r"(?:[T ,]+(?P<clock>.*))?"  # after a date
+CLOCK = r"(?:[T ,_]+(?P<clock>.*))?"  # after a date
+# A begin, and an end that has a date of its own.
+INTERVAL = re.compile(
+    r"(.*\d[Z\"']?)\s*(?:/|\u2013|\u2014|\bto\b|-|_)\s*(?:19|20)\d\d[-/.]?\d\d[-/.]?\d\d(?!\d).*"
+)
 WORDED = (
     re.compile(r"(?P<d>\d{1,2})\.?[ -]+(?P<m>[^\W\d_]{3,10})\.?[ ,-]+(?P<y>\d{4})" + CLOCK),
     re.compile(r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})" + CLOCK),
@@ -396,8 +400,13 @@ class Dates:
         self._forms = [re.compile(form + CLOCK) for form in forms]
 
     def read(self, text: str) -> tuple[str, str]:
-        """Return date "2024-05-23" and time of day of a text, "" for none. Raises ValueError."""
+        """Return date "2024-05-23" and time of day of a text, "" for none.
+
+        Of a begin and an end, those of the begin. Raises ValueError.
+        """
         text = whole(text.strip())  # 20240523.0
+        if interval := INTERVAL.fullmatch(text):
+            text = interval[1]
         # xeno-canto's unknown days
         if re.fullmatch(r"\d{4}[-/]\d\d[-/]00|0000.*|\d{4}[-/]00[-/]00", text):
             return "", ""

@@ -22,6 +22,7 @@ from jaxtrain.workloads.bird.inference import (
     review,
 )
 from loaders.audio.front_end import DEFAULT
+from loaders.base import DataError
 from tests.support import birds, chromium, corpus
 
 RATE, CLIP = 32_000, 0.5
@@ -412,6 +413,20 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
     assert given.y.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
     assert given.known.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
     assert not given.exclusive
+
+
+def test_times_of_raven_that_may_count_over_several_files_are_refused(tmp_path):
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    # rows of 0 to 3 s in the first recording, and of 3 to 6 s in the second
+    data = fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0, 0, 0, 1, 1, 1])
+    folder = embeddings.read(data)
+    columns = "Selection\tBegin Time (s)\tEnd Time (s)\tBegin File\tAnnotation\n"
+    path = tmp_path / "t.txt"
+    path.write_text(f"{columns}1\t0.5\t1\t0.wav\towl\n2\t3.5\t4\t1.wav\twren\n")
+    with pytest.raises(DataError, match="may count over all 2 files"):
+        labelled_rows.of_table([folder], str(path))
+    path.write_text(f"{columns}1\t0.5\t1\t0.wav\towl\n2\t2.9\t3.5\t1.wav\twren\n")
+    assert labelled_rows.of_table([folder], str(path)).names == ("owl", "wren")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ without a label, or with 0 for all classes, says that its part has none. Of an e
 alone, nothing else is known.
 """
 
+import functools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
-from loaders.audio.recordings import class_names, columns, grid, lines, tables
+from loaders.audio.recordings import class_names, columns, grid, joined_files, lines, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
 from loaders.io import files
@@ -143,7 +144,7 @@ def of_table(
     columns, with a line of no sense, or that names nothing of the embeddings.
     """
     errors = errors or Errors()
-    parts = _read(path, reading or columns.Options(), errors)
+    parts = _read(path, reading or columns.Options(), errors, _Lengths(folders).of)
     matches = [list(_matches(folder, parts, errors)) for folder in folders]
     inference.refuse(errors)
     matched_lines = set()
@@ -243,7 +244,38 @@ def refuse_one_sided(examples: Examples) -> None:
             )
 
 
-def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
+class _Lengths:
+    """The lengths of recordings, as far as the rows of embeddings reach."""
+
+    def __init__(self, folders: Sequence[Embeddings]):
+        self._folders = folders
+
+    @functools.cached_property
+    def _ends(self) -> dict[str, float]:
+        ends: dict[str, float] = {}
+        for folder in self._folders:
+            places = folder.places()
+            for path, end in zip(places.paths, places.end.tolist(), strict=True):
+                if end > ends.get(path, 0.0):
+                    ends[path] = end
+        return ends
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return Names(self._ends)
+
+    def of(self, line: lines.Line) -> float:
+        """Return the length of a line's recording [s], or 0 if it is not known."""
+        candidates, _ = self._names.match(line.file)
+        return self._ends[candidates[0]] if len(candidates) == 1 else 0.0
+
+
+def _read(
+    path: str,
+    reading: columns.Options,
+    errors: Errors,
+    seconds: Callable[[lines.Line], float],
+) -> list[Part]:
     """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = files.expanded(path)
     text, encoding = tables.read_text(place, reading.encoding)
@@ -255,7 +287,9 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
             " label"
         )
     parts: list[Part] = []
-    for line in lines.read(layout, reading, errors):
+    read_lines = list(lines.read(layout, reading, errors))
+    joined_files.refuse(layout, reading, read_lines, seconds)
+    for line in read_lines:
         start = line.start or 0.0
         end = float("inf") if line.end is None else line.end
         if not 0 <= start < end:
