@@ -52,7 +52,12 @@ def _sum(arrays: Collection[Stored]) -> _Group:
 
 def inspect(source: Source) -> int:
     """Print the step, its metadata, its arrays and its damage. Return the exit code."""
-    arrays = source.arrays()
+    try:
+        arrays = source.arrays()
+    except stored.StoredError:
+        if _print_damage(source):
+            return 1
+        raise
     data, meta = source.data(), source.meta()
     step = source.step(arrays)
     versions = [f"{name} {number}" for name, number in (meta.get("versions") or {}).items()]
@@ -75,9 +80,15 @@ def inspect(source: Source) -> int:
     sums.append(_sum(arrays.values()).row("all"))
     print(*console.columns(sums), sep="\n")
     print(flush=True)  # the files are read after this, which may take long
+    return 1 if _print_damage(source) else 0
+
+
+def _print_damage(source: Source) -> int:
+    """Print a line for each file that differs from its checksum. Return how many."""
     problems = _damage(source)
-    print(*problems, sep="\n", end="\n" * bool(problems))
-    return 1 if problems else 0
+    for problem in problems:
+        print(f"{source.path}: {problem}")
+    return len(problems)
 
 
 def _damage(source: Source) -> list[str]:
@@ -187,13 +198,13 @@ def digest_of(arrays: Mapping[str, Stored]) -> str:
 def diff(a: Source, b: Source) -> int:
     """Print the changes from ``a`` to ``b`` by array. Return the exit code. Raises StoredError."""
     print(f"a {a.path}\nb {b.path}\n")
-    n_different = 0
-    for source in (a, b):
-        problems = _damage(source)
-        for problem in problems:
-            print(f"{source.path}: {problem}")
-        n_different += len(problems)
-    arrays_a, arrays_b = a.arrays(), b.arrays()
+    n_different = _print_damage(a) + _print_damage(b)
+    try:
+        arrays_a, arrays_b = a.arrays(), b.arrays()
+    except stored.StoredError:
+        if n_different:
+            return 1
+        raise
     rows = []
     for path in {**arrays_a, **arrays_b}:
         row = _diff_row(arrays_a.get(path), arrays_b.get(path))

@@ -188,10 +188,18 @@ class Source(NamedTuple):
             return [str(error)]
         lines = files.lines(text)
         if weights_alone:
-            lines = [line for line in lines if line.endswith(COMPUTED_WITH)]
+            lines = [line for line in lines if self._is_computed_with(line)]
         with concurrent.futures.ThreadPoolExecutor(checksums.THREADS) as pool:
             problems = pool.map(self._problem_of_file, lines)
             return [problem for problem in problems if problem]
+
+    def _is_computed_with(self, line: str) -> bool:
+        """Whether a line of `SUMS` is of a file that is there, and that a model is computed with.
+
+        A shard of weights that is missing is an error when the weights are opened.
+        """
+        _, _, name = line.partition("  ")
+        return name.endswith(COMPUTED_WITH) and (self.path / name).exists()
 
     def _problem_of_file(self, line: str) -> str:
         """Return how a file of an export differs from its line of `SUMS`, or ""."""

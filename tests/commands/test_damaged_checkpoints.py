@@ -84,7 +84,7 @@ def test_a_card_that_people_edit_is_no_damage(runs, capsys):
 def test_commands_that_look_into_a_checkpoint_name_the_damage(runs, capsys):
     assert cli.main(["checkpoint", "inspect", "run"]) == 1
     said = capsys.readouterr().out
-    assert "params/embed" in said and "sha256 differs" in said.splitlines()[-1]
+    assert "checkpoints/4: state/" in said and "sha256 differs" in said.splitlines()[-1]
     assert cli.main(["checkpoint", "diff", "run", "intact"]) == 1
     assert "sha256 differs" in capsys.readouterr().out
     assert cli.main(["checkpoint", "inspect", "intact"]) == 0
