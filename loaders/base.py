@@ -1,7 +1,8 @@
 """The interface of a data loader, and the skeleton that all loaders share.
 
 `LoaderModule` lists the attributes of a loader module, which ``config.loader`` names, e.g.
-``loaders.audio.spectrogram``. Every error of the data is a `DataError`.
+``loaders.audio.spectrogram``. Every error of the data is a `DataError`. `fingerprint` digests
+arrays and files, for the attribute of a loader of that name.
 """
 
 import importlib
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from loaders.io.checks import DataSection
+from loaders.io.content import fingerprint as fingerprint  # for loaders of one's own
 from loaders.io.files import DataError as DataError  # which every loader raises
 
 DatasetInfo = Mapping[str, Any]
@@ -186,6 +188,13 @@ class Loader:
         A run notes them: what it was trained on is no evidence for it.
         """
         return ()
+
+    def compare_content(self, seconds: float) -> str:
+        """Read the data whole, or for ``seconds``, and compare them with recorded digests.
+
+        Return a line about it, or "" if nothing is recorded. Raises DataError: they differ.
+        """
+        return ""
 
     def close(self) -> None:
         """Stop the workers. A wait in ``__next__`` in another thread ends with StopIteration."""
