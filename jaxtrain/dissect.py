@@ -99,7 +99,7 @@ def dissect(
         Data(assembly) as data,
         contextlib.closing(Checkpointer(on_one_device, assembly.task)) as checkpointer,
     ):
-        newest = functools.partial(checkpointer.restore, assembly.abstract, data.fingerprints())
+        newest = functools.partial(checkpointer.restore, assembly.abstract, data.state(0))
         state, saved_step, history = init_or_restore(assembly, newest)
         if saved_step != step - 1:
             raise DissectError(

@@ -4,8 +4,9 @@
                                        object store
       state/   arrays, sharded: step, params, model state, optimizer state, average, guard's norms
       data/    JSON: the state of the loader (position, seed, fingerprints of the data and its
-               order), the offset between step and position if the data were changed during the run,
-               how often the run was rewound, and the source of its frozen weights (`base_weights`)
+               order, and of the test split), the offset between step and position if the data were
+               changed during the run, how often the run was rewound, and the source of its frozen
+               weights (`base_weights`)
       meta/    JSON: the number of this format, the resolved config, digests of the files that it
                names and of the parameter table, package versions, the options of JAX and XLA that
                decide numbers
@@ -441,7 +442,13 @@ class Checkpointer:
     ) -> int:
         """Compare the fingerprints. Return the offset that positions are counted from."""
         saved = step_read.data
-        changed = _differences(_fingerprints(saved), _fingerprints(now))
+        if saved.get("test", now.get("test")) != now.get("test"):
+            log.warning(
+                "the data to test on are others than those of %s: its evaluations are not compared",
+                path,
+            )
+            self._scores.forget("its evaluations were of other data")
+        changed = differences_of_data(saved, now)
         if not changed:
             offset: int = saved["offset"]
             return offset
@@ -476,9 +483,14 @@ def _newest_listed(folder: epath.Path) -> int | None:
     return max(steps, default=None)
 
 
+def differences_of_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how the training data or their order differ between two items ``data``, or ""."""
+    return _differences(_fingerprints(saved), _fingerprints(now))
+
+
 def _fingerprints(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an item ``data`` that stays the same during a run."""
-    varying = {"position", *History._fields}
+    varying = {"position", "test", *History._fields}
     return {name: value for name, value in data.items() if name not in varying}
 
 

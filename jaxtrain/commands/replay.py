@@ -26,6 +26,7 @@ Ends with 0 if all recorded steps are the same, else with 1.
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import shutil
@@ -149,7 +150,7 @@ def _replay(args: argparse.Namespace) -> int:
     compared = step_differences.Compared(recorded, step_differences.read(replayed))
     lines = [*_different_conditions(run, replayed, args.step), compared.summary()]
     if compared.differs is not None:
-        lines.append(compared.apart())
+        lines += [compared.apart(), *_changed_data(config)]
     print("\n".join(lines))
     if not args.no_page:
         _write_page(args, config, run, lines)
@@ -284,6 +285,25 @@ def _different_conditions(run: "Run", replayed: "Run", step: int) -> list[str]:
     if not changes:
         return []
     return [f"{'; '.join(changes)}: so bits need not agree"]
+
+
+def _changed_data(config: Any) -> list[str]:
+    """Read the training data whole, and return a line if they are not as they were recorded."""
+    from loaders import base
+
+    rows = base.Rows(config.train.batch, ((0, 1),))
+    make_loader = base.module(config.loader).make_loader
+    try:
+        loader = make_loader(config.data, split="train", rows=rows, seed=config.seed)
+    except base.DataError as error:
+        return [f"the data have changed: {error}"]
+    try:
+        line = loader.compare_content(math.inf)
+    except base.DataError as error:
+        return [f"the data have changed: {error}"]
+    finally:
+        loader.close()
+    return [f"the data have not changed: {line}"] if line else []
 
 
 def _conditions(run: "Run", start: Any, names: Collection[str]) -> dict[str, Any]:

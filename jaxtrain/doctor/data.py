@@ -1,10 +1,12 @@
 """A config's data, in a subprocess, as a dead server may hang: index, examples, rows a second."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from etils import epath
 
 from jaxtrain import config as config_lib
 from jaxtrain.data import feed
@@ -16,6 +18,7 @@ from loaders.io import machine
 GROUP = "data"
 MAX_SHARDS = 64  # that are sampled, evenly spread if there are more
 SAMPLING, COUNTING = 10.0, 3.0  # [s] for a split, and for the rate
+COMPARING = 10.0  # [s] for the content of a split
 MAX_BATCHES = 8  # of a split with unknown shards, evenly spread
 
 
@@ -54,10 +57,49 @@ def _checks(config: config_lib.Config, rows: Rows, rows_per_second: float) -> It
         yield ok(GROUP, "index", f"{batches}, read in {time.perf_counter() - began:.1f} s")
         yield from _check_examples(config, "train", train)
         yield from _check_examples(config, "test", test)
+        yield from _check_content(train, test)
+        yield from _check_resume(config, train)
         yield _check_rate(train, rows_per_second)
     finally:
         train.close()
         test.close()
+
+
+def _check_content(*loaders: Loader) -> Iterator[Check]:
+    """Compare the data with the digests that their makers recorded."""
+    for loader in loaders:
+        try:
+            line = loader.compare_content(COMPARING)
+        except DataError as error:
+            yield fail(GROUP, "content", str(error), "put the recorded file back, or prepare again")
+            continue
+        if line:
+            yield ok(GROUP, "content", line)
+
+
+def _check_resume(config: config_lib.Config, train: Loader) -> Iterator[Check]:
+    """Compare the data with those of the newest checkpoint, which a resume would refuse."""
+    from jaxtrain.arrays import orbax_steps, stored
+    from jaxtrain.checkpoint import checkpointer, disk_usage
+
+    place = disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
+    if "://" in place or config.resume.data == "restart":
+        return
+    steps = orbax_steps.steps_in(epath.Path(place))
+    if not steps:
+        return
+    step = epath.Path(place) / str(steps[-1])
+    try:
+        saved = orbax_steps.read_json(step, "data") or {}
+    except stored.StoredError as error:
+        yield warn(GROUP, "resume", str(error), f"jaxtrain checkpoint verify {step}")
+        return
+    differences = checkpointer.differences_of_data(saved, train.state(0))
+    if not differences:
+        yield ok(GROUP, "resume", f"the data are those of checkpoint {step.name}")
+        return
+    text = f"{step} was trained on other data or in another order ({differences})"
+    yield fail(GROUP, "resume", text, "put the data back, or choose another config.workdir")
 
 
 def _make_loader(

@@ -14,7 +14,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import discover
 from loaders.io import machine
 
-DEVICES, CONFIG, WRITING, DATA = 90.0, 60.0, 25.0, 60.0  # [s] for each group
+DEVICES, CONFIG, WRITING, DATA = 90.0, 60.0, 25.0, 90.0  # [s] for each group
 Overrides = Sequence[tuple[str, str]]
 
 

@@ -70,7 +70,7 @@ class CheckpointManager:
 
         Raises CheckpointError: none can be read, or they are of another model or other data.
         """
-        return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
+        return self._checkpointer.restore(self._abstract, self._data.state(0), path)
 
     def save(self, step: int, state: TrainState, history: History) -> Saved:
         """Start to save a state, unless its step is saved. First wait for the previous save.

@@ -52,6 +52,7 @@ class Data:
         _refuse_other_types(config.loader, self.train)
         for doubt in self.train.doubts():
             log.warning("%s", doubt)
+        self._test_fingerprint = self.test.fingerprint if self.test.n_batches else ""
         if not self.test.n_batches:
             log.warning(
                 "the data have no test split: nothing is evaluated (docs/data.md shows how to make"
@@ -81,7 +82,7 @@ class Data:
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the data's part of a checkpoint at ``position``, as JSON."""
-        return self.train.state(position)
+        return {**self.train.state(position), "test": self._test_fingerprint}
 
     def fingerprints(self) -> dict[str, Any]:
         """Return the dataset info and order as JSON, which resumed runs and all processes share."""

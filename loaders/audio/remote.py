@@ -105,6 +105,13 @@ def fetch(address: str, *, wait: bool = True) -> str:
     return str(folder)
 
 
+def is_copy(path: pathlib.Path) -> bool:
+    """Whether a file lies in the copy of an address, whole or not."""
+    with contextlib.suppress(FileNotFoundError):  # there is no home for any
+        return path.is_relative_to(machine.cache_folder("shards"))
+    return False
+
+
 def is_copying(path: pathlib.Path) -> bool:
     """Whether a file lies in a copy that this process has begun, and that may not be whole."""
     copies = [_copies[str(folder)] for folder in path.parents if str(folder) in _copies]

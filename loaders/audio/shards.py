@@ -34,10 +34,11 @@ from loaders.audio import remote
 from loaders.audio.recordings import find
 from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, checks, files, machine
+from loaders.io import content as content_lib
 
 CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is true
-# rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
-SAMPLED, SAMPLE = 256, 16 << 10
+MAX_ROWS = 100_000  # whose recordings are in a fingerprint, evenly spaced
+MAX_PROBED = 256  # rows that are asked whether their recordings are in shards
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 # a shard whose name has the name of its split
 SHARD_NAME = re.compile(
@@ -345,38 +346,62 @@ def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
 def fingerprint(
     index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False
 ) -> str:
-    """Return the index's fingerprint, with a digest of recordings that are files of their own.
+    """Return the index's fingerprint, with a digest of recordings as `content.known` gives it.
 
-    It covers sizes and some bytes of up to SAMPLED files, evenly spaced, that can be read.
+    These are files of their own, or shards that hold them. Of an address, the index tells the
+    shards apart, and files that cannot be read are left out.
     """
-    digest = hashlib.sha256()
-    names = set()
     root = _root(shards, audio_root)
-    n_sampled = min(SAMPLED, index.n_rows)
-    rows = np.unique(np.linspace(0, index.n_rows - 1, n_sampled).astype(int))
-    for row in rows.tolist():
-        if index.part(row) is None:
-            continue
-        name = index.path(row)
-        if name in names:
-            continue
-        names.add(name)
-        shard = shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
-        folder = pathlib.Path(root or shard.parent)
-        with contextlib.suppress(files.FileError):
-            digest.update(_describe_recording(files.inside(folder, name, links=links), name))
-    if not names:
+    parts_of: dict[str, content_lib.Parts] = {}
+    in_shards = [row for row in _spaced(index.n_rows, MAX_PROBED) if index.part(row) is None]
+    for i, shard in enumerate(shards):
+        if in_shards and not remote.is_copy(shard):
+            parts_of[f"shard {i} {shard.name}"] = [shard]
+    folders: dict[str, pathlib.Path] = {}
+    # a row without a part has its recording in its shard, or in the file that it names
+    has_files = any(_recording(index, shards, row, root, links) for row in in_shards)
+    if has_files or len(in_shards) < min(MAX_PROBED, index.n_rows):
+        for row in _spaced(index.n_rows, MAX_ROWS):
+            folders.setdefault(index.path(row) or "", _shard_of(index, shards, row).parent)
+    names = sorted(folders)
+    if len(names) > content_lib.MAX_FILES:
+        names = [names[place] for place in _spaced(len(names), content_lib.MAX_SAMPLED)]
+    for name in names:
+        path = _file(folders[name], name, root, links)
+        if path:
+            parts_of[name] = [path]
+    if not parts_of:
         return index.fingerprint
-    return f"{index.fingerprint}-{digest.hexdigest()[:16]}"
+    digest = content_lib.fingerprint(content_lib.known(parts_of))
+    return f"{index.fingerprint}-{digest}"
 
 
-def _describe_recording(path: pathlib.Path, name: str | None) -> bytes:
-    """Return a line with the size of a recording and a digest of its middle. Raises FileError."""
-    with files.regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(size - SAMPLE, 0) // 2)
-        digest = hashlib.sha256(file.read(SAMPLE)).hexdigest()
-    return f"{name} {size} {digest}\n".encode(errors="surrogateescape")
+def _spaced(n: int, most: int) -> list[int]:
+    """Return the numbers below ``n``, or evenly spaced ones if they are more than ``most``."""
+    numbers = np.unique(np.linspace(0, n - 1, min(n, most)).astype(int))
+    return [int(number) for number in numbers]
+
+
+def _shard_of(index: "_rust.Index", shards: Sequence[pathlib.Path], row: int) -> pathlib.Path:
+    return shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
+
+
+def _recording(
+    index: "_rust.Index", shards: Sequence[pathlib.Path], row: int, root: str | None, links: bool
+) -> pathlib.Path | None:
+    """Return the file that a row names, if there is one."""
+    return _file(_shard_of(index, shards, row).parent, index.path(row) or "", root, links)
+
+
+def _file(folder: pathlib.Path, name: str, root: str | None, links: bool) -> pathlib.Path | None:
+    """Return a recording below the root, or else below its shard's folder, if it is there."""
+    if not name:
+        return None
+    with contextlib.suppress(files.FileError, OSError):
+        path = files.inside(pathlib.Path(root or folder), name, links=links)
+        if path.is_file():
+            return path
+    return None
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:

@@ -25,6 +25,7 @@ import math
 import mmap
 import os
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -312,12 +313,30 @@ def digests(film: Film) -> Mapping[str, str]:
             partial.write_text(json.dumps(sha256s))
     for name, expected in film.info.get("files", {}).items():
         if sha256s.get(name, expected).casefold() != expected.casefold():
-            raise DataError(
-                f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged"
-                ' or replaced; prepare the folder again, or remove "files" from dataset.json if'
-                " you changed it yourself"
-            )
+            raise _changed(folder / name)
     return sha256s
+
+
+def compare(film: Film, deadline: float) -> int:
+    """Read the files whole, until a time of `time.monotonic`, and return how many were read.
+
+    Raises DataError: a file that dataset.json has another checksum of.
+    """
+    folder = pathlib.Path(film.folder)
+    recorded = dict(film.info.get("files", {}))
+    for i, (name, expected) in enumerate(recorded.items()):
+        if time.monotonic() > deadline:
+            return i
+        if _sha256(folder / name).casefold() != expected.casefold():
+            raise _changed(folder / name)
+    return len(recorded)
+
+
+def _changed(path: pathlib.Path) -> DataError:
+    return DataError(
+        f"{path} is not the file whose checksum is in dataset.json: it was damaged or replaced;"
+        ' prepare the folder again, or remove "files" from dataset.json if you changed it yourself'
+    )
 
 
 def _digest_cache_file(film: Film) -> pathlib.Path:

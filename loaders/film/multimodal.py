@@ -27,6 +27,7 @@ import json
 import math
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,6 +178,13 @@ class Volumes(Loader):
             return {**listed, **film_files.digests(self._film)}
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}") from error
+
+    def compare_content(self, seconds: float) -> str:
+        recorded = self._film.info.get("files", {})
+        if self._config.path in BUILT_IN or not recorded:
+            return ""
+        n_read = film_files.compare(self._film, time.monotonic() + seconds)
+        return f"{n_read} of {len(recorded)} files were read whole, and are as dataset.json records"
 
     @property
     def order(self) -> dict[str, Any]:

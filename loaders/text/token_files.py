@@ -5,23 +5,27 @@ training split. A folder of one split holds
 
     tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256],
                     "tokenizer": "tokenizer.json", "shards": [{"name": "00000", "documents": n,
-                    "tokens": t, "bytes": b, "first_bytes": f, "sha256": "…"}, …]} vocab: the
-                    largest id + 1; eos: added to every document, or null; ends: the ids that end a
-                    text
+                    "tokens": t, "bytes": b, "first_bytes": f, "sha256": "…", "sample": "…"}, …]}
+                    vocab: the largest id + 1; eos: added to every document, or null; ends: the ids
+                    that end a text
     00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the
                     other
     00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in
                     bytes of text, and the end
     tokenizer.json  for Hugging Face ``tokenizers``
 
-tokens.json is written last: with it, the folder is complete.
+tokens.json is written last: with it, the folder is complete. "sha256" is of both files of a shard,
+and "sample" is `loaders.io.content.sample` of them. `compare` finds shards that have changed since.
 """
 
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
+import random
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +34,7 @@ import numpy as np
 from loaders import order
 from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, files
+from loaders.io import content as content_lib
 from loaders.text.tokenizer import open_tokenizer
 
 FORMAT = 1
@@ -338,6 +343,82 @@ def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: boo
         return np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
 
 
+def folders_of(path: str, test: str, split: str) -> list[pathlib.Path]:
+    """Return the folder of token files that a split is read from, or none for a text file.
+
+    The arguments are those of `open_splits`.
+    """
+    place = files.expanded(path)
+    if place.is_file():
+        return []
+    if split == "test" and test:
+        return [files.expanded(test)]
+    if split == "test" and (place / "test" / "tokens.json").is_file():
+        return [place / "test"]
+    return [place / "train" if (place / "train" / "tokens.json").is_file() else place]
+
+
+def compare(folder: pathlib.Path, *, links: bool = False) -> None:
+    """Compare the shards of a folder with tokens.json, as far as a start can afford.
+
+    Shards that have not changed since they were compared on this machine are not read. Of the
+    others, `WHOLE` bytes of `loaders.io.content` are read whole, and the rest are sampled.
+
+    Raises DataError: a shard has other bytes.
+    """
+    entries = {entry["name"]: entry for entry in _read_metadata(folder, links)["shards"]}
+    cache = content_lib.Cache({name: _parts(folder, entries[name], links) for name in entries})
+    budget = content_lib.WHOLE
+    names = []
+    sampled = []
+    unread = set(cache.unread())
+    for name in entries:
+        if name in unread:
+            budget -= cache.size(name)
+        if name in unread and budget < 0:
+            sampled.append(name)
+        else:
+            names.append(name)
+    for name, digest in cache.digests(names).items():
+        if digest != entries[name]["sha256"]:
+            raise _changed(folder, name)
+    for name in sampled:
+        recorded = entries[name].get("sample")
+        if recorded and content_lib.sample(_parts(folder, entries[name], links)) != recorded:
+            raise _changed(folder, name)
+
+
+def compare_all(
+    folder: pathlib.Path, *, links: bool = False, deadline: float = math.inf
+) -> tuple[int, int]:
+    """Read the shards of a folder whole, in a random order, until a time of `time.monotonic`.
+
+    Return how many were read, of how many. Raises DataError: a shard has other bytes.
+    """
+    entries = _read_metadata(folder, links)["shards"]
+    random.shuffle(entries)
+    for i, entry in enumerate(entries):
+        if time.monotonic() > deadline:
+            return i, len(entries)
+        if content_lib.whole(_parts(folder, entry, links)) != entry["sha256"]:
+            raise _changed(folder, entry["name"])
+    return len(entries), len(entries)
+
+
+def _parts(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> list[pathlib.Path]:
+    """Return the files of a shard, in the order of its digest."""
+    names = (f"{entry['name']}.tokens", f"{entry['name']}.docs")
+    return [files.inside(folder, name, links=links, remedy=files.LINKS) for name in names]
+
+
+def _changed(folder: pathlib.Path, name: str) -> DataError:
+    return DataError(
+        f"{folder / name}.tokens or .docs is not the file that tokens.json records: its sha256"
+        " differs, so it was changed or damaged since; put it back, or make the tokens again in a"
+        " new folder"
+    )
+
+
 def lengths(folder: pathlib.Path) -> np.ndarray:
     """Return the number of tokens of each document of a folder of token files, int64 [n]."""
     return _read_folder(folder, links=False).length
@@ -376,6 +457,7 @@ def write_shard(
     if firsts is not None:
         entry["first_bytes"] = sum(firsts)
     entry["sha256"] = hashlib.sha256(raw_tokens + raw_index).hexdigest()
+    entry["sample"] = content_lib.sample(_parts(folder, entry, links=False))
     return entry
 
 

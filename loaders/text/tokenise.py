@@ -119,13 +119,17 @@ def make(
 
 
 def _report_finished(out: pathlib.Path, plan: str) -> None:
-    """Print what a finished folder holds. Raises TokensError if it was made of other things."""
+    """Print what a finished folder holds.
+
+    Raises TokensError if it was made of other things, DataError if its shards have changed since.
+    """
     made_of = out / MADE_OF
     if not made_of.exists() or made_of.read_text() != plan:
         raise TokensError(
             f"{out} holds token files of other inputs or options already, or with other files of"
             " the tokenizer; choose another folder"
         )
+    token_files.compare(out)
     shards = json.loads((out / "tokens.json").read_text())["shards"]
     print(f"{out} is there already, of these inputs: {_summary(shards)}")
 

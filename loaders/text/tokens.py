@@ -35,6 +35,7 @@ Shakespeare as characters.
 
 import hashlib
 import pathlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ import numpy as np
 from loaders import mixture, order
 from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
 from loaders.io import checks, files
+from loaders.text import token_files
 from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.packing import Packed, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
@@ -143,6 +145,11 @@ class Tokens(Loader):
         train = split == "train"
         self._config = config
         self._documents = [_open(source, config)[split] for source in config.sources]
+        self._folders = []
+        for source in config.sources:
+            self._folders += token_files.folders_of(source.path, source.test, split)
+        for folder in self._folders:
+            token_files.compare(folder, links=config.follow_links)
         self._streams: list[Packed | Windows] = []
         for k, documents in enumerate(self._documents):
             if train and not (documents.length > 1).any():
@@ -230,6 +237,18 @@ class Tokens(Loader):
         if config.exhausted != "repeat":
             settings["exhausted"] = config.exhausted
         return settings
+
+    def compare_content(self, seconds: float) -> str:
+        deadline = time.monotonic() + seconds
+        n_read = n_shards = 0
+        for folder in self._folders:
+            links = self._config.follow_links
+            read, shards = token_files.compare_all(folder, links=links, deadline=deadline)
+            n_read += read
+            n_shards += shards
+        if not n_shards:
+            return ""
+        return f"{n_read} of {n_shards} shards were read whole, and are as tokens.json records"
 
     def diagnostics(self) -> dict[str, Any]:
         """Return share of rows and passes before, by source."""

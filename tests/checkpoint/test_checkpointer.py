@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import functools
+import json
 import logging
 import random
 import shutil
@@ -110,6 +111,19 @@ def test_other_data_are_refused(written):
         CheckpointError, match="fingerprint: a saved, b now.*config.resume.data='restart'"
     ):
         restore(written[0], data=DATA | {"fingerprint": "b"})
+
+
+def test_other_data_to_test_on_are_reported(written, tmp_path, caplog):
+    workdir = tmp_path / "run"
+    shutil.copytree(written[0], workdir)
+    assert restore(workdir, data=DATA | {"test": "b"}).step == 4
+    assert "the data to test on" not in caplog.text, "this run recorded none"
+    data = workdir / "checkpoints" / "4" / "data" / "metadata"
+    data.write_text(json.dumps({**json.loads(data.read_text()), "test": "a"}))
+    (workdir / "checkpoints" / "4" / "manifest.json").unlink()
+    checksums.write(workdir / "checkpoints" / "4")
+    assert restore(workdir, data=DATA | {"test": "b"}).step == 4
+    assert "the data to test on are others than those of" in caplog.text
 
 
 @pytest.mark.parametrize("offsets", [1, pytest.param(24, marks=pytest.mark.slow)])
