@@ -40,6 +40,7 @@ GROUND = {
     "loaders.io.checks",
     "loaders.io.files",
     "loaders.io.atomic_write",
+    "loaders.io.content",
 }
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
 # the public names
