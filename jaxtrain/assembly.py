@@ -108,7 +108,9 @@ def assemble(
     task = make_task(config, layout.shard, config.train.batch)
     if config.lora.rank:
         task = lora.adapt(task, config.lora)
-    tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
+    tx = optim.make_optimizer(
+        config.optim, task.specs.params, steps=config.train.steps, seed=config.seed
+    )
     abstract = state_lib.make_abstract(
         task,
         tx,

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxtrain.config import changes, factories
 from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
@@ -124,7 +125,7 @@ def between_sections(config: Config) -> Problems:
         )
     yield from _allowed_problems(config)
     yield from _schedule_problems(train, optim)
-    yield from checks.under("optim", _factory_problems(optim, train.steps))
+    yield from checks.under("optim", _factory_problems(optim, train.steps, config.seed))
     yield from checks.under("optim", _unread(optim))
 
 
@@ -140,7 +141,7 @@ def _allowed_problems(config: Config) -> Problems:
             yield "resume.allow", f"names {name!r}, which is no field{nearest}"
 
 
-def _factory_problems(optim: Optim, steps: int) -> Problems:
+def _factory_problems(optim: Optim, steps: int, seed: int) -> Problems:
     if factories.is_factory(optim.schedule):
         yield from factories.problems(
             optim.schedule,
@@ -151,9 +152,12 @@ def _factory_problems(optim: Optim, steps: int) -> Problems:
             learning_rate=optim.lr,
         )
     if factories.is_factory(optim.name):
+        arguments: Mapping[str, Any] = optim.arguments
+        with contextlib.suppress(ValueError):  # `factories.problems` has it
+            arguments = factories.with_key(optim.name, optim.arguments, seed)
         yield from factories.problems(
             optim.name,
-            optim.arguments,
+            arguments,
             field="name",
             check=factories.of_optimizer,
             learning_rate=lambda count: optim.lr,

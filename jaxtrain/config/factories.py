@@ -8,6 +8,7 @@ and by a call under `jax.eval_shape`, which makes no array.
 import importlib
 import inspect
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,6 +66,17 @@ def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
     for key, value in arguments.items():
         keywords[key] = _frozen(value)
     return find(name)(**keywords)
+
+
+def with_key(name: str, arguments: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    """Add the argument ``key``, by the run's seed, if a factory takes one and has none.
+
+    It is an integer, of which `jax.random.key` makes a key that no step has. Raises FactoryError.
+    """
+    if "key" in arguments or "seed" in arguments or not takes(name, "key"):
+        return arguments
+    key = zlib.crc32(f"the optimizer of a run with the seed {seed}".encode())
+    return {**arguments, "key": key >> 1}  # as int32
 
 
 def problems(

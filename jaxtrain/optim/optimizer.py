@@ -15,6 +15,7 @@ import optax
 
 from jaxtrain.config import SCHEDULES, UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim import moments as moments_lib
+from jaxtrain.optim import random_keys
 from jaxtrain.optim.param_groups import OptimError, group_of_each, rate_factors, update_rule_of_each
 from jaxtrain.optim.update_rules import scale_by_adafactor, scale_by_adam_atan2, scale_by_muon
 from jaxtrain.specs import is_spec, map_specs, path_name, paths
@@ -43,11 +44,11 @@ class Optimizer(NamedTuple):
     repeatable: bool = False  # computing an update again costs less than keeping it
 
 
-def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
+def make_optimizer(optim: Optim, specs: PyTree, *, steps: int, seed: int = 0) -> Optimizer:
     """Make the optimizer: p -= lr(s) (u + weight_decay p), with u from one of `UPDATE_RULES`.
 
     A table under sign_sgd moves and decays only in the rows that the step has read, if the loss
-    reports them (``sparse_rows``).
+    reports them (``sparse_rows``). ``seed`` is the run's, for an optimizer that draws numbers.
 
     Raises:
       OptimError: neither or both of optim.decayed and optim.undecayed match a parameter, a group
@@ -61,7 +62,8 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     dropping = optax.masked(optax.set_to_zero(), frozen) if is_any_frozen else optax.identity()
     clips = _clips(optim, groups)
     if optim.name not in UPDATE_RULES:
-        tx = _with_masters(optim, specs, dropping, *clips, _named(optim, frozen, steps))
+        named = _named(optim, frozen, steps, seed)
+        tx = _with_masters(optim, specs, dropping, *clips, named)
         _try(optim.name, tx, specs)
         return Optimizer(tx.init, tx.update)
     rule_names = update_rule_of_each(optim, specs, groups)
@@ -148,12 +150,14 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     )
 
 
-def _named(optim: Optim, frozen: PyTree, steps: int) -> optax.GradientTransformation:
+def _named(optim: Optim, frozen: PyTree, steps: int, seed: int) -> optax.GradientTransformation:
     """Make the optimizer of optim.name, module:factory, for all but frozen parameters."""
     schedule, top = make_schedule(optim, steps), peak(optim)
+    arguments = factories.with_key(optim.name, optim.arguments, seed)
     tx: optax.GradientTransformation = factories.call(
-        optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count)
+        optim.name, arguments, learning_rate=lambda count: top * schedule(count)
     )
+    tx = random_keys.stored_as_numbers(tx)
     if any(jax.tree.leaves(frozen)):
         return optax.masked(tx, jax.tree.map(lambda f: not f, frozen))
     return tx
@@ -182,12 +186,18 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
         return state, new
 
     try:
+        is_repeatable = _program(updated, params) == _program(updated, params)
         states = jax.eval_shape(updated, params)
     except Exception as error:  # any error of its functions
         raise OptimError(
             f"config.optim.name={name!r} cannot update these parameters:"
             f" {factories.first_line(error)}"
         ) from error
+    if not is_repeatable:
+        raise OptimError(
+            f"config.optim.name={name!r} is another function each time that it is traced, so that"
+            " no run of it resumes; draw random numbers with jax.random, from a key in its state"
+        )
     old, new = (
         {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)}
         for state in states
@@ -198,6 +208,14 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
                 f"config.optim.name={name!r} changes its state {path!r} from {old.get(path)} to"
                 f" {new.get(path)}; expected the same"
             )
+
+
+def _program(function: Callable[[PyTree], Any], params: PyTree) -> tuple[str, list[bytes]]:
+    """Trace a function. Return its text without addresses, and the numbers that it was given."""
+    # a new function, since JAX keeps the trace of one that it has seen
+    traced = jax.make_jaxpr(lambda params: function(params))(params)
+    numbers = [np.asarray(x).tobytes() for x in traced.consts if not random_keys.is_key(x)]
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), numbers
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:

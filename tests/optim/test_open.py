@@ -16,7 +16,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.checkpoint import Checkpointer, History
-from jaxtrain.config import Group, Optim
+from jaxtrain.config import Group, Optim, factories
 from jaxtrain.optim import OptimError, learning_rates, make_optimizer
 from jaxtrain.parallel.layout import LayoutError, make_mesh
 from jaxtrain.specs import fan_in, zeros
@@ -45,11 +45,15 @@ NAMES = {
     "schedule_free": Optim(
         name="optax.contrib:schedule_free_adamw", schedule="constant", lr=0.01, warmup=2
     ),
+    "noisy_sgd": Optim(name="optax:noisy_sgd", arguments={"eta": 0.1}, lr=0.01),
 }
 OPTAX = {
     "adamw": lambda rate: optax.adamw(rate, b2=0.95, weight_decay=0.1),
     "muon": lambda rate: optax.contrib.muon(rate, beta=0.9),
     "schedule_free": optax.contrib.schedule_free_adamw,
+    "noisy_sgd": lambda rate: optax.noisy_sgd(
+        rate, 0.1, **factories.with_key("optax:noisy_sgd", {}, 0)
+    ),
 }
 
 
@@ -124,16 +128,17 @@ def bits(tree):
 
 
 MATRIX = [(name, mesh) for name in NAMES for mesh in MESHES]
+QUICK = {
+    ("adamw", "data"),
+    ("muon", "fsdp"),
+    ("schedule_free", "model"),
+    ("noisy_sgd", "fsdp"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [
-        pytest.param(
-            n, m, marks=() if (n, m) in zip(NAMES, MESHES, strict=True) else pytest.mark.slow
-        )
-        for n, m in MATRIX
-    ],
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in MATRIX],
 )
 def test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit(name, mesh, tmp_path):
     """Parameters follow optax's own loop on one device, and the optimizer state is split like its
@@ -149,9 +154,9 @@ def test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit(name, me
             found.sharding,
         )
     split = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 512]
-    assert split and all(x.sharding.shard_shape(x.shape) != x.shape for x in split) == (
-        mesh != "data"
-    )
+    assert bool(split) == (name != "noisy_sgd")  # which keeps a key alone
+    for x in split:
+        assert (x.sharding.shard_shape(x.shape) != x.shape) == (mesh != "data")
     writer = checkpointer(tmp_path)
     writer.save(2, state, DATA, History())
     writer.close()
@@ -282,7 +287,16 @@ def failing(grads, state, params=None):
 CONSTANT = optax.GradientTransformation(
     lambda params: (), lambda grads, state, params=None: (grads, state)
 )
+
+
+def with_noise(grads, state, params=None):
+    """Draw random numbers that no state has."""
+    scale = np.random.default_rng().random()
+    return jax.tree.map(lambda g: g * scale, grads), state
+
+
 CANNOT = {
+    "is another function each time that it is traced": CONSTANT._replace(update=with_noise),
     "cannot update these parameters: RuntimeError: no second moment": CONSTANT._replace(
         update=failing
     ),
@@ -301,6 +315,18 @@ def test_an_optimizer_that_cannot_update_is_named(monkeypatch, told):
     own(monkeypatch, factory=lambda: CANNOT[told])
     with pytest.raises(OptimError, match=f"optim.name='own_optim:factory' {told}"):
         make_optimizer(Optim(name="own_optim:factory"), TABLE, steps=10)
+
+
+def test_the_seed_of_the_run_decides_an_optimizers_draws():
+    optim = NAMES["noisy_sgd"]
+    first, again, other = (
+        make_optimizer(optim, TABLE, steps=10, seed=seed).init({}) for seed in (1, 1, 2)
+    )
+    assert bits(first) == bits(again) != bits(other)
+    own_key = replace(optim, arguments={"key": 5})
+    state = make_optimizer(own_key, TABLE, steps=10, seed=1).init({})
+    keys = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
+    np.testing.assert_array_equal(keys, [jax.random.key_data(jax.random.key(5))])
 
 
 def flat(params):
