@@ -40,7 +40,7 @@ OTHERS = {
     },
     "giblet": {"loss._last_frames", "voxels.density", "voxels.r_squared", "voxels.shuffled"},
     "language": set(),
-    "trm": {"boards.draw", "rollouts._numbers", "rollouts.views"},
+    "trm": {"boards", "loss._rollout_metrics", "loss._value", "model.attend", "rollouts"},
 }
 
 

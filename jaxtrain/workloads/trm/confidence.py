@@ -19,7 +19,8 @@ class Scale(NamedTuple):
     offset: float = 0.0
 
     def __call__(self, q: float) -> float:
-        return float(expit(self.slope * q + self.offset))
+        logit = self.slope * q + self.offset
+        return float(expit(logit))
 
 
 def fit(q: np.ndarray, right: np.ndarray) -> Scale:
@@ -29,13 +30,23 @@ def fit(q: np.ndarray, right: np.ndarray) -> Scale:
             f"{len(q)} boards calibrate no confidence; expected at least {MIN_BOARDS} with answers"
         )
     n_right = int(right.sum())
+    n_wrong = len(q) - n_right
     # Targets between 0 and 1, so that the fit exists if all are right, too.
-    target = np.where(right, (n_right + 1) / (n_right + 2), 1 / (len(q) - n_right + 2))
+    target_of_right = (n_right + 1) / (n_right + 2)
+    target_of_wrong = 1 / (n_wrong + 2)
+    target = np.where(right, target_of_right, target_of_wrong)
 
     def loss(scale: np.ndarray) -> tuple[float, np.ndarray]:
-        logit = scale[0] * q + scale[1]
-        slope = expit(logit) - target
-        return (np.logaddexp(0, logit) - target * logit).sum(), np.array([slope @ q, slope.sum()])
+        slope, offset = scale
+        logit = slope * q + offset
+        losses = np.logaddexp(0, logit) - target * logit
+        d_logit = expit(logit) - target
+        d_slope = d_logit @ q
+        d_offset = d_logit.sum()
+        return losses.sum(), np.array([d_slope, d_offset])
 
-    start = np.array([0.0, math.log((n_right + 1) / (len(q) - n_right + 1))])
-    return Scale(*minimize(loss, start, jac=True, options={"gtol": 1e-9}).x.tolist())
+    odds = (n_right + 1) / (n_wrong + 1)
+    start = np.array([0.0, math.log(odds)])
+    fitted = minimize(loss, start, jac=True, options={"gtol": 1e-9})
+    slope, offset = fitted.x.tolist()
+    return Scale(slope, offset)

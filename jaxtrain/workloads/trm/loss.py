@@ -23,7 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
-from jaxtrain.types import Array, Batch, Example, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import (
+    Array,
+    Axes,
+    Batch,
+    Example,
+    Key,
+    LossOut,
+    Mean,
+    PyTree,
+    Shard,
+    Task,
+    Variables,
+)
 from jaxtrain.workloads.trm import boards, rollouts
 from jaxtrain.workloads.trm.model import (
     IGNORED,
@@ -48,14 +60,17 @@ def reset_halted(model_state: PyTree, batch: Batch) -> PyTree:
     done_b = model_state["halted"]
 
     def restart(new: Array, old: Array) -> Array:
-        done = done_b.reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(done, new.astype(old.dtype), old)
+        is_done = done_b.reshape(-1, *[1] * (old.ndim - 1))
+        new = new.astype(old.dtype)
+        return jnp.where(is_done, new, old)
 
     slots = dict(model_state)
-    for state, initial in (("z_h", "init_h"), ("z_l", "init_l")):
-        first_state = jnp.broadcast_to(model_state[initial], model_state[state].shape)
-        slots[state] = restart(first_state, model_state[state])
-    slots["steps"] = restart(jnp.zeros_like(model_state["steps"]), model_state["steps"])
+    for name, initial in (("z_h", "init_h"), ("z_l", "init_l")):
+        z = model_state[name]
+        first_z = jnp.broadcast_to(model_state[initial], z.shape)
+        slots[name] = restart(first_z, z)
+    steps = model_state["steps"]
+    slots["steps"] = restart(jnp.zeros_like(steps), steps)
     for name in ("inputs", "labels", "puzzle"):
         slots[name] = restart(batch[name], model_state[name])
     return slots
@@ -65,19 +80,21 @@ def examples(
     config: Any, model_state: Any, batch: Mapping[str, Any], position: int
 ) -> Sequence[Example]:
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
-    slots = jax.device_get(reset_halted(model_state, batch))
-    no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
-    pictures = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
+    slots = reset_halted(model_state, batch)
+    slots = jax.device_get(slots)
+    inputs_bs = slots["inputs"]
+    no_guess_kbs = jnp.zeros((0, *inputs_bs.shape), jnp.int32)
+    drawn_boards = boards.draw(inputs_bs, slots["labels"], no_guess_kbs)
+    is_new_b = np.asarray(model_state["halted"])
     row_examples = []
-    for slot, is_new in enumerate(np.asarray(model_state["halted"])):
+    for slot, board in enumerate(np.asarray(drawn_boards)):
         step = int(slots["steps"][slot]) + 1
-        row_examples.append(
-            Example(
-                id="" if is_new else f"row:{slot}",
-                text=f"supervision step {step}",
-                pictures={"puzzle and solution": pictures[slot]},
-            )
-        )
+        example_id = f"row:{slot}"
+        if is_new_b[slot]:
+            example_id = ""
+        text = f"supervision step {step}"
+        pictures = {"puzzle and solution": board}
+        row_examples.append(Example(id=example_id, text=text, pictures=pictures))
     return row_examples
 
 
@@ -85,11 +102,13 @@ def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
     """bool [B]: done after these steps, but not before ``least_b`` of them, except at the end."""
     q_halt_b = q_b2[:, 0]
     if c.q_continue:
-        wants_halt_b = q_halt_b > q_b2[:, 1]
+        q_continue_b = q_b2[:, 1]
+        wants_halt_b = q_halt_b > q_continue_b
     else:
         wants_halt_b = q_halt_b > 0
     at_end_b = steps_b >= c.halt_steps
-    return at_end_b | (wants_halt_b & (steps_b >= least_b))
+    may_halt_b = steps_b >= least_b
+    return at_end_b | (wants_halt_b & may_halt_b)
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
@@ -115,41 +134,52 @@ def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
     numbers never cancel.
     """
     valid = label != IGNORED
-    symbols = jnp.arange(logits.shape[-1])[(None,) * label.ndim]
-    is_label = symbols == jnp.where(valid, label, 0)[..., None]
+    symbols_v = jnp.arange(logits.shape[-1])
+    symbols = symbols_v[(None,) * label.ndim]
+    symbol = jnp.where(valid, label, 0)
+    is_label = symbols == symbol[..., None]
     if kind == "softmax":
         log_p = jax.nn.log_softmax(logits)
-        loss = -jnp.where(is_label, log_p, 0).sum(-1)
+        log_p_label = jnp.where(is_label, log_p, 0)
+        loss = -log_p_label.sum(-1)
     else:
         # where on the inputs too: a maximum would halve the gradient at exactly 0
         below = logits < 0
         negative = jnp.where(below, logits, 0)
-        s = jnp.where(below, 1 / (1 - negative), 1 + logits)
+        s_below = 1 / (1 - negative)
+        s = jnp.where(below, s_below, 1 + logits)
         s_others = jnp.where(is_label, 0, s).sum(-1)
         s_label = jnp.where(is_label, s, 0).sum(-1)
-        loss = jnp.log1p(s_others / s_label)
+        ratio = s_others / s_label
+        loss = jnp.log1p(ratio)
     return jnp.where(valid, loss, 0)
 
 
 def binary_cross_entropy(logit: Array, target: Array) -> Array:
-    return jnp.maximum(logit, 0) - logit * target + jnp.log1p(jnp.exp(-jnp.abs(logit)))
+    # The logarithm of 1 + exp(logit) overflows for no logit in this form.
+    difference = jnp.maximum(logit, 0) - logit * target
+    small = jnp.exp(-jnp.abs(logit))
+    return difference + jnp.log1p(small)
 
 
 def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
     """Return each row's losses and accuracies, [B]. One without labels is exact, not ``valid``."""
     valid_bs = labels_bs != IGNORED
-    right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
+    answer_bs = logits_bsv.argmax(-1)
+    right_bs = (answer_bs == labels_bs) & valid_bs
     n_valid_b = valid_bs.sum(-1)
-    exact_b = right_bs.sum(-1) == n_valid_b
+    n_right_b = right_bs.sum(-1)
+    exact_b = n_right_b == n_valid_b
     loss_bs = cross_entropy(logits_bsv, labels_bs, c.loss)
-    return {
-        "lm_loss": loss_bs.sum(-1) / jnp.maximum(n_valid_b, 1),
-        "q_halt_loss": binary_cross_entropy(q_b2[:, 0], exact_b.astype(jnp.float32)),
-        "accuracy": right_bs.sum(-1) / jnp.maximum(n_valid_b, 1),
-        "exact_accuracy": exact_b,
-        "q_halt_accuracy": (q_b2[:, 0] >= 0) == exact_b,
-        "valid": n_valid_b > 0,
-    }
+    row_scores = {"lm_loss": loss_bs.sum(-1) / jnp.maximum(n_valid_b, 1)}
+    q_halt_b = q_b2[:, 0]
+    is_exact_b = exact_b.astype(jnp.float32)
+    row_scores["q_halt_loss"] = binary_cross_entropy(q_halt_b, is_exact_b)
+    row_scores["accuracy"] = right_bs.sum(-1) / jnp.maximum(n_valid_b, 1)
+    row_scores["exact_accuracy"] = exact_b
+    row_scores["q_halt_accuracy"] = (q_b2[:, 0] >= 0) == exact_b
+    row_scores["valid"] = n_valid_b > 0
+    return row_scores
 
 
 def curriculum(c: Config, step: int) -> Cycles:
@@ -157,10 +187,15 @@ def curriculum(c: Config, step: int) -> Cycles:
 
     def grow(first: int, last: int, growth: int) -> int:
         first = first or last
-        share = min(step / growth, 1.0) if growth else 1.0
-        return int(first + share * (last - first))
+        share = 1.0
+        if growth:
+            share = min(step / growth, 1.0)
+        cycles = first + share * (last - first)
+        return int(cycles)
 
-    growth_low = c.growth if c.growth_low is None else c.growth_low
+    growth_low = c.growth_low
+    if growth_low is None:
+        growth_low = c.growth
     high = grow(c.first_high, c.cycles_high, c.growth)
     low = grow(c.first_low, c.cycles_low, growth_low)
     return high, low
@@ -169,10 +204,12 @@ def curriculum(c: Config, step: int) -> Cycles:
 def depth(c: Config, step: Array, key: Key) -> Array:
     """Draw the supervision steps of a step of contract "last", int32 [], from fewest to most."""
     first = c.first_steps or c.halt_steps
-    share = jnp.minimum(step / max(c.growth_steps, 1), 1)
+    growth = max(c.growth_steps, 1)
+    share = jnp.minimum(step / growth, 1)
     most = first + (c.halt_steps - first) * share
     if c.growth_steps:
-        most = jnp.floor(most).astype(jnp.int32)
+        most = jnp.floor(most)
+        most = most.astype(jnp.int32)
     else:
         most = jnp.int32(c.halt_steps)
     depth_key = jax.random.fold_in(key, OF_DEPTH)
@@ -191,17 +228,15 @@ class Model(NamedTuple):
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
     model = Model(c, shard, config.train.steps)
+    model_state = make_model_state(c, batch)
+    loss_of_contract = {"deep": loss, "last": last_loss}[c.contract]
+    axes: dict[str, Axes] = dict.fromkeys(("inputs", "labels"), ("batch", None))
+    axes |= dict.fromkeys(("puzzle", "difficulty", "weight"), ("batch",))
     return Task(
-        specs=Variables(make_specs(c), model_state=make_model_state(c, batch)),
-        loss=functools.partial({"deep": loss, "last": last_loss}[c.contract], model),
+        specs=Variables(make_specs(c), model_state=model_state),
+        loss=functools.partial(loss_of_contract, model),
         evaluate=functools.partial(evaluate, model),
-        axes={
-            "inputs": ("batch", None),
-            "labels": ("batch", None),
-            "puzzle": ("batch",),
-            "difficulty": ("batch",),
-            "weight": ("batch",),
-        },
+        axes=axes,
         flops=batch * train_flops(c, c.cycles),
         advance=lambda params, model_state, step: {**model_state, "step": step + 1},
         stage=functools.partial(curriculum, c),
@@ -222,19 +257,25 @@ def loss(
     probability = exploration(model, rows["step"])
     least_b = least_steps(c, probability, key, batch["row"])
     done_b = halt(c, steps_b, q_b2, least_b)
-    model_state = jax.lax.stop_gradient(
-        {**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b}
-    )
+    model_state = {**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b}
+    model_state = jax.lax.stop_gradient(model_state)
     row_scores = scores(c, logits_bsv, q_b2, rows["labels"])
     if c.q_continue:
-        # The value of another step: the better of that step's two values, but at the end only its
-        # first.
-        *_, next_b2 = jax.lax.stop_gradient(
-            refine(c, variables.params, model_state, cycles, model.shard)
-        )
-        value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
-        row_scores["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
+        refined = refine(c, variables.params, model_state, cycles, model.shard)
+        *_, next_q_b2 = jax.lax.stop_gradient(refined)
+        value_b = _value(c, steps_b, next_q_b2)
+        q_continue_b = q_b2[:, 1]
+        target_b = jax.nn.sigmoid(value_b)
+        row_scores["q_continue_loss"] = binary_cross_entropy(q_continue_b, target_b)
     return loss_of(model, row_scores, rows["puzzle"], steps_b, done_b, model_state)
+
+
+def _value(c: Config, steps_b: Array, next_q_b2: Array) -> Array:
+    """Return the value [B] of another step: the better of its two, but at the end its first."""
+    at_end_b = steps_b >= c.halt_steps
+    q_halt_b = next_q_b2[:, 0]
+    better_b = next_q_b2.max(-1)
+    return jnp.where(at_end_b, q_halt_b, better_b)
 
 
 def last_loss(
@@ -243,23 +284,26 @@ def last_loss(
     """Take supervision steps of each row from its beginning, with a loss after the last one."""
     c = model.c
     cycles = stage or c.cycles
-    n_steps = depth(c, variables.model_state["step"], key)
-    z = start(c, variables.model_state, batch["inputs"].shape[0], model.shard)
-    rows = {"inputs": batch["inputs"], "puzzle": batch["puzzle"]}
+    model_state = variables.model_state
+    n_steps = depth(c, model_state["step"], key)
+    n_rows = len(batch["inputs"])
+    z = start(c, model_state, n_rows, model.shard)
+    rows = {name: batch[name] for name in ("inputs", "puzzle")}
     params, rows = jax.lax.stop_gradient((variables.params, rows))
 
     def step(_: Array, z: dict[str, Array]) -> dict[str, Array]:
-        z_h, z_l = refine(c, params, {**rows, **z}, cycles, model.shard)[:2]
+        z_h, z_l, _, _ = refine(c, params, rows | z, cycles, model.shard)
         return {"z_h": z_h, "z_l": z_l}
 
     with jax.named_scope("warm_up"):
-        z = jax.lax.stop_gradient(jax.lax.fori_loop(0, n_steps - 1, step, z))
-    *_, logits_bsv, q_b2 = refine(c, variables.params, {**rows, **z}, cycles, model.shard)
+        z = jax.lax.fori_loop(0, n_steps - 1, step, z)
+        z = jax.lax.stop_gradient(z)
+    *_, logits_bsv, q_b2 = refine(c, variables.params, rows | z, cycles, model.shard)
     row_scores = scores(c, logits_bsv, q_b2, batch["labels"])
-    steps_b = jnp.broadcast_to(n_steps, q_b2.shape[:1])
+    steps_b = jnp.broadcast_to(n_steps, (n_rows,))
     done_b = jnp.ones_like(steps_b, bool)
     puzzle_b = batch["puzzle"]
-    return loss_of(model, row_scores, puzzle_b, steps_b, done_b, variables.model_state)
+    return loss_of(model, row_scores, puzzle_b, steps_b, done_b, model_state)
 
 
 def loss_of(
@@ -272,12 +316,14 @@ def loss_of(
 ) -> LossOut:
     """Return the loss of rows, and the metrics of those that are done."""
     c = model.c
-    losses = {name: row_scores[name] for name in LOSSES if name in row_scores}
-    n_rows = jnp.float32(steps_b.shape[0])
-    finished_b = (done_b & row_scores["valid"]).astype(jnp.float32)
+    n_rows = jnp.float32(len(steps_b))
+    finished_b = done_b & row_scores["valid"]
+    finished_b = finished_b.astype(jnp.float32)
     metrics: dict[str, Mean] = {}
-    for name, loss_b in losses.items():
-        metrics[name] = Mean(loss_b.sum(), n_rows)
+    for name in LOSSES:
+        if name in row_scores:
+            total = row_scores[name].sum()
+            metrics[name] = Mean(total, n_rows)
     for name in ACCURACIES:
         metrics[name] = weighted_mean(row_scores[name], finished_b)
     metrics["steps"] = weighted_mean(steps_b, finished_b)
@@ -285,16 +331,21 @@ def loss_of(
     sparse_rows = {}
     if c.puzzle_embed:
         # The rows of the slots, not of the batch.
-        reads = jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1)
+        no_reads = jnp.zeros(c.n_puzzles, jnp.int32)
+        reads = no_reads.at[puzzle_b].add(1)
         sparse_rows[TABLE] = model.shard(reads, "item")
-    q_continue_loss_b = row_scores["q_continue_loss"] if c.q_continue else 0
+    q_continue_loss_b: Array | int = 0
+    if c.q_continue:
+        q_continue_loss_b = row_scores["q_continue_loss"]
     q_loss_b = row_scores["q_halt_loss"] + q_continue_loss_b
     loss_b = row_scores["lm_loss"] + 0.5 * q_loss_b
-    return LossOut(Mean(loss_b.sum(), n_rows), metrics, model_state, sparse_rows)
+    total_loss = Mean(loss_b.sum(), n_rows)
+    return LossOut(total_loss, metrics, model_state, sparse_rows)
 
 
 def weighted_mean(value_b: Array, weight_b: Array) -> Mean:
-    return Mean((value_b * weight_b).sum(), weight_b.sum())
+    weighted_b = value_b * weight_b
+    return Mean(weighted_b.sum(), weight_b.sum())
 
 
 def exploration(model: Model, step: Array) -> Array | float:
@@ -302,7 +353,9 @@ def exploration(model: Model, step: Array) -> Array | float:
     c = model.c
     if c.explore_end is None:
         return c.explore
-    return c.explore + (c.explore_end - c.explore) * jnp.minimum(step / model.steps, 1)
+    change = c.explore_end - c.explore
+    share = jnp.minimum(step / model.steps, 1)
+    return c.explore + change * share
 
 
 def solve(
@@ -316,16 +369,20 @@ def solve(
     It is called as ``keep(logits, q)``.
     """
     c = model.c
-    n_rows = batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
-        rows = {**batch, **state[0]}
+        z, _, _ = state
+        rows = {**batch, **z}
         z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, c.cycles, model.shard)
         logits_bsv = model.shard(logits_bsv, "batch", None, None)
         q_b2 = model.shard(q_b2, "batch", None)
-        to_keep = keep(logits_bsv, q_b2) if keep else None
-        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), to_keep
+        to_keep = None
+        if keep:
+            to_keep = keep(logits_bsv, q_b2)
+        z = {"z_h": z_h, "z_l": z_l}
+        return (z, logits_bsv, q_b2), to_keep
 
+    n_rows = len(batch["inputs"])
     z = start(c, variables.model_state, n_rows, model.shard)
     no_logits_bsv = jnp.zeros((n_rows, c.n_cells, c.vocab))
     no_q_b2 = jnp.zeros((n_rows, 2))
@@ -340,10 +397,13 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
 
     The inputs are ``inputs`` [B, S] and, if there are ids, ``puzzle`` [B].
     """
-    n_rows = batch["inputs"].shape[0]
-    rows = {"puzzle": jnp.zeros(n_rows, jnp.int32), **batch}
+    n_rows = len(batch["inputs"])
+    puzzle_b = jnp.zeros(n_rows, jnp.int32)
+    rows = {"puzzle": puzzle_b, **batch}
     logits_bsv, q_b2, _ = solve(model, variables, rows)
-    return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
+    answer_bs = logits_bsv.argmax(-1)
+    q_halt_b = q_b2[:, 0]
+    return {"answer": answer_bs, "confidence": jax.nn.sigmoid(q_halt_b)}
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
@@ -355,33 +415,56 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     else:
         key = jax.random.key(0)
         explored = rollouts.explore(c, variables, batch, search, c.noise, key, model.shard)
-        logits_bsv, q_b2 = explored.of(explored.best("q"))
+        best_b = explored.best("q")
+        logits_bsv, q_b2 = explored.of(best_b)
     row_scores = scores(c, logits_bsv, q_b2, batch["labels"])
     weight_b = batch["weight"] * row_scores["valid"]
     metrics = {}
     for name in ("lm_loss", "q_halt_loss", *ACCURACIES):
         metrics[name] = weighted_mean(row_scores[name], weight_b)
     if explored:
-        steps_b = explored.steps.astype(jnp.float32).mean(1)
-        metrics["test_steps"] = weighted_mean(steps_b, weight_b)
-    if explored and c.rollouts > 1:
-        halts_b = (explored.sure[:, 1:] > 0).astype(jnp.float32).mean(1)
-        if c.n_puzzles == 1:  # rows of a mixture have other rules
-            checked = scores(c, *explored.of(explored.best("check")), batch["labels"])
-            metrics["exact_accuracy_checked"] = weighted_mean(checked["exact_accuracy"], weight_b)
-        metrics["rollouts_halted"] = weighted_mean(halts_b, weight_b)
+        metrics |= _rollout_metrics(c, explored, batch["labels"], weight_b)
+    exact_b = row_scores["exact_accuracy"]
     if c.n_difficulties > 1:
         for k in range(c.n_difficulties):
             name = f"exact_accuracy_difficulty_{k}"
-            weight_of_k_b = weight_b * (batch["difficulty"] == k)
-            metrics[name] = weighted_mean(row_scores["exact_accuracy"], weight_of_k_b)
+            is_k_b = batch["difficulty"] == k
+            metrics[name] = weighted_mean(exact_b, weight_b * is_k_b)
+    return metrics
+
+
+def _rollout_metrics(
+    c: Config, explored: rollouts.Explored, labels_bs: Array, weight_b: Array
+) -> dict[str, Mean]:
+    """Return the metrics of an evaluation by rollouts."""
+    steps_br = explored.steps.astype(jnp.float32)
+    steps_b = steps_br.mean(1)
+    metrics = {"test_steps": weighted_mean(steps_b, weight_b)}
+    if c.rollouts == 1:
+        return metrics
+    halted_br = explored.sure[:, 1:] > 0
+    halts_b = halted_br.astype(jnp.float32).mean(1)
+    if c.n_puzzles == 1:  # rows of a mixture have other rules
+        best_b = explored.best("check")
+        logits_bsv, q_b2 = explored.of(best_b)
+        checked = scores(c, logits_bsv, q_b2, labels_bs)
+        exact_b = checked["exact_accuracy"]
+        metrics["exact_accuracy_checked"] = weighted_mean(exact_b, weight_b)
+    metrics["rollouts_halted"] = weighted_mean(halts_b, weight_b)
     return metrics
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """Return the first boards, a picture each: the puzzle, each step's guess, the solution."""
     # rows that divide over the devices
-    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))
-    first = {name: x[:n] for name, x in batch.items()}
-    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))
-    return {"steps": boards.draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}
+    n_parts = model.shard.size("batch", len(batch["inputs"]))
+    n_rows = math.lcm(4, n_parts)
+    first_rows = {name: x[:n_rows] for name, x in batch.items()}
+
+    def answer(logits_bsv: Array, q_b2: Array) -> Array:
+        return logits_bsv.argmax(-1)
+
+    _, _, guess_kbs = solve(model, variables, first_rows, answer)
+    inputs_bs = first_rows["inputs"][:4]
+    labels_bs = first_rows["labels"][:4]
+    return {"steps": boards.draw(inputs_bs, labels_bs, guess_kbs[:, :4])}

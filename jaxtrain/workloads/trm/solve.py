@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,11 @@ from loaders.sudoku import puzzles as kinds
 MAX_CYCLES = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
 MAX_BYTES = 1 << 30  # [bytes] of a table of puzzles
 CHOICES = ("q", "check")
-QUESTION, ANSWER = ("question", "puzzle", "board", "quizzes"), ("answer", "solution", "solutions")
+# the columns of a table, by any of these names
+QUESTION = ("question", "puzzle", "board", "quizzes")
+ANSWER = ("answer", "solution", "solutions")
+# of `rollouts.Explored`, that a search returns for each board and rollout
+EXPLORED = ("solved", "sure", "since", "steps")
 
 
 class Solver(NamedTuple):
@@ -76,18 +80,21 @@ class Solved(NamedTuple):
     halted: int  # the first step at which the model was sure; 0: never
     valid: bool  # it keeps the givens and the rules
     rollout: int  # its number; 0 is the model's own
-    taken: float  # [supervision steps] of a rollout, on average
+    mean_steps: float  # [supervision steps] of a rollout, on average
     logits: np.ndarray  # float32 [rollouts] of the head at the end of each
     solved: np.ndarray  # bool [rollouts] whose board is valid
     sure: np.ndarray  # int32 [rollouts] first step at which the head was sure; 0: never
 
     def q_valid(self, n: int) -> bool:
         """Return whether the board that the head prefers among the first n rollouts is valid."""
-        return bool(self.solved[self.logits[:n].argmax()])
+        preferred = self.logits[:n].argmax()
+        return bool(self.solved[preferred])
 
     def halts(self) -> float:
         """Return the share of the rollouts, without the first of several, that were sure."""
-        return float((self.sure[min(1, len(self.sure) - 1) :] > 0).mean())
+        first = min(1, len(self.sure) - 1)
+        was_sure = self.sure[first:] > 0
+        return float(was_sure.mean())
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
@@ -95,31 +102,42 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)
-    if not kinds.kind_of(max(c.n_cells or 0, 0), c.vocab or 0):
+    n_cells = max(c.n_cells or 0, 0)
+    if not kinds.kind_of(n_cells, c.vocab or 0):
         raise StoredError(
             f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected"
             " Sudoku or mazes"
         )
     limit_cycles(c, c.halt_steps, str(source.path))
     devices = jax.local_devices()
-    layout = layout_lib.make_layout(layout_lib.make_mesh(len(devices), 1, 1, devices=devices), {})
+    mesh = layout_lib.make_mesh(len(devices), 1, 1, devices=devices)
+    layout = layout_lib.make_layout(mesh, {})
     arrays = source.arrays()
     model_state = {}
     for name in ("init_h", "init_l"):
-        path = f"{stored.MODEL_STATE}{name}"
-        if path not in arrays or arrays[path].shape != (c.embed,):
-            remedy = "export the run again" if source.is_export else "name another step"
-            raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
-        model_state[name] = jax.device_put(
-            np.asarray(arrays[path].read(()), np.float32), layout.replicated()
-        )
+        initial = _read_initial(source, arrays, name, c.embed)
+        model_state[name] = jax.device_put(initial, layout.replicated())
     params = stored_params.read(source, make_specs(c), layout, ema=ema)
-    return Solver(c, Variables(params, model_state=model_state), source.name(ema=ema), layout.shard)
+    variables = Variables(params, model_state=model_state)
+    return Solver(c, variables, source.name(ema=ema), layout.shard)
+
+
+def _read_initial(
+    source: source_lib.Source, arrays: Mapping[str, stored.Stored], name: str, size: int
+) -> np.ndarray:
+    """Return a state that boards begin with, float32 [D]. Raises StoredError if there is none."""
+    path = f"{stored.MODEL_STATE}{name}"
+    array = arrays.get(path)
+    if array is None or array.shape != (size,):
+        remedy = "export the run again" if source.is_export else "name another step"
+        raise StoredError(f"{source.path} holds no {path} of {size} values; {remedy}")
+    return np.asarray(array.read(()), np.float32)
 
 
 def limit_cycles(c: Config, steps: int, what: str) -> None:
     """Raise StoredError for more work than any config of ours asks for."""
-    if max(steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
+    n_cycles = steps * c.cycles_high * c.cycles_low
+    if max(n_cycles, c.n_tokens) > MAX_CYCLES:
         raise StoredError(
             f"{what} takes {steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config"
             " of ours"
@@ -128,9 +146,11 @@ def limit_cycles(c: Config, steps: int, what: str) -> None:
 
 def need_head(solver: Solver) -> None:
     """Raise StoredError if the halting head, which chooses rollouts, has never been trained."""
-    if not np.any(np.asarray(solver.variables.params["w_q"])):
+    w_q = np.asarray(solver.variables.params["w_q"])
+    if not w_q.any():
+        run = solver.name.split()[0]
         raise StoredError(
-            f"{solver.name.split()[0]} has a halting head that was never trained (w_q is 0), and it"
+            f"{run} has a halting head that was never trained (w_q is 0), and it"
             " chooses rollouts; use --choose=check, or train it: a run that warm-starts from this"
             " one does (metric q_halt_loss)"
         )
@@ -145,39 +165,67 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     several, or an answer that is none.
     """
     rows = _rows(path)
-    header = [name.casefold() for name in rows[0][1]] if rows else []
-    question = next((header.index(name) for name in QUESTION if name in header), None)
-    answer = next((header.index(name) for name in ANSWER if name in header), None)
+    header: list[str] = []
+    if rows:
+        header = [name.casefold() for name in rows[0].fields]
+    question = _column(header, QUESTION)
+    answer = _column(header, ANSWER)
     if question is not None:
         rows = rows[1:]
     elif len(header) > 1 and len(header[0]) != side * side:
+        beginning = ", ".join(rows[0].fields)[:90]
         raise DataError(
-            f"{path} has no column question; it begins with {', '.join(rows[0][1])[:90]!r}; name"
-            " the column so"
+            f"{path} has no column question; it begins with {beginning!r}; name the column so"
         )
     if not rows:
         raise DataError(f"{path} holds no board; expected a column question, or a board a line")
-    found = []
-    for _, row in rows:
-        board, solution = (
-            row[at] if at is not None and at < len(row) else "" for at in (question or 0, answer)
-        )
-        found.append(Puzzle(board.replace("0", ".") if kind in kinds.BOXES else board, solution))
-    questions = [puzzle.question for puzzle in found]
-    answers = {i: puzzle.answer for i, puzzle in enumerate(found) if puzzle.answer}
-    puzzle_files.to_boards(kind, side, questions, answers, lambda i: f"{path}:{rows[i][0]}")
-    return found
+    puzzles = []
+    for row in rows:
+        board = row.field(question or 0)
+        if kind in kinds.BOXES:
+            board = board.replace("0", ".")
+        puzzles.append(Puzzle(board, row.field(answer)))
+    questions = [puzzle.question for puzzle in puzzles]
+    answers = {i: puzzle.answer for i, puzzle in enumerate(puzzles) if puzzle.answer}
+    places = [f"{path}:{row.line}" for row in rows]
+    puzzle_files.to_boards(kind, side, questions, answers, places.__getitem__)
+    return puzzles
 
 
-def _rows(path: str) -> list[tuple[int, list[str]]]:
-    """Return the rows of a table that are not blank, each with its line."""
+class Row(NamedTuple):
+    """A row of a table."""
+
+    line: int  # of the file, from 1
+    fields: list[str]
+
+    def field(self, column: int | None) -> str:
+        """Return the text in a column, "" without one."""
+        if column is None or column >= len(self.fields):
+            return ""
+        return self.fields[column]
+
+
+def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
+    """Return the first column with one of these names."""
+    for name in names:
+        if name in header:
+            return header.index(name)
+    return None
+
+
+def _rows(path: str) -> list[Row]:
+    """Return the rows of a table that are not blank."""
     text = files.read_text(files.expanded(path), most=MAX_BYTES)
-    rows = csv.reader(io.StringIO(text, newline=None))
+    reader = csv.reader(io.StringIO(text, newline=None))
+    rows = []
     try:
-        stripped = [(rows.line_num, [field.strip() for field in row]) for row in rows]
+        for values in reader:
+            fields = [value.strip() for value in values]
+            if any(fields):
+                rows.append(Row(reader.line_num, fields))
     except csv.Error as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
-    return [(line, row) for line, row in stripped if any(row)]
+    return rows
 
 
 def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
@@ -187,11 +235,15 @@ def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
     def run(
         variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array
     ) -> dict[str, Any]:
-        rows = {"inputs": inputs_bs, "puzzle": jnp.zeros(len(inputs_bs), jnp.int32)}
-        found = rollouts.explore(solver.c, variables, rows, search, noise, key, solver.shard)
-        arrays = {name: getattr(found, name) for name in ("solved", "sure", "since", "steps")}
-        best = {by: found.best(by) for by in CHOICES}
-        return {**arrays, "boards": found.logits.argmax(-1), "logits": found.q[..., 0], **best}
+        puzzle_b = jnp.zeros(len(inputs_bs), jnp.int32)
+        rows = {"inputs": inputs_bs, "puzzle": puzzle_b}
+        explored = rollouts.explore(solver.c, variables, rows, search, noise, key, solver.shard)
+        arrays = {name: getattr(explored, name) for name in EXPLORED}
+        for by in CHOICES:
+            arrays[by] = explored.best(by)
+        arrays["boards"] = explored.logits.argmax(-1)
+        arrays["logits"] = explored.q[..., 0]
+        return arrays
 
     return run
 
@@ -206,36 +258,50 @@ def solve(
 ) -> Iterator[Solved]:
     """Solve boards, in order. ``run`` is the `program` of the search, to use it again."""
     n_devices = len(jax.local_devices())
-    batch = -(-how.batch // n_devices) * n_devices
+    n_rows = -(-how.batch // n_devices) * n_devices
     run = run or program(solver, search)
-    for start in range(0, len(puzzles), batch):
-        some = puzzles[start : start + batch]
-        boards = kinds.to_symbols(solver.kind, [puzzle.question for puzzle in some])
-        inputs = np.concatenate(
-            [boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]
-        ).astype(np.int32)
+    noise = np.float32(how.noise)
+    for start in range(0, len(puzzles), n_rows):
+        batch = puzzles[start : start + n_rows]
+        inputs = _padded(solver, batch, n_rows)
         try:
-            out = jax.device_get(
-                run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed))
-            )
+            explored = run(solver.variables, inputs, noise, jax.random.key(how.seed))
+            arrays = jax.device_get(explored)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
                 raise
             raise DataError(
-                f"{batch} boards with {search.rollouts} rollouts each need more memory than there"
+                f"{n_rows} boards with {search.rollouts} rollouts each need more memory than there"
                 " is; lower --batch, --rollouts"
             ) from error
-        for i in range(len(some)):
-            at = out[how.choose][i]
-            yield Solved(
-                board=kinds.to_text(solver.kind, out["boards"][i, at]),
-                q=float(out["logits"][i, at]),
-                steps=int(out["since"][i, at]),
-                halted=int(out["sure"][i, at]),
-                valid=bool(out["solved"][i, at]),
-                rollout=int(at),
-                taken=float(out["steps"][i].mean()),
-                logits=out["logits"][i],
-                solved=out["solved"][i],
-                sure=out["sure"][i],
-            )
+        for i in range(len(batch)):
+            of_board = {name: array[i] for name, array in arrays.items()}
+            yield _solved(solver.kind, of_board, how.choose)
+
+
+def _padded(solver: Solver, puzzles: Sequence[Puzzle], n_rows: int) -> np.ndarray:
+    """Return the symbols of boards, int32 [n_rows, S], with boards of blanks at the end."""
+    questions = [puzzle.question for puzzle in puzzles]
+    boards = kinds.to_symbols(solver.kind, questions)
+    n_boards, n_cells = boards.shape
+    blanks = np.ones((n_rows - n_boards, n_cells), np.uint8)
+    padded = np.concatenate([boards, blanks])
+    return padded.astype(np.int32)
+
+
+def _solved(kind: str, of_board: Mapping[str, Any], choose: str) -> Solved:
+    """Return a board's answer, from the arrays of its rollouts and the number of the best ones."""
+    rollout = int(of_board[choose])
+    best = {name: of_board[name][rollout] for name in ("boards", "logits", *EXPLORED)}
+    return Solved(
+        board=kinds.to_text(kind, best["boards"]),
+        q=float(best["logits"]),
+        steps=int(best["since"]),
+        halted=int(best["sure"]),
+        valid=bool(best["solved"]),
+        rollout=rollout,
+        mean_steps=float(of_board["steps"].mean()),
+        logits=of_board["logits"],
+        solved=of_board["solved"],
+        sure=of_board["sure"],
+    )

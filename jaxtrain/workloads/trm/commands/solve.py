@@ -43,7 +43,7 @@ import csv
 import io
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxtrain.commands import arguments
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from jaxtrain.workloads.trm import solve
     from jaxtrain.workloads.trm.confidence import Scale
     from jaxtrain.workloads.trm.rollouts import Search
+    from loaders.io import resumable
 
 MAX_SIZE = 1e38  # of noise and residuals, in float32
 COLUMNS = (
@@ -67,24 +68,30 @@ COLUMNS = (
     "solves",
 )
 CURVE = (
-    *(
-        "noise",
-        "symmetry",
-        "rollouts",
-        "boards",
-        "by_q",
-        "q_low",
-        "q_high",
-        "by_check",
-        "check_low",
-        "check_high",
-    ),
-    *("halts", "seconds"),
+    "noise",
+    "symmetry",
+    "rollouts",
+    "boards",
+    "by_q",
+    "q_low",
+    "q_high",
+    "by_check",
+    "check_low",
+    "check_high",
+    "halts",
+    "seconds",
 )
 
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    return _solve(args)
+
+
+def _parser() -> arguments.Parser:
     parser = arguments.Parser("jaxtrain solve", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument(
@@ -137,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the accuracy by rollouts and noise",
     )
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of the noise; default: 0")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(parser: arguments.Parser, args: argparse.Namespace) -> None:
+    """Exit for options that exclude each other."""
     if args.noise and len(args.noise) > 1 and not args.curve:
         parser.error(
             f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE"
@@ -154,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.curve and args.out:
         parser.error("--curve and --out are two commands; run one after the other")
 
-    return _solve(args)
-
 
 def _size(text: str) -> float:
     """Return the type of an argument that is a size: a number of at least 0 that float32 has."""
@@ -170,75 +179,113 @@ def _size(text: str) -> float:
 
 def _solve(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
-    from jaxtrain.workloads.trm import rollouts, solve
-    from loaders.base import DataError
+    from jaxtrain.workloads.trm import solve
 
     cluster.start_jax()
     solver = solve.load(args.run, step=args.step, ema=args.ema)
-    c = solver.c
-    symmetry = args.symmetry or (c.symmetry and args.rollouts != 1)
-    noises = args.noise or [0.0 if args.symmetry or args.rollouts == 1 else c.noise]
-    search = rollouts.Search(
-        args.rollouts or c.rollouts,
-        args.steps or c.test_steps or c.halt_steps,
-        args.stop,
-        c.residual if args.residual is None else args.residual,
-        symmetry,
-    )
-    solve.limit_cycles(c, search.steps, "--steps" if args.steps else args.run)
-    if search.rollouts > 1 and not (symmetry or all(noises)):
-        raise DataError(
-            f"--rollouts is {search.rollouts}, and all would be the same; add --symmetry, or"
-            " --noise, for example 0.3"
-        )
-    if search.rollouts == 1 and (symmetry or any(noises)):
-        raise DataError(
-            f"{f'--noise is {noises[0]:g}' if any(noises) else '--symmetry is set'} with one"
-            " rollout, and the first has none; add --rollouts, for example 16"
-        )
+    search = _search(args, solver)
+    noises = args.noise or [_noise_of_run(args, solver)]
+    _check_rollouts(search, noises)
     if search.rollouts > 1 and args.choose == "q":
         solve.need_head(solver)
     puzzles = solve.read_puzzles(args.puzzles, solver.kind, solver.side)
     if args.curve:
         return _curve(args, solver, puzzles, search, noises)
-    how = solve.How(noises[0], args.choose, args.seed, min(args.batch, len(puzzles)))
+    batch = min(args.batch, len(puzzles))
+    how = solve.How(noises[0], args.choose, args.seed, batch)
     scale = _calibrated(args, solver, puzzles, search, how)
     began = time.perf_counter()
-    found = _boards(args, solver, puzzles, search, how, scale)
-    seconds = (time.perf_counter() - began) / max(len(puzzles), 1)
-    known = [
-        (puzzle, row["board"]) for puzzle, row in zip(puzzles, found, strict=True) if puzzle.answer
-    ]
-    right = (
-        f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer"
-        if known
-        else ""
-    )
-    print(
-        f"{len(found)} boards, {sum(int(row['valid']) for row in found)} of them valid"
-        f" solutions{right}"
-    )
+    rows = _boards(args, solver, puzzles, search, how, scale)
+    seconds = time.perf_counter() - began
+    _print_answers(puzzles, rows)
     if search.rollouts > 1:
-        halts = sum(float(row["halts"]) for row in found) / len(found)
-        print(
-            f"of {search.rollouts} rollouts each: the head's choice is valid for"
-            f" {sum(int(row['q_valid']) for row in found)}, some rollout for"
-            f" {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of all but the"
-            f" first halted; {seconds:.3g} s a board with compilation"
-        )
-        if not halts:
-            at, remedy = (f"at noise {how.noise:g} ", "; lower it") if how.noise else ("", "")
-            print(
-                f"{at}no rollout halted: the head chose between boards that it is not sure"
-                f" of{remedy}"
-            )
+        _print_rollouts(search, how, rows, seconds)
     return 0
+
+
+def _search(args: argparse.Namespace, solver: "solve.Solver") -> "Search":
+    """Return the search of the options, or else of the run."""
+    from jaxtrain.workloads.trm import rollouts, solve
+
+    c = solver.c
+    steps = args.steps or c.test_steps or c.halt_steps
+    residual = args.residual
+    if residual is None:
+        residual = c.residual
+    symmetry = args.symmetry or (c.symmetry and args.rollouts != 1)
+    search = rollouts.Search(args.rollouts or c.rollouts, steps, args.stop, residual, symmetry)
+    solve.limit_cycles(c, search.steps, "--steps" if args.steps else args.run)
+    return search
+
+
+def _noise_of_run(args: argparse.Namespace, solver: "solve.Solver") -> float:
+    """Return the noise of a search without --noise."""
+    if args.symmetry or args.rollouts == 1:
+        return 0.0
+    return solver.c.noise
+
+
+def _check_rollouts(search: "Search", noises: Sequence[float]) -> None:
+    """Raise DataError for rollouts that would all be the same, and for noise without rollouts."""
+    from loaders.base import DataError
+
+    if search.rollouts > 1 and not (search.symmetry or all(noises)):
+        raise DataError(
+            f"--rollouts is {search.rollouts}, and all would be the same; add --symmetry, or"
+            " --noise, for example 0.3"
+        )
+    if search.rollouts == 1 and (search.symmetry or any(noises)):
+        option = "--symmetry is set"
+        if any(noises):
+            option = f"--noise is {noises[0]:g}"
+        raise DataError(
+            f"{option} with one rollout, and the first has none; add --rollouts, for example 16"
+        )
+
+
+def _print_answers(puzzles: "Sequence[solve.Puzzle]", rows: Sequence[Mapping[str, str]]) -> None:
+    n_answered = n_right = n_valid = 0
+    for puzzle, row in zip(puzzles, rows, strict=True):
+        n_valid += int(row["valid"])
+        if puzzle.answer:
+            n_answered += 1
+            is_right = puzzle.answer == row["board"]
+            n_right += is_right
+    text = f"{len(rows)} boards, {n_valid} of them valid solutions"
+    if n_answered:
+        text += f"; {n_right} of {n_answered} are the table's answer"
+    print(text)
+
+
+def _print_rollouts(
+    search: "Search", how: "solve.How", rows: Sequence[Mapping[str, str]], seconds: float
+) -> None:
+    n_boards = len(rows)
+    n_of_head = n_of_any = 0  # boards that are valid by the head's choice, or in some rollout
+    halts = 0.0
+    for row in rows:
+        n_of_head += int(row["q_valid"])
+        n_of_any += float(row["solves"]) > 0
+        halts += float(row["halts"])
+    percent = 100 * (halts / n_boards)
+    seconds_a_board = seconds / n_boards
+    print(
+        f"of {search.rollouts} rollouts each: the head's choice is valid for {n_of_head}, some"
+        f" rollout for {n_of_any}; {percent:.1f} % of all but the first halted;"
+        f" {seconds_a_board:.3g} s a board with compilation"
+    )
+    if halts:
+        return
+    text = "no rollout halted: the head chose between boards that it is not sure of"
+    if how.noise:
+        text = f"at noise {how.noise:g} {text}; lower it"
+    print(text)
 
 
 def _boards(
     args: argparse.Namespace,
     solver: "solve.Solver",
-    puzzles: "list[solve.Puzzle]",
+    puzzles: "Sequence[solve.Puzzle]",
     search: "Search",
     how: "solve.How",
     scale: "Scale",
@@ -247,36 +294,65 @@ def _boards(
     from jaxtrain.workloads.trm import solve
     from loaders.io import resumable
 
-    def row(puzzle: "solve.Puzzle", each: "solve.Solved") -> dict[str, str]:
-        sure, shares = f"{scale(each.q):.4f}", (f"{each.halts():.4f}", f"{each.solved.mean():.4f}")
-        flags = int(each.valid), each.rollout, int(each.q_valid(len(each.solved)))
-        values = (puzzle.question, each.board, sure, each.steps, each.halted, *flags, *shares)
-        return dict(zip(COLUMNS, map(str, values), strict=True))
-
+    rows = []
     if not args.out:
-        found = []
-        for puzzle, each in zip(puzzles, solve.solve(solver, puzzles, search, how), strict=True):
-            found.append(row(puzzle, each))
-            valid = "" if each.valid else "  not valid"
-            print(f"{each.board}  confidence {scale(each.q):.3f}  steps {each.steps}{valid}")
-        return found
-    made_of = (solver.name, *(str(puzzle) for puzzle in puzzles), search, how, scale)
+        answers = solve.solve(solver, puzzles, search, how)
+        for puzzle, answer in zip(puzzles, answers, strict=True):
+            rows.append(_row(puzzle, answer, scale))
+            confidence = scale(answer.q)
+            text = f"{answer.board}  confidence {confidence:.3f}  steps {answer.steps}"
+            if not answer.valid:
+                text += "  not valid"
+            print(text)
+        return rows
+    made_of = (solver.name, *map(str, puzzles), search, how, scale)
     with resumable.file(args.out, made_of) as file:
         if not file.n:
             file.write(_line(COLUMNS))
-        lines = list(csv.reader(part.decode() for part in file.kept()))[1:]
-        found = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
-        left = puzzles[len(found) :]
-        for puzzle, each in zip(left, solve.solve(solver, left, search, how), strict=True):
-            found.append(row(puzzle, each))
-            file.write(_line(list(found[-1].values())))
-    return found
+        rows = _read_rows(file)
+        unsolved = puzzles[len(rows) :]
+        answers = solve.solve(solver, unsolved, search, how)
+        for puzzle, answer in zip(unsolved, answers, strict=True):
+            row = _row(puzzle, answer, scale)
+            rows.append(row)
+            file.write(_line(list(row.values())))
+    return rows
+
+
+def _row(puzzle: "solve.Puzzle", answer: "solve.Solved", scale: "Scale") -> dict[str, str]:
+    """Return the row of a board, by COLUMNS."""
+    n_rollouts = len(answer.solved)
+    q_valid = answer.q_valid(n_rollouts)
+    solves = answer.solved.mean()
+    values = (
+        puzzle.question,
+        answer.board,
+        f"{scale(answer.q):.4f}",
+        answer.steps,
+        answer.halted,
+        int(answer.valid),
+        answer.rollout,
+        int(q_valid),
+        f"{answer.halts():.4f}",
+        f"{solves:.4f}",
+    )
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def _read_rows(file: "resumable.Records") -> list[dict[str, str]]:
+    """Return the rows of an earlier attempt."""
+    lines = [record.decode() for record in file.kept()]
+    rows = []
+    for values in list(csv.reader(lines))[1:]:  # after the header
+        row = dict(zip(COLUMNS, values, strict=True))
+        rows.append(row)
+    return rows
 
 
 def _calibrated(
     args: argparse.Namespace,
     solver: "solve.Solver",
-    puzzles: "list[solve.Puzzle]",
+    puzzles: "Sequence[solve.Puzzle]",
     search: "Search",
     how: "solve.How",
 ) -> "Scale":
@@ -287,76 +363,97 @@ def _calibrated(
 
     if not args.calibrate:
         return confidence.Scale()
-    known = solve.read_puzzles(args.calibrate, solver.kind, solver.side)
-    if shared := {puzzle.question for puzzle in known} & {puzzle.question for puzzle in puzzles}:
+    calibration = solve.read_puzzles(args.calibrate, solver.kind, solver.side)
+    boards = {puzzle.question for puzzle in puzzles}
+    if shared := boards & {puzzle.question for puzzle in calibration}:
         raise DataError(
             f"--calibrate {args.calibrate} shares {len(shared)} boards with {args.puzzles}; take"
             f" others: {min(shared)}"
         )
-    if any(not puzzle.answer for puzzle in known):
+    if any(not puzzle.answer for puzzle in calibration):
         raise DataError(
             f"--calibrate {args.calibrate} has boards without an answer; it needs a column answer"
         )
-    found = list(
-        solve.solve(solver, known, search, how._replace(batch=min(args.batch, len(known))))
-    )
-    q = np.array([each.q for each in found])
-    right = np.array(
-        [each.board == puzzle.answer for puzzle, each in zip(known, found, strict=True)]
-    )
-    scale = confidence.fit(q, right)
-    print(f"calibrated on {len(q)} boards, {right.sum()} of them right")
+    how = how._replace(batch=min(args.batch, len(calibration)))
+    answers = solve.solve(solver, calibration, search, how)
+    logits = []
+    right = []
+    for puzzle, answer in zip(calibration, answers, strict=True):
+        logits.append(answer.q)
+        is_right = answer.board == puzzle.answer
+        right.append(is_right)
+    scale = confidence.fit(np.array(logits), np.array(right))
+    n_right = sum(right)
+    print(f"calibrated on {len(right)} boards, {n_right} of them right")
     return scale
 
 
 def _curve(
     args: argparse.Namespace,
     solver: "solve.Solver",
-    puzzles: "list[solve.Puzzle]",
+    puzzles: "Sequence[solve.Puzzle]",
     search: "Search",
-    noises: list[float],
+    noises: Sequence[float],
 ) -> int:
-    from jaxtrain.telemetry.report import class_scores
     from jaxtrain.workloads.trm import solve
     from loaders.io import atomic_write
 
-    counts = sorted({1 << i for i in range(search.rollouts.bit_length())} | {search.rollouts})
+    powers = {1 << i for i in range(search.rollouts.bit_length())}
+    counts = sorted(powers | {search.rollouts})
     run = solve.program(solver, search)
     rows: list[tuple[object, ...]] = [CURVE]
-    print("  ".join(f"{name:>10}" for name in CURVE))
+    _print_row(CURVE)
+    batch = min(args.batch, len(puzzles))
     for noise in noises:
-        how = solve.How(noise, args.choose, args.seed, min(args.batch, len(puzzles)))
+        how = solve.How(noise, args.choose, args.seed, batch)
         list(solve.solve(solver, puzzles[:1], search, how, run=run))  # compiled before it is timed
         began = time.perf_counter()
-        found = list(solve.solve(solver, puzzles, search, how, run=run))
-        seconds = (time.perf_counter() - began) / len(found) / search.rollouts
-        halts = sum(each.halts() for each in found) / len(found)
-        for n in counts if noise == noises[0] else counts[1:]:
-            right = (
-                sum(each.q_valid(n) for each in found),
-                sum(bool(each.solved[:n].any()) for each in found),
-            )
-            shares = [
-                f"{x:.4f}"
-                for k in right
-                for x in (k / len(found), *class_scores.interval(k, len(found)))
-            ]
-            own = n == 1  # without noise or symmetry
-            values = (
-                0.0 if own else noise,
-                int(search.symmetry and not own),
+        answers = list(solve.solve(solver, puzzles, search, how, run=run))
+        seconds = time.perf_counter() - began
+        seconds_a_pass = seconds / len(answers) / search.rollouts
+        is_first = noise == noises[0]
+        # the first rollout has neither noise nor symmetry: it is the same for each noise
+        for n in counts if is_first else counts[1:]:
+            varies = n > 1
+            row = (
+                noise if varies else 0.0,
+                int(search.symmetry and varies),
                 n,
-                len(found),
-                *shares,
-                f"{halts:.4f}",
+                len(answers),
+                *_shares(answers, n),
+                f"{n * seconds_a_pass:.3g}",
             )
-            rows.append((*values, f"{n * seconds:.3g}"))
-            print("  ".join(f"{value:>10}" for value in rows[-1]))
+            rows.append(row)
+            _print_row(row)
     atomic_write.write_csv(args.curve, rows)
     return 0
 
 
+def _shares(answers: "Sequence[solve.Solved]", n: int) -> list[str]:
+    """Return accuracies by head and by rules with their intervals, and the share that halts."""
+    from jaxtrain.telemetry.report import class_scores
+
+    n_boards = len(answers)
+    n_by_q = n_by_check = 0
+    halts = 0.0
+    for answer in answers:
+        n_by_q += answer.q_valid(n)
+        n_by_check += bool(answer.solved[:n].any())
+        halts += answer.halts()
+    shares = []
+    for n_right in (n_by_q, n_by_check):
+        low, high = class_scores.interval(n_right, n_boards)
+        shares += [n_right / n_boards, low, high]
+    shares.append(halts / n_boards)
+    return [f"{share:.4f}" for share in shares]
+
+
+def _print_row(values: Sequence[object]) -> None:
+    print("  ".join(f"{value:>10}" for value in values))
+
+
 def _line(values: Sequence[object]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(values)
     return text.getvalue().encode()

@@ -24,7 +24,7 @@ import argparse
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -83,53 +83,65 @@ def make(args: argparse.Namespace) -> int:
             write_csv(args.out, split, puzzles, source)
         else:
             write_npy(args.out, split, puzzles)
-    n = sum(len(p.inputs) for p in splits.values())
-    fewer = sum(int(((p.inputs == 1).sum(1) < args.blanks[0]).sum()) for p in splits.values())
-    if fewer and args.kind in kinds.BOXES:
-        print(
-            f"{fewer} of {n} have fewer than {args.blanks[0]} blanks: one more would give them"
-            " several solutions"
-        )
-    ratings = np.concatenate([p.rating for p in splits.values()])
-    classes = np.bincount(
-        np.searchsorted(kinds.EDGES[args.kind], ratings, side="right"), minlength=5
-    )
-    print(
-        f"{n} puzzles in {seconds:.1f} s, {n / seconds:.0f} per second; by difficulty:"
-        f" {classes.tolist()}; in {args.out}"
-    )
+    _report(args, splits, seconds)
     return 0
 
 
+def _report(args: argparse.Namespace, splits: Mapping[str, kinds.Puzzles], seconds: float) -> None:
+    n_puzzles = n_open = 0  # n_open: with fewer blanks than --blanks asks for
+    for puzzles in splits.values():
+        blanks = (puzzles.inputs == 1).sum(1)
+        n_puzzles += len(blanks)
+        n_open += int((blanks < args.blanks[0]).sum())
+    if n_open and args.kind in kinds.BOXES:
+        print(
+            f"{n_open} of {n_puzzles} have fewer than {args.blanks[0]} blanks: one more would give"
+            " them several solutions"
+        )
+    ratings = np.concatenate([puzzles.rating for puzzles in splits.values()])
+    difficulties = np.searchsorted(kinds.EDGES[args.kind], ratings, side="right")
+    classes = np.bincount(difficulties, minlength=5).tolist()
+    rate = n_puzzles / seconds
+    print(
+        f"{n_puzzles} puzzles in {seconds:.1f} s, {rate:.0f} per second; by difficulty: {classes};"
+        f" in {args.out}"
+    )
+
+
 def write_csv(out: pathlib.Path, split: str, puzzles: kinds.Puzzles, source: kinds.Source) -> None:
+    origin = source.grade or "generated"
+    columns = (puzzles.inputs, puzzles.labels, puzzles.rating)
     with atomic_write.table(out / f"{split}.csv") as rows:
         rows.writerow(("source", "question", "answer", "rating"))
-        for board, answer, rating in zip(
-            puzzles.inputs, puzzles.labels, puzzles.rating, strict=True
-        ):
-            texts = (kinds.to_text(source.kind, x) for x in (board, answer))
-            rows.writerow((source.grade or "generated", *texts, int(rating)))
+        for board, solution, rating in zip(*columns, strict=True):
+            question = kinds.to_text(source.kind, board)
+            answer = kinds.to_text(source.kind, solution)
+            rows.writerow((origin, question, answer, int(rating)))
 
 
 def write_npy(out: pathlib.Path, split: str, puzzles: kinds.Puzzles) -> None:
-    n, folder = len(puzzles.inputs), out / split
+    n_puzzles, n_cells = puzzles.inputs.shape
+    folder = out / split
     folder.mkdir(exist_ok=True)
+    # each puzzle has one board
+    boards = np.arange(n_puzzles + 1, dtype=np.int32)
+    groups = narrowed(puzzles.groups, np.int32, "the groups")
     arrays = {
         "inputs": puzzles.inputs,
         "labels": puzzles.labels,
         "puzzle_identifiers": puzzles.puzzle,
-        "puzzle_indices": np.arange(n + 1, dtype=np.int32),
-        "group_indices": narrowed(puzzles.groups, np.int32, "the groups"),
+        "puzzle_indices": boards,
+        "group_indices": groups,
     }
     for name, array in arrays.items():
         atomic_write.save(folder / f"all__{name}.npy", array)
-    about = {
-        "seq_len": puzzles.inputs.shape[1],
+    description = {
+        "seq_len": n_cells,
         "pad_id": 0,
         "ignore_label_id": 0,
         "blank_identifier_id": 0,
         "sets": ["all"],
+        "total_puzzles": n_puzzles,
     }
-    atomic_write.write(
-        folder / "dataset.json", json.dumps({**about, "total_puzzles": n}, indent=2) + "\n"
-    )
+    text = json.dumps(description, indent=2)
+    atomic_write.write(folder / "dataset.json", text + "\n")
