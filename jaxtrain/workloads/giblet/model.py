@@ -18,8 +18,7 @@ train.accumulate), or, with ``groups``, of runs of the batch's rows, as the orig
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,31 +57,37 @@ METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")
 EXPORT = Export(model_state=".", hub=lambda *_: Hub(metrics=METRICS))
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
+# fields of `Config` that decide the arrays of the state
+STATE_FIELDS = (
+    "n_frames",
+    "height",
+    "width",
+    "codebooks",
+    "audio_frames",
+    "n_text",
+    "n_voxels",
+    "bottleneck",
+    "head_width",
+    "video_widths",
+    "audio_widths",
+    "text_widths",
+    "trunk_widths",
+    "decoder_widths",
+    "decode_video_widths",
+    "decode_audio_widths",
+    "decode_text_widths",
+    "param_dtype",
+)
+# fields of `Config` that the data decide
+SIZES = ("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels")
+WEIGHTS = ("weight_video", "weight_audio", "weight_text", "weight_fmri")
 
 
 @dataclass(frozen=True)
 class Config(ModelSection):
     """The published widths by default."""
 
-    on_resume = checks.OnResume(
-        checks.FUNCTION,
-        free=("remat",),
-        state=(
-            *(
-                "n_frames",
-                "height",
-                "width",
-                "codebooks",
-                "audio_frames",
-                "n_text",
-                "n_voxels",
-                "bottleneck",
-                "head_width",
-            ),
-            *("video_widths", "audio_widths", "text_widths", "trunk_widths", "decoder_widths"),
-            *("decode_video_widths", "decode_audio_widths", "decode_text_widths", "param_dtype"),
-        ),
-    )
+    on_resume = checks.OnResume(checks.FUNCTION, free=("remat",), state=STATE_FIELDS)
 
     # [frames] frames of a window; None = as the data have
     n_frames: OfData[int] = OF_DATA
@@ -131,14 +136,13 @@ class Config(ModelSection):
     remat: str = "none"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(
-            self, 1, *(name for name in SIZES if getattr(self, name) is not None)
-        )
+        sizes = [name for name in SIZES if getattr(self, name) is not None]
+        yield from checks.at_least(self, 1, *sizes)
         yield from checks.at_least(self, 1, "bottleneck", "head_width", "groups")
         for name, value in vars(self).items():
             if name.endswith("widths") and min(value) < 1:
                 yield name, f"is {value}; each must be at least 1"
-        yield from checks.not_negative(self, *(f"weight_{name}" for name in (*MODALITIES, "fmri")))
+        yield from checks.not_negative(self, *WEIGHTS)
         yield from checks.choice(self, RECONSTRUCTIONS, "reconstruct")
         yield from checks.choice(self, FMRI_LOSSES, "fmri_loss")
         yield from checks.choice(self, DTYPES, "dtype", "param_dtype")
@@ -148,25 +152,22 @@ class Config(ModelSection):
             yield "frame", f"is {self.frame}, and reconstruct='window' makes all of them; unset it"
         if not 0 <= self.dropout < 1 / 0.3:
             yield "dropout", f"is {self.dropout}; the largest rate, 0.3 of it, must lie in [0, 1)"
-        if not any(getattr(self, f"weight_{name}") for name in (*MODALITIES, "fmri")):
+        if not any(getattr(self, name) for name in WEIGHTS):
             yield "weight_fmri", "is 0 like all the other weights; nothing would be learned"
 
     def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in (*SIZES, "audio"):
-            value, needed = getattr(self, name), info.get(name)
+            value = getattr(self, name)
+            of_data = info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
-            elif needed is not None and value != needed:
-                text = f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
+            elif of_data is not None and value != of_data:
+                text = f"is {value}, and the data have {of_data}; nothing is cut or padded to fit"
                 yield name, f"{text}: config.model.{name}=None takes the data's"
-        if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
-            yield (
-                "frame",
-                (
-                    f"is {self.frame}, and a window has the frames 0 … {self.n_frames - 1} (or"
-                    f" -{self.n_frames} … -1)"
-                ),
-            )
+        n = self.n_frames
+        if n is not None and not -n <= self.frame < n:
+            text = f"is {self.frame}, and a window has the frames 0 … {n - 1}"
+            yield "frame", f"{text} (or -{n} … -1)"
 
     @property
     def frame_size(self) -> int:
@@ -184,13 +185,10 @@ class Config(ModelSection):
     @property
     def outputs(self) -> dict[str, int]:
         """Values that the decoder makes."""
-        return {
-            **self.inputs,
-            **({"video": self.frame_size} if self.reconstruct == "frame" else {}),
-        }
-
-
-SIZES = ("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels")
+        sizes = self.inputs
+        if self.reconstruct == "frame":
+            sizes["video"] = self.frame_size
+        return sizes
 
 
 class Layer(NamedTuple):
@@ -204,62 +202,83 @@ class Layer(NamedTuple):
     axes: Axes = ("embed", "mlp")
 
 
-def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
+Table = dict[str, dict[str, list[Layer]]]
+
+
+def layers(c: Config) -> Table:
     """Return the whole net: part -> branch -> its layers, in order."""
+    return {"encoder": _encoder(c), "decoder": _decoder(c)}
 
-    def chain(
-        n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], first: Axes = ("embed", "mlp")
-    ) -> list[Layer]:
-        sizes = zip((n_in, *widths[:-1]), widths, rates, strict=True)
-        return [
-            Layer(i, o, rate, axes=("embed", "mlp") if n else first)
-            for n, (i, o, rate) in enumerate(sizes)
-        ]
 
-    size, out = c.inputs, c.outputs
-    joined = c.video_widths[-1] + c.audio_widths[-1] + c.text_widths[-1]
-    # The last matrix of a whole window is as large as the first, and split over the same pixels.
-    pixels: Axes = ("mlp", "input") if c.reconstruct == "window" else ("embed", "mlp")
-
-    def head(name: str, widths: tuple[int, int], axes: Axes = ("embed", "mlp")) -> list[Layer]:
-        hidden = chain(c.decoder_widths[-1], widths, (0.3, 0.3))
-        return [*hidden, Layer(widths[-1], out[name], norm=False, relu=False, axes=axes)]
-
+def _encoder(c: Config) -> dict[str, list[Layer]]:
+    sizes = c.inputs
+    last_widths = (c.video_widths[-1], c.audio_widths[-1], c.text_widths[-1])
+    joined = sum(last_widths)
+    trunk = _chain(joined, (joined, *c.trunk_widths), (0.2, 0.3, 0.3))
+    to_bottleneck = Layer(c.trunk_widths[-1], c.bottleneck, 0.0, relu=False)
+    to_head = Layer(c.bottleneck, c.head_width, 0.3)
+    to_voxels = Layer(c.head_width, c.n_voxels, norm=False, relu=False, axes=("embed", "output"))
     return {
-        "encoder": {
-            "video": chain(size["video"], c.video_widths, (0.3, 0.3, 0.2), ("input", "mlp")),
-            "audio": chain(size["audio"], c.audio_widths, (0.3, 0.2)),
-            "text": chain(size["text"], c.text_widths, (0.2, 0.2)),
-            "trunk": [
-                *chain(joined, (joined, *c.trunk_widths), (0.2, 0.3, 0.3)),
-                Layer(c.trunk_widths[-1], c.bottleneck, 0.0, relu=False),
-            ],
-            "fmri": [
-                Layer(c.bottleneck, c.head_width, 0.3),
-                Layer(c.head_width, c.n_voxels, norm=False, relu=False, axes=("embed", "output")),
-            ],
-        },
-        "decoder": {
-            "trunk": chain(c.bottleneck, c.decoder_widths, (0.3,) * 4),
-            "video": head("video", c.decode_video_widths, pixels),
-            "audio": head("audio", c.decode_audio_widths),
-            "text": head("text", c.decode_text_widths),
-        },
+        "video": _chain(sizes["video"], c.video_widths, (0.3, 0.3, 0.2), ("input", "mlp")),
+        "audio": _chain(sizes["audio"], c.audio_widths, (0.3, 0.2)),
+        "text": _chain(sizes["text"], c.text_widths, (0.2, 0.2)),
+        "trunk": [*trunk, to_bottleneck],
+        "fmri": [to_head, to_voxels],
     }
+
+
+def _decoder(c: Config) -> dict[str, list[Layer]]:
+    shared = c.decoder_widths[-1]
+    sizes = c.outputs
+    pixels: Axes = ("embed", "mlp")
+    if c.reconstruct == "window":
+        # The last matrix of a whole window is as large as the first, and split over the same
+        # pixels.
+        pixels = ("mlp", "input")
+    return {
+        "trunk": _chain(c.bottleneck, c.decoder_widths, (0.3,) * 4),
+        "video": _head(shared, c.decode_video_widths, sizes["video"], pixels),
+        "audio": _head(shared, c.decode_audio_widths, sizes["audio"]),
+        "text": _head(shared, c.decode_text_widths, sizes["text"]),
+    }
+
+
+def _chain(
+    n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], axes: Axes = ("embed", "mlp")
+) -> list[Layer]:
+    """Return layers of these widths in turn. ``axes`` are those of the first matrix."""
+    chain = []
+    for n_out, rate in zip(widths, rates, strict=True):
+        chain.append(Layer(n_in, n_out, rate, axes=axes))
+        n_in = n_out
+        axes = ("embed", "mlp")
+    return chain
+
+
+def _head(
+    n_in: int, widths: tuple[int, int], n_out: int, axes: Axes = ("embed", "mlp")
+) -> list[Layer]:
+    """Return a head of the decoder: two layers, and the matrix of its outputs."""
+    hidden = _chain(n_in, widths, (0.3, 0.3))
+    output = Layer(widths[-1], n_out, norm=False, relu=False, axes=axes)
+    return [*hidden, output]
 
 
 def uniform(bound: float) -> Initializer:
     """Uniform in ±``bound``: 1 / sqrt(inputs) is torch.nn.Linear's default, biases too."""
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+        values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+        return values.astype(dtype)
 
     return init
 
 
 def normal(stddev: float) -> Initializer:
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-        return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        values = jax.random.normal(key, shape, jnp.float32)
+        values = stddev * values
+        return values.astype(dtype)
 
     return init
 
@@ -267,46 +286,56 @@ def normal(stddev: float) -> Initializer:
 def make_specs(c: Config) -> PyTree:
     """part / branch / number / w, b, and scale, bias of the norm."""
 
-    def specs(part: str, layer: Layer) -> dict[str, Spec]:
-        matrix, bias = uniform(layer.n_in**-0.5), uniform(layer.n_in**-0.5)
-        if part == "decoder":  # He et al. 2015, by outputs
-            matrix, bias = normal((2 / layer.n_out) ** 0.5), zeros
-        wide: Axes = ("input",) if layer.axes[1] == "input" else (None,)
-        norm = {
-            name: Spec((layer.n_out,), (None,), init, c.param_dtype)
-            for name, init in (("scale", ones), ("bias", zeros))
-        }
-        return {
-            "w": Spec((layer.n_in, layer.n_out), layer.axes, matrix, c.param_dtype),
-            "b": Spec((layer.n_out,), wide, bias, c.param_dtype),
-            **(norm if layer.norm else {}),
-        }
+    def of_layer(part: str, layer: Layer) -> dict[str, Spec]:
+        return _layer_specs(part, layer, c.param_dtype)
 
-    return {
-        part: {
-            branch: {str(i): specs(part, layer) for i, layer in enumerate(chain)}
-            for branch, chain in branches.items()
-        }
-        for part, branches in layers(c).items()
-    }
+    return _by_layer(c, of_layer)
 
 
 def make_model_state(c: Config) -> PyTree:
     """Return the running statistics of every norm, float32."""
 
-    def norm(layer: Layer) -> dict[str, Spec]:
-        return {
-            "mean": Spec((layer.n_out,), (None,), zeros),
-            "var": Spec((layer.n_out,), (None,), ones),
-        }
+    def of_layer(part: str, layer: Layer) -> dict[str, Spec]:
+        if not layer.norm:
+            return {}
+        shape = (layer.n_out,)
+        mean = Spec(shape, (None,), zeros)
+        var = Spec(shape, (None,), ones)
+        return {"mean": mean, "var": var}
 
-    return {
-        part: {
-            branch: {str(i): norm(layer) for i, layer in enumerate(chain) if layer.norm}
-            for branch, chain in branches.items()
-        }
-        for part, branches in layers(c).items()
+    return _by_layer(c, of_layer)
+
+
+def _by_layer(c: Config, of_layer: Callable[[str, Layer], dict[str, Spec]]) -> PyTree:
+    """Return part / branch / number / the specs of each layer that has some."""
+    tree: dict[str, Any] = {}
+    for part, branches in layers(c).items():
+        tree[part] = {}
+        for branch, chain in branches.items():
+            specs = [of_layer(part, layer) for layer in chain]
+            tree[part][branch] = {str(i): spec for i, spec in enumerate(specs) if spec}
+    return tree
+
+
+def _layer_specs(part: str, layer: Layer, dtype: str) -> dict[str, Spec]:
+    n_in, n_out = layer.n_in, layer.n_out
+    bound = n_in**-0.5
+    w_init = b_init = uniform(bound)
+    if part == "decoder":  # He et al. 2015, by outputs
+        stddev = (2 / n_out) ** 0.5
+        w_init = normal(stddev)
+        b_init = zeros
+    b_axes: Axes = (None,)
+    if layer.axes[1] == "input":
+        b_axes = ("input",)
+    specs = {
+        "w": Spec((n_in, n_out), layer.axes, w_init, dtype),
+        "b": Spec((n_out,), b_axes, b_init, dtype),
     }
+    if layer.norm:
+        specs["scale"] = Spec((n_out,), (None,), ones, dtype)
+        specs["bias"] = Spec((n_out,), (None,), zeros, dtype)
+    return specs
 
 
 class Draws(NamedTuple):
@@ -329,7 +358,66 @@ class Outputs(NamedTuple):
 
 def entry(x: Array) -> Array:
     """Convert the loader's integers to float32: frames' bytes in 0..1, codes as they are."""
-    return x.astype(jnp.float32) * (1 / 255) if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+    y = x.astype(jnp.float32)
+    if x.dtype == jnp.uint8:
+        y = y * (1 / 255)
+    return y
+
+
+class Net(NamedTuple):
+    """The net with its arrays, for one step."""
+
+    c: Config
+    params: PyTree
+    running: PyTree  # statistics
+    shard: Shard
+    draws: Draws | None
+
+    def branch(self, part: str, branch: str, x_bi: Array) -> tuple[Array, PyTree]:
+        """Return the layers of a branch, in turn: float32 [B, O], and running statistics."""
+        running = {}
+        chain = layers(self.c)[part][branch]
+        params = self.params[part][branch]
+        old_running = self.running[part][branch]
+        for i, layer in enumerate(chain):
+            number = str(i)
+            path = f"{part}/{branch}/{number}"
+            with jax.named_scope(path):
+                w = params[number]
+                y_bo = self._product(layer, w, x_bi)
+                if layer.norm:
+                    y_bo, running[number] = self._norm(w, y_bo, old_running[number])
+                if layer.relu:
+                    y_bo = jax.nn.relu(y_bo)
+                if self.draws and layer.rate and self.c.dropout:
+                    rate = self.c.dropout * layer.rate
+                    key = fold_in_path(self.draws.key, path)
+                    y_bo = drop(y_bo, rate, key, self.draws.row_b)
+            x_bi = y_bo
+        return x_bi, running
+
+    def _product(self, layer: Layer, w: PyTree, x_bi: Array) -> Array:
+        """Compute x w + b, float32 [B, O]."""
+        dtype = jnp.dtype(self.c.dtype)
+        # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
+        in_axis, out_axis = layer.axes
+        x_bi = x_bi.astype(dtype)
+        x_bi = self.shard(x_bi, "rows", in_axis)
+        w_io = w["w"].astype(dtype)
+        y_bo = jnp.dot(x_bi, w_io, preferred_element_type=jnp.float32)
+        # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
+        y_bo = self.shard(y_bo, "rows", out_axis)
+        b_o = w["b"].astype(jnp.float32)
+        b_bo = jnp.broadcast_to(b_o, y_bo.shape)
+        return y_bo + b_bo
+
+    def _norm(self, w: PyTree, y_bo: Array, running: PyTree) -> tuple[Array, PyTree]:
+        """Return batch norm's result and its new running statistics."""
+        member_bg = None
+        if self.draws:
+            member_bg = self.draws.member_bg
+        scale, bias = w["scale"], w["bias"]
+        return batch_norm(y_bo, scale, bias, running, member_bg, momentum=MOMENTUM, eps=EPS)
 
 
 def forward(
@@ -344,70 +432,52 @@ def forward(
 
     Without ``draws`` it normalises with ``running``, drops nothing and rounds the codes.
     """
-    table, dtype = layers(c), jnp.dtype(c.dtype)
-
-    def run(part: str, branch: str, x_bi: Array) -> tuple[Array, PyTree]:
-        """Return the layers of a branch, in turn: float32 [B, O], and running statistics."""
-        new, old = {}, running[part][branch]
-        for i, layer in enumerate(table[part][branch]):
-            path, w = f"{part}/{branch}/{i}", params[part][branch][str(i)]
-            with jax.named_scope(path):
-                # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
-                x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
-                y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
-                # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
-                y_bo = shard(y_bo, "rows", layer.axes[1])
-                y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
-                if layer.norm:
-                    norm = functools.partial(batch_norm, momentum=MOMENTUM, eps=EPS)
-                    y_bo, new[str(i)] = norm(
-                        y_bo, w["scale"], w["bias"], old[str(i)], draws.member_bg if draws else None
-                    )
-                if layer.relu:
-                    y_bo = jax.nn.relu(y_bo)
-                if draws and layer.rate and c.dropout:
-                    y_bo = drop(
-                        y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b
-                    )
-            x_bi = y_bo
-        return x_bi, new
-
+    run = Net(c, params, running, shard, draws).branch
     encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to the pixels' weights, and become floats there.
-    video, encoder["video"] = run(
-        "encoder", "video", entry(shard(inputs["video"], "rows", "input"))
-    )
+    video = shard(inputs["video"], "rows", "input")
+    video = entry(video)
+    video, encoder["video"] = run("encoder", "video", video)
     audio, encoder["audio"] = run("encoder", "audio", entry(inputs["audio"]))
     text, encoder["text"] = run("encoder", "text", entry(inputs["text"]))
-    joined = jnp.concatenate([shard(x_bi, "rows", None) for x_bi in (video, audio, text)], axis=1)
-    bottleneck, encoder["trunk"] = run("encoder", "trunk", shard(joined, "rows", None))
+    gathered = [shard(x_bd, "rows", None) for x_bd in (video, audio, text)]
+    joined = jnp.concatenate(gathered, axis=1)
+    joined = shard(joined, "rows", None)
+    bottleneck, encoder["trunk"] = run("encoder", "trunk", joined)
     shared, decoder["trunk"] = run("decoder", "trunk", bottleneck)
     audio, decoder["audio"] = run("decoder", "audio", shared)
     if c.audio == "codes":
-        audio = LARGEST_CODE * jax.nn.sigmoid(audio)
+        audio = jax.nn.sigmoid(audio)
+        audio = LARGEST_CODE * audio
         if not draws:
-            audio = jnp.clip(jnp.round(audio), 0, LARGEST_CODE)
+            audio = jnp.round(audio)
+            audio = jnp.clip(audio, 0, LARGEST_CODE)
     fmri, encoder["fmri"] = run("encoder", "fmri", bottleneck)
     fmri = shard(fmri, "batch", None)
     video, decoder["video"] = run("decoder", "video", shared)
     video = jax.nn.sigmoid(video)
     text, decoder["text"] = run("decoder", "text", shared)
-    return Outputs(bottleneck, fmri, video, audio, text), {"encoder": encoder, "decoder": decoder}
+    outputs = Outputs(bottleneck, fmri, video, audio, text)
+    return outputs, {"encoder": encoder, "decoder": decoder}
 
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
     """Drop out (Srivastava et al. 2014) by the key and a row's place in the global batch alone."""
-    keep_bd = jax.vmap(
-        lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:])
-    )(row_b)
-    return jnp.where(keep_bd, x_bd / (1 - rate), 0)
+
+    def keep(row: Array) -> Array:
+        row_key = jax.random.fold_in(key, row)
+        return jax.random.bernoulli(row_key, 1 - rate, x_bd.shape[1:])
+
+    keep_bd = jax.vmap(keep)(row_b)
+    scaled_bd = x_bd / (1 - rate)
+    return jnp.where(keep_bd, scaled_bd, 0)
 
 
 def n_weights(c: Config) -> int:
     """Numbers in all matrices."""
-    return sum(
-        layer.n_in * layer.n_out
-        for branches in layers(c).values()
-        for chain in branches.values()
-        for layer in chain
-    )
+    n = 0
+    for branches in layers(c).values():
+        for chain in branches.values():
+            for layer in chain:
+                n += layer.n_in * layer.n_out
+    return n

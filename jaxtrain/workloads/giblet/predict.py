@@ -3,7 +3,7 @@
 import gzip
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import DataError
-from loaders.film import foreign_files, multimodal
+from loaders.film import film_files, foreign_files, multimodal
 from loaders.io import atomic_write, checks, files, resumable
 
 MASK = "mask.nii.gz"
@@ -45,13 +45,29 @@ def load(
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)
-    known = {
-        name: value
-        for name, value in (config.get("data") or {}).items()
-        if name in multimodal.Config.__dataclass_fields__
-    }
-    # One row for each volume, for any viewers. The command line names the files.
-    own = {
+    data = _film_config(config.get("data") or {}, folder, links=links)
+    for where, text in data.validate():
+        raise DataError(f"data.{where} {text}")
+    info = multimodal.dataset_info(data)
+    model_problems = c.validate_data(info)
+    problems = list(checks.under("model", model_problems))
+    if problems:
+        where, text = problems[0]
+        raise DataError(f"{folder} does not fit {source.path}: {where} {text}")
+    layout = stored_params.one_device()
+    params = stored_params.read(source, giblet.make_specs(c), layout, ema=ema)
+    running = stored_params.read(source, giblet.make_model_state(c), layout, model_state=True)
+    return Predictor(c, params, running, layout, data, source.name(ema=ema))
+
+
+def _film_config(trained: Mapping[str, Any], folder: str, *, links: bool) -> multimodal.Config:
+    """Return the config of a training run's loader, for one row of each volume of a folder."""
+    fields = {}
+    for name, value in trained.items():
+        if name in multimodal.Config.__dataclass_fields__:
+            fields[name] = value
+    # For any viewers. The command line names the files.
+    fields |= {
         "path": folder,
         "subjects": (),
         "average": True,
@@ -59,15 +75,8 @@ def load(
         "follow_links": links,
         "threads": 0,
     }
-    data = config_lib.section(multimodal.Config, {**known, **own})
-    for where, text in data.validate():
-        raise DataError(f"data.{where} {text}")
-    if problems := list(checks.under("model", c.validate_data(multimodal.dataset_info(data)))):
-        raise DataError(f"{folder} does not fit {source.path}: {problems[0][0]} {problems[0][1]}")
-    layout = stored_params.one_device()
-    params = stored_params.read(source, giblet.make_specs(c), layout, ema=ema)
-    running = stored_params.read(source, giblet.make_model_state(c), layout, model_state=True)
-    return Predictor(c, params, running, layout, data, source.name(ema=ema))
+    config: multimodal.Config = config_lib.section(multimodal.Config, fields)
+    return config
 
 
 def volumes(
@@ -79,40 +88,45 @@ def volumes(
     """
     c, layout, data = predictor.model, predictor.layout, predictor.data
     film = multimodal.open_film(data)
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            (batch, *f.shape),
-            f.dtype,
-            sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape)),
-        )
-        for name, f in multimodal.element_spec(data).items()
-    }
+    abstract = _abstract_batch(predictor, batch)
+    abstract_inputs = {name: abstract[name] for name in giblet.MODALITIES}
     rows = feed.rows_for(abstract)
     loader = multimodal.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
 
     @jax.jit
     def run(params: PyTree, running: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
-        return giblet.forward(c, params, running, inputs, layout.shard)[0].fmri
+        outputs, _ = giblet.forward(c, params, running, inputs, layout.shard)
+        return outputs.fmri
 
-    done = 0
+    n_read = 0
     try:
         for _, host in loader:
-            n = min(batch, film.n_volumes - done)
-            if done + n > first:
-                inputs = feed.put(
-                    {name: host[name] for name in giblet.MODALITIES},
-                    {n: abstract[n] for n in giblet.MODALITIES},
-                    rows,
-                )
-                predicted = np.asarray(run(predictor.params, predictor.running, inputs), np.float32)
+            n = min(batch, film.n_volumes - n_read)
+            if n_read + n > first:
+                inputs = feed.put(host, abstract_inputs, rows)
+                fmri = run(predictor.params, predictor.running, inputs)
+                predicted = np.asarray(fmri, np.float32)
+            measured = host["fmri"][0]
             for i in range(n):
-                yield (
-                    predicted[i] if done + i >= first else None,
-                    np.asarray(host["fmri"][0][i], np.float32),
-                )
-            done += batch
+                volume = None
+                if n_read + i >= first:
+                    volume = predicted[i]
+                yield volume, np.asarray(measured[i], np.float32)
+            n_read += batch
     finally:
         loader.close()
+
+
+def _abstract_batch(predictor: Predictor, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch of the loader, split over its rows."""
+    layout = predictor.layout
+    abstract = {}
+    for name, field in multimodal.element_spec(predictor.data).items():
+        shape = (batch, *field.shape)
+        axes = ("batch", *(None,) * len(field.shape))
+        sharding = layout.sharding(axes, shape)
+        abstract[name] = jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
+    return abstract
 
 
 class Brain(NamedTuple):
@@ -128,21 +142,32 @@ class Brain(NamedTuple):
         grid[self.inside] = values
         return grid
 
+    def to_bytes(self, values: np.ndarray) -> bytes:
+        """Return the volume as in a file: x changes fastest."""
+        grid_zyx = self.volume(values).T
+        return np.ascontiguousarray(grid_zyx).tobytes()
+
+    def from_bytes(self, content: bytes) -> np.ndarray:
+        """Return the values of voxels from `to_bytes`."""
+        shape_zyx = self.inside.shape[::-1]
+        grid = np.frombuffer(content, "<f4").reshape(shape_zyx).T
+        values: np.ndarray = grid[self.inside]
+        return values
+
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
     place = files.inside(files.expanded(folder), MASK, links=links)
     with files.reading(place):
         image = foreign_files.nifti(place)
-        if (
-            len(image.shape) != 3
-            or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS
-        ):
+        size = int(np.prod(image.shape, dtype=np.float64))
+        if len(image.shape) != 3 or not 0 < size <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
-    if int(inside.sum()) != n_voxels:
+    n_inside = int(inside.sum())
+    if n_inside != n_voxels:
         raise DataError(
-            f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the"
+            f"{place} has {n_inside} voxels, and the model predicts {n_voxels}; name the"
             " folder of its mask: --mask"
         )
     return Brain(inside, image.header, image.affine)
@@ -157,62 +182,101 @@ def write(
     prediction and measurement over them, float64 [voxels], 0 if either is constant. Raises
     DataError, OSError.
     """
-    import nibabel
-
     film = multimodal.open_film(predictor.data)
-    header = nibabel.Nifti1Header()
-    header.set_data_dtype(np.float32)
-    header.set_data_shape((*brain.inside.shape, film.n_volumes))
-    header.set_qform(brain.affine, int(brain.header["qform_code"]) or 1)
-    header.set_sform(brain.affine, int(brain.header["sform_code"]) or 1)
-    header.set_zooms((*brain.header.get_zooms()[:3], float(film.info["tr"])))
-    header.set_xyzt_units("mm", "sec")
-    header["magic"], header["vox_offset"] = b"n+1", 352
-    sums = np.zeros((5, int(brain.inside.sum())))
-    n, packed = 0, out.name.endswith(".gz")
-    head = header.binaryblock + bytes(4)
+    header = _header(brain, film)
     made_of = (
         predictor.name,
         predictor.data,
         json.dumps(film.info, sort_keys=True),
         brain.inside.tobytes(),
-        head,
+        header,
         batch,
     )
+    n_voxels = int(brain.inside.sum())
+    sums = np.zeros((5, n_voxels))  # of y, t, y², t² and y t: predicted y, measured t
+    n = 0
     with resumable.file(out, made_of) as file:
         if not file.n:
-            file.write(_packed(head) if packed else head)
-        kept = file.kept()
-        next(kept, None)  # the header
-        for y, t in volumes(predictor, batch=batch, first=max(0, file.n - 1)):
+            packed = _packed(header, out)
+            file.write(packed)
+        earlier = file.kept()
+        next(earlier, None)  # the header
+        n_earlier = max(0, file.n - 1)
+        for y, t in volumes(predictor, batch=batch, first=n_earlier):
             if y is None:
-                record = next(kept)
-                grid = (
-                    np.frombuffer(gzip.decompress(record) if packed else record, "<f4")
-                    .reshape(brain.inside.shape[::-1])
-                    .T
-                )
-                y = grid[brain.inside]
+                packed = next(earlier)
+                content = _unpacked(packed, out)
+                y = brain.from_bytes(content)
             else:
-                record = np.ascontiguousarray(brain.volume(y).T).tobytes()  # x changes fastest
-                file.write(_packed(record) if packed else record)
-            y, t = y.astype(np.float64), t.astype(np.float64)
+                content = brain.to_bytes(y)
+                packed = _packed(content, out)
+                file.write(packed)
+            y = y.astype(np.float64)
+            t = t.astype(np.float64)
             sums += np.stack([y, t, y * y, t * t, y * t])
             n += 1
-    y, t, yy, tt, yt = sums / max(n, 1)
-    spread = np.sqrt(np.maximum(yy - y * y, 0) * np.maximum(tt - t * t, 0))
-    return n, np.where(spread > 1e-12, (yt - y * t) / np.maximum(spread, 1e-12), 0.0)
+    means = sums / max(n, 1)
+    return n, _correlation(means)
+
+
+def _header(brain: Brain, film: film_files.Film) -> bytes:
+    """Return the bytes before the first volume: float32 in the scans' space."""
+    import nibabel
+
+    header = nibabel.Nifti1Header()
+    header.set_data_dtype(np.float32)
+    header.set_data_shape((*brain.inside.shape, film.n_volumes))
+    qform_code = int(brain.header["qform_code"]) or 1
+    sform_code = int(brain.header["sform_code"]) or 1
+    header.set_qform(brain.affine, qform_code)
+    header.set_sform(brain.affine, sform_code)
+    tr = float(film.info["tr"])
+    voxel_size = brain.header.get_zooms()[:3]
+    header.set_zooms((*voxel_size, tr))
+    header.set_xyzt_units("mm", "sec")
+    header["magic"] = b"n+1"
+    header["vox_offset"] = 352
+    block: bytes = header.binaryblock
+    return block + bytes(4)
+
+
+def _correlation(means: np.ndarray) -> np.ndarray:
+    """Return Pearson's r of y and t, 0 if one is constant, from means of y, t, y², t² and y t."""
+    y, t, yy, tt, yt = means
+    var_y = yy - y * y
+    var_y = np.maximum(var_y, 0)
+    var_t = tt - t * t
+    var_t = np.maximum(var_t, 0)
+    spread = np.sqrt(var_y * var_t)
+    covariance = yt - y * t
+    r = covariance / np.maximum(spread, 1e-12)
+    varies = spread > 1e-12
+    return np.where(varies, r, 0.0)
 
 
 def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:
     """Write a value for each voxel, float32 [x, y, z]. Raises OSError."""
     import nibabel
 
-    content = nibabel.Nifti1Image(brain.volume(values.astype(np.float32)), brain.affine).to_bytes()
+    values = values.astype(np.float32)
+    volume = brain.volume(values)
+    image = nibabel.Nifti1Image(volume, brain.affine)
+    packed = _packed(image.to_bytes(), out)
     with atomic_write.file(out) as file:
-        file.write(_packed(content) if out.name.endswith(".gz") else content)
+        file.write(packed)
 
 
-def _packed(content: bytes) -> bytes:
-    """Return a member of a .gz file, the same at any time. Members in sequence are one file."""
+def _packed(content: bytes, out: pathlib.Path) -> bytes:
+    """Return the content, or as a member of a .gz file, the same at any time.
+
+    Members in sequence are one file.
+    """
+    if not out.name.endswith(".gz"):
+        return content
     return gzip.compress(content, 4, mtime=0)
+
+
+def _unpacked(content: bytes, out: pathlib.Path) -> bytes:
+    if not out.name.endswith(".gz"):
+        return content
+    return gzip.decompress(content)

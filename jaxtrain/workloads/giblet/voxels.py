@@ -13,15 +13,30 @@ from jaxtrain.types import Array
 
 def pearson(x_bv: Array, y_bv: Array) -> Array:
     """Correlation of each row across voxels, [B], 0 if one of them is constant."""
-    x_bv, y_bv = (z - z.mean(1, keepdims=True) for z in (x_bv, y_bv))
-    lengths_b = jnp.sqrt(jnp.square(x_bv).sum(1) * jnp.square(y_bv).sum(1))
-    return (x_bv * y_bv).sum(1) / jnp.maximum(lengths_b, 1e-12)
+    x_mean_b1 = x_bv.mean(1, keepdims=True)
+    x_bv = x_bv - x_mean_b1
+    y_mean_b1 = y_bv.mean(1, keepdims=True)
+    y_bv = y_bv - y_mean_b1
+    return cosine(x_bv, y_bv, eps=1e-12)
+
+
+def cosine(x_bd: Array, y_bd: Array, *, eps: float) -> Array:
+    """Cosine similarity of each row, [B]. ``eps``: the least product of lengths to divide by."""
+    x_squares_b = jnp.square(x_bd).sum(1)
+    y_squares_b = jnp.square(y_bd).sum(1)
+    lengths_b = jnp.sqrt(x_squares_b * y_squares_b)
+    product_bd = x_bd * y_bd
+    return product_bd.sum(1) / jnp.maximum(lengths_b, eps)
 
 
 def r_squared(y_bv: Array, target_bv: Array) -> Array:
     """1 - SS_residual / SS_total of each row across voxels, [B]."""
-    total_b = jnp.square(target_bv - target_bv.mean(1, keepdims=True)).sum(1)
-    return 1 - jnp.square(target_bv - y_bv).sum(1) / jnp.maximum(total_b, 1e-12)
+    mean_b1 = target_bv.mean(1, keepdims=True)
+    deviation_bv = target_bv - mean_b1
+    total_b = jnp.square(deviation_bv).sum(1)
+    residual_bv = target_bv - y_bv
+    residual_b = jnp.square(residual_bv).sum(1)
+    return 1 - residual_b / jnp.maximum(total_b, 1e-12)
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
@@ -31,15 +46,22 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
     measurement varies, or nan. "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null"
     the average with shuffled pairs.
     """
-    voxel, null = spread(record, "voxel"), spread(record, "null")
-    r, r2 = correlation(voxel), 1 - voxel.residual / voxel.var_t
-    return {
-        **{name: x for name, x in record.items() if not name.startswith(("voxel/", "null/"))},
-        "voxel_r": _mean(r),
-        "voxel_r_null": _mean(correlation(null)),
-        "voxel_r2": _mean(r2),
-        "voxel_r_best": float(np.quantile(r, 0.9)) if r.size else math.nan,
-    }
+    voxel = spread(record, "voxel")
+    null = spread(record, "null")
+    r = correlation(voxel)
+    r2 = 1 - voxel.residual / voxel.var_t
+    scores = {}
+    for name, value in record.items():
+        if not name.startswith(("voxel/", "null/")):
+            scores[name] = value
+    scores["voxel_r"] = _mean(r)
+    r_null = correlation(null)
+    scores["voxel_r_null"] = _mean(r_null)
+    scores["voxel_r2"] = _mean(r2)
+    scores["voxel_r_best"] = math.nan
+    if r.size:
+        scores["voxel_r_best"] = float(np.quantile(r, 0.9))
+    return scores
 
 
 class Spread(NamedTuple):
@@ -52,28 +74,40 @@ class Spread(NamedTuple):
 
 
 def spread(record: Mapping[str, Any], kind: str) -> Spread:
-    y, t, yy, tt, yt = (
-        np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt")
-    )
-    # Of squares that were summed in float32, a difference of this size is rounding.
-    var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
+    def mean_of(product: str) -> np.ndarray:
+        return np.asarray(record[f"{kind}/{product}"])
+
+    y, t = mean_of("y"), mean_of("t")
+    yy, tt = mean_of("yy"), mean_of("tt")
+    yt = mean_of("yt")
+    covariance = yt - y * t
+    var_y = _variance(y, yy)
+    var_t = _variance(t, tt)
+    residual = yy - 2 * yt + tt
     varies = var_t > 0
-    return Spread(*(x[varies] for x in (yt - y * t, var_y, var_t, yy - 2 * yt + tt)))
+    return Spread(covariance[varies], var_y[varies], var_t[varies], residual[varies])
+
+
+def _variance(mean: np.ndarray, mean_square: np.ndarray) -> np.ndarray:
+    """Return variances, 0 if they are the rounding of squares that were summed in float32."""
+    variance = mean_square - mean * mean
+    varies = variance > 1e-5 * mean_square
+    return np.where(varies, variance, 0)
 
 
 def correlation(s: Spread) -> np.ndarray:
     """Pearson's r of each voxel, 0 if the prediction is constant."""
-    return np.clip(
-        np.where(
-            s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0
-        ),
-        -1,
-        1,
-    )
+    varies = s.var_y > 0
+    product = np.where(varies, s.var_y * s.var_t, 1)
+    r = s.covariance / np.sqrt(product)
+    r = np.where(varies, r, 0)
+    return np.clip(r, -1, 1)
 
 
 def _mean(x: np.ndarray) -> float:
-    return float(x.mean()) if x.size else math.nan
+    if not x.size:
+        return math.nan
+    return float(x.mean())
 
 
 def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
@@ -84,26 +118,42 @@ def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Arra
     the same.
     """
     n = weight_b.sum().astype(jnp.int32)
-    place_b = jnp.cumsum(weight_b).astype(jnp.int32) - 1
-    partner_b = (place_b + n // 2) % jnp.maximum(n, 1)
-    pick_bb = (partner_b[:, None] == place_b[None]) * weight_b[:, None] * weight_b[None]
+    count_b = jnp.cumsum(weight_b).astype(jnp.int32)
+    place_b = count_b - 1  # among the valid rows
+    partner_place_b = (place_b + n // 2) % jnp.maximum(n, 1)
+    partner_place_b1 = partner_place_b[:, None]
+    is_partner_bb = partner_place_b1 == place_b[None]
+    pick_bb = is_partner_bb * weight_b[:, None]
+    pick_bb = pick_bb * weight_b[None]
+    differs_bb = volume_b[:, None] != volume_b[None]
+    valid_bb = pick_bb * differs_bb
+    has_partner_b = valid_bb.sum(1)
     exactly = jax.lax.Precision.HIGHEST
-    other_b = (pick_bb * (volume_b[:, None] != volume_b[None])).sum(1)
-    return jnp.matmul(pick_bb, x_bv, precision=exactly), other_b
+    partner_bv = jnp.matmul(pick_bb, x_bv, precision=exactly)
+    return partner_bv, has_partner_b
 
 
 def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:
     """[B, bins (y), bins (x)] in 0..1: the log of each cell's voxels, with the diagonal in grey."""
-    edges = jnp.arange(bins)[None, None]
+    bin_k = jnp.arange(bins)
+    bin_11k = bin_k[None, None]
 
-    def place(z: Array) -> Array:
-        return (
-            jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None]
-            == edges
-        )
+    def one_hot(z_bv: Array) -> Array:
+        place_bv = (z_bv / limit + 1) * (bins / 2)
+        place_bv = jnp.clip(place_bv, 0, bins - 1)
+        place_bv = place_bv.astype(jnp.int32)
+        place_bv1 = place_bv[..., None]
+        is_bin_bvk = place_bv1 == bin_11k
+        return is_bin_bvk.astype(jnp.float32)
 
-    count_byx = jnp.einsum(
-        "bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32)
-    )
-    grey = jnp.log1p(count_byx) / jnp.log1p(jnp.maximum(count_byx.max((1, 2), keepdims=True), 1))
-    return jnp.maximum(grey, 0.3 * jnp.eye(bins)[None])
+    y_bvk = one_hot(y_bv)
+    x_bvk = one_hot(x_bv)
+    count_byx = jnp.einsum("bvy,bvx->byx", y_bvk, x_bvk)
+    log_byx = jnp.log1p(count_byx)
+    largest_b11 = count_byx.max((1, 2), keepdims=True)
+    largest_b11 = jnp.maximum(largest_b11, 1)
+    largest_log_b11 = jnp.log1p(largest_b11)
+    grey_byx = log_byx / largest_log_b11
+    diagonal_yx = jnp.eye(bins)
+    diagonal_1yx = 0.3 * diagonal_yx[None]
+    return jnp.maximum(grey_byx, diagonal_1yx)

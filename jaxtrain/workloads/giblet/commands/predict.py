@@ -65,17 +65,17 @@ def _predict(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.giblet import predict
 
     cluster.start_jax()
-    predictor = predict.load(
-        args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links
-    )
-    brain = predict.read_brain(
-        args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links
-    )
+    links = args.follow_links
+    predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=links)
+    mask = args.mask or args.folder
+    brain = predict.read_brain(mask, predictor.model.n_voxels, links=links)
     n, r = predict.write(predictor, brain, args.out, batch=args.batch)
     if args.correlation:
         predict.write_map(brain, r, args.correlation)
+    mean_r = r.mean()
+    high_r = np.quantile(r, 0.9)
     print(
-        f"{args.out}: {n} volumes of {len(r)} voxels; r with the viewers' mean: {r.mean():.3f} on "
-        f"average, {np.quantile(r, 0.9):.3f} at the 90 % quantile"
+        f"{args.out}: {n} volumes of {len(r)} voxels; r with the viewers' mean: {mean_r:.3f} on "
+        f"average, {high_r:.3f} at the 90 % quantile"
     )
     return 0
