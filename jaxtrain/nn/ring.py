@@ -70,33 +70,43 @@ class Ring(NamedTuple):
         self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array
     ) -> tuple[Array, Array]:
         """Return (y [B, T, H, K], log of the softmax's normaliser [B, G, R, T] float32)."""
-        q_bgrtk = _by_group(q_bthk, k_bsgk.shape[2])
+        g = k_bsgk.shape[2]
+        q_bgrtk = _by_group(q_bthk, g)
         # Zeros made of q vary over the devices as it does, as a loop's state must.
-        zero_bgrt = jnp.zeros_like(q_bgrtk[..., 0], dtype=jnp.float32)
-        state = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), zero_bgrt, zero_bgrt + NEVER)
+        q_bgrt = q_bgrtk[..., 0]
+        zero_bgrt = jnp.zeros_like(q_bgrt, dtype=jnp.float32)
+        zero_bgrtk = jnp.zeros_like(q_bgrtk, dtype=jnp.float32)
+        start = (zero_bgrtk, zero_bgrt, zero_bgrt + NEVER)
 
         def chunk(state: Arrays, kvs: Arrays) -> tuple[Arrays, None]:
             y_bgrtk, sum_bgrt, top_bgrt = state
             k_bcgk, v_bcgk, place_c, segments_bc = kvs
             x_bgrtc = self._scores(q_bgrtk, segments_bt, k_bcgk, place_c, segments_bc)
-            new_bgrt = jnp.maximum(top_bgrt, x_bgrtc.max(-1))
-            p_bgrtc = jnp.exp(x_bgrtc - new_bgrt[..., None]) * (x_bgrtc > NEVER)
-            shrink_bgrt = jnp.exp(top_bgrt - new_bgrt)
+            top_of_chunk_bgrt = x_bgrtc.max(-1)
+            new_top_bgrt = jnp.maximum(top_bgrt, top_of_chunk_bgrt)
+            p_bgrtc = _weights(x_bgrtc, new_top_bgrt)
+            shrink_bgrt = jnp.exp(top_bgrt - new_top_bgrt)
             y_bgrtk = y_bgrtk * shrink_bgrt[..., None]
-            y_bgrtk += _einsum("bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk)
-            sum_bgrt = sum_bgrt * shrink_bgrt + p_bgrtc.sum(-1)
-            return (y_bgrtk, sum_bgrt, new_bgrt), None
+            narrow_bgrtc = p_bgrtc.astype(v_bcgk.dtype)
+            y_bgrtk += _einsum("bgrtc,bcgk->bgrtk", narrow_bgrtc, v_bcgk)
+            sum_bgrt = sum_bgrt * shrink_bgrt
+            sum_bgrt += p_bgrtc.sum(-1)
+            return (y_bgrtk, sum_bgrt, new_top_bgrt), None
 
         def part(i: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             state, kvs = carry
-            state, _ = jax.lax.scan(chunk, state, self._chunks(i, *kvs))
+            chunks = self._chunks(i, *kvs)
+            state, _ = jax.lax.scan(chunk, state, chunks)
             return state, self._turn(kvs)
 
-        (y_bgrtk, sum_bgrt, top_bgrt), _ = jax.lax.fori_loop(
-            0, self.size, part, (state, (k_bsgk, v_bsgk, segments_bt))
-        )
+        kvs = (k_bsgk, v_bsgk, segments_bt)
+        state, _ = jax.lax.fori_loop(0, self.size, part, (start, kvs))
+        y_bgrtk, sum_bgrt, top_bgrt = state
         y_bgrtk = y_bgrtk / sum_bgrt[..., None]
-        return _by_place(y_bgrtk).astype(q_bthk.dtype), top_bgrt + jnp.log(sum_bgrt)
+        y_bthk = _by_place(y_bgrtk)
+        y_bthk = y_bthk.astype(q_bthk.dtype)
+        log_bgrt = top_bgrt + jnp.log(sum_bgrt)
+        return y_bthk, log_bgrt
 
     def backward(
         self,
@@ -109,77 +119,113 @@ class Ring(NamedTuple):
         dy_bthk: Array,
     ) -> tuple[Array, Array, Array]:
         """Return the derivatives by q, k and v. Those by k and v travel with them."""
-        q_bgrtk, dy_bgrtk, y_bgrtk = (
-            _by_group(x, k_bsgk.shape[2]) for x in (q_bthk, dy_bthk, y_bthk)
-        )
-        delta_bgrt = (dy_bgrtk.astype(jnp.float32) * y_bgrtk.astype(jnp.float32)).sum(-1)
+        g = k_bsgk.shape[2]
+        q_bgrtk = _by_group(q_bthk, g)
+        dy_bgrtk = _by_group(dy_bthk, g)
+        y_bgrtk = _by_group(y_bthk, g)
+        dy_y_bgrtk = dy_bgrtk.astype(jnp.float32) * y_bgrtk.astype(jnp.float32)
+        delta_bgrt = dy_y_bgrtk.sum(-1)
         scale = q_bthk.shape[-1] ** -0.5
 
         def chunk(dq_bgrtk: Array, kvs: Arrays) -> tuple[Array, Arrays]:
             k_bcgk, v_bcgk, place_c, segments_bc = kvs
             x_bgrtc = self._scores(q_bgrtk, segments_bt, k_bcgk, place_c, segments_bc)
-            p_bgrtc = jnp.exp(x_bgrtc - log_bgrt[..., None]) * (x_bgrtc > NEVER)
-            dv_bcgk = _einsum("bgrtc,bgrtk->bcgk", p_bgrtc.astype(dy_bgrtk.dtype), dy_bgrtk)
+            p_bgrtc = _weights(x_bgrtc, log_bgrt)
+            narrow_bgrtc = p_bgrtc.astype(dy_bgrtk.dtype)
+            dv_bcgk = _einsum("bgrtc,bgrtk->bcgk", narrow_bgrtc, dy_bgrtk)
             dp_bgrtc = _einsum("bgrtk,bcgk->bgrtc", dy_bgrtk, v_bcgk)
-            dx_bgrtc = (p_bgrtc * (dp_bgrtc - delta_bgrt[..., None]) * scale).astype(q_bgrtk.dtype)
+            dx_bgrtc = p_bgrtc * (dp_bgrtc - delta_bgrt[..., None])
+            dx_bgrtc = dx_bgrtc * scale
+            dx_bgrtc = dx_bgrtc.astype(q_bgrtk.dtype)
             dk_bcgk = _einsum("bgrtc,bgrtk->bcgk", dx_bgrtc, q_bgrtk)
-            dq_bgrtk = dq_bgrtk + _einsum("bgrtc,bcgk->bgrtk", dx_bgrtc, k_bcgk)
+            dq_bgrtk += _einsum("bgrtc,bcgk->bgrtk", dx_bgrtc, k_bcgk)
             return dq_bgrtk, (dk_bcgk, dv_bcgk)
 
         def part(i: Array, carry: tuple[Array, Arrays, Arrays]) -> tuple[Array, Arrays, Arrays]:
-            dq_bgrtk, kvs, dkv = carry
-            dq_bgrtk, grads = jax.lax.scan(chunk, dq_bgrtk, self._chunks(i, *kvs))
-            dkv = tuple(
-                old + jnp.moveaxis(new, 0, 1).reshape(old.shape)
-                for old, new in zip(dkv, grads, strict=True)
-            )
-            return dq_bgrtk, self._turn(kvs), self._turn(dkv)
+            dq_bgrtk, kvs, (dk_bsgk, dv_bsgk) = carry
+            chunks = self._chunks(i, *kvs)
+            dq_bgrtk, (dk_nbcgk, dv_nbcgk) = jax.lax.scan(chunk, dq_bgrtk, chunks)
+            dk_bsgk += _joined(dk_nbcgk)
+            dv_bsgk += _joined(dv_nbcgk)
+            return dq_bgrtk, self._turn(kvs), self._turn((dk_bsgk, dv_bsgk))
 
-        zeros = tuple(jnp.zeros_like(x, dtype=jnp.float32) for x in (k_bsgk, v_bsgk))
-        start = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), (k_bsgk, v_bsgk, segments_bt), zeros)
+        kvs = (k_bsgk, v_bsgk, segments_bt)
+        zero_k_bsgk = jnp.zeros_like(k_bsgk, dtype=jnp.float32)
+        zero_v_bsgk = jnp.zeros_like(v_bsgk, dtype=jnp.float32)
+        zero_q_bgrtk = jnp.zeros_like(q_bgrtk, dtype=jnp.float32)
+        start = (zero_q_bgrtk, kvs, (zero_k_bsgk, zero_v_bsgk))
         dq_bgrtk, _, (dk_bsgk, dv_bsgk) = jax.lax.fori_loop(0, self.size, part, start)
-        return (
-            _by_place(dq_bgrtk).astype(q_bthk.dtype),
-            dk_bsgk.astype(k_bsgk.dtype),
-            dv_bsgk.astype(v_bsgk.dtype),
-        )
+        dq_bthk = _by_place(dq_bgrtk)
+        dq_bthk = dq_bthk.astype(q_bthk.dtype)
+        dk_bsgk = dk_bsgk.astype(k_bsgk.dtype)
+        dv_bsgk = dv_bsgk.astype(v_bsgk.dtype)
+        return dq_bthk, dk_bsgk, dv_bsgk
 
     def _scores(
         self, q_bgrtk: Array, segments_bt: Array, k_bcgk: Array, place_c: Array, segments_bc: Array
     ) -> Array:
-        t = q_bgrtk.shape[3]
-        place_t = jax.lax.axis_index(self.axis) * t + jnp.arange(t)
+        *_, t, k = q_bgrtk.shape
+        first = jax.lax.axis_index(self.axis) * t
+        place_t = first + jnp.arange(t)
         seen_btc = same_segment(segments_bt, segments_bc)
-        seen_btc &= visible(place_t, place_c, causal=self.causal, window=self.window)[None]
-        x_bgrtc = _einsum("bgrtk,bcgk->bgrtc", q_bgrtk, k_bcgk) * q_bgrtk.shape[-1] ** -0.5
-        return jnp.where(seen_btc[:, None, None], x_bgrtc, NEVER)
+        seen_tc = visible(place_t, place_c, causal=self.causal, window=self.window)
+        seen_btc &= seen_tc[None]
+        x_bgrtc = _einsum("bgrtk,bcgk->bgrtc", q_bgrtk, k_bcgk)
+        x_bgrtc = x_bgrtc * k**-0.5
+        seen_b11tc = seen_btc[:, None, None]
+        return jnp.where(seen_b11tc, x_bgrtc, NEVER)
 
     def _chunks(
         self, i: Array, k_bsgk: Array, v_bsgk: Array, segments_bs: Array
     ) -> tuple[Array, ...]:
         """Cut the part of the keys of round i along a new first axis, and add the keys' places."""
         s = k_bsgk.shape[1]
-        n = s // self.chunk if s % self.chunk == 0 else 1
-        first = (jax.lax.axis_index(self.axis) - i) % self.size * s
-        cut = [
-            jnp.moveaxis(x.reshape(x.shape[0], n, s // n, *x.shape[2:]), 1, 0)
-            for x in (k_bsgk, v_bsgk, segments_bs)
-        ]
-        return cut[0], cut[1], (first + jnp.arange(s)).reshape(n, s // n), cut[2]
+        n = 1
+        if s % self.chunk == 0:
+            n = s // self.chunk
+        device = (jax.lax.axis_index(self.axis) - i) % self.size  # that the part belongs to
+        first = device * s
+        k_nbcgk = _cut(k_bsgk, n)
+        v_nbcgk = _cut(v_bsgk, n)
+        segments_nbc = _cut(segments_bs, n)
+        place_s = first + jnp.arange(s)
+        return k_nbcgk, v_nbcgk, place_s.reshape(n, s // n), segments_nbc
 
     def _turn(self, tree: Any) -> Any:
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(tree, self.axis, to_next)
 
 
+def _weights(x_bgrtc: Array, log_bgrt: Array) -> Array:
+    """Compute the weights of keys, times a normaliser of this logarithm. Unseen keys have 0."""
+    p_bgrtc = jnp.exp(x_bgrtc - log_bgrt[..., None])
+    return p_bgrtc * (x_bgrtc > NEVER)
+
+
+def _cut(x: Array, n: int) -> Array:
+    """Cut the sequence [B, S, …] in n parts along a new first axis."""
+    b, s, *remaining = x.shape
+    parts = x.reshape(b, n, s // n, *remaining)
+    return jnp.moveaxis(parts, 1, 0)
+
+
+def _joined(parts: Array) -> Array:
+    """Join the parts of a sequence again."""
+    n, b, c, *remaining = parts.shape
+    x = jnp.moveaxis(parts, 0, 1)
+    return x.reshape(b, n * c, *remaining)
+
+
 def _by_group(x_bthk: Array, g: int) -> Array:
     b, t, h, k = x_bthk.shape
-    return x_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
+    x_btgrk = x_bthk.reshape(b, t, g, h // g, k)
+    return x_btgrk.transpose(0, 2, 3, 1, 4)
 
 
 def _by_place(x_bgrtk: Array) -> Array:
     b, g, r, t, k = x_bgrtk.shape
-    return x_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, k)
+    x_btgrk = x_bgrtk.transpose(0, 3, 1, 2, 4)
+    return x_btgrk.reshape(b, t, g * r, k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -190,7 +236,8 @@ def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: 
 def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, Arrays]:
     axes, (query, _, of_log) = _ring_axes(shard, *args[:2])
     y, log = kernels.local(shard, ring.forward, args, axes, (query, of_log))
-    y, log = remat.name(y, "attention"), remat.name(log, "attention")
+    y = remat.name(y, "attention")
+    log = remat.name(log, "attention")
     return y, (*args, y, log)
 
 
@@ -199,8 +246,10 @@ def _ring_backward(
 ) -> tuple[Array | None, ...]:
     axes, (query, key, _) = _ring_axes(shard, *residuals[:2])
     of_log = ("batch", "kv_heads", None, "seq")
-    all_axes = (*axes, axes[0], of_log, axes[0])
-    grads = kernels.local(shard, ring.backward, (*residuals, dy), all_axes, (query, key, key))
+    of_query = axes[0]
+    all_axes = (*axes, of_query, of_log, of_query)
+    args = (*residuals, dy)
+    grads = kernels.local(shard, ring.backward, args, all_axes, (query, key, key))
     return (*grads, None)
 
 
@@ -217,4 +266,5 @@ def _ring_axes(
     b, t, h, _ = q.shape
     g = k.shape[2]
     log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))
-    return (query, key, key, rows), (shard.spec(q.shape, query), shard.spec(k.shape, key), log)
+    partitions = (shard.spec(q.shape, query), shard.spec(k.shape, key), log)
+    return (query, key, key, rows), partitions
