@@ -27,12 +27,14 @@ def gradients(
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
     has_replicas = layout.mesh.shape[DATA] > 1
+    is_whole = accumulate == 1 and not has_replicas
     # A CPU divides the loss by its weight where it can, which saves a pass over the gradients. GPUs
     # and TPUs keep the step whose memory was checked against their compilers.
-    divides_loss = layout.devices.platform == "cpu" and accumulate == 1 and not has_replicas
+    divides_loss = layout.devices.platform == "cpu" and is_whole
     of_microbatch = functools.partial(_microbatch, task, layout, divided=divides_loss)
     if has_replicas:
-        grads, out = _over_data(task, layout, of_microbatch, accumulate)(variables, batch, key)
+        over_data = _over_data(task, layout, of_microbatch, accumulate)
+        grads, out = over_data(variables, batch, key)
     elif accumulate > 1:
         grads, out = _accumulated(task, of_microbatch, accumulate, variables, batch, key)
     else:
@@ -56,14 +58,16 @@ def _microbatch(
     """Gradients of the sum of losses, or of their mean if ``divided``, and the sums."""
 
     def total(params: PyTree) -> tuple[Array, LossOut]:
-        out = task.loss(variables._replace(params=params), rows, key)
+        with_params = variables._replace(params=params)
+        out = task.loss(with_params, rows, key)
         if not _is_sum(out):
             _raise_for_loss(out)
         return out.loss.total, out
 
     loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
     if divided:
-        cotangent = (1 / out.loss.weight).astype(loss.dtype)
+        cotangent = 1 / out.loss.weight
+        cotangent = cotangent.astype(loss.dtype)
     else:
         cotangent = jnp.ones_like(loss)
     (grads,) = pullback(cotangent)
@@ -77,35 +81,33 @@ def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: in
     partitions = _state_partitions(task)
 
     def of_group(variables: Variables, batch: Batch, key: Key) -> tuple[PyTree, LossOut]:
-        params, frozen, key = jax.lax.pcast(
-            (variables.params, variables.frozen, key), (DATA,), to="varying"
-        )
-        varying = Variables(params, frozen, jax.tree.map(_varying, variables.model_state))
+        identical = (variables.params, variables.frozen, key)
+        params, frozen, key = jax.lax.pcast(identical, (DATA,), to="varying")
+        model_state = jax.tree.map(_varying, variables.model_state)
+        varying = Variables(params, frozen, model_state)
         if accumulate > 1:
             grads, out = _accumulated(
                 task, of_microbatch, accumulate, varying, batch, key, cast=_varying
             )
         else:
             grads, out = of_microbatch(varying, batch, key)
-        grads, loss, metrics, sparse_rows = jax.lax.psum(
-            (grads, out.loss, out.metrics, out.sparse_rows), DATA
-        )
-        # if the loss does not touch it, it is identical on every group already
-        model_state = variables.model_state
-        if out.model_state is not None:
-            model_state = jax.tree.map(
-                lambda x, partition: x if DATA in partition else _equalised(x),
-                out.model_state,
-                partitions,
-            )
+        of_this_group = (grads, out.loss, out.metrics, out.sparse_rows)
+        grads, loss, metrics, sparse_rows = jax.lax.psum(of_this_group, DATA)
+        if out.model_state is None:
+            # the loss does not touch it: it is identical on every group already
+            model_state = variables.model_state
+        else:
+            model_state = jax.tree.map(_shared, out.model_state, partitions)
         return grads, LossOut(loss, metrics, model_state, sparse_rows)
 
-    whole: Any = PartitionSpec()
+    replicated: Any = PartitionSpec()
+    variables_specs = Variables(replicated, replicated, partitions)
+    out_specs = LossOut(replicated, replicated, partitions, replicated)
     return jax.shard_map(
         of_group,
         mesh=layout.mesh,
-        in_specs=(Variables(whole, whole, partitions), PartitionSpec(DATA), whole),
-        out_specs=(whole, LossOut(whole, whole, partitions, whole)),
+        in_specs=(variables_specs, PartitionSpec(DATA), replicated),
+        out_specs=(replicated, out_specs),
         axis_names={DATA},
     )
 
@@ -127,14 +129,18 @@ def _accumulated(
     """
 
     def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
+        n_rows = len(x) // n
+        x = x.reshape(n_rows, n, *x.shape[1:])
+        return jnp.moveaxis(x, 1, 0)
 
-    def joined(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+    def joined(parts: Array) -> Array:
+        x = jnp.moveaxis(parts, 0, 1)
+        return x.reshape(-1, *x.shape[2:])
 
     def of_part(rows: Batch, of_rows: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
         model_state = _merged(of_rows, shared)
-        return of_microbatch(variables._replace(model_state=model_state), rows, key)
+        variables_of_part = variables._replace(model_state=model_state)
+        return of_microbatch(variables_of_part, rows, key)
 
     def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
         sums, shared = state
@@ -142,20 +148,25 @@ def _accumulated(
         grads, out = of_part(rows, of_rows, shared)
         if out.model_state is not None:
             of_rows, shared = _by_batch_axis(task, out.model_state)
-        summed = (grads, out._replace(model_state=None))
-        sums = jax.tree.map(jnp.add, sums, summed)
+        out = out._replace(model_state=None)
+        sums = jax.tree.map(jnp.add, sums, (grads, out))
         return jax.tree.map(cast, (sums, shared)), of_rows
+
+    def zero(x: jax.ShapeDtypeStruct) -> Array:
+        return cast(jnp.zeros(x.shape, x.dtype))
 
     of_rows, shared = _by_batch_axis(task, variables.model_state)
     parts = jax.tree.map(split, (dict(batch), of_rows))
     first_part = jax.tree.map(lambda x: x[0], parts)
     grads, out = jax.eval_shape(of_part, *first_part, shared)
-    summed = (grads, out._replace(model_state=None))
-    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), summed)
-    ((grads, sums), shared), of_rows = jax.lax.scan(body, (zeros, shared), parts)
+    sums_out = out._replace(model_state=None)
+    zeros = jax.tree.map(zero, (grads, sums_out))
+    last_state, of_rows = jax.lax.scan(body, (zeros, shared), parts)
+    (grads, sums), shared = last_state
     if out.model_state is None:
         return grads, sums
-    model_state = _merged(jax.tree.map(joined, of_rows), shared)
+    of_rows = jax.tree.map(joined, of_rows)
+    model_state = _merged(of_rows, shared)
     return grads, sums._replace(model_state=model_state)
 
 
@@ -166,23 +177,23 @@ def _is_sum(out: Any) -> bool:
     means = (out.loss, *out.metrics.values())
     if not all(isinstance(value, Mean) for value in means):
         return False
-    is_scalar = jnp.shape(out.loss.total) == ()
-    return is_scalar and hasattr(out.loss.weight, "dtype")
+    total, weight = out.loss
+    is_scalar = jnp.shape(total) == ()
+    return is_scalar and hasattr(weight, "dtype")
 
 
 def _raise_for_loss(out: Any) -> None:
     """Raise TypeError for a loss that is no sum, while a traceback shows the workload."""
     if not isinstance(out, LossOut):
-        raise TypeError(
-            f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut"
-        )
+        kind = type(out).__name__
+        raise TypeError(f"the loss returned a {kind}; expected a jaxtrain.types.LossOut")
     require_means("loss", {"loss": out.loss, **out.metrics})
-    if jnp.shape(out.loss.total):
-        raise TypeError(
-            f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows"
-        )
+    total, weight = out.loss
+    shape = jnp.shape(total)
+    if shape:
+        raise TypeError(f"the loss's total has the shape {shape}; expected a sum over rows")
     raise TypeError(
-        f"the loss's weight is {out.loss.weight!r}, which no row decides; expected the sum of the"
+        f"the loss's weight is {weight!r}, which no row decides; expected the sum of the"
         " rows' weights, such as rows['weight'].sum()"
     )
 
@@ -191,8 +202,9 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
     """Raise TypeError for a metric that is not a `Mean`, while a traceback shows the workload."""
     for name, value in metrics.items():
         if not isinstance(value, Mean):
+            kind = type(value).__name__
             raise TypeError(
-                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a"
+                f"metric {name!r} of the {source} is a {kind}; expected a"
                 " jaxtrain.types.Mean, a sum over rows and the sum of their weights (law 5 of"
                 " docs/ARCHITECTURE.md)"
             )
@@ -201,32 +213,41 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 def _by_batch_axis(task: Task, model_state: PyTree) -> tuple[PyTree, PyTree]:
     """Split the model state into the arrays with a batch axis and the others; None elsewhere."""
 
-    def of_rows(x: Array, spec: Spec) -> Array | None:
+    def if_of_rows(x: Array, spec: Spec) -> Array | None:
         return x if "batch" in spec.axes else None
 
-    def shared(x: Array, spec: Spec) -> Array | None:
+    def if_shared(x: Array, spec: Spec) -> Array | None:
         return None if "batch" in spec.axes else x
 
     table = task.specs.model_state
-    return jax.tree.map(of_rows, model_state, table), jax.tree.map(shared, model_state, table)
+    of_rows = jax.tree.map(if_of_rows, model_state, table)
+    shared = jax.tree.map(if_shared, model_state, table)
+    return of_rows, shared
 
 
 def _merged(of_rows: PyTree, shared: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, of_rows, shared, is_leaf=lambda x: x is None
-    )
+    def present(x: Array | None, y: Array | None) -> Array | None:
+        return y if x is None else x
+
+    return jax.tree.map(present, of_rows, shared, is_leaf=lambda x: x is None)
 
 
 def _state_partitions(task: Task) -> PyTree:
     def partition(spec: Spec) -> PartitionSpec:
-        return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
+        mesh_axes = [DATA if axis == "batch" else None for axis in spec.axes]
+        return PartitionSpec(*mesh_axes)
 
     table = task.specs.model_state
     return jax.tree.map(partition, table, is_leaf=lambda x: isinstance(x, Spec))
 
 
-def _equalised(x: Array) -> Array:
-    """Return the mean of a shared array over data groups. Counts are the same on all already."""
+def _shared(x: Array, partition: PartitionSpec) -> Array:
+    """Return the mean over data groups of an array that is not split over them.
+
+    Counts are the same on all already.
+    """
+    if DATA in partition:
+        return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
         x = jax.lax.pmean(x, DATA)
     else:
@@ -236,4 +257,6 @@ def _equalised(x: Array) -> Array:
 
 def _varying(x: Array) -> Array:
     """Casts to varying over "data", also arrays that are: a scan's carry must keep its type."""
-    return jnp.where(jax.lax.pcast(jnp.ones((), bool), (DATA,), to="varying"), x, x)
+    true = jnp.ones((), bool)
+    true = jax.lax.pcast(true, (DATA,), to="varying")
+    return jnp.where(true, x, x)
