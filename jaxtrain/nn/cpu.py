@@ -21,6 +21,7 @@ from jaxtrain.nn import NEVER
 from jaxtrain.types import Array, Mean, PyTree, Shard
 
 Precision = jax.lax.Precision | None
+NO_BATCH: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # dimensions, of a `dot_general`
 
 # --- Vectors that are added to rows, or multiplied by them -------------------------------------
 
@@ -30,16 +31,18 @@ def spread(x: Array, shape: tuple[int, ...], shard: Shard) -> Array:
 
     XLA turns the sum into windows, which takes several times as long as reading the rows.
     """
-    if has_whole_rows(shape[: len(shape) - x.ndim], shard):
+    n_row_axes = len(shape) - x.ndim
+    if has_whole_rows(shape[:n_row_axes], shard):
         return _spread(shape, x)
     return jnp.broadcast_to(x, shape)
 
 
 def scaled(y: Array, scale: Array, shard: Shard) -> Array:
     """Multiply every row of y by ``scale``. Its gradient is a product, as in `spread`."""
-    if has_whole_rows(y.shape[: y.ndim - scale.ndim], shard):
+    n_row_axes = y.ndim - scale.ndim
+    if has_whole_rows(y.shape[:n_row_axes], shard):
         return _scaled(y, scale)
-    return y * jnp.broadcast_to(scale, y.shape)
+    return _times(y, scale)
 
 
 def has_whole_rows(rows: tuple[int, ...], shard: Shard) -> bool:
@@ -53,25 +56,34 @@ def _spread(shape: tuple[int, ...], x: Array) -> Array:
 
 
 def _sum_of_rows(shape: tuple[int, ...], x: Array, dy: Array) -> tuple[Array]:
-    n_rows = math.prod(shape[: len(shape) - x.ndim])
+    n_row_axes = len(shape) - x.ndim
+    n_rows = math.prod(shape[:n_row_axes])
     dy = dy.reshape(n_rows, -1)
     ones = jnp.ones(len(dy), dy.dtype)
     sums = jnp.dot(ones, dy, preferred_element_type=jnp.float32)
-    return (sums.astype(x.dtype).reshape(x.shape),)
+    dx = sums.astype(x.dtype)
+    return (dx.reshape(x.shape),)
 
 
 _spread.defvjp(lambda shape, x: (_spread(shape, x), x), _sum_of_rows)
 
 
+def _times(y: Array, scale: Array) -> Array:
+    rows = jnp.broadcast_to(scale, y.shape)
+    return y * rows
+
+
 @jax.custom_vjp
 def _scaled(y: Array, scale: Array) -> Array:
     """Multiply with a gradient that keeps ``scale`` itself, not rows of it."""
-    return y * jnp.broadcast_to(scale, y.shape)
+    return _times(y, scale)
 
 
 def _gradients_of_scaled(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     y, scale = residuals
-    return dy * jnp.broadcast_to(scale, dy.shape), *_sum_of_rows(dy.shape, scale, dy * y)
+    dx = _times(dy, scale)
+    (d_scale,) = _sum_of_rows(dy.shape, scale, dy * y)
+    return dx, d_scale
 
 
 _scaled.defvjp(lambda y, scale: (_scaled(y, scale), (y, scale)), _gradients_of_scaled)
@@ -89,20 +101,31 @@ def product(equation: str, x: Array, w: Array, shard: Shard, precision: Precisio
     """
     operands, of_y = equation.split("->")
     of_x, of_w = operands.split(",")
-    rows = "".join(i for i in of_x if i not in of_w)
-    inner = "".join(i for i in of_x if i in of_w)
-    outer = "".join(i for i in of_w if i not in inner)
+    rows = _without(of_x, of_w)
+    outer = _without(of_w, of_x)
+    inner = _without(of_x, rows)  # contracted
     is_matrix = of_w in (inner + outer, outer + inner)
     is_in_order = of_x == rows + inner and of_y == rows + outer
-    has_whole = len(rows) < 2 or shard.size("seq", x.shape[1]) == 1
+    has_whole = has_whole_rows(x.shape[: len(rows)], shard)
     if not (is_matrix and is_in_order and has_whole):
         return jnp.einsum(equation, x, w, precision=precision)
     size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
     n_inner = math.prod(size[i] for i in inner)
-    axis = 0 if of_w == inner + outer else 1  # of w, that is contracted
-    w = w.reshape(n_inner, -1) if axis == 0 else w.reshape(-1, n_inner)
-    y_no = _multiply(axis, precision, x.reshape(-1, n_inner), w)
-    return y_no.reshape([size[i] for i in rows + outer])
+    if of_w == inner + outer:
+        axis = 0  # of w, that is contracted
+        w = w.reshape(n_inner, -1)
+    else:
+        axis = 1
+        w = w.reshape(-1, n_inner)
+    x_ni = x.reshape(-1, n_inner)
+    y_no = _multiply(axis, precision, x_ni, w)
+    shape = [size[i] for i in rows + outer]
+    return y_no.reshape(shape)
+
+
+def _without(dimensions: str, excluded: str) -> str:
+    """Return the letters of an einsum's operand that another one lacks."""
+    return "".join(i for i in dimensions if i not in excluded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -112,7 +135,8 @@ def _multiply(axis: int, precision: Precision, x_ni: Array, w: Array) -> Array:
     In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array
     on its left. The barrier keeps XLA from making the slow product of the result's transpose.
     """
-    return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
+    contracted = ((1,), (axis,))
+    return jax.lax.dot_general(x_ni, w, (contracted, NO_BATCH), precision)
 
 
 def _multiply_forward(
@@ -125,14 +149,19 @@ def _multiply_backward(
     axis: int, precision: Precision, residuals: tuple[Array, Array], dy_no: Array
 ) -> tuple[Array, Array]:
     x_ni, w = residuals
-    dx_ni = jax.lax.dot_general(dy_no, w, (((1,), (1 - axis,)), ((), ())), precision)
+    contracted = ((1,), (1 - axis,))
+    dx_ni = jax.lax.dot_general(dy_no, w, (contracted, NO_BATCH), precision)
     # in the order of w's dimensions
-    left, right = (x_ni, dy_no) if axis == 0 else (dy_no, x_ni)
-    over_rows = (((0,), (0,)), ((), ()))
+    left, right = x_ni, dy_no
+    if axis == 1:
+        left, right = dy_no, x_ni
+    over_rows = (((0,), (0,)), NO_BATCH)
     if left.shape[1] <= right.shape[1]:
-        return dx_ni, jax.lax.dot_general(left, right, over_rows, precision)
-    transposed = jax.lax.dot_general(right, left, over_rows, precision)
-    return dx_ni, jax.lax.optimization_barrier(transposed).T
+        dw = jax.lax.dot_general(left, right, over_rows, precision)
+        return dx_ni, dw
+    dw_transposed = jax.lax.dot_general(right, left, over_rows, precision)
+    dw_transposed = jax.lax.optimization_barrier(dw_transposed)
+    return dx_ni, dw_transposed.T
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -160,12 +189,18 @@ def _attention_forward(
 ) -> tuple[Array, tuple[Array, ...]]:
     g = k_bsgk.shape[2]
     scale = q_bthk.shape[-1] ** -0.5
-    x_bgxs = jnp.einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g)) * scale
-    x_bgrts = x_bgxs.reshape(*x_bgxs.shape[:2], -1, *mask_bts.shape[1:])
-    x_bgxs = jnp.where(mask_bts[:, None, None], x_bgrts, NEVER).reshape(x_bgxs.shape)
-    p_bgxs = jnp.exp(x_bgxs - x_bgxs.max(-1, keepdims=True))
-    share_bgx = 1 / p_bgxs.sum(-1)
-    y_bgxk = jnp.einsum("bgxs,bgsk->bgxk", p_bgxs, _by_head(v_bsgk, g)) * share_bgx[..., None]
+    q_bgxk = _by_head(q_bthk, g)
+    k_bgsk = _by_head(k_bsgk, g)
+    x_bgxs = jnp.einsum("bgxk,bgsk->bgxs", q_bgxk, k_bgsk)
+    x_bgxs *= scale
+    x_bgxs = _masked(x_bgxs, mask_bts)
+    x_max_bgx1 = x_bgxs.max(-1, keepdims=True)
+    p_bgxs = jnp.exp(x_bgxs - x_max_bgx1)
+    sum_bgx = p_bgxs.sum(-1)
+    share_bgx = 1 / sum_bgx
+    v_bgsk = _by_head(v_bsgk, g)
+    y_bgxk = jnp.einsum("bgxs,bgsk->bgxk", p_bgxs, v_bgsk)
+    y_bgxk *= share_bgx[..., None]
     y_bthk = _by_place(y_bgxk, q_bthk)
     return y_bthk, (q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx)
 
@@ -173,18 +208,39 @@ def _attention_forward(
 def _attention_backward(residuals: tuple[Array, ...], dy_bthk: Array) -> tuple[Array | None, ...]:
     q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx = residuals
     g = k_bsgk.shape[2]
-    dy_bgxk = _by_head(dy_bthk, g) * share_bgx[..., None]
-    delta_bgx = (dy_bgxk * _by_head(y_bthk, g)).sum(-1)
-    dp_bgxs = jnp.einsum("bgxk,bgsk->bgxs", dy_bgxk, _by_head(v_bsgk, g))
-    dx_bgxs = p_bgxs * (dp_bgxs - delta_bgx[..., None])
+    dy_bgxk = _by_head(dy_bthk, g)
+    dy_bgxk *= share_bgx[..., None]
+    y_bgxk = _by_head(y_bthk, g)
+    dy_y_bgxk = dy_bgxk * y_bgxk
+    delta_bgx = dy_y_bgxk.sum(-1)
+    v_bgsk = _by_head(v_bsgk, g)
+    dp_bgxs = jnp.einsum("bgxk,bgsk->bgxs", dy_bgxk, v_bgsk)
+    delta_bgx1 = delta_bgx[..., None]
+    dx_bgxs = p_bgxs * (dp_bgxs - delta_bgx1)
     scale = q_bthk.shape[-1] ** -0.5
-    dq_bgxk = jnp.einsum("bgxs,bgsk->bgxk", dx_bgxs, _by_head(k_bsgk, g)) * scale
-    dk_bgsk = jnp.einsum("bgxs,bgxk->bgsk", dx_bgxs, _by_head(q_bthk, g)) * scale
+    k_bgsk = _by_head(k_bsgk, g)
+    dq_bgxk = jnp.einsum("bgxs,bgsk->bgxk", dx_bgxs, k_bgsk)
+    dq_bgxk *= scale
+    q_bgxk = _by_head(q_bthk, g)
+    dk_bgsk = jnp.einsum("bgxs,bgxk->bgsk", dx_bgxs, q_bgxk)
+    dk_bgsk *= scale
     dv_bgsk = jnp.einsum("bgxs,bgxk->bgsk", p_bgxs, dy_bgxk)
-    return _by_place(dq_bgxk, q_bthk), _by_place(dk_bgsk, k_bsgk), _by_place(dv_bgsk, v_bsgk), None
+    dq_bthk = _by_place(dq_bgxk, q_bthk)
+    dk_bsgk = _by_place(dk_bgsk, k_bsgk)
+    dv_bsgk = _by_place(dv_bgsk, v_bsgk)
+    return dq_bthk, dk_bsgk, dv_bsgk, None
 
 
 heads_first.defvjp(_attention_forward, _attention_backward)
+
+
+def _masked(x_bgxs: Array, mask_bts: Array) -> Array:
+    """Set the scores of keys that a query does not see to `NEVER`."""
+    b, g, _, _ = x_bgxs.shape
+    _, t, s = mask_bts.shape
+    x_bgrts = x_bgxs.reshape(b, g, -1, t, s)
+    x_bgrts = jnp.where(mask_bts[:, None, None], x_bgrts, NEVER)
+    return x_bgrts.reshape(x_bgxs.shape)
 
 
 def _by_head(x_bthk: Array, g: int) -> Array:
@@ -199,7 +255,9 @@ def _by_place(x_bgxk: Array, like_bthk: Array) -> Array:
     """Bring places before heads again, [B, T, H, K]."""
     b, t, h, k = like_bthk.shape
     g = x_bgxk.shape[1]
-    return x_bgxk.reshape(b, g, h // g, t, k).transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)
+    x_bgrtk = x_bgxk.reshape(b, g, h // g, t, k)
+    x_btgrk = x_bgrtk.transpose(0, 3, 1, 2, 4)
+    return x_btgrk.reshape(b, t, h, k)
 
 
 # --- The update of one core ----------------------------------------------------------------------
@@ -208,8 +266,12 @@ def _by_place(x_bgxk: Array, like_bthk: Array) -> Array:
 def is_elementwise(opt_state: PyTree, params: PyTree) -> bool:
     """Whether each moment is floats of a parameter's shape. Others are not worth making twice."""
     shapes = {x.shape for x in jax.tree.leaves(params)}
-    moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
-    return all(x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) for x in moments)
+    for x in jax.tree.leaves(opt_state):
+        if x.ndim and x.shape not in shapes:
+            return False
+        if x.ndim and not jnp.issubdtype(x.dtype, jnp.floating):
+            return False
+    return True
 
 
 def update_in_place(
@@ -239,14 +301,15 @@ def update_in_place(
     """
 
     def measured() -> dict[str, Mean]:
-        again = propose(opt_state)[0] if repeatable else updates
-        return measure(apply(again, accepted))
+        updates_to_measure = updates
+        if repeatable:
+            updates_to_measure, _ = propose(opt_state)
+        new_params = apply(updates_to_measure, accepted)
+        return measure(new_params)
 
     def unknown() -> dict[str, Mean]:
         shapes = jax.eval_shape(measured)
-        nans: Mapping[str, Any] = jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes
-        )
+        nans: Mapping[str, Any] = jax.tree.map(_nan_like, shapes)
         return dict(nans)
 
     updates, _ = propose(opt_state)
@@ -256,17 +319,40 @@ def update_in_place(
         norms = jax.lax.cond(due, measured, unknown)
     is_measured = _is_there(norms["update_norm"].total)
     params = apply(updates, accepted & is_measured)
-    written = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(params) if x.size]
-    # A sort, since XLA fuses other reductions into the loop of each moment, and all of them would
-    # read all parameters. The program would grow with the square of the number of arrays.
-    all_written = jnp.stack([*written, jnp.ones((), bool)])
-    one = jnp.sort(all_written)[0].astype(jnp.float32)
-    after_params = jax.tree.map(lambda m: (m * one).astype(m.dtype) if m.ndim else m, opt_state)
+    factor = _one_after(params)
+
+    def wait(moment: Array) -> Array:
+        if not moment.ndim:
+            return moment
+        waiting = moment * factor
+        return waiting.astype(moment.dtype)
+
+    after_params = jax.tree.map(wait, opt_state)
     _, new_state = propose(after_params)
     return params, new_state, norms
 
 
+def _one_after(params: PyTree) -> Array:
+    """Return 1, float32 [], of which XLA does not know that it is 1 before all are written."""
+    are_written = []
+    for x in jax.tree.leaves(params):
+        if x.size:
+            number = x.ravel()[0]
+            are_written.append(_is_there(number))
+    are_written.append(jnp.ones((), bool))
+    # A sort, since XLA fuses other reductions into the loop of each moment, and all of them would
+    # read all parameters. The program would grow with the square of the number of arrays.
+    in_order = jnp.sort(jnp.stack(are_written))
+    return in_order[0].astype(jnp.float32)
+
+
+def _nan_like(x: jax.ShapeDtypeStruct) -> Array:
+    return jnp.full(x.shape, jnp.nan, x.dtype)
+
+
 def _is_there(x: Array) -> Array:
     """Return true, always, but data-dependent on x [], so XLA schedules its users after x."""
-    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    n_bits = 8 * x.dtype.itemsize
+    integer = np.dtype(f"uint{n_bits}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
     return (bits | 1) != 0
