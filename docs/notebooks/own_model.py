@@ -4,9 +4,9 @@
 # After this page you have trained a model of your own on data of your own, killed it, and resumed
 # it without a difference.
 # It takes two minutes on two cores. [The notebook](own_model.py) is plain Python with cells,
-# and has the code of the pictures too.
+# and also has the imports and the code of the pictures.
 
-# %%
+# %% [hidden]
 import json
 import pathlib
 import signal
