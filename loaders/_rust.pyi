@@ -67,6 +67,14 @@ def recording_fault(path: str | os.PathLike[str], start: float, end: float) -> s
     Raises what recording_info raises.
     """
 
+def recording_beyond(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Count the samples of a recording of floats that no spectrogram can be made of.
+
+    Returns how many samples (of any channel) are NaN, infinite or beyond 1e12, and the first one.
+    All of the file is read. Other formats than floats have none.
+    Raises what recording_info raises.
+    """
+
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
     """Resample a waveform from source_rate to target_rate (Hz), without delay.
 

@@ -28,6 +28,7 @@ from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import console, jsonl, metrics, traces, training_sources, writers
 from jaxtrain.telemetry.report import class_scores
 from jaxtrain.telemetry.report.step_differences import DIGEST, DIGESTS
+from jaxtrain.telemetry.unreadable import Unreadable
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -94,6 +95,8 @@ class MetricsLogger:
             config.workdir, config.metrics.profile, process=jax.process_index()
         )
         self._read_last = first
+        self._unreadable = Unreadable("to train on")
+        self._untested = Unreadable("to test on")
         flops, source = peak
         log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
         self._meter = metrics.Meter(
@@ -118,6 +121,9 @@ class MetricsLogger:
         trace: types.TracebackType | None,
     ) -> None:
         self._traces.close(self._read_last)
+        self._unreadable.look(self._data.train.diagnostics())
+        self._unreadable.close()
+        self._untested.close()
         # the trackers end later, once the checkpoints are written
         open_files: list[writers.Writer | writers.Lines] = [*self._records, *self._digests]
         if not self._process.has_lost:
@@ -218,6 +224,7 @@ class MetricsLogger:
 
     def _write_step(self, step: int, record: dict[str, Any]) -> None:
         loader = self._data.train.diagnostics()
+        self._unreadable.look(loader)
         rates = self._meter.rates(step, self._stream.waited, loader)
         goodput = self._process.clock.goodput()
         self._write(step, "train", record | rates | {"goodput": goodput})
@@ -247,6 +254,7 @@ class MetricsLogger:
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
         """Write an evaluation's results. ``counts``: by `jaxtrain.types.COUNTS`, or None."""
+        self._untested.look(self._data.test.diagnostics())
         self._process.confirm()
         with self._process.writing():
             if generations and cluster.is_main():

@@ -43,6 +43,14 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         True,
     ),
     "stale-header": ("a recording longer than its header says; kept: all of it", KEEP, True),
+    "not-finite": (
+        (
+            "a recording with samples that are NaN, infinite or too large; kept: rows that hold"
+            " some are left out in training, and counted"
+        ),
+        REFUSE,
+        True,
+    ),
     "opposite-channels": (
         "two channels that cancel; kept: their mean is almost silent, so say --channels 0",
         KEEP,

@@ -48,6 +48,9 @@ class Header:
     # header, and the chunk that states it
     about: dict[str, str]
     peak: float = 0.0  # the largest of its samples if they are floats, at a few places
+    # samples that are NaN, infinite or too large, of floats, which are all read; -1: nobody looked
+    beyond: int = -1
+    first_beyond: int = 0
 
     @property
     def seconds(self) -> float:
@@ -61,8 +64,11 @@ def read_all(
     threads: int = 0,
     *,
     time_expansion: float | None = None,
+    samples: bool = False,
 ) -> tuple[dict[str, Header], int]:
     """Return the headers of readable recordings, by path, and how many were not ``known``.
+
+    ``samples``: whether to read all samples of floats, of which some may be no numbers.
 
     ``time_expansion``: times slower than life that the recordings are taken to be; None: nothing
     decides that yet.
@@ -72,7 +78,7 @@ def read_all(
     n_read = 0
 
     def read(path: str) -> Header | tuple[str, str]:
-        return _read(path, known.get(path))
+        return _read(path, known.get(path), samples)
 
     with concurrent.futures.ThreadPoolExecutor(threads or machine.cores()) as pool:
         outcomes = pool.map(read, paths, chunksize=64)
@@ -108,6 +114,13 @@ def _is_kept(path: str, header: Header, errors: Errors) -> bool:
         )
         if not errors.add("float-range", text):
             return False
+    if header.beyond > 0:
+        text = (
+            f"{path}: {header.beyond} of {header.frames} samples are NaN, infinite or beyond 1e12,"
+            f" the first at {header.first_beyond / header.rate:.3f} s"
+        )
+        if not errors.add("not-finite", text):
+            return False
     return not header.cancels or errors.add("opposite-channels", path)
 
 
@@ -135,7 +148,7 @@ def _time_text(about: Mapping[str, str]) -> str:
     return "T".join(filter(None, (about.get("date"), about.get("time"))))
 
 
-def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
+def _read(path: str, earlier: Header | None, samples: bool) -> Header | tuple[str, str]:
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -143,7 +156,8 @@ def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
     try:
         stat = os.stat(path)
         if earlier and (earlier.size, earlier.mtime) == (stat.st_size, stat.st_mtime_ns):
-            return earlier
+            if earlier.beyond >= 0 or not samples:
+                return earlier
         if stat.st_size == 0:
             return "empty-file", f"{path} has 0 bytes"
         rate, frames, channels, slow = _rust.recording_info(path)
@@ -152,6 +166,7 @@ def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
             return "unreadable-file", text
         stated, cancels = _rust.recording_doubts(path)
         peak = _rust.recording_peak(path)
+        beyond, first_beyond = _rust.recording_beyond(path) if samples else (-1, 0)
         digest, about = _look(path, stat.st_size)
     except PermissionError:
         return "no-permission", f"{path}: permission denied"
@@ -172,6 +187,8 @@ def _read(path: str, earlier: Header | None) -> Header | tuple[str, str]:
         digest=digest,
         about=about,
         peak=peak,
+        beyond=beyond,
+        first_beyond=first_beyond,
     )
 
 

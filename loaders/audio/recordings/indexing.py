@@ -83,7 +83,9 @@ def make(
     root = _root(given, reading, root, paths)
     # Before any is opened: the contents of a folder elsewhere are private.
     paths -= _leading_out(paths, root, errors)
-    headers, n_read = header_lib.read_all(paths, store.read_recordings(out), errors, threads)
+    headers, n_read = header_lib.read_all(
+        paths, store.read_recordings(out), errors, threads, samples=True
+    )
     note(f"{len(headers)} headers, {n_read} of them read now")
     planned = plan(annotations, headers, classes, root, options, splitter, errors)
     errors.refuse()

@@ -218,6 +218,8 @@ def _is_header(header: Header) -> bool:
         return False
     if type(header.peak) is not float or not header.peak >= 0:
         return False
+    if type(header.beyond) is not int or type(header.first_beyond) is not int:
+        return False
     flag_types = {type(header.slow), type(header.cancels)}
     text_types = set(map(type, (header.digest, *header.about, *header.about.values())))
     return flag_types == {bool} and text_types == {str}
@@ -238,6 +240,8 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         "cancels": pa.bool_(),
         "digest": pa.string(),
         "peak": pa.float64(),
+        "beyond": pa.int64(),
+        "first_beyond": pa.int64(),
     }
     columns = {"path": pa.array(names, pa.string())}
     for column, kind in column_types.items():

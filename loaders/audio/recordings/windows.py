@@ -250,6 +250,7 @@ def lenient() -> Errors:
         "truncated-file",
         "stale-header",
         "float-range",
+        "not-finite",
         "opposite-channels",
         "time-expansion",
     )

@@ -289,6 +289,16 @@ impl Decoder {
         peak
     }
 
+    /// The number of samples per channel of which one is NaN, infinite or beyond `limit`, and the first of them. All of
+    /// a recording of floats is read. Other formats have none.
+    /// Errors: Bytes that are no recording.
+    pub fn beyond(&self, bytes: &[u8], limit: f64) -> Result<(u64, u64), Error> {
+        match format(bytes)?.0 {
+            Format::Pcm(pcm) if !pcm.is_finite() => Ok(pcm.beyond(limit)),
+            _ => Ok((0, 0)),
+        }
+    }
+
     /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one
     /// `channel`. `info` is the result of [`Decoder::info`] for these bytes.
     /// Errors: A range or a channel that is not in the recording, damage in it, or a sample that is not finite.

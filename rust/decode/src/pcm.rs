@@ -65,6 +65,34 @@ impl<'a> Pcm<'a> {
         !matches!(self.encoding, Encoding::F32 | Encoding::F64)
     }
 
+    /// The number of samples per channel of which one is NaN, infinite or beyond `limit`, and the first of them.
+    pub fn beyond(&self, limit: f64) -> (u64, u64) {
+        match (self.encoding, self.big_endian) {
+            (Encoding::F32, false) => self.count(|x| f64::from(f32::from_le_bytes(x)), limit),
+            (Encoding::F32, true) => self.count(|x| f64::from(f32::from_be_bytes(x)), limit),
+            (Encoding::F64, false) => self.count(f64::from_le_bytes, limit),
+            (Encoding::F64, true) => self.count(f64::from_be_bytes, limit),
+            _ => (0, 0),
+        }
+    }
+
+    fn count<const N: usize>(&self, value: impl Fn([u8; N]) -> f64, limit: f64) -> (u64, u64) {
+        let is_bad = |frame: &[u8]| {
+            let samples = frame.as_chunks().0.iter();
+            samples.fold(false, |bad, x| bad | !(value(*x).abs() <= limit))
+        };
+        let mut found = (0, 0);
+        for (k, frame) in self.data.chunks_exact(self.frame().max(1)).enumerate() {
+            if is_bad(frame) {
+                if found.0 == 0 {
+                    found.1 = k as u64;
+                }
+                found.0 += 1;
+            }
+        }
+        found
+    }
+
     fn frame(&self) -> usize {
         self.encoding.bytes() * usize::from(self.channels)
     }

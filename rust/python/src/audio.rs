@@ -85,6 +85,14 @@ pub fn recording_peak(py: Python<'_>, path: PathBuf) -> PyResult<f32> {
     py.detach(peak)
 }
 
+/// Count the samples of a recording of floats that no spectrogram can be made of.
+#[pyfunction]
+pub fn recording_beyond(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
+    with_info(py, path, |decoder, bytes, _| {
+        decoder.beyond(bytes, f64::from(pipeline::PEAK)).unwrap_or_default()
+    })
+}
+
 /// Say why a part of a recording cannot be decoded.
 #[pyfunction]
 pub fn recording_fault(
@@ -94,7 +102,10 @@ pub fn recording_fault(
         let sample = |time: f64| ((time * f64::from(info.rate)).round() as u64).min(info.frames);
         let (from, to) = (sample(start), sample(end));
         let mut out = zeros(to.saturating_sub(from)).ok()?;
-        decoder.read(bytes, &info, from, None, &mut out).err().map(|error| error.to_string())
+        let fault = decoder.read(bytes, &info, from, None, &mut out).err();
+        let too_large = out.iter().any(|x| x.abs() > pipeline::PEAK);
+        let what = too_large.then(|| "has samples that are NaN or too large".to_owned());
+        fault.map(|error| error.to_string()).or(what)
     })
 }
 

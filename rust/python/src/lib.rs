@@ -22,7 +22,7 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ($($name:path),*) => { $(module.add_function(wrap_pyfunction!($name, module)?)?;)* };
     }
     functions!(build_profile, audio::decode, audio::resample, audio::fbank, audio::front_end);
-    functions!(audio::recording_info, audio::recording_doubts);
+    functions!(audio::recording_info, audio::recording_doubts, audio::recording_beyond);
     functions!(audio::recording_peak, audio::recording_fault);
     functions!(order::permutation, order::block_order);
     functions!(

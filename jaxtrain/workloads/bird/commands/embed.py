@@ -31,6 +31,7 @@ else.
 import argparse
 import pathlib
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -155,6 +156,8 @@ def _embed(args: argparse.Namespace) -> int:
             data = encoder.data_config(model, **changes)
             embedded = _Embedded(embed.embed(model, data, out, **options))
     progress = embedded.progress
+    for reason in progress["reasons"]:
+        print(f"unreadable: {reason}", file=sys.stderr)
     print(
         f"{args.out}: {progress['done']} recordings ({progress['unreadable']} unreadable),"
         f" {progress['examples_per_second']:.0f} a second, {progress['waiting']:.0%} of the time"

@@ -30,6 +30,7 @@ from loaders.base import DataError
 from loaders.io import atomic_write, columnar
 from loaders.io import files as files_lib
 
+MAX_REASONS = 10  # of unreadable rows that are noted
 FLUSH = 20  # [s] between notes of the progress
 
 
@@ -124,6 +125,8 @@ def embed(
             partial.replace(out / f"{name}.npy")
     is_decoded = np.load(out / "weight.npy", mmap_mode="r") > 0
     progress["unreadable"] = n - int(is_decoded.sum())
+    reasons = [reason for _, reason in loader.diagnostics().get("bad_list", ())]
+    progress["reasons"] = reasons[:MAX_REASONS]
     progress["examples_per_second"] = (n - start) / seconds
     progress["waiting"] = stream.waited / seconds
     _note(out, files, progress)

@@ -48,7 +48,7 @@ pub use crop::{Clip, Short};
 pub use diagnostics::{Diagnostics, STAGES};
 pub(crate) use narrow::int16;
 pub use queue::Next;
-pub use row::front_end;
+pub use row::{front_end, PEAK};
 
 /// Fields of a batch, by their number in the slab.
 pub const CLIP: usize = 0; // f32 or bf16 (views, n_frames, n_mels), or i16 (views, clip_samples): see Form

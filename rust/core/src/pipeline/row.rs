@@ -18,7 +18,7 @@ use crate::source::{Part, Reader};
 use jaxtrain_decode::{Decoder, Error, Info, Origin, FLAC_BLOCK};
 
 /// Samples beyond this would overflow the power spectrum's float32.
-const PEAK: f32 = 1e12;
+pub const PEAK: f32 = 1e12;
 
 /// One worker's decoders and buffers. No two workers share any of it, so nothing is locked while a row is written.
 pub(super) struct Scratch {
@@ -69,7 +69,7 @@ pub(super) fn load(
     loaded.unwrap_or_else(|panic| {
         *scratch = Scratch::new(&shared.config.bank); // its contents may be in any state
         let reason = format!("panic: {}", panics::message(panic.as_ref()));
-        Err(Miss::Unusable(shared.index.bad_row(row as usize, reason).to_string()))
+        Err(Miss::Unusable(shared.index.bad_recording(row as usize, &reason).to_string()))
     })
 }
 
@@ -78,7 +78,7 @@ fn try_load(
 ) -> Result<(), Miss> {
     let Shared { config, counters, index, .. } = shared;
     let Scratch { decoder, resamplers, fbank, reader, crops, samples, wave } = scratch;
-    let unusable = |reason: String| Miss::Unusable(index.bad_row(row, reason).to_string());
+    let unusable = |reason: String| Miss::Unusable(index.bad_recording(row, &reason).to_string());
     let check_cancelled = || if slot.is_cancelled() { Err(Miss::Cancelled) } else { Ok(()) };
     check_cancelled()?;
 

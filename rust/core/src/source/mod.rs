@@ -429,6 +429,19 @@ impl Index {
         }
     }
 
+    /// An error of the sound of one recording, with its file, or the shard and its name there.
+    pub fn bad_recording(&self, row: usize, what: &str) -> Error {
+        let Ok((_, shard)) = self.shard(row) else { return self.bad_row(row, what.to_owned()) };
+        match self.path(row, &mut Reader::default()) {
+            Ok(Some(name)) if matches!(shard.table, Table::Parts(_)) => {
+                let folder = self.root.as_deref().or(shard.path.parent()).unwrap_or(Path::new(""));
+                Fault::plain(what.to_owned()).of(&folder.join(name))
+            }
+            Ok(Some(name)) => self.bad_row(row, format!("{name}: {what}")),
+            _ => self.bad_row(row, what.to_owned()),
+        }
+    }
+
     /// The number of the shard that holds a row, and the shard.
     fn shard(&self, row: usize) -> Result<(usize, &Shard), Error> {
         refuse!(row >= self.n_rows(), Err(Error::RowRange { row: row as i64, n: self.n_rows() }));
