@@ -752,6 +752,16 @@ CONTAINERS = {
         lambda: layers(b"\xff\xff\xc4\x00", 384, b"\xff\xfb\x94\x00"),
         "MPEG layer I: this format",
     ),
+    "two chunks of a WAV": (
+        lambda: riff((b"fmt ", FMT), (b"data", DATA), (b"data", DATA)),
+        "WAV: its several chunks of samples cannot be read here",
+    ),
+    "two chunks of an AIFF": (
+        lambda: (
+            (aiff := corpus.encode(SAMPLES / 32768, RATE, "AIFF")) + aiff[aiff.index(b"SSND") :]
+        ),
+        "AIFF: its several chunks of samples cannot be read here",
+    ),
     "MP3 in AVI": (lambda: b"RIFF\0\0\0\0AVI LIST" + bytes(100) + mp3(), "AVI: this format"),
     "MP3 in a ZIP archive": (lambda: b"PK\x03\x04" + bytes(60) + mp3(), "a ZIP archive"),
     "MP3 in a tar archive": (

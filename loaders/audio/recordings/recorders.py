@@ -34,7 +34,6 @@ _PLACE = (
     r"(?P<latitude>[+-]?\d{1,2}\.\d+)(?P<between> ?,? ?)"
     r"(?P<longitude>(?:(?<= )|(?<=,)|(?=[+-]))[+-]?\d{1,3}\.\d+)"
 )
-_DECIMATED = r"(?:[._]df?\d+)*"  # to a rate or by a factor, as a HARP's tools note it
 # In order: the first that is found in a name, from left to right.
 FORMS = tuple(
     re.compile(form)
@@ -47,10 +46,10 @@ FORMS = tuple(
         rf"^(?P<site>.+)-{_DATE}_"
         r"(?P<hour>[01]\d|2[0-3])-(?P<minute>[0-5]\d)(?P<second>)(?P<zone>)$",
         rf"^(?P<site>(?:.+[_.])?(?:\d{{3,10}}(?=\.)|\d{{8,10}}(?=_)))[._]"
-        rf"{_SHORT_DATE}{_SHORT_TIME}{_DECIMATED}(?:\.x)?$",
-        rf"^(?:(?P<site>.+)[_-])?{_SHORT_DATE}_{_SHORT_TIME}{_DECIMATED}\.x(?:\.\d+)?$",
+        rf"{_SHORT_DATE}{_SHORT_TIME}(?!\d)",
+        rf"^(?:(?P<site>.+)[_-])?{_SHORT_DATE}_{_SHORT_TIME}(?:[._]df?\d+)*\.x$",
         rf"^(?:(?P<site>.+)[_-])?(?i:WISPR)\d?[_-]"
-        rf"{_SHORT_DATE}[_-]{_SHORT_TIME}{_DECIMATED}(?:\.x)?$",
+        rf"{_SHORT_DATE}[_-]{_SHORT_TIME}(?!\d)",
     )
 )
 _DAY = re.compile(rf"(?<![^\W_]){_DATE}(?![^\W_])")

@@ -18,6 +18,7 @@ pub(super) fn aiff(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
         let body = &bytes[at..];
         match &head[..4] {
             b"COMM" => common = body.get(..size as usize),
+            b"SSND" if data.is_some() => return Err(Error::parts("AIFF")),
             b"SSND" => {
                 let Some(offset) = u32_at(body, 0) else { break };
                 let whole = riff::whole(body, size as usize, chunk);

@@ -113,6 +113,11 @@ impl Error {
         let what = format!("several tracks of sound ({tracks}; -map 0:a:0 takes the first)");
         Self::Unsupported { format, what }
     }
+
+    /// The refusal of a file whose samples are in several parts, of which one would be read.
+    fn parts(format: &'static str) -> Self {
+        Self::Unsupported { format, what: "its several chunks of samples".into() }
+    }
 }
 
 fn corrupt<T>(format: &'static str, what: &'static str) -> Result<T, Error> {

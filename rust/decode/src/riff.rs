@@ -93,6 +93,11 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
                 if next.starts_with(b"RIFF") && next.get(8..12) == Some(b"WAVE") {
                     return Err(Error::Joined { format: "WAV" });
                 }
+                // The second chunk would be passed over.
+                refuse!(
+                    size > 0 && next.starts_with(b"data") && chunk(next).is_some(),
+                    Err(Error::parts("WAV"))
+                );
                 let (data, stated) = match long_size {
                     // RF64: the size is in the ds64 chunk, and this field is all ones.
                     Some(long) if size == u32::MAX || long_format && size == 0 => {

@@ -6,11 +6,17 @@ const SURE: usize = 3;
 /// Bytes of a frame, at most: layer II at 384 kbit/s and 8 kHz.
 const MAX_FRAME: usize = 6912;
 
+/// Places at which a stream of a free bit rate is looked for, at most: each costs a search for its next frame.
+const MAX_FREE: usize = 64;
+
 /// The name of the stream that begins first in the bytes before `end`, if it is none that is read.
 pub(in super::super) fn find(bytes: &[u8], end: usize) -> Option<&'static str> {
     let end = end.min(bytes.len());
+    let mut n_free = 0;
     (0..end).filter(|&at| bytes[at] == 0xff).find_map(|at| {
         let frame = Frame::parse(&bytes[at..])?;
+        n_free += usize::from(frame.size == 0);
+        refuse!(frame.size == 0 && n_free > MAX_FREE, None);
         frame.begins_stream(&bytes[at..]).then_some(frame.name)
     })
 }
