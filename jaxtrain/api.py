@@ -20,7 +20,7 @@ from jaxtrain.arrays import run_workload, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.config import Config
-from jaxtrain.parallel import cluster, jax_options
+from jaxtrain.parallel import cluster
 from jaxtrain.run import loop
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import jsonl
@@ -139,7 +139,6 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or
     has no `Task.predict`.
     """
-    jax_options.require()
     source = source_lib.find(run, step)
     run_config = source.config()
     code = run_workload.of_run(run_config, workload)
