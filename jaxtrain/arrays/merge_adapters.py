@@ -27,15 +27,8 @@ def merged(
     arrays: Mapping[str, Stored], config: Mapping[str, Any], workload_name: str
 ) -> dict[str, Stored]:
     """Return merged weights of a run with adapters: the trained, over the warm start's."""
-    with _within(PATTERNS, "the patterns of its config.warm_start"):
-        rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
-    if not rules.source:
-        raise StoredError(
-            "the run's frozen parameters were initialised, not read: there is no"
-            " config.warm_start.source to merge with; `jaxtrain lora-to-peft` writes its adapters"
-        )
     specs = _specs(config, workload_name)
-    base = _read_base(rules, specs)
+    base = _read_base(config, specs)
     adapters = run_workload.section_of(config, "lora", config_lib.Lora)
     if not adapters.rank:
         raise StoredError("the run's config.lora.rank is 0, and it holds adapters")
@@ -54,6 +47,20 @@ def merged(
     return weights
 
 
+def base(
+    arrays: Mapping[str, Stored], config: Mapping[str, Any], workload_name: str
+) -> dict[str, Stored]:
+    """Return the weights that a run with adapters began from, as its model has them.
+
+    A trained one that the warm start did not read is that of the run.
+    """
+    specs = _specs(config, workload_name)
+    weights = {path: array for path, array in arrays.items() if path in specs}
+    for path, match in _read_base(config, specs).items():
+        weights[path] = warm_start.folded(match, specs[path].shape)
+    return {path: weights[path] for path in specs if path in weights}
+
+
 def _specs(config: Mapping[str, Any], workload_name: str) -> dict[str, Spec]:
     """Return the parameters of the run's model by their paths."""
     workload = run_workload.of_run(config, workload_name)
@@ -66,10 +73,15 @@ def _specs(config: Mapping[str, Any], workload_name: str) -> dict[str, Spec]:
     return dict(zip(spec_lib.paths(table), leaves, strict=True))
 
 
-def _read_base(
-    rules: config_lib.WarmStart, specs: Mapping[str, Spec]
-) -> dict[str, warm_start.Match]:
+def _read_base(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, warm_start.Match]:
     """Return the arrays of the source that the run began from, by the paths of the model."""
+    with _within(PATTERNS, "the patterns of its config.warm_start"):
+        rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
+    if not rules.source:
+        raise StoredError(
+            "the run's frozen parameters were initialised, not read: there is no"
+            " config.warm_start.source to merge with; `jaxtrain lora-to-peft` writes its adapters"
+        )
     try:
         source = warm_start.open_source(rules)
     except (warm_start.WarmStartError, MemoryError):

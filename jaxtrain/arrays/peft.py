@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as spec_lib
-from jaxtrain.arrays import run_workload
+from jaxtrain.arrays import run_workload, safetensors, safetensors_reader
 from jaxtrain.arrays import safetensors_writer as writer
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.source import Source
@@ -36,6 +36,8 @@ def export(
     base: str = "",
 ) -> str:
     """Write the folder ``out``, for ``named`` (--workload). Return a line about it.
+
+    If the base is a run, its weights are written too, since peft reads those of a folder.
 
     ``base``: the place of the weights that the adapters change; "" = where the run has them from.
     Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft
@@ -69,15 +71,19 @@ def export(
     for copy, origin in contract.tied(model).items():
         if origin in tensors:
             tensors[copy] = tensors[origin]
-    adapter_config = _config(
-        run_workload.with_base(source, config, base),
-        tensors,
-        _names(workload, config, contract),
-    )
+    config_with_base = run_workload.with_base(source, config, base)
+    adapter_config = _config(config_with_base, tensors, _names(workload, config, contract))
     adapter_config["task_type"] = contract.peft_task
     target = files.expanded(out).absolute()
-    if target.exists() and any(target.iterdir()):
-        raise StoredError(f"{target} is not empty; choose another --out")
+    base_folder = target.parent / f"{target.name}-base"
+    is_run = _is_run(config_with_base["warm_start"].get("source"))
+    for folder in (target, base_folder) if is_run else (target,):
+        if folder.exists() and any(folder.iterdir()):
+            raise StoredError(f"{folder} is not empty; choose another --out")
+    if is_run:
+        options = safetensors.Options(step=step, ema=ema, workload=named, base=base, adapters=False)
+        safetensors.export(run, str(base_folder), options)
+        adapter_config["base_model_name_or_path"] = str(base_folder)
     named_tensors = {f"base_model.model.{name}": x for name, x in sorted(tensors.items())}
     with atomic_write.folder(target) as partial:
         _write_tensors(partial / "adapter_model.safetensors", named_tensors)
@@ -89,14 +95,25 @@ def export(
     numbers = sum(x.size for x in tensors.values())
     base_dtype = run_workload.section_of(config, "lora", config_lib.Lora).dtype
     remark = ""
+    if is_run:
+        remark = f"; their base is a run, whose weights are written to {base_folder}"
+    elif not adapter_config["base_model_name_or_path"]:
+        remark = "; their base was initialised by the run, and no other program has it"
     if base_dtype != "float32":
-        remark = (
+        remark += (
             f"; trained over a base in {base_dtype}: load it with torch_dtype=torch.{base_dtype}"
         )
     return (
         f"{target}: {content} of {source.path}{average}, {len(tensors)} arrays, {numbers:,}"
         f" numbers{remark}"
     )
+
+
+def _is_run(source: str | None) -> bool:
+    """Whether weights are a step of a run, which no other program reads."""
+    if not source:
+        return False
+    return not safetensors_reader.is_safetensors(source)
 
 
 def _parameter(

@@ -45,6 +45,7 @@ class Options:
     shard_size: int = 5 * 10**9  # [bytes] of the largest file
     workload: str = ""  # module of the run's workload, if it is none of this package
     base: str = ""  # source of the run's first weights; "" = its config.warm_start.source
+    adapters: bool = True  # whether those of the run are added to its first weights
     formats: Sequence[str] = ()  # names of the workload's `jaxtrain.types.Format`
     license: str = ""  # of the weights, for the card
     datasets: Sequence[str] = ()  # that the weights were trained on, for the card
@@ -134,7 +135,8 @@ def _select(source: Source, config: dict[str, Any], options: Options) -> _Select
         config_with_base = {**config, "warm_start": warm_start}
     if any(lora.is_adapter(path) for path in arrays):
         config_with_base = run_workload.with_base(source, config, options.base)
-        arrays = merge_adapters.merged(arrays, config_with_base, options.workload)
+        weights_of = merge_adapters.merged if options.adapters else merge_adapters.base
+        arrays = weights_of(arrays, config_with_base, options.workload)
 
     formats = list(_formats(source, config, options))
     whole_model = arrays

@@ -11,6 +11,8 @@
       adapter_config.json           rank, alpha, the modules that are adapted (target_modules) or
                                     trained themselves (modules_to_save), and the weights that they
                                     belong to
+    DIR-base/                       these weights for transformers, if they are a run's: --base
+                                    names an export of it in their place
 
 This works for workloads whose matrices are exported as (out, in) under names that end in
 ".weight". A trained parameter that peft has no place for is an error. `jaxtrain export` writes the

@@ -109,7 +109,8 @@ def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
         assert adapters(workdir, train__steps="4", **fields) == runs[1]
 
 
-def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
+def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder, capsys):
+    """For peft, which reads no run, the base is written beside the adapters."""
     adapters("rounded", lora__dtype="bfloat16", warm_start__source="A/checkpoints/2")
     base, merged, trained = (folder / name for name in ("base", "merged", "adapters"))
     assert (
@@ -118,10 +119,16 @@ def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
         == 0
     )
     assert lora_to_peft.main(["rounded", "--base", "A/checkpoints/2", "--out", "adapters"]) == 0
+    written = folder / "adapters-base"
+    assert f"their base is a run, whose weights are written to {written}" in capsys.readouterr().out
     about = json.loads((trained / "adapter_config.json").read_text())
-    assert about["base_model_name_or_path"] == str(folder / "A" / "checkpoints" / "2"), (
-        "peft may read it anywhere"
-    )
+    assert about["base_model_name_or_path"] == str(written), "peft may read it anywhere"
+    assert weights(written) == weights(base)
+    assert (written / "config.json").read_text() == (base / "config.json").read_text()
+    assert lora_to_peft.main(["rounded", "--out", "adapters"]) == 2
+    assert lora_to_peft.main(["rounded", "--base", "base", "--out", "other"]) == 0
+    about = json.loads((folder / "other" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(base) and not (folder / "other-base").exists()
     base, merged = (
         safetensors.numpy.load_file(place / "model.safetensors") for place in (base, merged)
     )
