@@ -67,9 +67,10 @@ PRESET = (
 PRETRAINED = (
     f"{RUN} --config.model.context=64 --config.data.context=64 --config.model.dtype=float32"
 )
+GOLDEN = json.loads((ROOT / "tests" / "data" / "higgs" / "config.json").read_text())
 HIGGS = (
-    f"{RUN} --config.model.dtype=float32 --config.data.codebooks=4 --config.data.codebook_size=32"
-    " --config.data.buckets=1"
+    f"{RUN} --config.model.dtype=float32 --config.data.codebooks={GOLDEN['audio_num_codebooks']}"
+    f" --config.data.codebook_size={GOLDEN['audio_codebook_size']} --config.data.buckets=1"
 )
 PUZZLES = (
     f"{RUN} --config.model.embed=32 --config.model.heads=2 --config.model.depth=1"

@@ -174,12 +174,13 @@ def sounds(folder: pathlib.Path) -> None:
         (folder / "sounds" / f"{i}.wav").write_bytes(file.getvalue())
     samples = [chat.says(f"sounds/{i % 6}.wav", duration=0.4 + 0.1 * (i % 3)) for i in range(24)]
     (folder / "manifest.json").write_text(json.dumps(samples))
-    # The output of another codec: 4 codebooks of 32, as in path/to/weights.
+    # The output of another codec, of codebooks as in path/to/weights.
+    model = json.loads((TESTS / "data" / "higgs" / "config.json").read_text())
+    size = model["audio_codebook_size"]
+    shape = (model["audio_num_codebooks"], 25)
     rng = np.random.default_rng(0)
-    np.savez(
-        folder / "codes.npz",
-        **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)},
-    )
+    codes = {f"sounds/{i}.wav": rng.integers(0, size, shape, np.int16) for i in range(6)}
+    np.savez(folder / "codes.npz", **codes)
 
 
 if __name__ == "__main__":

@@ -228,19 +228,16 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
             metrics[f"audio_{k}"].total, get("audio_sum_per_codebook")[k], rtol=1e-5, err_msg=k
         )
         assert metrics[f"audio_{k}"].weight == get("audio_count_per_codebook")[k]
-    if run in RUNS:
-        assert (
-            abs(metrics["text"].total / metrics["text"].weight - get("unshifted_text_loss")) > 0.01
-        )
-        heard = (
-            sum(metrics[f"audio_{k}"].total / metrics[f"audio_{k}"].weight for k in range(K)) / K
-        )
-        np.testing.assert_allclose(heard, get("audio_loss"), rtol=1e-5)
-        assert abs(heard - get("unshifted_audio_loss")) > 0.01
     record = {
         name: float(m.total) / float(m.weight) if m.weight else np.nan
         for name, m in metrics.items()
     }
+    if run in RUNS:
+        heard = sum(record[f"audio_{k}"] for k in range(K)) / K
+        np.testing.assert_allclose(heard, get("audio_loss"), rtol=1e-5)
+        # The differences are larger than ten times the tolerance.
+        assert record["text"] != pytest.approx(float(get("unshifted_text_loss")), rel=1e-4)
+        assert heard != pytest.approx(float(get("unshifted_audio_loss")), rel=1e-4)
     np.testing.assert_allclose(task.finish(record)["loss"], get("total_loss"), rtol=1e-5)
 
 
@@ -360,7 +357,9 @@ def test_switches_change_what_is_computed(folders, numbers, changes):
     same = (
         np.abs(np.asarray(found)[of] - numbers["plain_rope.audio_logits"][: of.sum()]).max() < 1e-3
     )
-    assert same == (not changes)
+    # The mean of one codebook's embedding is its sum.
+    differs = "audio_attention" in changes or ("average_codes" in changes and K > 1)
+    assert same != differs
     assert specs_lib.count(audio_language.make_specs(c)) == specs_lib.count(params)
 
 
