@@ -391,7 +391,9 @@ class _Copy:
                 _, parts = neighbours(self._folder / file.name)
                 parts_of_texts.append(parts)
         while not self._done.wait(POLL if texts else None):
-            if not any(parts.exists() for parts in parts_of_texts):
+            are_whole = not any(parts.exists() for parts in parts_of_texts)
+            # A file that is refused vanishes after its error is set.
+            if are_whole and not self.error:
                 return
         if self.error:
             _copies.pop(str(self._folder), None)  # the next attempt begins again
@@ -484,12 +486,14 @@ class _Copy:
             with open(place, "rb") as copied:
                 digest = hashlib.file_digest(copied, kind).hexdigest()
             if digest != stated:
-                self._parts[file][:] = FAILED  # for its readers
-                for path in (note, place, parts):
-                    path.unlink()
-                raise DataError(
+                error = DataError(
                     f"{file.path} came with the {kind} {digest}, and the store says {stated}; rerun"
                 )
+                self._parts[file][:] = FAILED  # for its readers
+                self._fail(error)
+                for path in (note, place, parts):
+                    path.unlink()
+                raise error
         parts.unlink()
 
     def _fail(self, error: Exception) -> None:

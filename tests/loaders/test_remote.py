@@ -359,3 +359,28 @@ def test_a_wrong_checksum_is_refused(tmp_path):
             System(), [file], tmp_path, remote_cache.DiskBudget(tmp_path, 100, "gs://bucket")
         ).wait()
     assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]
+
+
+def test_an_index_with_a_wrong_checksum_is_never_taken_for_whole(tmp_path, monkeypatch):
+    """The copy of a refused file goes, as do the parts of a complete one. The error is set before,
+    however slowly, and a run waits for the threads of the others."""
+
+    class System:
+        def cat_file(self, path, start, end):
+            if path.endswith(".arrow"):
+                time.sleep(0.1)
+            return b"x" * (end - start)
+
+    fail = remote._Copy._fail
+
+    def fail_slowly(copy, error):
+        time.sleep(0.3)
+        fail(copy, error)
+
+    monkeypatch.setattr(remote._Copy, "_fail", fail_slowly)
+    digests = {"state.json": ("md5", "0" * 32), "a.arrow": ("", "")}
+    files = [remote.File(name, name, 100, "t", digest) for name, digest in digests.items()]
+    assert all(remote._prepare(file, tmp_path) for file in files)
+    budget = remote_cache.DiskBudget(tmp_path, 200, "gs://bucket")
+    with pytest.raises(DataError, match=r"state\.json came with the md5"):
+        remote._Copy(System(), files, tmp_path, budget).wait(texts=True)
