@@ -610,6 +610,22 @@ def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_importe
 
 
 @pytest.mark.parametrize(
+    ("version", "least", "is_old"),
+    [
+        ("0.10", "0.10.0", False),
+        ("0.10.0", "0.10", False),
+        ("0.10.0rc1", "0.10.0", False),
+        ("0.10.1", "0.10", False),
+        ("0.9.9", "0.10.0", True),
+        ("0", "0.1", True),
+    ],
+)
+def test_zeros_at_the_end_of_a_version_do_not_count(version, least, is_old, monkeypatch):
+    monkeypatch.setattr(installation, "_version", lambda name: version)
+    assert bool(installation.package_problem([f"jax>={least}"])) is is_old
+
+
+@pytest.mark.parametrize(
     ("argv", "package", "text"),
     [
         (

@@ -25,9 +25,9 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     # a checkout on PYTHONPATH has no list of requirements
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    missing = packages(requirements)
-    if missing:
-        return missing
+    wrong_package = package_problem(requirements)
+    if wrong_package:
+        return wrong_package
     remedy = "say `make train` in the checkout, or pip install its wheel"
     if importlib.util.find_spec("loaders._rust") is None:
         return f"the extension loaders._rust is not built; {remedy}"
@@ -51,7 +51,7 @@ def allows_debug(argv: Sequence[str]) -> bool:
     return False
 
 
-def packages(requirements: Iterable[str]) -> str:
+def package_problem(requirements: Iterable[str]) -> str:
     """Return the first missing or old one of ``name>=1.2``, …, without those of extras."""
     for text in requirements:
         requirement, _, marker = text.partition(";")
@@ -64,7 +64,7 @@ def packages(requirements: Iterable[str]) -> str:
             version = _version(name)
         except importlib.metadata.PackageNotFoundError:
             return f"the package {name} is missing{remedy}"
-        if _numbers(version) < _numbers(least):
+        if _release(version) < _release(least):
             return f"the package {name} is {version}, and jaxtrain needs {least} or newer{remedy}"
     return ""
 
@@ -90,7 +90,10 @@ def unwritable_cache() -> str:
 _version = functools.cache(importlib.metadata.version)
 
 
-def _numbers(version: str) -> list[int]:
-    """Return the release of a version: [0, 10, 2] of 0.10.2rc1."""
+def _release(version: str) -> list[int]:
+    """Return the numbers of a version without zeros at their end: [0, 10] of 0.10.0rc1."""
     release = re.match(r"\d+(?:\.\d+)*", version)
-    return [int(part) for part in release[0].split(".")] if release else []
+    numbers = [int(part) for part in release[0].split(".")] if release else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
