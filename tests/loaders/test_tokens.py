@@ -269,6 +269,12 @@ def test_errors_are_named(tmp_path):
         "too few for a context of 1000000",
     )
     fails(config_of(tmp_path / "a", packing="random", exhausted="stop"), "never exhaust")
+    (tmp_path / "single").mkdir()
+    single = [np.ones(1, np.uint16)] * 5
+    entry = token_files.write_shard(tmp_path / "single", "00000", single, [3] * 5, np.uint16)
+    token_files.write_about(tmp_path / "single", vocab=9, eos=None, tokenizer=None, shards=[entry])
+    # which packing would search for a row of without end
+    fails(config_of(tmp_path / "single"), r"sources\[0\].path=.*single has no document of two")
     corpus(tmp_path / "torn")
     (tmp_path / "torn" / "00001.tokens").write_bytes(b"xx")
     fails(config_of(tmp_path / "torn"), "00001.tokens has 2 bytes, but tokens.json names")
