@@ -30,31 +30,32 @@ class SaveBarrier:
         self._wait = ocp.multihost.get_barrier_sync_fn()
         self._client = ocp.multihost.get_jax_distributed_client()
         self._lock = threading.Lock()
-        self._saves = 0  # begun so far, by all processes alike
-        self._saver = 0  # the thread that began this save
-        self._left: list[str] = []  # phases of this save to whose end this process has not come yet
+        self._n_saves = 0  # started so far, the same on all processes
+        self._saving_thread = 0  # its id, of this save
+        # phases of this save whose barrier this process has not passed yet
+        self._open_phases: list[str] = []
 
     def start(self) -> None:
         with self._lock:
-            self._saves += 1
-            self._saver = threading.get_ident()
-            self._left = list(PHASES.values())
+            self._n_saves += 1
+            self._saving_thread = threading.get_ident()
+            self._open_phases = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait for all processes. Raises OtherFailedError if one failed in this phase."""
         for name, phase in PHASES.items():
             if name in key:
-                self._come(phase, timeout_ms)
+                self._end_phase(phase, timeout_ms)
                 self._raise_failure_of_others()
                 return
         # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be
         # handling an error, too.
-        error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
-        if error and self._left:
+        error = sys.exc_info()[1] if threading.get_ident() != self._saving_thread else None
+        if error and self._open_phases:
             if not isinstance(error, OtherFailedError):
                 self._report(error)
-            for phase in tuple(self._left):
-                self._come(phase, timeout_ms)
+            for phase in tuple(self._open_phases):
+                self._end_phase(phase, timeout_ms)
         self._wait(key=key, timeout_ms=timeout_ms)
 
     def _report(self, error: BaseException) -> None:
@@ -69,12 +70,12 @@ class SaveBarrier:
             raise OtherFailedError("; ".join(reason for _, reason in reports))
 
     def _folder(self) -> str:
-        return f"jaxtrain/run/checkpoint_manager/{self._saves}/"
+        return f"jaxtrain/run/checkpoint_manager/{self._n_saves}/"
 
-    def _come(self, phase: str, timeout_ms: int) -> None:
+    def _end_phase(self, phase: str, timeout_ms: int) -> None:
         """Wait for all at the end of a phase, unless another thread of it does, or did."""
         with self._lock:
-            if phase not in self._left:
+            if phase not in self._open_phases:
                 return
-            self._left.remove(phase)
+            self._open_phases.remove(phase)
         self._wait(key=f"{self._folder()}{phase}", timeout_ms=timeout_ms)

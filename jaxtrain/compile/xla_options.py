@@ -27,7 +27,8 @@ class Option(NamedTuple):
     name: str
     value: bool | int | str
     kinds: tuple[str, ...]  # prefixes of JAX's device_kind
-    alone: bool = False  # also for a program of one device, which has no collectives to move
+    # also for a program of one device, which has no collectives to move
+    on_one_device: bool = False
     cores: int = 1  # it needs so many of this process. The later of two options of one name wins
 
 
@@ -35,7 +36,7 @@ TABLE = (
     # Products of one array with several matrices stay several. Merged into one, the matrices are
     # first written side by side, in every layer of every microbatch: with adapters next to the
     # frozen ones, that was half of a step's bytes. Without adapters nothing was seen to be merged.
-    Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
+    Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), on_one_device=True),
     # Collectives begin early and end late, with computation between. JAX has it off by default,
     # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
@@ -57,13 +58,16 @@ TABLE = (
     # cores its products of matrices, since XLA's own gain less by a second core (measured on two);
     # on one they are slower (docs/results/cpu-steps.md).
     Option(
-        "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True
+        "xla_cpu_experimental_ynn_fusion_type",
+        "LIBRARY_FUSION_TYPE_REDUCE",
+        ("cpu",),
+        on_one_device=True,
     ),
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
         "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT",
         ("cpu",),
-        alone=True,
+        on_one_device=True,
         cores=2,
     ),
 )
@@ -73,7 +77,7 @@ def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
     """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
     values: dict[str, Any] = {}
     for option in TABLE:
-        if count <= 1 and not option.alone:
+        if count <= 1 and not option.on_one_device:
             continue
         if kind.startswith(option.kinds) and cores >= option.cores:
             values[option.name] = option.value

@@ -4,7 +4,7 @@
     full         every layer is recomputed from its input
     save A,B     every layer is recomputed, except for the activations of these names (`name`)
 
-Each stack of layers has its own names. `problems` checks a word against them.
+Each stack of layers has its own names. `problems` checks a policy against them.
 """
 
 import re
@@ -20,11 +20,11 @@ WHOLE = ("none", "full")  # the policies of models that are not a stack of layer
 GLOSS = "none, full, or 'save attention,mlp'"
 
 
-def problems(word: str, names: Sequence[str]) -> Iterator[str]:
+def problems(policy: str, names: Sequence[str]) -> Iterator[str]:
     """Yield the errors of a policy for layers whose activations have these names."""
-    saved = _saved(word)
-    if word not in WHOLE and not saved:
-        yield f"is {word!r}; expected one of: {GLOSS}"
+    saved = _saved(policy)
+    if policy not in WHOLE and not saved:
+        yield f"is {policy!r}; expected one of: {GLOSS}"
     for name in saved:
         if name not in names:
             yield f"names {name!r}; the activations that can be kept are {', '.join(names)}"
@@ -36,7 +36,7 @@ def name(x: Array, label: str) -> Array:
     return x
 
 
-def cheap(word: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
+def cheap(policy: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
     """Compute a part of a layer, which the backward pass computes again from its arguments.
 
     It is for norms and activations, with the product that reads them. A product has no part in its
@@ -45,11 +45,11 @@ def cheap(word: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
     than computing them again.
 
     The part stays as it is in two cases: if its first argument has float32, so that the numbers of
-    those models do not change by a bit, and if ``word`` recomputes the whole layer. A second
+    those models do not change by a bit, and if ``policy`` recomputes the whole layer. A second
     recomputation would gather the layer's matrices once more.
     """
     is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
-    if is_narrow and word == "none":
+    if is_narrow and policy == "none":
         part = jax.checkpoint(part, prevent_cse=False)
     return part(x, *args)
 
@@ -58,7 +58,7 @@ def scan(
     layer: Callable[[T, PyTree], tuple[T, PyTree]],
     x: T,
     stack: PyTree,
-    word: str,
+    policy: str,
     *,
     unroll: int | bool = 1,
     kernels: Mapping[str, Callable[[str], bool]] | None = None,
@@ -71,20 +71,22 @@ def scan(
       kernels: by a name of activations, tells whether a kernel's results are kept with them. The
         backward pass of a kernel reads more than its result, and only the kernel could name that.
     """
-    if word != "none":
-        layer = jax.checkpoint(layer, policy=_policy(word, kernels or {}))
+    if policy != "none":
+        layer = jax.checkpoint(layer, policy=_checkpoint_policy(policy, kernels or {}))
     return jax.lax.scan(layer, x, stack, unroll=unroll)
 
 
-def _policy(word: str, kernels: Mapping[str, Callable[[str], bool]]) -> Callable[..., bool] | None:
+def _checkpoint_policy(
+    policy: str, kernels: Mapping[str, Callable[[str], bool]]
+) -> Callable[..., bool] | None:
     """Return the policy of `jax.checkpoint` for a layer. None keeps its input alone."""
-    if word == "full":
+    if policy == "full":
         return None
-    names = _saved(word)
+    names = _saved(policy)
     has_name = jax.checkpoint_policies.save_only_these_names(*names)
     is_kernel = [kernels[name] for name in names if name in kernels]
 
-    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+    def is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
         kernel = primitive.name
         # `attention.flash`: a function with a derivative of its own
         if kernel == "custom_vjp_call":
@@ -93,9 +95,9 @@ def _policy(word: str, kernels: Mapping[str, Callable[[str], bool]]) -> Callable
             return True
         return any(is_one(kernel) for is_one in is_kernel)
 
-    return policy
+    return is_saved
 
 
-def _saved(word: str) -> list[str]:
-    match = re.fullmatch(r"save ([\w,]+)", word)
+def _saved(policy: str) -> list[str]:
+    match = re.fullmatch(r"save ([\w,]+)", policy)
     return match[1].split(",") if match else []

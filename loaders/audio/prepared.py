@@ -100,8 +100,8 @@ class _Work(NamedTuple):
     note: Callable[[str], None]
 
     def is_ours(self, number: int) -> bool:
-        k, n = self.part
-        return number % n == k
+        process, n_processes = self.part
+        return number % n_processes == process
 
 
 def problem(path: str, config: Any) -> str:
@@ -298,14 +298,16 @@ def _prepare_shards(out: pathlib.Path, work: _Work) -> None:
     number = 0
     for split, source in work.sources.items():
         n_shards = len(source.shards)
-        for k in range(n_shards):
-            path = out / split / f"data-{k:05d}-of-{n_shards:05d}.arrow"
-            _prepare_shard(path, source, k, number, work)
+        for shard in range(n_shards):
+            path = out / split / f"data-{shard:05d}-of-{n_shards:05d}.arrow"
+            _prepare_shard(path, source, shard, number, work)
             number += 1
 
 
-def _prepare_shard(path: pathlib.Path, source: _Source, k: int, number: int, work: _Work) -> None:
-    """Make shard ``k`` of a split, unless it is there, or left to another process."""
+def _prepare_shard(
+    path: pathlib.Path, source: _Source, shard: int, number: int, work: _Work
+) -> None:
+    """Make a shard of a split, unless it is there, or left to another process."""
     counts = work.counts
     if path.is_file():
         counts.found += 1
@@ -314,7 +316,7 @@ def _prepare_shard(path: pathlib.Path, source: _Source, k: int, number: int, wor
     else:
         try:
             with _complete(path) as file:
-                _write_shard(source, k, work, file)
+                _write_shard(source, shard, work, file)
             counts.made += 1
             work.note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
         except atomic_write.BusyError:
@@ -323,9 +325,9 @@ def _prepare_shard(path: pathlib.Path, source: _Source, k: int, number: int, wor
         counts.bytes += path.stat().st_size
 
 
-def _write_shard(source: _Source, k: int, work: _Work, file: IO[bytes]) -> None:
-    place = source.shards[k]
-    row = int(source.row_index.first_rows[k])
+def _write_shard(source: _Source, shard: int, work: _Work, file: IO[bytes]) -> None:
+    place = source.shards[shard]
+    row = int(source.row_index.first_rows[shard])
     writer = None
     with _reading(place), contextlib.ExitStack() as closing:
         for batch in _batches(place, closing):
@@ -384,12 +386,12 @@ def _prepare_rows(
 ) -> list[bytes | None]:
     """Return the recordings of some rows, those that are broken as they are."""
 
-    def prepare_row(k: int) -> tuple[bytes | None, int, str]:
+    def prepare_row(row: int) -> tuple[bytes | None, int, str]:
         try:
-            content, clipped = work.pool.prepare(index, first + k, work.settings.channel)
+            content, clipped = work.pool.prepare(index, first + row, work.settings.channel)
             return content, clipped, ""
         except ValueError as error:
-            original = audio[k].as_py()["bytes"] if audio[k].is_valid else None
+            original = audio[row].as_py()["bytes"] if audio[row].is_valid else None
             return original, 0, str(error)
 
     contents: list[bytes | None] = []
@@ -406,9 +408,9 @@ def _prepare_rows(
 def _with_contents(rows: pa.StructArray, contents: list[bytes | None]) -> pa.StructArray:
     """Return the recordings of rows with other bytes."""
     columns = []
-    for k, field in enumerate(rows.type):
+    for number, field in enumerate(rows.type):
         is_content = field.name == "bytes"
-        columns.append(pa.array(contents, field.type) if is_content else rows.field(k))
+        columns.append(pa.array(contents, field.type) if is_content else rows.field(number))
     return pa.StructArray.from_arrays(columns, fields=list(rows.type), mask=rows.is_null())
 
 
@@ -512,7 +514,8 @@ def _recordings(table: pa.Table) -> list[tuple[str, int]]:
     if "channel" not in table.column_names:
         return [(path, -1) for path in paths]
     channels = table["channel"].to_pylist()
-    return [(path, -1 if k is None else k) for path, k in zip(paths, channels, strict=True)]
+    numbers = [-1 if channel is None else channel for channel in channels]
+    return list(zip(paths, numbers, strict=True))
 
 
 def _write_index(

@@ -48,7 +48,7 @@ except ImportError as error:
         " install its wheel"
     ) from error
 
-from loaders import order
+from loaders import order as order_lib
 from loaders.audio import doubts, remote
 from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.audio.pipeline_settings import PipelineSettings
@@ -367,7 +367,7 @@ class Spectrograms(Loader):
         )
         self._config = config
         self._lists = recordings.lists
-        self.order = _order(config, recordings.rows, rows.batch)
+        self.order = _order_settings(config, recordings.rows, rows.batch)
         self._pipelines: list[_rust.Pipeline] = []
         if index is not None:
             self._pipelines.append(self._make_pipeline(index, recordings.rows, seed))
@@ -377,7 +377,7 @@ class Spectrograms(Loader):
             links = config.follow_links
             shards = find_shards(resolve(config.background, wait=False), "train", links=links)
             noise = open_index(shards, label="", audio_root=config.audio_root, links=links)
-            noise_seed = int(order.hash_of(BACKGROUND, seed)[0])
+            noise_seed = int(order_lib.hash_of(BACKGROUND, seed)[0])
             self.order["background"] = _fingerprint(noise, shards, config)
             self._pipelines.append(self._make_pipeline(noise, np.arange(noise.n_rows), noise_seed))
 
@@ -616,12 +616,12 @@ def _fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], config: C
     return fingerprint(index, shards, audio_root=config.audio_root, links=config.follow_links)
 
 
-def _order(config: Config, rows: np.ndarray, batch: int) -> dict[str, Any]:
+def _order_settings(config: Config, rows: np.ndarray, batch: int) -> dict[str, Any]:
     """Return everything but the seed and the data that decides a row of a batch."""
-    hashes = order.hash_of(np.arange(len(rows)), rows)
+    hashes = order_lib.hash_of(np.arange(len(rows)), rows)
     folded = int(np.bitwise_xor.reduce(hashes, initial=np.uint64(0)))
     # A digest of the rows and their order, which covers exclude and test_share.
-    digest = int(order.hash_of(len(rows), folded)[0])
+    digest = int(order_lib.hash_of(len(rows), folded)[0])
     decisive: dict[str, Any] = {
         "version": _rust.ORDER_VERSION,
         "batch": batch,
@@ -658,7 +658,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
                 " same ones in the same order"
             )
     else:
-        is_test = order.held_out(_recording_numbers(index, rows), config.test_share)
+        is_test = order_lib.held_out(_recording_numbers(index, rows), config.test_share)
         train = Split(index, rows[~is_test], lists, train_shards)
         test = Split(index, rows[is_test], lists, train_shards)
     if not len(train.rows):

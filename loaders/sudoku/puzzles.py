@@ -27,7 +27,7 @@ GRADES = ("easy", "medium", "hard", "extreme")
 PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)
 # Difficulty classes begin at these guesses of the solver (or ratings of a CSV), and lengths of a
 # maze's path.
-EDGES = {**dict.fromkeys(BOXES, (1, 4, 16, 64)), "maze": (40, 80, 120, 160)}
+CLASS_EDGES = {**dict.fromkeys(BOXES, (1, 4, 16, 64)), "maze": (40, 80, 120, 160)}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from loaders.sudoku.puzzle_files import read_csv, read_npy
 from loaders.sudoku.puzzle_generators import GENERATOR, generate
 from loaders.sudoku.puzzles import (
     BOXES,
-    EDGES,
+    CLASS_EDGES,
     GRADES,
     KINDS,
     VIEW,
@@ -96,7 +96,7 @@ class Boards(Loader):
 
     inputs, labels      int32 [r, cells]; labels that are not predicted are -100
     puzzle              int32 [r] row of the puzzle embedding
-    difficulty          int32 [r] class of the puzzle's rating (`EDGES`)
+    difficulty          int32 [r] class of the puzzle's rating (`CLASS_EDGES`)
     index, epoch        int32 [r] the puzzle in its source and split, -1 in padding
     weight              float32 [r] 0 for padding
     """
@@ -190,7 +190,7 @@ class Boards(Loader):
         """Write puzzles ``index`` of source ``k`` into ``places`` of a batch."""
         puzzles = self._puzzles[k]
         n_cells = boards.shape[1]
-        edges = EDGES[self._config.sources[k].kind]
+        edges = CLASS_EDGES[self._config.sources[k].kind]
         labels = np.where(answers == 0, IGNORED, answers.astype(np.int32))
         batch["inputs"][places, :n_cells] = boards
         batch["labels"][places, :n_cells] = labels
@@ -244,7 +244,7 @@ def dataset_info(config: Config) -> DatasetInfo:
         "n_cells": element_spec(config)["inputs"].shape[0],
         "vocab": max(symbols),
         "n_puzzles": sum(_n_ids(source, config.seed) for source in config.sources),
-        "n_difficulties": 1 + max(len(EDGES[source.kind]) for source in config.sources),
+        "n_difficulties": 1 + max(len(CLASS_EDGES[source.kind]) for source in config.sources),
         "n_train": tuple(n_train),
         "n_test": tuple(n_test),
     }

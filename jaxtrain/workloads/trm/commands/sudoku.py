@@ -99,7 +99,7 @@ def _report(args: argparse.Namespace, splits: Mapping[str, kinds.Puzzles], secon
             " them several solutions"
         )
     ratings = np.concatenate([puzzles.rating for puzzles in splits.values()])
-    difficulties = np.searchsorted(kinds.EDGES[args.kind], ratings, side="right")
+    difficulties = np.searchsorted(kinds.CLASS_EDGES[args.kind], ratings, side="right")
     classes = np.bincount(difficulties, minlength=5).tolist()
     rate = n_puzzles / seconds
     print(
