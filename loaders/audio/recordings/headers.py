@@ -148,7 +148,7 @@ def _time_text(about: Mapping[str, str]) -> str:
     return "T".join(filter(None, (about.get("date"), about.get("time"))))
 
 
-def _read(path: str, earlier: Header | None, samples: bool) -> Header | tuple[str, str]:
+def _read(path: str, earlier: Header | None, samples: bool = False) -> Header | tuple[str, str]:
     try:
         path.encode()
     except UnicodeEncodeError:

@@ -77,13 +77,14 @@ impl<'a> Pcm<'a> {
     }
 
     fn count<const N: usize>(&self, value: impl Fn([u8; N]) -> f64, limit: f64) -> (u64, u64) {
-        let is_bad = |frame: &[u8]| {
+        // NaN is not below the limit either.
+        let is_good = |frame: &[u8]| {
             let samples = frame.as_chunks().0.iter();
-            samples.fold(false, |bad, x| bad | !(value(*x).abs() <= limit))
+            samples.fold(true, |good, x| good & (value(*x).abs() <= limit))
         };
         let mut found = (0, 0);
         for (k, frame) in self.data.chunks_exact(self.frame().max(1)).enumerate() {
-            if is_bad(frame) {
+            if !is_good(frame) {
                 if found.0 == 0 {
                     found.1 = k as u64;
                 }
