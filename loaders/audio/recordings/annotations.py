@@ -218,6 +218,7 @@ class Annotation:
     # recording, site, date, time, latitude, longitude
     about: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nothing: bool = False  # the recording has no events, and gives windows alone
+    is_name: bool = False  # its labels are names of classes, whatever marks they have
     unanswered: bool = False  # nobody has said what it is: neither a class nor none
 
     def __str__(self) -> str:

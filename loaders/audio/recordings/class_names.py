@@ -1,5 +1,6 @@
 """The names of classes, their order, and other names for them."""
 
+import csv
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -37,9 +38,10 @@ class Classes(NamedTuple):
         return self.by_synonym.get(" ".join(label.split()).casefold())
 
 
-def read(path: str) -> Classes:
+def read(path: str, known: Collection[str] = ()) -> Classes:
     """Read a file of a class a line: its name, then any synonyms, separated as in a table.
 
+    A name with a separator is in quotes, or is all of its line and one of the ``known`` names.
     Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
     """
     file = files.expanded(path)
@@ -49,8 +51,10 @@ def read(path: str) -> Classes:
     for number, line in enumerate(files.lines(text), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        cells = line.split(tables.separator(line))
-        fields = [" ".join(cell.split()).strip('"') for cell in cells]
+        fields = _fields(line)
+        bare_line = " ".join(line.split())
+        if bare_line in known:
+            fields = [bare_line]
         name = fields[0]
         if not name:
             raise DataError(
@@ -72,8 +76,44 @@ def read(path: str) -> Classes:
     return Classes(names, by_synonym)
 
 
-def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) -> None:
-    """Count the labels of (place, labels) that may be several, or are spelled in two ways."""
+def _fields(line: str) -> list[str]:
+    """Return the name and the synonyms of a line, each of which may be in quotes."""
+    without_quoted = re.sub(r'"[^"]*"', "", line)
+    separator = tables.separator(without_quoted)
+    (cells,) = csv.reader([line], delimiter=separator, skipinitialspace=True)
+    return [" ".join(cell.split()).strip('"') for cell in cells]
+
+
+def split_names(text: str, known: Collection[str]) -> list[str]:
+    """Return the names between commas, of which those in quotes or ``known`` may have some.
+
+    Raises DataError: a quote does not end.
+    """
+    try:
+        (cells,) = csv.reader([text], skipinitialspace=True, strict=True)
+    except (ValueError, csv.Error):
+        raise DataError(f"{text[:80]!r} has a quote that does not end; end it") from None
+    if '"' in text:
+        return list(filter(None, map(str.strip, cells)))
+    parts = text.split(",")
+    names = []
+    start = 0
+    while start < len(parts):
+        stop = len(parts)
+        while stop > start + 1 and ",".join(parts[start:stop]).strip() not in known:
+            stop -= 1
+        names.append(",".join(parts[start:stop]).strip())
+        start = stop
+    return list(filter(None, names))
+
+
+def refuse_joined(
+    lines: Iterable[tuple[str, Sequence[str]]], errors: Errors, whole: Collection[str] = ()
+) -> None:
+    """Count the labels of (place, labels) that may be several, or are spelled in two ways.
+
+    ``whole``: those that are names of one class each.
+    """
     names: dict[str, str] = {}  # by label, the first place that has it
     for where, labels in lines:
         for label in labels:
@@ -83,6 +123,8 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) ->
     # Some are known already from the name of their column.
     reported = {text for kind, text in errors.lines if kind == "joined-labels"}
     for name, where in names.items():
+        if name in whole:
+            continue
         score = re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name)
         if score:
             text = f"{where}: {name!r}; write {score[1]} into a column of its own"
@@ -134,7 +176,7 @@ def _remedy(parts: Sequence[str], between: str) -> str:
     numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
     if 0 < len(numbers) < len(parts):
         return f"write {numbers[0]} into a column of its own"
-    return f"split it with --separator {between!r}"
+    return f"split it with --separator {between!r}, or keep it as one name: --separator none"
 
 
 def _recurring(names: Iterable[str], between: str) -> set[str]:

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from loaders.audio.recordings import column_values, values
+from loaders.audio.recordings import class_names, column_values, values
 from loaders.audio.recordings.column_names import (
     BOXES,
     CATALOGUE,
@@ -64,10 +64,16 @@ class Options:
     channel_column: str = ""
     dates: str = ""  # "day-first" or "month-first": of 01/06/2024
     encoding: str = ""  # of tables; empty: their bytes tell
-    # between several labels in one field; empty: none but for lists in brackets
+    # between several labels in one field; empty: none but for lists in brackets; "none": a field
+    # is one label
     separator: str = ""
     optional: bool = False  # labels may be missing
     files_only: bool = False  # the names of recordings alone are read
+
+    @property
+    def between(self) -> str:
+        """What stands between several labels in one field, "" if nothing does."""
+        return "" if self.separator == NO_SEPARATOR else self.separator
 
 
 @dataclasses.dataclass
@@ -115,6 +121,7 @@ class Layout:
             lines.append(f"    {meaning:12} {', '.join(names)}")
 
 
+NO_SEPARATOR = "none"
 UNITS = {1e-3: " [ms]", 60.0: " [min]", 3600.0: " [h]", 1e3: " [kHz]"}
 FLAGS = {
     "file": "--file-column",
@@ -272,7 +279,7 @@ def _named_columns(table: Table, option: str, flag: str) -> list[str]:
         return []
     if column := table.find(option):
         return [column]
-    columns = [table.find(part.strip()) for part in option.split(",")]
+    columns = list(map(table.find, class_names.split_names(option, table.columns)))
     if flag == "--label-column" and len(columns) > 1 and all(columns):
         return list(filter(None, columns))
     near = checks.expected(option, list(filter(None, table.columns)))

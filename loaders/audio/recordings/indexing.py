@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import lzma
 import os
 import pathlib
@@ -9,7 +10,7 @@ import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from loaders.audio.recordings import class_names, columns, sources, store
@@ -71,12 +72,14 @@ def make(
     if splitter.kind and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column or "none")
     _check(options)
-    classes = class_names.read(class_file) if class_file else None
+    if class_file:
+        class_names.read(class_file)  # its errors come before the sources'
     annotations: list[Annotation] = []
     for source in given:
         annotations += sources.read(source, reading, errors)
-    labels = ((annotation.where, annotation.labels) for annotation in annotations)
-    class_names.refuse_joined(labels, errors)
+    labels = set(itertools.chain.from_iterable(a.labels for a in annotations))
+    classes = class_names.read(class_file, labels) if class_file else None
+    _count_joined(annotations, labels, classes, reading, errors)
     paths = {annotation.path for annotation in annotations}
     sources.count_unnamed(given, reading, paths, errors)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
@@ -101,6 +104,26 @@ def make(
         if any(event.labels for event in events):
             labelled.add(path)
     return {**about, "n_read": n_read, "n_used": len(used), "n_without": len(used - labelled)}
+
+
+def _count_joined(
+    annotations: Sequence[Annotation],
+    labels: Collection[str],
+    classes: class_names.Classes | None,
+    reading: columns.Options,
+    errors: Errors,
+) -> None:
+    """Count labels that may be several: not those of --classes, nor names that jaxtrain wrote."""
+    whole: set[str] = set()
+    if reading.separator == columns.NO_SEPARATOR:
+        whole.update(labels)
+    for annotation in annotations:
+        if annotation.is_name:
+            whole.update(annotation.labels)
+    if classes:
+        whole.update(label for label in labels if classes.of(label))
+    lines = ((annotation.where, annotation.labels) for annotation in annotations)
+    class_names.refuse_joined(lines, errors, whole)
 
 
 def _leading_out(paths: Iterable[str], root: str, errors: Errors) -> set[str]:

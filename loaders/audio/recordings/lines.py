@@ -212,11 +212,13 @@ class _Labels:
         whole_number = re.compile(r"-?\d+(\.0*)?|\D*")
         self._are_whole_numbers = self._are_numbers and all(map(whole_number.fullmatch, texts))
         lists_positives = "positivelabels" in map(column_names.plain, columns)
-        self._separator = options.separator or ("," if lists_positives else "")
+        self._separator = options.between
+        if lists_positives and not options.separator:
+            self._separator = ","
         self._named_columns = columns if len(columns) > 1 and options.label_column else []
         self._reported: set[str] = set()
         self._likely_separators = ""
-        if columns and not self._separator:
+        if columns and not options.separator and not self._separator:
             self._likely_separators = _likely_separators(columns[0])
 
     def of(self, row: Row) -> tuple[str, ...]:
@@ -273,7 +275,8 @@ class _Labels:
             parts = label.split(separator)
             if len(parts) > 1 and all(map(str.strip, parts)):
                 self._reported.add(label)
-                return f"{label!r}; split it with --separator {separator!r}"
+                remedy = f"split it with --separator {separator!r}, or keep it: --separator none"
+                return f"{label!r}; {remedy}"
         return ""
 
 

@@ -70,7 +70,10 @@ def read(
 
     Raises DataError: it does not exist, or is no folder, table, metadata or list of paths.
     """
+    own_names = classes_of(files.expanded(source))
     for annotation in _read_source(source, options, errors, note):
+        if annotation.labels and own_names.issuperset(annotation.labels):
+            annotation.is_name = True
         if _is_kept(annotation, errors):
             yield annotation
 
@@ -120,15 +123,26 @@ def _audio_folder(source: pathlib.Path, options: Options) -> pathlib.Path | None
 
 def root_of(path: pathlib.Path) -> str:
     """Return the recordings' folder that `jaxtrain detect` notes for its tables, or ""."""
+    root = _note_of_detect(path, "root")
+    return root if isinstance(root, str) and "\0" not in root else ""
+
+
+def classes_of(path: pathlib.Path) -> set[str]:
+    """Return the classes that `jaxtrain detect` notes for its tables, or none."""
+    names = _note_of_detect(path, "classes")
+    if not isinstance(names, list):
+        return set()
+    return {name for name in names if isinstance(name, str)}
+
+
+def _note_of_detect(path: pathlib.Path, name: str) -> Any:
+    """Return a value of detect.json in the folder of a table's detections, or None."""
     path = pathlib.Path(os.path.abspath(path))
     nearest_folders = (path, *path.parents)[:8]
     for folder in nearest_folders:
         if (folder / "detect.json").is_file():
-            root = files.read_json(files.inside(folder, "detect.json")).get("root")
-            if isinstance(root, str) and "\0" not in root:
-                return root
-            return ""
-    return ""
+            return files.read_json(files.inside(folder, "detect.json")).get(name)
+    return None
 
 
 def count_unread(
@@ -435,7 +449,7 @@ def _read_file(
         if audio := finder.next_to(path, str(path)):
             if encoding != "UTF-8":
                 errors.add("other-encoding", f"{path} is read as {encoding}")
-            yield from _read_audacity(path, text, audio, options.separator, errors)
+            yield from _read_audacity(path, text, audio, options.between, errors)
     else:
         yield from _read_text(path, text, encoding, options, errors, finder, note)
 
@@ -516,7 +530,9 @@ def _read_table(
         if _is_unanswered(line):
             errors.add("unanswered", line.where)
         if audio:
-            yield _of_line(line, audio, has_times)
+            annotation = _of_line(line, audio, has_times)
+            annotation.is_name = bool(layout.by_meaning.get("asked"))  # of jaxtrain review
+            yield annotation
 
 
 def _seconds(table: pathlib.Path, finder: Finder, line: lines.Line) -> float:

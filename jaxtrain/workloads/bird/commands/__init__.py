@@ -66,7 +66,7 @@ def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = ()) 
             "--separator",
             default="",
             metavar="TEXT",
-            help="between several labels in a field of a table",
+            help="between several labels in a field of a table; none: a field is one label",
         )
 
 

@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="number, or table by class; default: --model's, 0.5",
     )
     parser.add_argument(
-        "--classes", default="", metavar="NAMES", help="between commas, or a file; default: all"
+        "--classes",
+        default="",
+        metavar="NAMES",
+        help="between commas, or a file, those with a comma in quotes; default: all",
     )
     parser.add_argument(
         "--min-duration",
@@ -151,7 +154,7 @@ def _detect(args: argparse.Namespace) -> int:
     head = _head(args, model, data)
     classes = list(range(len(head.names)))
     if args.classes:
-        names = detect.read_classes(args.classes)
+        names = detect.read_classes(args.classes, head.names)
         classes = sorted(set(heads.read_names(names, head.names, "--classes")))
     class_names = [head.names[i] for i in classes]
     fitted = None if head.thresholds is None else head.thresholds[classes]

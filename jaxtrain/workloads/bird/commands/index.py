@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     row = parser.add_argument_group("rows")
     row.add_argument(
-        "--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…"
+        "--classes",
+        default="",
+        metavar="FILE",
+        help="a class a line, in order: NAME,SYNONYM,…; quote a name with a comma",
     )
     row.add_argument(
         "--min-count",

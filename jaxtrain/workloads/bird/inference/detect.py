@@ -155,12 +155,14 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
     return tuple(info.get("class_names", ()))
 
 
-def read_classes(names: str) -> tuple[str, ...]:
-    """Names of classes: those of a file, a class a line, or between commas. Raises DataError."""
+def read_classes(names: str, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of classes: those of a file, a class a line, or between commas. Raises DataError.
+
+    A name with a comma is in quotes, or one of the ``known`` classes.
+    """
     if files.expanded(names).is_file():
-        return tuple(class_files.read(names).names)
-    stripped = [name.strip() for name in names.split(",")]
-    return tuple(filter(None, stripped))
+        return tuple(class_files.read(names, known).names)
+    return tuple(class_files.split_names(names, known))
 
 
 def prepare(

@@ -20,7 +20,15 @@ import numpy as np
 from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
-from loaders.audio.recordings import class_names, columns, grid, joined_files, lines, tables
+from loaders.audio.recordings import (
+    class_names,
+    columns,
+    grid,
+    joined_files,
+    lines,
+    sources,
+    tables,
+)
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
 from loaders.io import files
@@ -302,7 +310,10 @@ def _read(
         for label, answer in _answers_of(line, layout):
             parts.append(Part(line.where, line.file, start, end, label, answer))
     lines_and_labels = [(part.where, (part.label,)) for part in parts if part.label]
-    class_names.refuse_joined(lines_and_labels, errors)
+    whole = sources.classes_of(place)
+    if layout.by_meaning.get("asked") or reading.separator == columns.NO_SEPARATOR:
+        whole = {part.label for part in parts}  # as jaxtrain review writes them
+    class_names.refuse_joined(lines_and_labels, errors, whole)
     inference.refuse(errors)
     return parts
 

@@ -167,6 +167,11 @@ class Session:
         label = " ".join(label.split())
         if len(label) > MAX_NAME or any(ord(c) < 32 for c in label):
             raise InferenceError(f"the class has {len(label)} characters; use at most {MAX_NAME}")
+        if label and lines.labels(label, "") != (label,):
+            raise InferenceError(
+                f"the class {label[:MAX_NAME]!r} would be read as"
+                f" {', '.join(lines.labels(label, '')) or 'none'}; write it in another way"
+            )
         item = self.items[number]
         heard = ""
         if answer == "yes":
