@@ -2,8 +2,7 @@
 
     jaxtrain train --config=higgs:path/to/weights \
         --config.data.manifest=manifest.json \
-        --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz \
-        --config.workdir=runs/higgs-codes
+        --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codec=codec.npz
     jaxtrain train --config=higgs:blank --config.train.batch=64 \
         --plan=gpu:h100x8  # the published size
 
@@ -14,8 +13,8 @@ At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, sa
 included). loaders/chat/chat_audio.py has the manifest's format and the three ways to codes. What
 was trained is exported by
 
-    jaxtrain lora-to-peft runs/higgs-codes --out adapters  # for peft
-    jaxtrain export runs/higgs-codes --dtype bf16 --out merged  # the weights, under their own names
+    jaxtrain lora-to-peft runs/higgs --out adapters  # for peft
+    jaxtrain export runs/higgs --dtype bf16 --out merged  # the weights, under their own names
 
 Other choices of the model: --config.model.audio_attention=true (a second attention, of columns
 alone), average_codes=true, and of the data delay=false; none of the three is how the published

@@ -340,10 +340,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
             instead=((" …", ""),),
         ),
     ),
-    (
-        r"higgs(\.py)?:path/to/weights .*data\.codes=",
-        Run(HIGGS),
-    ),
     (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
     # Looking back.
     (r"^jaxtrain detect ", Run("--batch=8")),

@@ -177,6 +177,17 @@ def test_a_command_reads_files_that_a_command_above_it_made(trained):
     assert missing == []
 
 
+def test_two_exports_of_the_pages_have_folders_of_their_own():
+    """A command that exports refuses a folder that is not empty."""
+    folders = {}
+    for command in COMMANDS:
+        if re.match(r"jaxtrain (export|lora-to-peft|checkpoint export) ", command.text):
+            for name in outputs(command.text):
+                folders.setdefault(name, []).append(command.name)
+    assert len(folders) > 5
+    assert [names for names in folders.values() if len(names) > 1] == []
+
+
 def test_a_help_names_runs_that_a_page_or_a_config_makes(trained):
     made = {config.workdir for config in trained.values() if config}
     wrong = []
