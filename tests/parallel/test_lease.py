@@ -421,6 +421,7 @@ def test_a_workdir_that_process_0_lost_ends_every_process(monkeypatch):
             console=None,
             watchdog=types.SimpleNamespace(beat=None, starting=None),
             clock=None,
+            links=cluster_lib.Links(0, []),
         )
 
     def gone():

@@ -125,7 +125,11 @@ def test_a_probes_report(small_disk, capsys):
     def act():
         probe.report(
             {
-                f"run {i}": {"linear": {m: score for m in measures.MEASURES}, "few shot": {}}
+                f"run {i}": {
+                    "linear": {m: score for m in measures.MEASURES},
+                    "few shot": {},
+                    "evidence": {"in words": []},
+                }
                 for i in range(100)
             },
             folder,
