@@ -106,7 +106,7 @@ PARTS = {
         "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a"
         " check of a chip; benchmarks",
         "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py"
-        " workloads/bird/test_fit.py tools/test_benches.py",
+        " loaders/test_doubts.py workloads/bird/test_fit.py tools/test_benches.py",
         workers=2,
     ),
     "docs": Part(

@@ -150,7 +150,7 @@ pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
     }
     refuse!(at == 0, corrupt("OGG", "the first page is cut off"));
     refuse!(tracks > 1, Err(Error::tracks("OGG", tracks)));
-    found.ok_or(Error::Unsupported { format: "OGG", what: other.into() })
+    found.ok_or_else(|| Error::Unsupported { format: "OGG", what: other.into() })
 }
 
 /// The last page of a stream that has a position. `audio` is the start of its first audio page.
