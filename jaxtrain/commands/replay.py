@@ -386,7 +386,7 @@ def _is_intact(saved: pathlib.Path, out: pathlib.Path) -> bool:
     try:
         problems = source.find(out / "checkpoints" / saved.name, verified=False).damage()
     except checksums.NoManifest:
-        return True  # that it has no checksums is said when it is read
+        return True  # a reader names the checkpoint that has no checksums
     if problems:
         shutil.rmtree(out)
         print(f"{saved} is damaged, and passed over: {'; '.join(problems)}")

@@ -23,8 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 log = logging.getLogger("jaxtrain")
 
@@ -48,8 +47,7 @@ class Links:
     """The connections to other processes: to all of them in process 0, to process 0 elsewhere.
 
     A thread watches them until `close`. If a process ends before it has left the run, the thread
-    ends this process too, within 2 s, and names the other. As a context manager it leaves the run
-    at the end of the block.
+    ends this process too, and names the other.
     """
 
     def __init__(self, process: int, peers: Sequence[Peer]):
@@ -91,17 +89,6 @@ class Links:
             reader.peer.connection.close()
         self._wake.close()
         self._woken.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _send(self, reason: str, seconds: float) -> None:
         body = json.dumps({"end": reason[: MAX_MESSAGE // 8], "seconds": seconds}).encode()
