@@ -45,12 +45,15 @@ def within(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
+    length: int = 0,
     keep: str | None = None,
     policy: str = "none",
 ) -> Array:
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
+      length: of rows without documents. The places after it are padding, which no query before it
+        sees. 0 = there is none.
       keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
         knows those of cuDNN and `flash`.
       policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
@@ -59,8 +62,10 @@ def within(
     is_packed = segments_bt is not None
     kernel = choose(q_bthk, shard.devices, causal=causal, window=window, packed=is_packed)
     run: Callable[..., Array] = functools.partial(
-        _call, kernel, shard.devices, causal=causal, window=window, keep=keep
+        _call, kernel, shard.devices, causal=causal, window=window, length=length, keep=keep
     )
+    if length and kernel != "cudnn":
+        segments_bt = _padding_as_document(q_bthk, length)
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         return _split_by_xla(shard, run, policy, q_bthk, k_bsgk, v_bsgk)
@@ -125,11 +130,12 @@ def _call(
     *,
     causal: bool,
     window: int,
+    length: int = 0,
     keep: str | None,
 ) -> Array:
     qkv = (q_bthk, k_bsgk, v_bsgk)
     if kernel == "cudnn":
-        return cudnn.fused(*qkv, causal=causal, window=window, capability=devices[1])
+        return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
     if kernel == "flash":
         return flash(*qkv, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
@@ -146,6 +152,13 @@ def _by_xla(
     else:
         y_bthk = masked(*qkv, mask_bts)
     return remat.name(y_bthk, keep) if keep else y_bthk
+
+
+def _padding_as_document(q_bthk: Array, length: int) -> Array:
+    """Return documents, int32 [B, T]: 0 up to ``length``, and 1 for the places after it."""
+    b, t = q_bthk.shape[:2]
+    is_padding = jnp.arange(t) >= length
+    return jnp.broadcast_to(is_padding.astype(jnp.int32), (b, t))
 
 
 def choose(

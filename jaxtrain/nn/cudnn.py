@@ -27,18 +27,22 @@ def fused(
     *,
     causal: bool,
     window: int,
+    length: int = 0,
     capability: str = "",
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """Call cuDNN's kernel, which has left windows alone. Odd lengths get a place that none sees."""
+    """Call cuDNN's kernel, which has left windows alone. Odd lengths get a place that none sees.
+
+    The kernel writes zeros to the places from ``length`` on, and to their gradients. 0 = none.
+    """
     b, t = q_bthk.shape[:2]
-    lengths = None
     if t % 2:
         q_bthk, k_bsgk, v_bsgk = (
             jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk)
         )
         if not causal:
-            lengths = jnp.full(b, t, jnp.int32)
+            length = length or t
+    lengths = jnp.full(b, length, jnp.int32) if length else None
     left = (window - 1, 0 if causal else window - 1) if window else None
     with _as_on(capability) if implementation == "cudnn" else contextlib.nullcontext():
         y_bthk = jax.nn.dot_product_attention(

@@ -88,6 +88,22 @@ def test_padding_an_odd_length_changes_no_result(case):
     np.testing.assert_allclose(found, plainly, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "xla"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_query_sees_the_padding_after_a_length(kernel, causal):
+    """Rows of 121 places, padded to 128. XLA computes on the input of cuDNN's kernel, too."""
+    q, key, v, segments = inputs()
+    if kernel == "cudnn":
+        found = cudnn.fused(q, key, v, causal=causal, window=0, length=121, implementation="xla")
+        assert not np.any(found[:, 121:])
+    else:
+        shard = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
+        found = attention_lib.within(shard, q, key, v, causal=causal, length=121)
+    real = (x[:, :121] for x in (q, key, v, np.zeros_like(segments)))
+    plainly = plain(*real, causal=causal, window=0)
+    np.testing.assert_allclose(found[:, :121], plainly, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("case", "shape"),
     [
