@@ -27,8 +27,9 @@ import numpy as np
 
 from loaders.base import DataError
 from loaders.buckets import Shape
-from loaders.chat import chatml
+from loaders.chat import chatml, code_stamp
 from loaders.chat import codec as codec_lib
+from loaders.chat.code_stamp import Kept
 from loaders.io import checks, files, machine
 from loaders.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -286,8 +287,18 @@ def _sources(
 
 
 def _without_codes(sources: Mapping[pathlib.Path, codec_lib.Source]) -> list[codec_lib.Source]:
-    """Return the recordings whose codes are not made yet."""
-    return [source for path, source in sources.items() if not source.is_kept(path)]
+    """Return the recordings whose codes are not made yet, or were made of other recordings."""
+    missing = {}
+    unread = {}
+    for path, source in sources.items():
+        kept = source.judge(path)
+        if kept is Kept.NO:
+            missing[path] = source
+        elif kept is Kept.UNREAD and source.path:
+            unread[path] = source.path
+    for path in unread.keys() - code_stamp.same_content(unread):
+        missing[path] = sources[path]
+    return [missing[path] for path in sources if path in missing]
 
 
 def _encode(

@@ -36,6 +36,7 @@ import numpy as np
 
 from loaders import _rust
 from loaders.base import DataError, narrowed
+from loaders.chat import code_stamp
 from loaders.io import atomic_write, files, machine
 
 VERSION = 1
@@ -390,21 +391,27 @@ class Source(NamedTuple):
         folder = files.expanded(cache) if cache else machine.cache_folder("codes")
         return folder / f"{digest[:24]}.{codec.name}.npy"
 
-    def is_kept(self, codes: pathlib.Path) -> bool:
-        """Whether the file of codes is there and not older than the recording."""
-        try:
-            written_ns = codes.stat().st_mtime_ns
-            if self.path is None:
-                return True
-            return written_ns >= self.path.stat().st_mtime_ns
-        except OSError:
-            return False
+    def judge(self, codes: pathlib.Path) -> code_stamp.Kept:
+        """Say whether a file of codes is of this recording as it is now."""
+        if self.path:
+            return code_stamp.judge(codes, self.path)
+        return code_stamp.Kept.YES if codes.exists() else code_stamp.Kept.NO  # named by its content
+
+    def read_stamped(self) -> tuple[bytes, bytes]:
+        """Return the encoded recording, and the stamp of codes that are made of it."""
+        if not self.path:
+            return self.read(), b""
+        status = code_stamp.settled(code_stamp.status_of(self.path))  # before it is read
+        content = self.read()
+        stamp = code_stamp.Stamp(hashlib.sha256(content).digest(), status)
+        return content, stamp.packed()
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:
     """Keep the codes of a recording. Raises ValueError or OSError, DataError if none are kept."""
     path = source.codes(codec, cache)
-    wave, rate, _ = _rust.decode(source.read())
+    recording, stamp = source.read_stamped()
+    wave, rate, _ = _rust.decode(recording)
     codes = codec.encode(wave, rate)
     if codes.size:
         smallest = codes.min()
@@ -418,7 +425,7 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
     codes = np.ascontiguousarray(codes)
     try:
         with atomic_write.shared(path) as place:
-            atomic_write.save(place, codes)
+            atomic_write.save(place, codes, after=stamp)
     except OSError as error:
         raise DataError(
             f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them"

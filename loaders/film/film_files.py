@@ -17,7 +17,6 @@ FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   fmri/<subject>.npy     float16/32 [volumes, voxels], every voxel z-scored over the volumes
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -32,7 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders.base import DataError
-from loaders.io import atomic_write, checks, files, machine
+from loaders.io import atomic_write, checks, files
+from loaders.io import content as content_lib
 
 VERSION = 1
 LARGEST_CODE = 1023  # of a codebook
@@ -109,14 +109,16 @@ def open_folder(
     try:
         folder = files.expanded(path).absolute()
         stat = (folder / "dataset.json").stat()
-        version = (stat.st_ino, stat.st_mtime_ns)
+        version = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
         return _open_once(str(folder), subjects, version, links)
     except OSError as error:
         raise DataError(f"{path}: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
-def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], links: bool) -> Film:
+def _open_once(
+    path: str, chosen: tuple[str, ...], version: tuple[int, int, int], links: bool
+) -> Film:
     """``version`` distinguishes a dataset.json from a later one at the same path."""
     folder = pathlib.Path(path)
     info_path = files.inside(folder, "dataset.json", links=links, remedy=files.LINKS)
@@ -298,19 +300,17 @@ def digests(film: Film) -> Mapping[str, str]:
     """
     folder = pathlib.Path(film.folder)
     audio_kind = film.info["audio"]
-    cache_file = _digest_cache_file(film)
-    sha256s: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError, files.FileError):
-        sha256s = files.read_json(cache_file)
-    if set(sha256s) != set(film.arrays):
-        sha256s = {}
-        for name, array in film.arrays.items():
+    # names of their own, since each digest of them says that the contents were checked
+    checked_names = {name: f"checked {name}" for name in film.arrays}
+    parts_of = {checked_names[name]: [folder / name] for name in film.arrays}
+    cache = content_lib.Cache(parts_of)
+    unread = cache.unread()
+    for name, array in film.arrays.items():
+        if checked_names[name] in unread:
             _check_values(folder / name, array, audio_kind)
-            sha256s[name] = _sha256(folder / name)
-        film.release()
-        # Without the cached file, the next start reads the film again.
-        with contextlib.suppress(OSError), atomic_write.shared(cache_file) as partial:
-            partial.write_text(json.dumps(sha256s))
+    film.release()
+    found = cache.digests(list(parts_of))
+    sha256s = {name: found[checked_names[name]] for name in film.arrays}
     for name, expected in film.info.get("files", {}).items():
         if sha256s.get(name, expected).casefold() != expected.casefold():
             raise _changed(folder / name)
@@ -337,18 +337,6 @@ def _changed(path: pathlib.Path) -> DataError:
         f"{path} is not the file whose checksum is in dataset.json: it was damaged or replaced;"
         ' prepare the folder again, or remove "files" from dataset.json if you changed it yourself'
     )
-
-
-def _digest_cache_file(film: Film) -> pathlib.Path:
-    """Return the path at which the checksums of the film's present files are cached."""
-    folder = pathlib.Path(film.folder)
-    versions = []
-    for name in film.arrays:
-        stat = os.stat(folder / name)
-        versions.append([name, stat.st_ino, stat.st_size, stat.st_mtime_ns])
-    key = json.dumps([film.folder, versions, film.info["audio"]])
-    key_hash = hashlib.sha256(key.encode()).hexdigest()
-    return machine.cache_folder("films", key_hash[:32])
 
 
 def _check_values(path: pathlib.Path, array: np.ndarray, audio_kind: str) -> None:

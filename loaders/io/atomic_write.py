@@ -127,13 +127,14 @@ def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
-def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
-    """Write a .npy file. Raises OSError with its name.
+def save(path: str | os.PathLike[str], array: np.ndarray, *, after: bytes = b"") -> None:
+    """Write a .npy file, and bytes that its readers stop before. Raises OSError with its name.
 
     Given a system's file, numpy.save would not see that its last part was never written.
     """
     with file(path) as opened:
         np.save(types.SimpleNamespace(write=opened.write), array)
+        opened.write(after)
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:

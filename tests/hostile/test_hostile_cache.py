@@ -70,7 +70,7 @@ def test_a_damaged_cache_entry_is_not_used(cache, tmp_path, kind):
     (tmp_path / "film").mkdir()
     inputs.film(tmp_path / "film")
     found = film_files.digests(film := film_files.open_folder(tmp_path / "film"))
-    [path] = (cache / "films").iterdir()
+    [path] = (cache / "digests").iterdir()
     damage(path, kind, tmp_path / "ran")
     assert film_files.digests(film) == found
 

@@ -1,5 +1,6 @@
 """Files and arrays are known by their content, and read again only when they change."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,12 +9,16 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
+import soundfile
 
 from loaders import base
 from loaders.audio import spectrogram
+from loaders.chat import chat_audio, codec
+from loaders.film import multimodal
 from loaders.io import content, machine
 from loaders.text import token_files, tokenise, tokens
-from tests.support import corpus
+from tests.hostile import inputs
+from tests.support import chat, corpus
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +226,78 @@ def test_each_byte_of_a_recording_that_is_a_file_is_part_of_the_fingerprint(tmp_
     raw[-1] ^= 1
     (tmp_path / "1.wav").write_bytes(raw)
     assert recordings(shard) != first
+
+
+def replace_under_an_older_date(path: pathlib.Path, data: bytes) -> None:
+    """As `cp -p` or `rsync -t` of an older file does, in place."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(data)
+    older = before.st_mtime_ns - 10**12
+    os.utime(path, ns=(older, older))
+    assert path.stat().st_size == before.st_size and path.stat().st_ino == before.st_ino
+
+
+def test_a_film_that_was_replaced_under_its_old_date_is_another(tmp_path, opened):
+    inputs.film(tmp_path)
+    path = tmp_path / "dataset.json"
+    info = json.loads(path.read_text())
+    del info["files"]  # as of a folder made by hand
+    path.write_text(json.dumps(info))
+
+    def fingerprint() -> str:
+        config = multimodal.Config(path=str(tmp_path))
+        loader = multimodal.make_loader(config, split="train", rows=base.Rows(1, ((0, 1),)), seed=0)
+        loader.close()
+        return loader.fingerprint
+
+    first = fingerprint()
+    assert len(opened) == 3 + len(info["subjects"])
+    opened.clear()
+    assert fingerprint() == first and not opened, "a start reads no file again"
+    fmri = tmp_path / "fmri" / f"{info['subjects'][0]}.npy"
+    times = fmri.stat()
+    changed = bytearray(fmri.read_bytes())
+    changed[-2:] = np.float16(0.25).tobytes()
+    fmri.write_bytes(changed)
+    os.utime(fmri, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint() != first and opened == [fmri.name]
+
+
+def test_a_recording_that_was_replaced_under_an_older_date_is_encoded_again(
+    tmp_path, opened, monkeypatch
+):
+    (tmp_path / "chat").mkdir()
+    config = chat.corpus(tmp_path / "chat", n=12)
+    decoded = []
+
+    def noted(data, *rest):
+        decoded.append(len(data))
+        return chat.DECODE(data, *rest)
+
+    monkeypatch.setattr(codec._rust, "decode", noted)
+
+    def fingerprint(folder: pathlib.Path) -> str:
+        chat.forget()
+        names = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codec": "codec.npz"}
+        paths = {name: str(folder / file) for name, file in names.items()}
+        moved = dataclasses.replace(config, **paths)
+        rows = base.Rows(4, ((0, 4),))
+        return chat_audio.make_loader(moved, split="train", rows=rows, seed=0).fingerprint
+
+    first = fingerprint(tmp_path / "chat")
+    assert len(decoded) == 3 and fingerprint(tmp_path / "chat") == first
+    assert len(decoded) == 3 and not opened, "a start reads no recording again"
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "chat", copy)
+    assert fingerprint(copy) == first and len(decoded) == 3, "a copied folder keeps its codes"
+    assert sorted(opened) == ["0.wav", "1.wav", "2.wav"]
+    opened.clear()
+    assert fingerprint(copy) == first and not opened, "and is read once"
+
+    quiet = 0.5 * chat.wave(1, 0.8)
+    soundfile.write(tmp_path / "quiet.wav", quiet, 32_000)
+    replace_under_an_older_date(copy / "0.wav", (tmp_path / "quiet.wav").read_bytes())
+    assert fingerprint(copy) != first and len(decoded) == 4
+    assert fingerprint(copy) != first and len(decoded) == 4
