@@ -414,7 +414,7 @@ def _stats(shards: Sequence[pathlib.Path]) -> Stats:
     try:
         for path in shards:
             status = path.stat()
-            stats.append((str(path), status.st_size, status.st_mtime_ns))
+            stats.append((str(path), status.st_size, files.changed_ns(status)))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from error
     return tuple(stats)

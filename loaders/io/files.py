@@ -405,6 +405,11 @@ def _check_size(
         )
 
 
+def changed_ns(status: os.stat_result) -> int:
+    """Return when a file was changed last [ns], also if it was then given an older date."""
+    return max(status.st_mtime_ns, status.st_ctime_ns)
+
+
 def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
     """Return the names, sizes and times of the files that exist, to tell them from later ones.
 
@@ -417,5 +422,5 @@ def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
             file = expanded(path)
             status = file.stat()
             if stat.S_ISREG(status.st_mode):
-                existing.append((str(file), status.st_size, status.st_mtime_ns))
+                existing.append((str(file), status.st_size, changed_ns(status)))
     return tuple(existing)

@@ -557,6 +557,6 @@ def _digest(
     stamps = []
     for path in files:
         status = path.stat()
-        stamps.append((str(path.absolute()), status.st_size, status.st_mtime_ns))
+        stamps.append((str(path.absolute()), status.st_size, files_lib.changed_ns(status)))
     identity = json.dumps([stamps, [*options], digests, [*ends], PART])
     return hashlib.sha256(identity.encode()).hexdigest()

@@ -13,9 +13,11 @@ import soundfile
 
 from loaders import base
 from loaders.audio import spectrogram
+from loaders.audio.recordings import headers
+from loaders.audio.recordings.annotations import Errors
 from loaders.chat import chat_audio, codec
 from loaders.film import multimodal
-from loaders.io import content, machine
+from loaders.io import content, files, machine
 from loaders.text import token_files, tokenise, tokens
 from tests.hostile import inputs
 from tests.support import chat, corpus
@@ -301,3 +303,20 @@ def test_a_recording_that_was_replaced_under_an_older_date_is_encoded_again(
     replace_under_an_older_date(copy / "0.wav", (tmp_path / "quiet.wav").read_bytes())
     assert fingerprint(copy) != first and len(decoded) == 4
     assert fingerprint(copy) != first and len(decoded) == 4
+
+
+def test_what_is_known_of_a_file_by_its_date_is_forgotten_under_an_older_date_too(tmp_path):
+    path = tmp_path / "a.wav"
+    soundfile.write(path, np.zeros(16_000), 16_000, subtype="PCM_16")
+    stamps = files.stamps([path])
+    errors = Errors()
+    first, n_read = headers.read_all([str(path)], {}, errors)
+    assert n_read == 1
+    again, n_read = headers.read_all([str(path)], first, errors)
+    assert again == first and n_read == 0 and files.stamps([path]) == stamps
+
+    soundfile.write(tmp_path / "b.wav", np.zeros(16_000), 8_000, subtype="PCM_16")
+    replace_under_an_older_date(path, (tmp_path / "b.wav").read_bytes())
+    again, n_read = headers.read_all([str(path)], first, errors)
+    assert n_read == 1 and again[str(path)].rate == 8_000
+    assert files.stamps([path]) != stamps

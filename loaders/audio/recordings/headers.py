@@ -34,7 +34,7 @@ class Header:
     """The facts of one recording."""
 
     size: int  # [bytes]
-    mtime: int  # [ns]
+    mtime: int  # [ns] of the last change, which may be later than the date of the file
     rate: int  # [Hz]
     frames: int
     channels: int
@@ -155,7 +155,7 @@ def _read(path: str, earlier: Header | None, samples: bool = False) -> Header | 
         return "odd-name", f"{os.fsencode(path)!r}; rename it"
     try:
         stat = os.stat(path)
-        if earlier and (earlier.size, earlier.mtime) == (stat.st_size, stat.st_mtime_ns):
+        if earlier and (earlier.size, earlier.mtime) == (stat.st_size, files.changed_ns(stat)):
             if earlier.beyond >= 0 or not samples:
                 return earlier
         if stat.st_size == 0:
@@ -177,7 +177,7 @@ def _read(path: str, earlier: Header | None, samples: bool = False) -> Header | 
     about = {**recorders.from_name(os.path.basename(path)), **about}
     return Header(
         size=stat.st_size,
-        mtime=stat.st_mtime_ns,
+        mtime=files.changed_ns(stat),
         rate=rate,
         frames=frames,
         channels=channels,

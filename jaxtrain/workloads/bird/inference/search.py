@@ -109,7 +109,7 @@ def _index_path(folder: Embeddings, kind: str) -> pathlib.Path:
     stats = []
     for name in (kind, "weight"):
         stat = (folder.folder / f"{name}.npy").stat()
-        stats.append((name, stat.st_size, stat.st_mtime_ns))
+        stats.append((name, stat.st_size, files.changed_ns(stat)))
     content = f"{folder.folder.resolve()} {folder.encoder} {stats}"
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
     return machine.cache_folder("search", f"{key}.usearch")
