@@ -278,8 +278,10 @@ def _warn_of_other_function(
     changes = []
     for change in config_lib.compare(saved, config, warm_start.digests_of(rules)):
         section, _, field = change.path.partition(".")
+        if section not in ("model", "data") or change.kind == FREE:
+            continue
         is_saved = field.partition(".")[0].partition("[")[0] in (saved.get(section) or {})
-        if section in ("model", "data") and change.kind != FREE and is_saved:
+        if is_saved:
             changes.append(str(change))
     if changes:
         log.warning(
