@@ -100,7 +100,7 @@ def dissect(
         contextlib.closing(Checkpointer(on_one_device, assembly.task)) as checkpointer,
     ):
         newest = functools.partial(checkpointer.restore, assembly.abstract, data.state(0))
-        state, saved_step, history = init_or_restore(assembly, newest)
+        state, saved_step, history, _ = init_or_restore(assembly, newest)
         if saved_step != step - 1:
             raise DissectError(
                 f"the state before step {step} is not there: {config.workdir} has that after step"

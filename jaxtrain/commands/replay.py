@@ -30,7 +30,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
@@ -138,12 +138,7 @@ def _replay(args: argparse.Namespace) -> int:
     config = _config(run, out, args)
     if membership.processes > 1:  # the others wait for process 0, and write nothing before
         cluster.await_peers(membership, config, refusal=problem)
-    # for a replay without a checkpoint, which has its own digest
-    data_at_beginning = ""
-    for start in run.starts:
-        if not start.first and start.step and "data" in start.facts:
-            data_at_beginning = start.facts["data"]
-    _make(args, config, until, data_at_beginning)
+    _make(args, config, until, _at_beginning(run))
     if membership.process:
         return 0  # process 0 compares
     replayed = run_lib.open_run(str(out))
@@ -214,12 +209,26 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
     print(text)
 
 
-def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
+def _at_beginning(run: "Run") -> dict[str, str]:
+    """Return the digests of data and weights of a run's start, for a replay of its first steps."""
+    from jaxtrain.telemetry import goodput
+
+    digests = {}
+    for start in run.starts:
+        if start.first or not start.step:
+            continue
+        for name in (goodput.DATA, goodput.WARM):
+            if name in start.facts:
+                digests[name] = start.facts[name]
+    return digests
+
+
+def _make(args: argparse.Namespace, config: Any, until: int, digests: Mapping[str, str]) -> None:
     """Make the steps. If they are refused before the first of them, no workdir is left."""
     from jaxtrain.run import loop
 
     save = 0 if args.no_page else args.step - 1  # from which the page is made
-    replay = loop.Replay(until, save, functools.partial(_check, args, config.workdir, data))
+    replay = loop.Replay(until, save, functools.partial(_check, args, config, digests))
     try:
         loop.run(config, {"source": f"a replay of {args.run}"}, replay=replay)
     except (UserError, ValueError):
@@ -228,19 +237,37 @@ def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
         raise
 
 
-def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset: int) -> None:
-    """Refuse other data than the run's, and examples that step N does not have."""
+def _check(
+    args: argparse.Namespace,
+    config: Any,
+    digests: Mapping[str, str],
+    data: Any,
+    offset: int,
+    warm: str,
+) -> None:
+    """Refuse other data or weights than the run's, and examples that step N does not have."""
     import jax
     import numpy as np
 
     from jaxtrain import dissect
+    from jaxtrain.telemetry import goodput
     from loaders.base import DataError
 
-    if expected and not list(pathlib.Path(out).glob("checkpoints/*")) and data.digest() != expected:
+    # a checkpoint has the digest of its data, and the weights
+    begins_at_0 = not list(pathlib.Path(config.workdir).glob("checkpoints/*"))
+    no_checkpoint = f"and no checkpoint before step {args.step} is kept"
+    expected = digests.get(goodput.DATA, "")
+    if begins_at_0 and expected and data.digest() != expected:
         raise DataError(
             f"{args.run} began with other data or in another order (digest {expected} then,"
-            f" {data.digest()} now), and no checkpoint before step {args.step} is kept; put its"
-            " data back"
+            f" {data.digest()} now), {no_checkpoint}; put its data back"
+        )
+    expected = digests.get(goodput.WARM, "")
+    if begins_at_0 and expected and warm != expected:
+        raise DataError(
+            f"{args.run} began with other weights than those of config.warm_start.source ="
+            f" {config.warm_start.source} (digest {expected} then, {warm} now), {no_checkpoint};"
+            " put its weights back"
         )
     if args.without and jax.process_count() == 1:
         rows = data.read(args.step - 1 - offset)

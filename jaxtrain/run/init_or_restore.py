@@ -35,6 +35,8 @@ class Start(NamedTuple):
     state: TrainState
     step: int  # batches that it has read
     history: History
+    # the beginning of the digest of the weights that it was initialised from
+    warm: str = ""
 
 
 def init_or_restore(assembly: Assembly, newest: Callable[[str], Restored | None]) -> Start:
@@ -61,11 +63,13 @@ def init_or_restore(assembly: Assembly, newest: Callable[[str], Restored | None]
     rules = _exact(config.warm_start)
     frozen = assembly.abstract.state.variables.frozen
     base = None
-    if frozen or config.warm_start.keep:
+    warm = ""
+    if frozen or rules.source:
         base = _record(rules, config.warm_start.source)
-    overlay, loaded = _warm_start(assembly, _keep(config, rules, base))
+        warm = _short_digest(base) if rules.source else ""
+    overlay, loaded = _warm_start(assembly, _keep(config, rules, warm))
     state = _init(assembly, overlay, loaded)
-    return Start(state, 0, History(base=base if frozen else None))
+    return Start(state, 0, History(base=base if frozen else None), warm)
 
 
 def _init(assembly: Assembly, overlay: Overlay, loaded: dict[str, jax.Array]) -> TrainState:
@@ -130,7 +134,7 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
     rules, base = _base_of(assembly.config, restored)
     overlay, loaded = _warm_start(
         assembly,
-        _keep(assembly.config, rules, base),
+        _keep(assembly.config, rules, _short_digest(base)),
         verified=base == restored.history.base,
     )
     frozen_parameters = state_lib.init_frozen(
@@ -223,12 +227,16 @@ def _record(rules: WarmStart, named: str) -> dict[str, str]:
     return base_weights.Base(source, named, digest)._asdict()
 
 
-def _keep(config: Config, rules: WarmStart, base: dict[str, str] | None) -> WarmStart:
+def _short_digest(base: Mapping[str, str]) -> str:
+    """Return the beginning of the digest of a record, which process 0 alone has whole."""
+    digest = base["digest"][: base_weights.SHORT] or "0"
+    return f"{cluster.agree(int(digest, 16)):0{base_weights.SHORT}x}"
+
+
+def _keep(config: Config, rules: WarmStart, short: str) -> WarmStart:
     """``rules`` for the copy in the workdir, made first if config.warm_start.keep asks for it."""
-    if not (config.warm_start.keep and rules.source and base):
+    if not (config.warm_start.keep and rules.source and short):
         return rules
-    digest = base["digest"][: base_weights.SHORT] or "0"  # process 0 alone has one
-    short = f"{cluster.agree(int(digest, 16)):0{base_weights.SHORT}x}"
     if cluster.is_main():
         base_weights.keep(rules, config.workdir, short)
     cluster.barrier("the copy of the base is written")

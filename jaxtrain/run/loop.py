@@ -44,8 +44,9 @@ class Replay(NamedTuple):
 
     until: int  # the last step
     save: int  # a step whose state is saved, too; 0 = none
-    # raises an error before the first step; gets the data, and the offset of their position
-    check: Callable[[Data, int], None]
+    # raises an error before the first step; gets the data, the offset of their position, and the
+    # digest of the weights that the state was initialised from
+    check: Callable[[Data, int, str], None]
 
 
 def run(
@@ -91,8 +92,8 @@ def run(
                 StepCompiler(assembly, data, process.clock, likely=checkpoints.likely())
             )
         with process.phase(goodput.RESTORE, "its checkpoint"):
-            state, step, history = init_or_restore(assembly, checkpoints.newest)
-            process.clock.resumed(step)
+            state, step, history, warm = init_or_restore(assembly, checkpoints.newest)
+            process.clock.resumed(step, warm=warm)
         due = Schedule(
             config,
             has_tests=data.test.n_batches > 0 and not replay,
@@ -106,7 +107,7 @@ def run(
                 return Result(state, step, {})  # and nothing is compiled
         with process.phase(goodput.COMPILATION, "its compilation"):
             if replay:
-                replay.check(data, history.offset)
+                replay.check(data, history.offset, warm)
             stream = closing.enter_context(
                 Stream(data, process.clock, step=step, offset=history.offset)
             )

@@ -80,7 +80,10 @@ TOTALS: dict[str, Any] = {
     "longest": 0.0,
     "blocked": 0.0,
 }
-DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
+# In the totals, and then facts of the start: the digests of the data, and of the weights that the
+# state was initialised from
+DATA = "data"
+WARM = "warm_start"
 # of totals, after which all but the last are dropped: else a start of some weeks has `MAX_BYTES`
 MAX_LINES = 1000
 
@@ -109,7 +112,7 @@ class Clock:
         self._totals = dict(TOTALS)
         self._first_step: int | None = None
         self._read_at = math.nan
-        self._data: dict[str, str] = {}
+        self._inputs: dict[str, str] = {}  # the facts of a start that its totals have
         self._earlier_seconds: dict[str, float] = {}  # until this start, by phase
 
     def switch(self, phase: str) -> str:
@@ -130,15 +133,20 @@ class Clock:
         yield
         self.switch(last_phase)
 
-    def resumed(self, step: int) -> None:
-        """Record the step that this start resumes from, at once: a kill may come."""
+    def resumed(self, step: int, *, warm: str = "") -> None:
+        """Record the step that this start resumes from, at once: a kill may come.
+
+        ``warm``: the digest of the weights that the state was initialised from.
+        """
         self._first_step = step
+        if warm:
+            self._inputs[WARM] = warm
         self._totals["step"] = step
         self._write()
 
     def reads(self, data: str) -> None:
         """Record which data this start reads, by their digest."""
-        self._data = {DATA: data}
+        self._inputs[DATA] = data
 
     def steps(self, step: int) -> None:
         """Begin the steps after ``step``."""
@@ -271,7 +279,7 @@ class Clock:
                 "phase": self._phase,
                 "now": round(self.began + sum(seconds.values()), 3),
                 "seconds": seconds,
-                **self._data,
+                **self._inputs,
             }
             self._append(record)
 
@@ -357,8 +365,9 @@ def _records(path: pathlib.Path) -> list[_Record]:
 
 def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
     facts = {name: value for name, value in head.items() if name not in HEAD}
-    if isinstance(last.get(DATA), str):
-        facts[DATA] = last[DATA]
+    for name in (DATA, WARM):
+        if isinstance(last.get(name), str):
+            facts[name] = last[name]
     fields = {name: head[name] for name in HEAD if name not in ("id", "pid")}
     fields |= {name: last.get(name, default) for name, default in TOTALS.items()}
     fields["now"] = max(fields["now"], head["began"])

@@ -93,3 +93,22 @@ def test_a_tokenizer_that_was_replaced_since_is_not_used_for_prompts(folder, cap
     assert "replaced/tokenizer.json, config.model.tokenizer of" in said
     assert "is not the file that the run was trained with" in said
     assert cli.main(["generate", "run", "the", "--tokens=2", "--tokenizer=corpus.json"]) == 0
+
+
+def test_a_replay_from_step_0_needs_the_weights_that_the_run_began_with(folder, capsys):
+    shutil.copytree(folder / "export", folder / "weights")
+    digests = "--config.metrics.digest=true"
+    assert start("begun", "weights", digests) == 0
+    command = ["replay", "begun", "--step", "1", "--until", "2", "--no-page"]
+    assert cli.main([*command, "--out", "replayed"]) == 0
+    assert "identical to step 2" in capsys.readouterr().out
+
+    shutil.rmtree(folder / "weights")
+    other = ["--config.seed=1", "--config.workdir=other-base"]
+    assert cli.main(["train", "--config=cfg.py", *other]) == 0
+    assert cli.main(["export", "other-base", "--out", "weights"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--out", "replayed-other"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "began with other weights than those of config.warm_start.source = weights" in said
+    assert "put its weights back" in said and not (folder / "replayed-other").exists()
