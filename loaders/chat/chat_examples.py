@@ -291,7 +291,7 @@ def _without_codes(sources: Mapping[pathlib.Path, codec_lib.Source]) -> list[cod
     missing = {}
     unread = {}
     for path, source in sources.items():
-        kept = source.judge(path)
+        kept = source.kept(path)
         if kept is Kept.NO:
             missing[path] = source
         elif kept is Kept.UNREAD and source.path:

@@ -70,7 +70,7 @@ def read(codes: pathlib.Path) -> Stamp | None:
     return Stamp(sha256, tuple(status))
 
 
-def judge(codes: pathlib.Path, recording: pathlib.Path) -> Kept:
+def decide(codes: pathlib.Path, recording: pathlib.Path) -> Kept:
     """Say whether codes are of a recording, without reading it."""
     try:
         now = status_of(recording)

@@ -391,10 +391,10 @@ class Source(NamedTuple):
         folder = files.expanded(cache) if cache else machine.cache_folder("codes")
         return folder / f"{digest[:24]}.{codec.name}.npy"
 
-    def judge(self, codes: pathlib.Path) -> code_stamp.Kept:
+    def kept(self, codes: pathlib.Path) -> code_stamp.Kept:
         """Say whether a file of codes is of this recording as it is now."""
         if self.path:
-            return code_stamp.judge(codes, self.path)
+            return code_stamp.decide(codes, self.path)
         return code_stamp.Kept.YES if codes.exists() else code_stamp.Kept.NO  # named by its content
 
     def read_stamped(self) -> tuple[bytes, bytes]:
