@@ -5,6 +5,7 @@ runs it. So only a workload of this package, or the module that the user named w
 imported.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,6 +145,40 @@ def refuse_other_file(source: Source, field: str, path: Any, flag: str) -> None:
             f" with: its sha256 begins with {digest}, and {recorded} is recorded; put that one"
             f" back, or name it with {flag}"
         )
+
+
+def warn_of_other_file(
+    source: Source, field: str, own: Any, given: str, flag: str, *, difference: str = ""
+) -> None:
+    """Print a warning if a file that the user names is not the one that the run was trained with.
+
+    Args:
+      field: of the config, "model.tokenizer".
+      own: the run's, a path or anything else in a damaged config.
+      given: the path, "bytes" or module:function that the user names with ``flag``.
+      difference: how their contents differ, if that is known.
+    """
+    digests = source.meta().get("files")
+    recorded = digests.get(field) if isinstance(digests, dict) else None
+    known = {recorded, _digest_of_file(own)} - {None}
+    digest = _digest_of_file(given)
+    if given == own and (digest is None or not known) or digest is not None and digest in known:
+        return
+    if not known and not own:
+        return  # nothing is known of the run's own
+    reason = f": {difference}" if difference else ""
+    print(
+        f"warning: {flag} {given} is not {own}, which {source.path} was trained with"
+        f" (config.{field}){reason}",
+        file=sys.stderr,
+    )
+
+
+def _digest_of_file(path: Any) -> str | None:
+    """Return the digest of a file, or None if there is none."""
+    if not isinstance(path, str) or not path or not files.expanded(path).is_file():
+        return None
+    return config_lib.digest_of(files.expanded(path))
 
 
 def exported_file(source: Source, name: str) -> str:

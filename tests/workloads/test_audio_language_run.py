@@ -2,14 +2,16 @@
 stopped, resumed, exported."""
 
 import json
+import pathlib
+import shutil
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain import specs
 from jaxtrain.arrays import warm_start
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
@@ -253,3 +255,28 @@ def test_several_processes_share_the_samples_and_one_writes(folder, number, monk
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["4", "8"]
     ends = [processes.records(w, "test")[8] for w in (workdir, folder / "alone")]
     assert numbers(ends[0]) == pytest.approx(numbers(ends[1]), rel=2e-3, abs=2e-3)
+
+
+def test_another_codec_or_tokenizer_than_the_runs_own_is_named_or_refused(
+    folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    short = ["--config.train.steps=1", "--config.train.eval_every=0", "--config.workdir=run"]
+    assert cli.main(["train", "--config=higgs.py", *short]) == 0
+    with np.load("codec.npz") as file:
+        arrays = dict(file)
+    np.savez("other.npz", **{**arrays, "books": arrays["books"][:, ::-1]})
+    np.savez("third.npz", **{**arrays, "books": arrays["books"][:1]})
+    shutil.copy("codec.npz", "copy.npz")
+    words = json.loads(pathlib.Path("tokenizer.json").read_text())
+    pathlib.Path("other.json").write_text(json.dumps(words, indent=4))
+    command = ["generate-audio", "run", "a", "--out", "out", "--seconds=0.1"]
+    capsys.readouterr()
+    assert cli.main([*command, "--codec=copy.npz"]) == 0
+    assert "warning" not in capsys.readouterr().err, "the same codec at another place"
+    assert cli.main([*command, "--codec=other.npz", "--tokenizer=other.json"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: --codec other.npz is not codec.npz, which " in said
+    assert "warning: --tokenizer other.json is not tokenizer.json, which " in said
+    assert cli.main([*command, "--codec=third.npz"]) == 2
+    assert "the codec has codebooks = 1, and the model of " in capsys.readouterr().err

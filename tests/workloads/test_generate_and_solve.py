@@ -4,6 +4,7 @@ computed, and refusals."""
 import csv
 import dataclasses
 import json
+import pathlib
 import shutil
 import subprocess
 
@@ -162,6 +163,38 @@ def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
     assert generate.load(str(tmp_path / "out")).codec.encode("owl") == [2]
     assert cli.main(["generate", str(run), "owl"]) == 2
     assert "name a tokenizer.json: --tokenizer" in capsys.readouterr().err
+
+
+def test_another_tokenizer_than_the_runs_own_is_named(tmp_path, capsys):
+    def written(name, words):
+        vocabulary = {word: i for i, word in enumerate(words)}
+        model = tokenizers.models.WordLevel(vocabulary, unk_token="[unk]")
+        tokenizers.Tokenizer(model).save(str(tmp_path / name))
+        return str(tmp_path / name)
+
+    own = written("own.json", ["[unk]", "wren", "owl"])
+    shutil.copy(own, tmp_path / "copy.json")
+    other = written("other.json", ["[unk]", "owl", "wren"])
+    run = saved(tmp_path / "run", language, {**LANGUAGE, "tokenizer": own})
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    of_bytes = saved(tmp_path / "bytes", language, {**LANGUAGE, "tokenizer": "bytes"})
+    capsys.readouterr()
+    for source in (run, tmp_path / "out"):
+        for same in (own, str(tmp_path / "copy.json")):
+            assert (
+                cli.main(["generate", str(source), "owl", "--tokens=1", "--tokenizer", same]) == 0
+            )
+            assert not capsys.readouterr().err
+        assert cli.main(["generate", str(source), "owl", "--tokens=1", "--tokenizer", other]) == 0
+        said = capsys.readouterr().err
+        assert (
+            f"warning: --tokenizer {other} is not " in said and "(config.model.tokenizer)" in said
+        )
+        assert "id 1 is 'wren' there and 'owl' here (2 of 3 ids differ)" in said
+    assert cli.main(["generate", str(of_bytes), "owl", "--tokens=1", "--tokenizer", own]) == 0
+    assert f"--tokenizer {own} is not bytes, which " in capsys.readouterr().err
+    pathlib.Path(own).write_text("{}")  # damaged, so that another is named
+    assert cli.main(["generate", str(run), "owl", "--tokens=1", "--tokenizer", other]) == 0
 
 
 def test_a_text_ends_where_its_data_end_a_text(tmp_path):

@@ -17,7 +17,7 @@ from jaxtrain.telemetry import writers
 from jaxtrain.types import Key, PyTree
 from jaxtrain.workloads.audio_language import decoding
 from jaxtrain.workloads.audio_language.model import Config, make_specs
-from loaders.base import narrowed
+from loaders.base import DataError, narrowed
 from loaders.chat import chat_audio, chat_examples, chatml, codec
 from loaders.io import atomic_write, files
 
@@ -72,17 +72,46 @@ def load(
     voice = None
     if data.codec:
         voice = chat_examples.open_codec(data)
+    _refuse_other_sizes(source, model, tools)
     return Speaker(model, params, tools, voice)
 
 
+def _refuse_other_sizes(
+    source: source_lib.Source, model: Config, tools: chat_examples.Tools
+) -> None:
+    """Raise DataError for a tokenizer or a codec that the model's outputs do not fit."""
+    for name, of_model, here in (
+        ("codebooks", model.codebooks, tools.codebooks),
+        ("codebook_size", model.codebook_size, tools.size),
+    ):
+        if here != of_model:
+            raise DataError(
+                f"the codec has {name} = {here}, and the model of {source.path} has {of_model}; name"
+                " the one that its codes were made with, with --codec"
+            )
+    largest = max(tools.ids.values())
+    if largest >= (model.vocab or 0):
+        raise DataError(
+            f"the tokenizer has a special token {largest}, and the model of {source.path} has"
+            f" {model.vocab} tokens; name the one that it was trained with, with --tokenizer"
+        )
+
+
 def _data_config(
-    source: source_lib.Source, run_config: Mapping[str, Any], tokenizer: str, codec_path: str
+    source: source_lib.Source, run_config: Mapping[str, Any], named: str, codec_path: str
 ) -> chat_audio.Config:
-    """Return the run's section ``data``, with another tokenizer or codec if one is named."""
+    """Return the run's section ``data``, with another tokenizer or codec if one is ``named``."""
     run_data = run_config.get("data") or {}
     run_codec = run_data.get("codec")
     changes = {}
-    tokenizer = tokenizer or run_workload.exported_file(source, "tokenizer.json")
+    exported = run_workload.exported_file(source, "tokenizer.json")
+    run_tokenizer = run_data.get("tokenizer")
+    if named:
+        own = exported or run_tokenizer
+        run_workload.warn_of_other_file(source, "data.tokenizer", own, named, "--tokenizer")
+    if codec_path:
+        run_workload.warn_of_other_file(source, "data.codec", run_codec, codec_path, "--codec")
+    tokenizer = named or exported
     if tokenizer:
         changes["tokenizer"] = tokenizer
     if codec_path:
@@ -96,7 +125,6 @@ def _data_config(
                 " codec.npz, or that function if you trust its code, with --codec"
             )
     if not tokenizer:
-        run_tokenizer = run_data.get("tokenizer")
         run_workload.refuse_other_file(source, "data.tokenizer", run_tokenizer, "--tokenizer")
     if not codec_path:
         run_workload.refuse_other_file(source, "data.codec", run_codec, "--codec")

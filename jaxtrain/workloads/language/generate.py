@@ -1,6 +1,7 @@
 """Continuations of prompts by a trained language model, many at a time."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,11 @@ from jaxtrain.nn import sampling
 from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.language.model import Config, make_specs
+from jaxtrain.workloads.language import text as text_lib
 from jaxtrain.workloads.language.text import Codec
 from loaders.base import DataError
 from loaders.io import files
+from loaders.text import tokenizer as tokenizer_lib
 
 MAX_BYTES = 64 << 20  # [bytes] of a file of prompts
 
@@ -56,9 +59,34 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
         codec = model.codec()
     except DataError as error:
         raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
+    if tokenizer:
+        own = {**run_workload.model_of(config), "tokenizer": run_tokenizer}
+        _warn_of_other_tokens(source, own, exported or run_tokenizer, tokenizer)
     layout = stored_params.one_device()
     params = stored_params.read(source, make_specs(model), layout, ema=ema)
     return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {codec_source}")
+
+
+def _warn_of_other_tokens(
+    source: source_lib.Source, model: Mapping[str, Any], own: Any, given: str
+) -> None:
+    """Print a warning if a tokenizer that the user names is not the run's.
+
+    Args:
+      model: the run's section, with its tokenizer.
+      own: the path of that tokenizer, or "bytes".
+    """
+    folder = str(source.path) if source.is_export else ""
+    difference = ""
+    with contextlib.suppress(DataError, TypeError):  # the run's own may be damaged or gone
+        theirs = text_lib.vocabulary_of(model, folder)
+        ours = text_lib.vocabulary_of({"tokenizer": given})
+        if theirs and ours:
+            difference = tokenizer_lib.difference(theirs.tokens, ours.tokens)
+            own = own or theirs.name
+    run_workload.warn_of_other_file(
+        source, "model.tokenizer", own, given, "--tokenizer", difference=difference
+    )
 
 
 def read_prompts(path: str) -> list[str]:
