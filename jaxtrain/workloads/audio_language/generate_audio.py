@@ -86,8 +86,8 @@ def _refuse_other_sizes(
     ):
         if here != of_model:
             raise DataError(
-                f"the codec has {name} = {here}, and the model of {source.path} has {of_model}; name"
-                " the one that its codes were made with, with --codec"
+                f"the codec has {name} = {here}, and the model of {source.path} has {of_model};"
+                " name the one that its codes were made with, with --codec"
             )
     largest = max(tools.ids.values())
     if largest >= (model.vocab or 0):

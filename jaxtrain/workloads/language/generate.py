@@ -13,8 +13,8 @@ from jaxtrain.arrays import source as source_lib
 from jaxtrain.nn import sampling
 from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.language.model import Config, make_specs
 from jaxtrain.workloads.language import text as text_lib
+from jaxtrain.workloads.language.model import Config, make_specs
 from jaxtrain.workloads.language.text import Codec
 from loaders.base import DataError
 from loaders.io import files
