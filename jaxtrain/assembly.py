@@ -78,7 +78,11 @@ class Assembly:
         device = mesh.devices.flat[0]
         nearest = mesh.local_devices[0] if mesh.local_devices else device
         return xla_options.options(
-            self.config.compiler, device.device_kind, count=mesh.size, device=nearest
+            self.config.compiler,
+            device.device_kind,
+            count=mesh.size,
+            device=nearest,
+            keeps_in_loops=self.config.keeps_in_loops,
         )
 
 

@@ -7,11 +7,13 @@ import pytest
 
 from jaxtrain import config, plan
 from jaxtrain.compile import xla_options
+from jaxtrain.nn import transformer
 from jaxtrain.run import loop
 from tests.support import small_runs
 from tests.support.processes import run
 
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
+SLICES = "xla_gpu_enable_dynamic_slice_fusion"
 
 
 @pytest.mark.usefixtures("libtpu")
@@ -45,6 +47,24 @@ def test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the_table():
         match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*omit",
     ):
         xla_options.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "is_off"),
+    [
+        ({}, 0, True),
+        ({"remat": "save attention,mlp"}, 0, True),  # the saved ones are stacked
+        ({"remat": "full"}, 0, False),
+        ({"unroll": 2}, 0, False),
+        ({}, 4, False),
+    ],
+)
+def test_products_of_a_loop_over_layers_are_not_moved_into_its_results(model, rank, is_off):
+    """Else they are computed twice with jax 0.11.2. Adapters and other programs are faster so."""
+    decoder = transformer.Decoder(**{"depth": 2, "unroll": 1, **model})
+    run_config = config.Config(model=decoder, lora=config.Lora(rank=rank))
+    options = plan.compile.compiler_options(run_config, plan.parse_target("gpu:h100x1"))
+    assert options.get(SLICES) == (False if is_off else None)
 
 
 def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(

@@ -30,6 +30,8 @@ class Option(NamedTuple):
     # also for a program of one device, which has no collectives to move
     on_one_device: bool = False
     cores: int = 1  # it needs so many of this process. The later of two options of one name wins
+    # only for a program whose loop over layers keeps activations (`Config.keeps_in_loops`)
+    for_kept_products: bool = False
 
 
 TABLE = (
@@ -37,6 +39,16 @@ TABLE = (
     # first written side by side, in every layer of every microbatch: with adapters next to the
     # frozen ones, that was half of a step's bytes. Without adapters nothing was seen to be merged.
     Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), on_one_device=True),
+    # XLA moves a product into the kernel that writes it to the activations of all layers. A product
+    # that something else reads is then computed twice, as it also stays where it was (jax 0.11.2).
+    # Other programs keep this pass, by which products read slices of frozen matrices in place.
+    Option(
+        "xla_gpu_enable_dynamic_slice_fusion",
+        False,
+        ("NVIDIA",),
+        on_one_device=True,
+        for_kept_products=True,
+    ),
     # Collectives begin early and end late, with computation between. JAX has it off by default,
     # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
@@ -73,11 +85,13 @@ TABLE = (
 )
 
 
-def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
+def defaults(kind: str, *, count: int, cores: int, keeps_in_loops: bool = False) -> dict[str, Any]:
     """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
     values: dict[str, Any] = {}
     for option in TABLE:
         if count <= 1 and not option.on_one_device:
+            continue
+        if option.for_kept_products and not keeps_in_loops:
             continue
         if kind.startswith(option.kinds) and cores >= option.cores:
             values[option.name] = option.value
@@ -85,13 +99,21 @@ def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
 
 
 def options(
-    own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None
+    own: Mapping[str, Any],
+    kind: str,
+    *,
+    count: int,
+    device: jax.Device | None,
+    keeps_in_loops: bool = False,
 ) -> dict[str, Any]:
     """Return options for ``count`` devices (``device_kind``): the table's, with ``own`` over them.
 
     Options of another platform in ``own`` are left out, and the log says so: one config may have
-    those of several. ``device``: whose compiler is asked, which need not exist; None = none is.
-    Raises ConfigError with each of ``own`` that the compiler refuses.
+    those of several. Raises ConfigError with each of ``own`` that the compiler refuses.
+
+    Args:
+      device: whose compiler is asked, which need not exist; None = none is.
+      keeps_in_loops: as in `Config`, whose program it is.
     """
     if kind.startswith("TPU"):
         platform = "tpu"
@@ -107,7 +129,8 @@ def options(
             ours[name] = _value(value)
     if elsewhere:
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(elsewhere)))
-    all_options = defaults(kind, count=count, cores=machine.cores()) | ours
+    cores = machine.cores()
+    all_options = defaults(kind, count=count, cores=cores, keeps_in_loops=keeps_in_loops) | ours
     if device is None:
         return all_options
     refusals = _refusals(all_options, device)

@@ -46,6 +46,11 @@ class ModelSection(Section):
 
     facts: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def keeps_in_loops(self) -> bool:
+        """Whether a loop over layers keeps activations for the backward pass."""
+        return False
+
     def validate_data(self, info: Mapping[str, Any]) -> Problems:
         """Yield (field, problem with its remedy) for fields that contradict the dataset info."""
         return iter(())
@@ -623,6 +628,11 @@ class Config(Section, Generic[Model, Data]):
     distributed: Distributed = field(default_factory=Distributed)  # [section]
     # [option: value] options of XLA, over those of jaxtrain.compile.xla_options
     compiler: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keeps_in_loops(self) -> bool:
+        """Whether a loop over layers keeps activations, and reads no frozen matrices."""
+        return not self.lora.rank and getattr(self.model, "keeps_in_loops", False)
 
     def validate(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:

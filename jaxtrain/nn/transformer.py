@@ -125,6 +125,10 @@ class Decoder(ModelSection):
         yield from self.rope.validate()
 
     @property
+    def keeps_in_loops(self) -> bool:
+        return self.remat != "full" and self.unroll < self.depth
+
+    @property
     def g(self) -> int:
         return self.kv_heads or self.heads
 

@@ -121,7 +121,13 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
     else:
         device = _device_that_knows_options(target)
         kind = target.known_chip.kind
-    return xla_options.options(config.compiler, kind, count=target.count, device=device)
+    return xla_options.options(
+        config.compiler,
+        kind,
+        count=target.count,
+        device=device,
+        keeps_in_loops=config.keeps_in_loops,
+    )
 
 
 def _device_that_knows_options(target: Target) -> Any | None:
@@ -148,13 +154,10 @@ def compiled(
     """
     config_options = assembly.config.compiler
     mesh = assembly.layout.mesh
-    devices = list(mesh.devices.flat)
-    kind = devices[0].device_kind
-    options_of_run = xla_options.options(config_options, kind, count=mesh.size, device=devices[0])
     figures, again = ask(
         traced.lower(),
-        devices,
-        options_of_run | dict(options or {}),
+        list(mesh.devices.flat),
+        assembly.compiler_options() | dict(options or {}),
         config_options=config_options,
         versions=versions,
     )

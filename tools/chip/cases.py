@@ -299,9 +299,8 @@ def batches(assembly: Assembly, n: int) -> list[Batch]:
 def compiled(chosen: Chosen) -> jax.stages.Compiled:
     """With the options of a run (`jaxtrain.compile.xla_options`)."""
     a = chosen.assembly
-    device = a.layout.mesh.devices.flat[0]
-    options = xla_options.options(a.config.compiler, device.device_kind, count=1, device=device)
-    return xla_options.compile(a.trace(chosen.stage).lower(), options, a.config.compiler)
+    lowered = a.trace(chosen.stage).lower()
+    return xla_options.compile(lowered, a.compiler_options(), a.config.compiler)
 
 
 class Steps:

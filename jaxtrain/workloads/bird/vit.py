@@ -131,6 +131,10 @@ class Encoder(checks.Section):
             yield "remat", text
 
     @property
+    def keeps_in_loops(self) -> bool:
+        return self.remat != "full" and self.unroll < self.depth
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Patches along time and along mel."""
         return self.n_frames // self.patch[0], self.n_mels // self.patch[1]
