@@ -15,6 +15,7 @@ from jaxtrain.nn import lora
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
+from jaxtrain.step import update as update_lib
 from jaxtrain.types import Task
 from loaders import base
 from loaders.base import Field
@@ -31,10 +32,9 @@ class Assembly:
     task: Task
     tx: optim.Optimizer
     abstract: state_lib.Abstract
-    # (stage of the task) -> its jitted training step, the same one each time: JAX traces it once
-    train_step: Callable[[Hashable], jax.stages.Wrapped] = dataclasses.field(
-        repr=False, compare=False
-    )
+    # (stage of the task, has_norms=…) -> its jitted training step, the same one each time: JAX
+    # traces it once
+    train_step: Callable[..., jax.stages.Wrapped] = dataclasses.field(repr=False, compare=False)
 
     def stages(self) -> dict[Hashable, int]:
         starts: dict[Hashable, int] = {}
@@ -42,12 +42,25 @@ class Assembly:
             starts.setdefault(self.task.stage(step), step)
         return starts
 
-    def trace(self, stage: Hashable) -> jax.stages.Traced:
+    def has_norms(self, step: int) -> bool:
+        """Whether the program of step number ``step``, from 1 on, computes norms of its update.
+
+        All do, unless norms are expensive: then those steps alone whose metrics are recorded.
+        """
+        return not self._are_norms_expensive or bool(step_lib.is_recorded(self.config, step))
+
+    @functools.cached_property
+    def _are_norms_expensive(self) -> bool:
+        state = self.abstract.state
+        params = state.variables.params
+        return update_lib.are_norms_expensive(self.layout, state.opt_state, params)
+
+    def trace(self, stage: Hashable, *, has_norms: bool = True) -> jax.stages.Traced:
         """Trace the training step of one of the task's stages, once.
 
         Raises LayoutError: the loss reads a field of the loader that the task's axes do not have.
         """
-        step = self.train_step(stage)
+        step = self.train_step(stage, has_norms=has_norms)
         stop = step_lib.abstract_stop(self.layout)
         try:
             traced: jax.stages.Traced = step.trace(self.abstract.state, self.abstract.batch, stop)

@@ -272,6 +272,48 @@ def test_norms_that_nobody_records_change_nothing(rule):
     assert found[5][1]["skipped"].total == 1 and found[5][1]["update_norm"].total == 0
 
 
+@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("devices", [Devices("gpu", "9.0"), Devices("cpu", "")], ids=["gpu", "cpu"])
+def test_a_program_without_norms_leaves_the_same_bits(rule, devices):
+    """Also after a step that is skipped, and one that is refused because the run stops."""
+    config = config_lib.Config(
+        model=MODEL,
+        optim=dataclasses.replace(OPTIM, name=rule),
+        train=config_lib.Train(steps=10, batch=BATCH, ema=0.9),
+        metrics=config_lib.Metrics(every=1),
+    )
+    run = assemble(
+        config,
+        make_mesh(1, 1, 1, devices=jax.devices()[:1]),
+        make_task=lambda *_: toy_task(),
+        fields=TOY_FIELDS,
+    )
+    layout = run.layout._replace(devices=devices)
+    x = np.random.default_rng(0).standard_normal((BATCH, 4)).astype("f4")
+    found = []
+    for has_norms in (True, False):
+        step = step_lib.make_train_step(
+            config, layout, run.task, run.tx, run.abstract, has_norms=has_norms
+        )
+        state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
+        for scale, stop in ((1, False), (2, False), (np.nan, False), (3, True)):
+            rows = {"x": scale * x, "weight": np.ones(BATCH, "f4")}
+            rows = {
+                name: jax.device_put(rows[name], of_batch.sharding)
+                for name, of_batch in run.abstract.batch.items()
+            }
+            state, metrics = step(state, rows, step_lib.put_stop(run.layout, stop))
+            found.append(host((state, metrics)))
+    for (state, metrics), (other, others) in zip(found[:4], found[4:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, state, other)
+        left_out = metrics.keys() - others.keys()
+        assert left_out == {"update_norm", "param_norm_before", "param_norm_after"}
+        jax.tree.map(
+            np.testing.assert_array_equal, {name: metrics[name] for name in others}, others
+        )
+    assert found[6][1]["skipped"].total == 1 and found[7][1]["stopped"].total == 1
+
+
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 2), ("data", 1)])
 def test_a_batch_of_no_weight_is_skipped(mesh, accumulate):
     """The batch is also skipped if the loss selects its rows, and no gradient shows the divisor."""

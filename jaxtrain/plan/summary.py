@@ -155,13 +155,22 @@ def _step_lines(
             too_much = f"at least {in_bytes(excess)} too much"
             problems.append(f"it does not fit: {too_much}. {ways(config, target)}")
         return
-    jobs = [worker.Job(config, text, stage) for stage in bounds]
+    every = config.metrics.every
+    programs = {True: f", with norms, every {every}th step"}  # by whether they have norms
+    if assembly.has_norms(1):
+        programs = {True: ""}
+    else:
+        programs[False] = ", without norms, the other steps"
+    jobs = [
+        worker.Job(config, text, stage, has_norms) for has_norms in programs for stage in bounds
+    ]
     answers = [worker.answer(job) for job in jobs] if is_at_hand(target) else worker.ask(jobs)
-    for (stage, first_step), answer in zip(stages.items(), answers, strict=True):
+    for job, answer in zip(jobs, answers, strict=True):
         title = "compiled for it"
-        if stage is not None:
-            title += f", stage {stage} from step {first_step}"
-        yield from _answer_lines(config, target, title, answer, bounds[stage], problems)
+        if job.stage is not None:
+            title += f", stage {job.stage} from step {stages[job.stage]}"
+        title += programs[job.has_norms]
+        yield from _answer_lines(config, target, title, answer, bounds[job.stage], problems)
         yield ""
 
 

@@ -41,6 +41,7 @@ class Job(NamedTuple):
     config: Config
     target: str  # as in --plan=
     stage: Hashable = None  # of `Task.stage`; LAST: of the last step
+    has_norms: bool = True  # False: the program of steps whose norms nobody reads
 
 
 class Answer(NamedTuple):
@@ -100,7 +101,7 @@ def answer(job: Job, versions: str = "") -> Answer:
             if for_gpus_elsewhere:
                 stack.enter_context(for_kernels(mesh.devices.flat[0]))
                 options = UNTUNED
-            traced = assembly.trace(stage)
+            traced = assembly.trace(stage, has_norms=job.has_norms)
             is_traced = True
             return Answer(compiled(assembly, traced, options=options, versions=versions))
     except PlanError as error:

@@ -23,6 +23,7 @@ from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.run.process_context import ProcessContext
 from jaxtrain.run.stream import Data, Item, Stream
 from jaxtrain.step import digest
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import console, jsonl, metrics, traces, training_sources, writers
@@ -205,7 +206,7 @@ class MetricsLogger:
             self._read_digest(item.step, digests)
 
     def _is_recorded(self, step: int) -> bool:
-        return step % self._config.metrics.every == 0 or step == self._config.train.steps
+        return bool(step_lib.is_recorded(self._config, step))
 
     def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
         self._read_last = step

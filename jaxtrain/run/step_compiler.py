@@ -1,4 +1,4 @@
-"""The compiled programs of a run: its step by stage and bucket, and its evaluation by bucket."""
+"""The compiled programs of a run: steps by stage, bucket and norms, and evaluations by bucket."""
 
 import collections
 import concurrent.futures
@@ -23,6 +23,7 @@ from jaxtrain.types import COUNTS
 log = logging.getLogger("jaxtrain")
 THREAD = "compile"  # prefix of the names of threads that compile
 FutureProgram = concurrent.futures.Future[Callable[..., Any]]
+Key = tuple[Hashable, int, bool]  # of a step's program: stage, bucket, whether it has norms
 
 
 class CompileAhead:
@@ -120,7 +121,7 @@ class StepCompiler:
         self._clock = clock
         self._offset = 0  # of the run's data; before `ready` nobody knows of another
         self._options = assembly.compiler_options()
-        self._lowered: dict[tuple[Hashable, int], jax.stages.Lowered] = {}
+        self._lowered: dict[Key, jax.stages.Lowered] = {}
         self._steps = CompileAhead(self._key_of, lambda key: self.compile(self._lower(key)))
         self.stop = {flag: step_lib.put_stop(assembly.layout, flag) for flag in (False, True)}
         if likely < assembly.config.train.steps:
@@ -132,16 +133,16 @@ class StepCompiler:
 
         return program_cache.keep(lowered, self._options, compile_now)
 
-    def _key_of(self, index: int) -> tuple[Hashable, int]:
-        """Return the stage and the bucket of step number ``index``, the first being 0."""
+    def _key_of(self, index: int) -> Key:
+        """Return the key of step number ``index``, the first being 0."""
         bucket = self._data.train.bucket_at(index - self._offset)
-        return self._assembly.task.stage(index), bucket
+        return self._assembly.task.stage(index), bucket, self._assembly.has_norms(index + 1)
 
-    def _lower(self, key: tuple[Hashable, int]) -> jax.stages.Lowered:
+    def _lower(self, key: Key) -> jax.stages.Lowered:
         if key not in self._lowered:
-            stage, bucket = key
+            stage, bucket, has_norms = key
             assembly = self._assembly.with_batch(self._data.buckets[bucket])
-            self._lowered[key] = assembly.trace(stage).lower()
+            self._lowered[key] = assembly.trace(stage, has_norms=has_norms).lower()
         return self._lowered[key]
 
     def _expect(self, index: int) -> None:
@@ -182,7 +183,7 @@ class StepCompiler:
         starts = self._steps.starts
         if len(starts) > 1:
             log.info(
-                "%d programs, by (stage, bucket), are compiled ahead; their first steps: %s",
+                "%d programs, by (stage, bucket, norms), are compiled ahead; their first steps: %s",
                 len(starts),
                 starts,
             )

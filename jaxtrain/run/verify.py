@@ -15,7 +15,7 @@ named. An error in a gradient reaches all devices by the sum over them, and then
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jaxtrain import specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint.checkpointer import saved_parts
 from jaxtrain.run.metrics_logger import MetricsLogger
-from jaxtrain.run.step_compiler import StepCompiler
+from jaxtrain.run.step_compiler import Key, StepCompiler
 from jaxtrain.run.stream import Data, Item
 from jaxtrain.step import digest
 from jaxtrain.step import state as state_lib
@@ -85,7 +85,7 @@ class Verifier:
         self.steps = 0
         self.wrong = 0
         self._turned = assembly  # for the second computation
-        self._turned_programs: dict[tuple[Hashable, int], Step] = {}
+        self._turned_programs: dict[Key, Step] = {}
         mesh = assembly.layout.mesh
         if self._guard.verify_every and mesh.size > 1:
             turned_devices = np.roll(mesh.devices.reshape(-1), -1).reshape(mesh.devices.shape)
@@ -184,18 +184,19 @@ class Verifier:
             return self._outcome(turned, new)
         arguments = (state, dict(item.arrays), stop)
         moved = _move(arguments, self._assembly.layout.mesh, turned.layout.mesh)
-        program = self._program(self._assembly.task.stage(item.index), item.bucket)
+        has_norms = self._assembly.has_norms(item.index + 1)
+        program = self._program((self._assembly.task.stage(item.index), item.bucket, has_norms))
         new, _ = program(*moved)
         return self._outcome(turned, new)
 
-    def _program(self, stage: Hashable, bucket: int) -> Step:
+    def _program(self, key: Key) -> Step:
         """Return the step's program on the turned mesh, compiled at the first call."""
-        key = (stage, bucket)
         if key not in self._turned_programs:
+            stage, bucket, has_norms = key
             turned, fields = self._turned, self._data.train.buckets[bucket]
             rows = turned.config.train.batch
             batch = state_lib.make_batch(turned.task, turned.layout, fields, rows)
-            lowered = turned.with_batch(batch).trace(stage).lower()
+            lowered = turned.with_batch(batch).trace(stage, has_norms=has_norms).lower()
             self._turned_programs[key] = self._compiler.compile(lowered)
         return self._turned_programs[key]
 

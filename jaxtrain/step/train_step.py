@@ -9,6 +9,7 @@ host waits for either decision: the state is selected on the device.
 
 import functools
 from collections.abc import Callable, Hashable, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ def make_train_step(
     tx: Optimizer,
     abstract: Abstract,
     stage: Hashable = None,
+    *,
+    has_norms: bool = True,
 ) -> jax.stages.Wrapped:
     """Jit `train_step` for an abstract state and batch, and a stage of the task's loss.
 
@@ -48,7 +51,7 @@ def make_train_step(
     shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
 
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
-        return train_step(config, layout, task, tx, state, batch, stop)
+        return train_step(config, layout, task, tx, state, batch, stop, has_norms=has_norms)
 
     run = _offloaded(step, shardings.opt_state) if config.optim.offload else step
     return jax.jit(run, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
@@ -85,13 +88,15 @@ def train_step(
     state: TrainState,
     batch: Batch,
     stop: Array,
+    *,
+    has_norms: bool = True,
 ) -> tuple[TrainState, Metrics]:
     """Compute state and metrics of one global batch.
 
     Every metric is of this step: none mixes old and new parameters, whose norms are
     ``param_norm_before`` and ``param_norm_after``. The norms of a step that config.metrics does not
-    record may be NaN. If ``stop`` (int32 [devices], `abstract_stop`)
-    is not all zero, the step is a no-op.
+    record may be NaN, and are missing without ``has_norms``. If ``stop`` (int32 [devices],
+    `abstract_stop`) is not all zero, the step is a no-op.
     """
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
@@ -106,10 +111,11 @@ def train_step(
         good, norms = accept(config.guard, state.norms, norm, mean_loss)
         accepted = good & ~stopped
     with jax.named_scope("update"):
-        number = state.step + 1
-        is_recorded = (number % config.metrics.every == 0) | (number == config.train.steps)
-        update = update_lib.choose(layout, state.opt_state, variables.params)
-        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, is_recorded | ~good)
+        update = update_lib.update_without_norms
+        if has_norms:
+            update = update_lib.choose(layout, state.opt_state, variables.params)
+        due = is_recorded(config, state.step + 1) | ~good
+        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
         moved = update(tx, proposed, state.opt_state, variables.params)
         model_state = task.advance(moved.params, out.model_state, state.step)
         ema = state.ema
@@ -133,6 +139,11 @@ def train_step(
     new_variables = Variables(moved.params, variables.frozen, model_state)
     new = TrainState(state.step + ~stopped, new_variables, opt_state, ema, norms)
     return new, {**out.metrics, **own_metrics}
+
+
+def is_recorded(config: Config, number: Any) -> Any:
+    """Whether the metrics of step ``number``, from 1 on, are recorded: bool, or bool []."""
+    return (number % config.metrics.every == 0) | (number == config.train.steps)
 
 
 def _raise_for_names(names: Set[str]) -> None:

@@ -11,8 +11,11 @@ from jaxtrain import config as config_lib
 from jaxtrain import plan
 from jaxtrain.assembly import assemble
 from jaxtrain.commands import train as train_command
+from jaxtrain.plan import worker
 from jaxtrain.plan.bound import Array
+from jaxtrain.plan.compile import Compiled
 from jaxtrain.run import loop
+from jaxtrain.step import update
 from tests.plan.cases import ROOT, load, on
 from tests.support import installed, small_runs
 
@@ -332,3 +335,29 @@ def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monke
     [way] = plan.remedies.remedies(config, target)
     size = re.fullmatch(r"--config.train.accumulate=2 would make it at least (\S+) MB", way)[1]
     assert 1e6 * float(size) > least, "sums of gradients come on top"
+
+
+@installed.needs("giblet")
+def test_steps_without_norms_have_lines_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(plan.summary, "_missing", lambda *_: "")
+    asked = []
+
+    def ask(jobs):
+        asked.extend((job.stage, job.has_norms) for job in jobs)
+        sizes = {True: 3_000_000_000, False: 2_000_000_000}
+        return [
+            worker.Answer(Compiled(1_000_000_000, 0, sizes[job.has_norms], None, 1.0))
+            for job in jobs
+        ]
+
+    monkeypatch.setattr(worker, "ask", ask)
+    config = load("giblet", tmp_path, monkeypatch)
+    text, _ = plan.report(config, "gpu:h100x8")
+    assert asked == [(None, True)] and "compiled for it, in 1 s" in text
+    monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", 0)
+    text, _ = plan.report(config, "gpu:h100x8")
+    assert asked[1:] == [(None, True), (None, False)]
+    assert "compiled for it, with norms, every 10th step, in 1 s" in text
+    assert "compiled for it, without norms, the other steps, in 1 s" in text
+    assert "3.00 GB" in text and "2.00 GB" in text

@@ -1,11 +1,20 @@
 """StepCompiler compiles programs ahead of the steps that need them."""
 
+import dataclasses
+import json
 import threading
 import time
 
+import jax
 import pytest
 
+from jaxtrain import cli
+from jaxtrain import config as config_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.run.step_compiler import CompileAhead
+from jaxtrain.step import update
+from tests.support import toy, toy_rows
+from tests.support.pages import examples
 
 
 def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():
@@ -107,3 +116,70 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
     programs.start(4, 8)
     assert programs.at(4)() == 0 and programs.at(7)() == 1 and sorted(order) == [0, 1]
     programs.close()
+
+
+def test_norms_are_computed_by_a_second_program_only_if_they_read_much(monkeypatch):
+    """The rule counts the bytes of gradients, parameters and moments of a device."""
+    config = config_lib.Config(model=toy.Config(), metrics=config_lib.Metrics(every=5))
+    config = dataclasses.replace(config, train=config_lib.Train(steps=12, batch=8))
+
+    def steps_with_norms(count):
+        mesh = jax.make_mesh(
+            (count, 1, 1), ("data", "fsdp", "model"), devices=jax.devices()[:count]
+        )
+        assembly = assemble(
+            config, mesh, make_task=toy.make_task, fields=toy_rows.element_spec(None)
+        )
+        return [step for step in range(1, 13) if assembly.has_norms(step)]
+
+    every_step = list(range(1, 13))
+    assert steps_with_norms(4) == every_step
+    n_bytes = 4 * sum(x.size * 4 for x in jax.tree.leaves(toy_parameters()))  # with Adam's two
+    monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", n_bytes)
+    assert steps_with_norms(4) == [5, 10, 12], "those that are recorded, and the last"
+    assert steps_with_norms(1) == every_step, "one CPU has norms in a branch"
+    monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", n_bytes + 100)
+    assert steps_with_norms(4) == every_step
+
+
+def toy_parameters():
+    config = config_lib.Config(model=toy.Config(), train=config_lib.Train(batch=8))
+    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "model"), devices=jax.devices()[:1])
+    assembly = assemble(config, mesh, make_task=toy.make_task, fields=toy_rows.element_spec(None))
+    return assembly.abstract.state.variables.params
+
+
+def test_a_run_with_a_second_program_has_the_same_states_and_records(tmp_path, monkeypatch, caplog):
+    """Verified steps are computed twice by the same program, on each mesh."""
+    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
+        (tmp_path / name).write_text(examples()[name])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def train(name):
+        command = ["train", "--config=my_config.py", f"--config.workdir={name}"]
+        settings = {
+            "train.steps": 7,
+            "metrics.every": 3,
+            "metrics.digest": "true",
+            "checkpoint.every": 4,
+            "guard.verify_every": 2,
+        }
+        assert not cli.main(
+            command + [f"--config.{name}={value}" for name, value in settings.items()]
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        digests = (tmp_path / name / "digests.jsonl").read_text()
+        kept = ("step", "split", "loss", "update_norm", "param_norm_after", "miscomputed")
+        return [{k: record.get(k) for k in kept} for record in records], digests
+
+    one, digests = train("one")
+    monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", 0)
+    caplog.set_level("INFO")
+    two, digests_of_two = train("two")
+    assert "2 programs, by (stage, bucket, norms), are compiled ahead" in caplog.text
+    assert "{(None, 0, False): 0, (None, 0, True): 2}" in caplog.text
+    assert two == one and digests_of_two == digests
+    recorded = [line["step"] for line in two if line["update_norm"] is not None]
+    assert recorded == [3, 6, 7]

@@ -19,8 +19,8 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     run at the end, bit for bit."""
     whole = processes.run(folder, "trm.py", "--config.workdir=whole")
     assert (
-        "2 programs, by (stage, bucket), are compiled ahead; their first steps: {((1, 1), 0): 0,"
-        " ((2, 2), 0): 10}" in whole
+        "2 programs, by (stage, bucket, norms), are compiled ahead; their first steps: {((1, 1),"
+        " 0, True): 0, ((2, 2), 0, True): 10}" in whole
     )
     killed = (folder, "trm.py", "--config.workdir=killed")
     after = str(folder / "killed" / "checkpoints" / "8")

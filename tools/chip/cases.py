@@ -297,9 +297,9 @@ def batches(assembly: Assembly, n: int) -> list[Batch]:
 
 
 def compiled(chosen: Chosen) -> jax.stages.Compiled:
-    """With the options of a run (`jaxtrain.compile.xla_options`)."""
+    """Compile the program of most steps with the options of a run."""
     a = chosen.assembly
-    lowered = a.trace(chosen.stage).lower()
+    lowered = a.trace(chosen.stage, has_norms=a.has_norms(1)).lower()
     return xla_options.compile(lowered, a.compiler_options(), a.config.compiler)
 
 
