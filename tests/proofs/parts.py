@@ -22,6 +22,8 @@ import xml.etree.ElementTree
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tests.proofs import newest_jax
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "proofs.md"
 MINUTES = 80  # that a part may take
@@ -40,6 +42,8 @@ class Part(NamedTuple):
     names: str  # files below tests/, or FILE::FUNCTION, with spaces between
     # processes that run the tests; those that share a service are in one xdist_group
     workers: int = 1
+    # tests of other parts and of the gate, run again on the newest jax (newest_jax.py)
+    on_newest_jax: bool = False
 
     @property
     def tests(self) -> list[str]:
@@ -90,6 +94,13 @@ PARTS = {
         " nn/test_attention_compiled.py test_compiler.py",
         workers=2,
     ),
+    "newest": Part(
+        "the compiled steps on the newest jax, in an environment of its own",
+        "compiled/test_steps.py compiled/test_gpu_check_cases.py nn/test_attention_compiled.py"
+        " plan/test_traffic.py plan/test_hlo.py",
+        workers=2,
+        on_newest_jax=True,
+    ),
     "size": Part(
         "giblet at its published size, its film and its memory",
         "workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
@@ -138,17 +149,16 @@ class Result(NamedTuple):
 
 
 def run(name: str) -> Result:
+    part = PARTS[name]
+    try:
+        python = newest_jax.python() if part.on_newest_jax else sys.executable
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"{name} could not be run: {error}", flush=True)
+        return Result(0, 1, 0, 0)
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        part = PARTS[name]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "slow",
-            f"--junit-xml={report.name}",
-            *part.tests,
-        ]
+        # another jax repeats the tests of the gate, too
+        chosen = [] if part.on_newest_jax else ["-m", "slow"]
+        command = [python, "-m", "pytest", *chosen, f"--junit-xml={report.name}", *part.tests]
         command += ["-n", str(part.workers), "--dist=loadgroup", "-v"] if part.workers > 1 else []
         began, late = time.monotonic(), False
         # as a shell's job in the background inherits it

@@ -44,7 +44,8 @@ def slow_tests(path: pathlib.Path) -> set[str]:
 
 
 def test_every_slow_test_is_in_exactly_one_part():
-    named = [name for part in proofs.PARTS.values() for name in part.tests]
+    own = [part for part in proofs.PARTS.values() if not part.on_newest_jax]
+    named = [name for part in own for name in part.tests]
     assert len(named) == len(set(named))
     found = {
         str(path.relative_to(ROOT)): slow_tests(path)
