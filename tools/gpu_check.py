@@ -2,19 +2,24 @@
 
 It asks that of each workload.
 
-    python tools/gpu_check.py  # or python -m tools.gpu_check; within 8 minutes
+    python tools/gpu_check.py  # or python -m tools.gpu_check; within 9 minutes
+    python tools/gpu_check.py  # again: the rest, after a first call without time for all
     python tools/gpu_check.py --quick  # within 2: the essence
     python tools/gpu_check.py --only speed --models language
+    python tools/gpu_check.py --only speed --models bird --vary "vit-s model.unroll=1"
 
     correctness   the five workloads against the CPU of the same machine, kernels against formulas,
                   and more (tools/chip)
-    speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
+    speed         steps a second, MFU, the roofline of the compiled step at the rates that this card
+                  reaches, memory next to the plan's lower bound, time to compile
 
 It needs no network. "correctness", and every model of "speed", runs in a process of its own within
 a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
-table and writes all numbers to --out. It exits with 1 if a check failed or a part could not run,
-and with 3 if the time was over before all parts ran. On a CPU it runs its small form, which shows
-that it works, not how fast.
+table, and writes all numbers to --out after each of them. A call with the same --out, code and
+device takes over the figures there. A variant (--vary) is measured next to its case in one call,
+since cards of one kind differ. It exits with 1 if a check failed or a part could not run, with 2 if
+it was called wrongly or the card is taken, and with 3 if the time was over before all parts ran. On
+a CPU it runs its small form, which shows that it works, not how fast.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
@@ -40,8 +45,8 @@ if __name__ == "__main__":  # run as a file: its folder is on the path, and the 
     sys.path[0] = str(ROOT)
 
 PARTS = ("correctness", "speed")
-# [s] of a whole run, and of a part's process or a model's, at most; twice that on CPUs.
-LIMIT, QUICK_LIMIT = 460, 115
+# [s] of a call, and of a part's process or a model's, at most; twice that on CPUs.
+LIMIT, QUICK_LIMIT = 520, 115
 BOUNDS = {"machine": 90, "correctness": 180, "model": 100}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
@@ -60,7 +65,7 @@ class Unit(NamedTuple):
     """The task of one process."""
 
     kind: str  # machine, correctness or model
-    case: str = ""  # of a model
+    case: str = ""  # of a model, with the settings of a variant after its name
 
     def __str__(self) -> str:
         return f"{self.kind} {self.case}".strip()
@@ -70,10 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
         return child(args)
-    found = check(args)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    from tools.chip import results_table
+    from tools.chip import results_file, results_table
 
+    try:
+        refuse_a_taken_card()
+        found = check(args)
+    except results_file.ResultsError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
     print(results_table.text(found))
     print(f"all numbers: {args.out}")
     return 1 if not found["well"] else 3 if found["left_out"] else 0
@@ -92,6 +101,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="within 2 minutes")
     parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        type=_variant,
+        metavar='"CASE SECTION.FIELD=VALUE …"',
+        help="measure a case of speed with other settings, too",
+    )
+    parser.add_argument("--anew", action="store_true", help="take over nothing from --out")
+    parser.add_argument(
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("gpu_check.json"),
@@ -100,6 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # sizes for a CPU
+    # [bytes/s] and [FLOP/s] that the card reaches
+    parser.add_argument("--rates", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.child and not args.out.absolute().parent.is_dir():
         parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
@@ -118,68 +138,135 @@ def _names(allowed: Sequence[str]) -> Any:
     return parse
 
 
+def _variant(text: str) -> str:
+    from tools.chip.cases import CASES
+
+    name, *settings = text.split()
+    if name not in (names := [case.name for case in CASES]):
+        expected = ", ".join(names)
+        raise argparse.ArgumentTypeError(f"{name!r} is no case; expected one of: {expected}")
+    if not settings or not all("=" in setting for setting in settings):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no setting; write it as {name} model.unroll=1"
+        )
+    return " ".join((name, *settings))
+
+
+def refuse_a_taken_card() -> None:
+    """Raise ResultsError if other processes compute on a GPU of this machine."""
+    from tools.chip import results_file
+
+    command = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # no card of NVIDIA, or a driver that does not answer: the first process says it
+    taken = [line.strip() for line in done.stdout.splitlines() if "MiB" in line]
+    if done.returncode == 0 and taken:
+        raise results_file.ResultsError(
+            f"the card is taken by {'; '.join(taken)} (process, program, memory): its figures would"
+            " not be the card's; end them, or choose a free card by CUDA_VISIBLE_DEVICES"
+        )
+
+
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts, one process after the other, and gather their results."""
+    """Run the units, one process after the other, and gather their results with earlier ones.
+
+    Raises ResultsError if the file of earlier results cannot take those of this machine.
+    """
+    from tools.chip import results_file
+
     began = time.time()
-    found: dict[str, Any] = {}
+    form = "quick" if args.quick else "full"
+    found = {} if args.anew else results_file.earlier(args.out, form)
+    part: dict[str, Any] = {"when": _clock(began), "seconds": 0.0, "machine": None, "units": []}
+    found = {
+        "form": form,
+        "code": results_file.code(),
+        "conventions": CONVENTIONS,
+        "correctness": None,
+        "models": {},
+        **found,
+        "parts": [*found.get("parts", ()), part],
+        "failures": [],
+        "left_out": [],  # for want of time
+        "well": True,
+    }
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
-    failures: list[dict[str, str]] = []
-    left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         for unit in units(args, found):
-            args.small = found.get("machine", {}).get("platform") == "cpu"
+            machine = part["machine"] or {}
+            args.small = machine.get("platform") == "cpu"
             left = (1 + args.small) * limit - (time.time() - began)
             if left < 5:
-                left_out.append(str(unit))
+                found["left_out"].append(str(unit))
                 continue
             print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
-            result, why = run(
-                unit, args, pathlib.Path(folder), min((1 + args.small) * BOUNDS[unit.kind], left)
-            )
-            if why:
-                failures.append({"unit": str(unit), "why": why})
-                print(
-                    f"         {unit} failed: {why.strip().splitlines()[-1]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            elif unit.kind == "model":
-                found.setdefault("models", {})[unit.case] = result
-            else:
-                found[unit.kind] = result
-    bad = [one for one in found.get("correctness", []) if not one["well"]]
-    return {
-        "when": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
-        "form": "quick" if args.quick else "full",
-        "parts": list(args.only),
-        "seconds": time.time() - began,
-        "conventions": CONVENTIONS,
-        **found,
-        "failures": failures,
-        "left_out": left_out,  # for want of time
-        "well": not failures and not bad,
-    }
+            bound = min((1 + args.small) * BOUNDS[unit.kind], left)
+            result, why = run(unit, args, pathlib.Path(folder), bound)
+            if unit.kind == "machine" and result:
+                results_file.refuse_another_machine(args.out, found, result)
+                reached = result["reached"]
+                args.rates = [reached["bytes_per_second"], reached["flops_per_second"]]
+            _add(found, part, unit, result, why)
+            part["seconds"] = time.time() - began
+            results_file.write(args.out, found)
+    results_file.write(args.out, found)
+    return found
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _add(found: dict[str, Any], part: dict[str, Any], unit: Unit, result: Any, why: str) -> None:
+    if why:
+        found["failures"].append({"unit": str(unit), "why": why})
+        last_line = why.strip().splitlines()[-1]
+        print(f"         {unit} failed: {last_line}", file=sys.stderr, flush=True)
+    elif unit.kind == "machine":
+        part["machine"] = result
+    else:
+        part["units"].append(str(unit))
+        if unit.kind == "model":
+            found["models"][unit.case] = {**result, "part": len(found["parts"]) - 1}
+        else:
+            found[unit.kind] = result
+    bad = [one for one in found["correctness"] or () if not one["well"]]
+    found["well"] = not found["failures"] and not bad
 
 
 def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
-    """Asked for one at a time: the machine decides which there are, and the first reports it."""
-    yield Unit("machine")
-    if "machine" not in found:
-        return
-    small = found["machine"]["platform"] == "cpu"
-    if "correctness" in args.only:
-        yield Unit("correctness")
-    if "speed" in args.only:
-        from tools.chip.cases import CASES
+    """Yield the units without figures of an earlier part. The machine decides which there are.
 
-        chosen = [case.name for case in CASES]
-        if small:
-            chosen = list(SMALL_CASES)
-        elif args.quick:
-            chosen = list(QUICK_CASES)
-        for case in CASES:
-            if case.name in chosen and case.model in args.models:
-                yield Unit("model", case.name)
+    The case of a variant is measured again next to it.
+    """
+    yield Unit("machine")
+    machine = found["parts"][-1]["machine"]
+    if machine is None:
+        return
+    if "correctness" in args.only and found["correctness"] is None:
+        yield Unit("correctness")
+    if "speed" not in args.only:
+        return
+    from tools.chip.cases import CASES
+
+    chosen = [case.name for case in CASES]
+    if machine["platform"] == "cpu":
+        chosen = list(SMALL_CASES)
+    elif args.quick:
+        chosen = list(QUICK_CASES)
+    measured = set(found["models"])  # by earlier parts
+    for case in CASES:
+        if case.name not in chosen or case.model not in args.models:
+            continue
+        variants = [
+            text for text in args.vary if text.split()[0] == case.name and text not in measured
+        ]
+        if variants or case.name not in measured:
+            yield Unit("model", case.name)
+        for text in variants:
+            yield Unit("model", text)
 
 
 def run(
@@ -202,6 +289,7 @@ def run(
             *(["--quick"] if args.quick else []),
         ),
         *(["--small"] if args.small else []),
+        *(["--rates", *map(str, args.rates)] if args.rates else []),
     ]
     with log.open("w+") as file:
         # A group of its own, so that what it started ends with it.
@@ -293,8 +381,10 @@ def child(args: argparse.Namespace) -> int:
         checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
         result = correctness.record(checks)
     else:
-        chosen = next(one for one in cases.CASES if one.name == case)
-        result = speed.measure(chosen, data, device, quick=args.quick)
+        name, *settings = case.split()
+        chosen = next(one for one in cases.CASES if one.name == name)
+        more = dict(setting.split("=", 1) for setting in settings)
+        result = speed.measure(chosen, data, device, args.rates, more=more, quick=args.quick)
     args.out.write_text(json.dumps(result))
     return 0
 
@@ -304,6 +394,7 @@ def machine(device: Any) -> dict[str, Any]:
 
     from jaxtrain.parallel import chips
     from loaders.io import machine
+    from tools.chip import ceilings
 
     chip = chips.find(device.device_kind)
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -314,6 +405,7 @@ def machine(device: Any) -> dict[str, Any]:
         "chip": chip.name if chip else None,
         "datasheet_flops_per_second": chip.flops if chip else None,
         "datasheet_bytes_per_second": chip.bandwidth if chip else None,
+        "reached": ceilings.measure(device),
         "cores": machine.cores(),
         "python": sys.version.split()[0],
         "versions": {name: importlib.metadata.version(name) for name in packages},

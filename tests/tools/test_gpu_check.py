@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tools import gpu_check
-from tools.chip import cases, correctness, results_table
+from tools.chip import cases, correctness, results_file, results_table
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,7 +30,10 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert found["well"] and not found["failures"] and found["machine"]["platform"] == "cpu"
+    [part] = found["parts"]
+    assert found["well"] and not found["failures"] and part["machine"]["platform"] == "cpu"
+    assert part["units"] == ["correctness", "model trm"]
+    assert min(part["machine"]["reached"].values()) > 0
     assert {one["name"] for one in found["correctness"]} >= {
         "trm float32: loss",
         "trm float32: gradients",
@@ -42,6 +45,9 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     assert trm["flops_per_second"] == pytest.approx(trm["flops_per_step"] / trm["seconds_per_step"])
     assert 0 < trm["memory"]["least"] <= trm["memory"]["compiler"]
     assert math.isfinite(trm["loss"])
+    predicted = trm["predicted"]
+    assert predicted["seconds"] == pytest.approx(sum(predicted["scopes"].values()), rel=0.5)
+    assert predicted["flops"] == pytest.approx(trm["flops_per_step"], rel=0.5)
     for text in ("within their bounds", "trm: ", "rows/s", str(out), "small form"):
         assert text in done.stdout, text
 
@@ -88,13 +94,7 @@ def test_a_failed_check_and_a_part_that_cannot_run_are_its_exit_code(
 
     def run(unit, args, folder, seconds):
         if unit.kind == "machine":
-            return {
-                "platform": "cpu",
-                "device": "cpu",
-                "cores": 1,
-                "chip": None,
-                "versions": {},
-            }, ""
+            return machine("cpu"), ""
         return (
             ([bad], "") if broken == "check" else (None, "RuntimeError: no room\nended with code 1")
         )
@@ -113,7 +113,7 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(gpu_check, "QUICK_LIMIT", 4)
     assert gpu_check.main(["--quick", f"--out={tmp_path / 'x.json'}"]) == 3
     said = capsys.readouterr().out
-    assert "left out" in said and "machine" in said and "the time of the whole run was over" in said
+    assert "left out" in said and "machine" in said and "the next call begins with it" in said
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,20 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
     ],
 )
 def test_only_the_selected_parts_are_run(arguments, platform, expected):
-    units = gpu_check.units(gpu_check.parse(arguments), {"machine": {"platform": platform}})
+    found = {"parts": [{"machine": machine(platform)}], "correctness": None, "models": {}}
+    units = gpu_check.units(gpu_check.parse(arguments), found)
     assert [str(unit) for unit in units] == ["machine", *expected]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--only=speeed"], ["--models=bert"], ["--out=/no/such/folder/x.json"]]
+    "arguments",
+    [
+        ["--only=speeed"],
+        ["--models=bert"],
+        ["--out=/no/such/folder/x.json"],
+        ["--vary", "vit-z model.unroll=1"],
+        ["--vary", "vit-s unroll"],
+    ],
 )
 def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -140,7 +148,13 @@ def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     said = capsys.readouterr().err
     assert any(
         text in said
-        for text in ("expected one of: correctness", "expected one of: bird", "is no folder")
+        for text in (
+            "expected one of: correctness",
+            "expected one of: bird",
+            "is no folder",
+            "expected one of: vit-s",
+            "write it as vit-s model.unroll=1",
+        )
     )
 
 
@@ -153,11 +167,15 @@ def machine(platform, chip=None):
         "versions": {"jax": "0.11.2"},
         "datasheet_flops_per_second": 989e12 if chip else None,
         "datasheet_bytes_per_second": 3350e9 if chip else None,
+        "reached": {"flops_per_second": 732e12, "bytes_per_second": 3020e9},
     }
 
 
 def found_on(platform, chip=None):
-    speed = {
+    case = {
+        "part": 0,
+        "settings": {},
+        "predicted": {"seconds": 0.05, "seconds_of_bytes": 0.04},
         "choice": {"train.batch": "1024"},
         "parameters": 22e6,
         "rows": 1024,
@@ -170,14 +188,15 @@ def found_on(platform, chip=None):
         "memory": {"least": 40e9, "compiler": 41e9, "allocator": 42e9, "of": 75e9},
         "compile_seconds": {"cold": 30.0, "cached": 3.0},
     }
+    variant = {**case, "settings": {"model.unroll": "1"}, "units_per_second": 7_000.0}
+    part = {"when": "2026-01-01", "seconds": 400.0, "machine": machine(platform, chip)}
     return {
-        "when": "2026-01-01",
         "form": "full",
-        "seconds": 400.0,
-        "machine": machine(platform, chip),
+        "parts": [part],
+        "correctness": None,
         "failures": [],
         "left_out": [],
-        "models": {"vit-s": speed},
+        "models": {"vit-s": case, "vit-s model.unroll=1": variant},
     }
 
 
@@ -187,6 +206,9 @@ def test_the_table_has_speed_memory_and_goals():
     assert "14,000 spectrograms/s" in text and "MFU causal 20.2% full 30.3%" in text
     assert "goal 13,000 spectrograms/s: reached" in text
     assert "least 40, compiler 41, allocator 42" in text
+    assert "73.1 ms a step, 1.46 × its roofline (80% of it bytes)" in text
+    assert "732 TFLOP/s; 3,020 GB/s" in text and "74% of the datasheet's" in text
+    assert "0.50 × the speed of its case" in text
 
 
 def test_cases_are_named_once_and_every_small_one_exists():
@@ -199,3 +221,105 @@ def test_cases_are_named_once_and_every_small_one_exists():
         *results_table.GOALS,
     } <= set(names)
     assert {case.model for case in cases.CASES} == {"bird", "language", "trm", "higgs", "giblet"}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Units that are measured at once, by this device. Each call of a process is listed."""
+    asked = []
+
+    def run(unit, args, folder, seconds):
+        asked.append(str(unit))
+        if unit.kind == "machine":
+            return machine("gpu", "h100"), ""
+        if unit.kind == "correctness":
+            return [{"name": "loss", "found": 0.0, "bound": 1.0, "note": "", "well": True}], ""
+        return found_on("gpu", "h100")["models"]["vit-s"], ""
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check, "refuse_a_taken_card", lambda: None)
+    return asked
+
+
+def test_the_next_call_begins_with_what_the_last_one_did_not_reach(tmp_path, measured, monkeypatch):
+    out = tmp_path / "x.json"
+    clock = iter([0, 0, 0, 0, 0, 0, 0])
+
+    def times():  # the last two units of the first call come too late
+        return next(clock, gpu_check.LIMIT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check.time, "time", times)
+        assert gpu_check.main(["--models=bird", f"--out={out}"]) == 3
+    first = json.loads(out.read_text())
+    reached = ["machine", "correctness", "model vit-s", "model vit-b"]
+    assert measured + first["left_out"] == reached and first["left_out"]
+    measured.clear()
+    assert gpu_check.main(["--models=bird", f"--out={out}"]) == 0
+    assert measured == ["machine", *first["left_out"]]
+    found = json.loads(out.read_text())
+    assert set(found["models"]) == {"vit-s", "vit-b"} and len(found["parts"]) == 2
+    measured.clear()
+    assert gpu_check.main(["--models=bird", "--anew", f"--out={out}"]) == 0
+    assert measured == reached
+
+
+def test_a_variant_is_measured_beside_its_case_and_kept(tmp_path, measured):
+    out = tmp_path / "x.json"
+    arguments = ["--only=speed", "--models=bird", f"--out={out}"]
+    assert gpu_check.main(arguments) == 0
+    measured.clear()
+    assert gpu_check.main([*arguments, "--vary", "vit-s model.unroll=1"]) == 0
+    assert measured == ["machine", "model vit-s", "model vit-s model.unroll=1"]
+    measured.clear()
+    assert gpu_check.main([*arguments, "--vary", "vit-s model.unroll=1"]) == 0
+    assert measured == ["machine"]
+
+
+def test_a_call_that_is_cut_off_has_written_what_it_measured(tmp_path, measured, monkeypatch):
+    out, run = tmp_path / "x.json", gpu_check.run
+
+    def cut(unit, *rest):
+        if str(unit) == "model vit-b":
+            raise KeyboardInterrupt
+        return run(unit, *rest)
+
+    monkeypatch.setattr(gpu_check, "run", cut)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(["--only=speed", "--models=bird", f"--out={out}"])
+    assert set(json.loads(out.read_text())["models"]) == {"vit-s"}
+
+
+def test_figures_of_two_machines_or_codes_are_never_in_one_file(
+    tmp_path, measured, monkeypatch, capsys
+):
+    out = tmp_path / "x.json"
+    arguments = ["--only=speed", "--models=giblet", f"--out={out}"]
+    assert gpu_check.main(arguments) == 0
+    before = out.read_text()
+    other = {**machine("gpu", "h100"), "device": "NVIDIA H200"}
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "run", lambda *_: (other, ""))
+        assert gpu_check.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "H100" in said and "NVIDIA H200" in said and "--out" in said
+    assert out.read_text() == before
+    monkeypatch.setattr(results_file, "code", lambda: "another")
+    measured.clear()
+    assert gpu_check.main(arguments) == 0
+    assert measured == ["machine", "model giblet"], "other code is measured anew"
+    out.write_text("{}")
+    assert gpu_check.main(arguments) == 2
+    assert "has no figures of this check" in capsys.readouterr().err
+
+
+def test_a_card_that_somebody_else_uses_is_refused_with_their_processes(
+    tmp_path, monkeypatch, capsys
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '4711, python3, 61234 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_check.main([f"--out={tmp_path / 'x.json'}"]) == 2
+    said = capsys.readouterr().err
+    assert "taken by 4711, python3, 61234 MiB" in said and "CUDA_VISIBLE_DEVICES" in said

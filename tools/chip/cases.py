@@ -247,11 +247,14 @@ def on(device: jax.Device) -> jax.sharding.Mesh:
     return layout_lib.make_mesh(1, 1, 1, devices=[device])
 
 
-def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
-    """Return the first choice that fits by the plan, else the last one. Raises ConfigError."""
+def choose(case: Case, data: Data, device: jax.Device, more: Overrides | None = None) -> Chosen:
+    """Return the first choice that fits by the plan, else the last one. Raises ConfigError.
+
+    ``more``: settings of a variant, beyond those of the case.
+    """
     memory = plan_lib.parse_target("").memory
     for choice in [{}] if data.small else case.choices:
-        assembly = put_together(case.config(data, choice), device, choice)
+        assembly = put_together(case.config(data, choice, more), device, choice)
         if assembly.bound.peak <= ROOM * memory:
             break
     return assembly

@@ -22,17 +22,35 @@ class Row(NamedTuple):
 
 
 def rows(found: Found) -> Iterator[Row]:
+    for number, part in enumerate(found["parts"], 1):
+        if part["machine"]:
+            yield ceilings(number, part)
     yield from correctness(found)
-    for name, one in found.get("models", {}).items():
+    for name, one in found["models"].items():
         yield speed(name, one, found)
     for failure in found["failures"]:
         yield Row("failed", failure["unit"], "did not run", failure["why"].strip().splitlines()[-1])
     for unit in found["left_out"]:
-        yield Row("left out", unit, "did not run", "the time of the whole run was over")
+        yield Row(
+            "left out",
+            unit,
+            "did not run",
+            "the call's time was over; the next call begins with it",
+        )
+
+
+def ceilings(number: int, part: Found) -> Row:
+    m = part["machine"]
+    reached = m["reached"]
+    flops, moved = reached["flops_per_second"], reached["bytes_per_second"]
+    compared = f"{_percent(flops, m['datasheet_flops_per_second'])}"
+    compared += f" and {_percent(moved, m['datasheet_bytes_per_second'])}"
+    what = f"part {number}, {part['when']}: bfloat16 product; copy in memory"
+    return Row("reached", what, f"{flops / 1e12:.3g} TFLOP/s; {moved / 1e9:,.0f} GB/s", compared)
 
 
 def correctness(found: Found) -> Iterator[Row]:
-    checks = found.get("correctness")
+    checks = found["correctness"]
     if checks is None:
         return
     good = [one for one in checks if one["well"]]
@@ -64,7 +82,14 @@ def speed(name: str, one: Found, found: Found) -> Row:
         f", cached {compiled['cached']:.1f} s" if compiled["cached"] else ""
     )
     halved = "; halved, for it did not fit where the plan said so" if one["refused"] else ""
-    compared = [*mfu(one, found), f"GB: {', '.join(used)}", took + halved, *goal(name, one, found)]
+    compared = [
+        *mfu(one, found),
+        *predicted(one),
+        *beside_its_case(name, one, found),
+        f"GB: {', '.join(used)}",
+        took + halved,
+        *goal(name, one, found),
+    ]
     size = (
         f"{one['parameters'] / 1e6:,.1f} M parameters, {one['rows']} rows a"
         f" step{_choice(one['choice'])}"
@@ -73,9 +98,27 @@ def speed(name: str, one: Found, found: Found) -> Row:
     return Row("speed", f"{name}: {size}", figure, "; ".join(compared))
 
 
+def predicted(one: Found) -> Iterator[str]:
+    """Yield the time by the roofline of the compiled step next to the measured time."""
+    roofline = one["predicted"]
+    if roofline:
+        measured = one["seconds_per_step"]
+        yield (
+            f"{1e3 * measured:.1f} ms a step, {measured / roofline['seconds']:.2f} × its roofline"
+            f" ({roofline['seconds_of_bytes'] / roofline['seconds']:.0%} of it bytes)"
+        )
+
+
+def beside_its_case(name: str, one: Found, found: Found) -> Iterator[str]:
+    """Yield a variant's speed relative to its case, if one part measured both."""
+    case = found["models"].get(name.split()[0])
+    if one["settings"] and case and case["part"] == one["part"]:
+        yield f"{one['units_per_second'] / case['units_per_second']:.2f} × the speed of its case"
+
+
 def mfu(one: Found, found: Found) -> Iterator[str]:
     """Of the datasheet: causal and full, once if they are the same."""
-    peak = found["machine"]["datasheet_flops_per_second"]
+    peak = _machine(found)["datasheet_flops_per_second"]
     if not peak:
         return
     share, full_share = one["flops_per_second"] / peak, one["full_flops_per_second"] / peak
@@ -86,14 +129,14 @@ def mfu(one: Found, found: Found) -> Iterator[str]:
 
 
 def goal(name: str, one: Found, found: Found) -> Iterator[str]:
-    if name not in GOALS or found["machine"]["chip"] not in HOPPER:
+    if name not in GOALS or _machine(found)["chip"] not in HOPPER:
         return
     kind, wanted = GOALS[name]
     if kind.endswith("/s"):
         rate, text = one["units_per_second"], f"{wanted:,} {kind}"
     else:
         flops = one["full_flops_per_second" if kind.startswith("full") else "flops_per_second"]
-        rate, text = flops / found["machine"]["datasheet_flops_per_second"], f"{wanted:.0%} {kind}"
+        rate, text = flops / _machine(found)["datasheet_flops_per_second"], f"{wanted:.0%} {kind}"
     yield f"goal {text}: {'reached' if rate >= wanted else 'missed'}"
 
 
@@ -114,7 +157,7 @@ def text(found: Found) -> str:
             f"{failure['unit']} did not run:",
             *(f"    {line}" for line in failure["why"].splitlines()),
         ]
-    if found.get("machine", {}).get("platform") == "cpu":
+    if (_machine(found) or {}).get("platform") == "cpu":
         lines += [
             "",
             (
@@ -126,14 +169,22 @@ def text(found: Found) -> str:
 
 
 def title(found: Found) -> str:
-    m = found.get("machine")
+    m = _machine(found)
+    newest = found["parts"][-1]
     if not m:
-        return f"gpu_check, {found['when']}: no machine"
+        return f"gpu_check, {newest['when']}: no machine"
     versions = ", ".join(
         f"{name} {version}" for name, version in m["versions"].items() if name in ("jax", "jaxlib")
     )
-    took = f"{found['form']} form, {found['seconds']:.0f} s"
-    return f"gpu_check on {m['device']} ({m['cores']} cores), {versions}, {found['when']}: {took}"
+    seconds = ", ".join(f"{part['seconds']:.0f} s" for part in found["parts"])
+    took = f"{found['form']} form, {seconds}"
+    when = newest["when"]
+    return f"gpu_check on {m['device']} ({m['cores']} cores), {versions}, {when}: {took}"
+
+
+def _machine(found: Found) -> Any:
+    """Return the newest part's machine. All parts have one kind of device."""
+    return found["parts"][-1]["machine"]
 
 
 def _gb(n: float) -> str:

@@ -1,12 +1,17 @@
 """A case at full speed: steps a second, memory by the plan's bound, compile time."""
 
+import itertools
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxtrain.plan import hlo, traffic
 from jaxtrain.telemetry import metrics
 from tools.chip import cases
+
+LARGEST = 10  # scopes of a step's roofline that are kept
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
@@ -26,14 +31,24 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
 
 
 def measure(
-    case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool
+    case: cases.Case,
+    data: cases.Data,
+    device: jax.Device,
+    rates: Sequence[float],
+    *,
+    more: Mapping[str, str],
+    quick: bool,
 ) -> dict[str, Any]:
-    """Measure a case. A planned size that does not fit is halved."""
-    chosen = cases.choose(case, data, device)
+    """Measure a case. A planned size that does not fit is halved.
+
+    ``rates``: [bytes/s] and [FLOP/s] that the card reaches. ``more``: settings of a variant.
+    """
+    chosen = cases.choose(case, data, device, more)
     refused: list[dict[str, Any]] = []
     while True:
         try:
-            return {**_measure(case, chosen, device, quick=quick), "refused": refused}
+            measured = _measure(case, chosen, device, traffic.Rates(*rates), quick=quick)
+            return {**measured, "settings": dict(more), "refused": refused}
         except jax.errors.JaxRuntimeError as error:
             config = cases.smaller(chosen)
             if "RESOURCE_EXHAUSTED" not in str(error) or config is None or len(refused) == 3:
@@ -44,7 +59,12 @@ def measure(
 
 
 def _measure(
-    case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool
+    case: cases.Case,
+    chosen: cases.Chosen,
+    device: jax.Device,
+    rates: traffic.Rates,
+    *,
+    quick: bool,
 ) -> dict[str, Any]:
     task = chosen.assembly.task
     config = chosen.assembly.config
@@ -72,9 +92,22 @@ def _measure(
         "units_per_second": units / seconds,
         "flops_per_second": task.flops / seconds,
         "full_flops_per_second": full_flops / seconds,
+        "predicted": _predicted(program, device, rates),
         "memory": _memory(program, chosen, device),
         "loss": metrics.mean([steps()])["loss"],
     }
+
+
+def _predicted(
+    program: jax.stages.Compiled, device: jax.Device, rates: traffic.Rates
+) -> dict[str, Any] | None:
+    """Return the roofline of the compiled step, or None where programs are not read (TPUs)."""
+    if device.platform == "tpu":
+        return None
+    kernels = traffic.traffic(hlo.Program(program.as_text()))
+    sums = traffic.roofline(kernels, rates)._asdict()
+    largest = itertools.islice(sums["scopes"].items(), LARGEST)
+    return {**sums, "scopes": dict(largest)}
 
 
 def _memory(
