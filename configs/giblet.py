@@ -18,9 +18,8 @@ of other devices and settings):
     … or optim.moments=int8              50.2 GB
     … or optim.name=adafactor            33.4 GB
 
-On one GPU a step with 16-bit weights needs 26.9 GB more: products with float32 activations are
-float32, and so is the gradient of the first matrix until it is rounded. `optim.offload` keeps the
-optimizer's state in host memory between steps; during the update all of it is on the devices.
+`optim.offload` keeps the optimizer's state in host memory between steps; during the update all of
+it is on the devices.
 """
 
 import os

@@ -90,7 +90,7 @@ PARTS = {
     "compiled": Part(
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
-        " nn/test_attention.py"
+        " compiled/test_passes.py nn/test_attention.py"
         " nn/test_attention_compiled.py test_compiler.py",
         workers=2,
     ),

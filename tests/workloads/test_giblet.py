@@ -4,6 +4,7 @@ shards on meshes and in parts, and its size."""
 import functools
 import json
 import pathlib
+import re
 from dataclasses import replace
 
 import jax
@@ -498,3 +499,46 @@ def test_batch_norm_of_one_row_is_refused(groups, accumulate):
         giblet_loss.make_task(
             config_lib.Config(model=replace(SMALL, groups=groups), train=train), lambda x, *_: x, 8
         )
+
+
+def test_products_of_16_bits_have_gradients_of_16_bits():
+    """No matrix is written out in float32, and no gradient of one is float32."""
+    draw = jax.random.split(jax.random.key(0), 3)
+    x, w, dy = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(draw, ((8, 40), (40, 24), (8, 24)), strict=True)
+    )
+    narrow = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+
+    def backward(x, w):
+        y, pullback = jax.vjp(giblet.multiply, x, w)
+        return y, *pullback(dy)
+
+    y, dx, dw = backward(*narrow)
+    x, w = (np.float64(z) for z in narrow)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    close(y, x @ w, 1e-6)
+    for found, expected in ((dx, np.float64(dy) @ w.T), (dw, x.T @ np.float64(dy))):
+        error = np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(expected)
+        assert error < 2**-8, "half a unit in the last place of dy, and of the result"
+    text = jax.jit(backward).lower(*narrow).as_text()
+    operands = re.findall(r"dot_general .* : \((\S+), (\S+)\) ->", text)
+    assert len(operands) == 3 and all(
+        "bf16" in left and "bf16" in right for left, right in operands
+    )
+
+
+def test_products_of_float32_keep_their_bits():
+    """`multiply` is the plain product in float32, and so is its gradient."""
+    x, w, dy = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate(((8, 40), (40, 24), (8, 24)))
+    )
+
+    def backward(product):
+        y, pullback = jax.vjp(product, x, w)
+        return y, *pullback(dy)
+
+    plain = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    for ours, theirs in zip(backward(giblet.multiply), backward(plain), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -364,6 +364,38 @@ def entry(x: Array) -> Array:
     return y
 
 
+def multiply(x_bi: Array, w_io: Array) -> Array:
+    """Multiply x by w, float32 [B, O]."""
+    if w_io.dtype == jnp.float32:
+        return jnp.dot(x_bi, w_io)
+    return _multiply_narrow(x_bi, w_io)
+
+
+@jax.custom_vjp
+def _multiply_narrow(x_bi: Array, w_io: Array) -> Array:
+    """Multiply arrays of 16 bits. The gradient rounds dy to 16 bits, too.
+
+    JAX's own gradient keeps dy in float32. Each matrix is then written out in float32 before its
+    product with dy, and so is the gradient: 26.9 GB of the first matrix at the published size.
+    """
+    return jnp.dot(x_bi, w_io, preferred_element_type=jnp.float32)
+
+
+def _multiply_forward(x_bi: Array, w_io: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _multiply_narrow(x_bi, w_io), (x_bi, w_io)
+
+
+def _multiply_backward(residuals: tuple[Array, Array], dy_bo: Array) -> tuple[Array, Array]:
+    x_bi, w_io = residuals
+    dy_bo = dy_bo.astype(w_io.dtype)
+    dx_bi = jnp.einsum("bo,io->bi", dy_bo, w_io)
+    dw_io = jnp.einsum("bi,bo->io", x_bi, dy_bo)
+    return dx_bi, dw_io
+
+
+_multiply_narrow.defvjp(_multiply_forward, _multiply_backward)
+
+
 class Net(NamedTuple):
     """The net with its arrays, for one step."""
 
@@ -404,7 +436,7 @@ class Net(NamedTuple):
         x_bi = x_bi.astype(dtype)
         x_bi = self.shard(x_bi, "rows", in_axis)
         w_io = w["w"].astype(dtype)
-        y_bo = jnp.dot(x_bi, w_io, preferred_element_type=jnp.float32)
+        y_bo = multiply(x_bi, w_io)
         # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
         y_bo = self.shard(y_bo, "rows", out_axis)
         b_o = w["b"].astype(jnp.float32)

@@ -1,0 +1,44 @@
+"""The passes of a step over its parameters: bytes read and written, divided by the parameters'.
+
+Ratchets: a change may lower a bound. One that raises it says why in the changelog.
+"""
+
+import pytest
+
+from jaxtrain.plan import traffic, worker
+from tools.chip import cases
+
+SIXTEENTH = {"model.video_widths": "(256, 2048, 1024)"}  # of giblet's first matrix
+TARGET = "gpu:h100x1"
+ONE_DEVICE = {"mesh.data": "1", "mesh.fsdp": "1"}
+NARROW = {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"}
+
+
+def compiled(name, overrides, folder, *, has_norms):
+    case = next(case for case in cases.CASES if case.name == name)
+    config = case.config(cases.Data(folder, small=False), {}, {**overrides, **ONE_DEVICE})
+    job = worker.Job(config, TARGET, worker.LAST, has_norms)
+    [answer] = worker.ask([job])
+    assert answer.compiled, answer.error
+    return answer.compiled
+
+
+@pytest.mark.slow
+def test_giblet_reads_and_writes_its_parameters_as_often_as_it_must(tmp_path, gpu_compiler):
+    """In 16 bits with Adam's moments in 16 bits, without norms of the update.
+
+    Forward and backward read or write each matrix in a product (but the first has no gradient of
+    its input), the guard's norm reads the gradients, and the update has four reads and three
+    writes. Products of cuBLAS pad the voxels' matrix, of 77,347 columns.
+    """
+    step = compiled("giblet", SIXTEENTH | NARROW, tmp_path, has_norms=False)
+    n_bytes = sum(kernel.times * (kernel.read + kernel.written) for kernel in step.kernels)
+    parameters = step.arguments / 3  # with two moments; inputs are 2 %
+    assert n_bytes / parameters < 12.5
+    update = [kernel for kernel in step.kernels if "/update/" in kernel.scope]
+    assert sum(kernel.read + kernel.written for kernel in update) / parameters < 7.1
+    # a gradient in float32 of the voxels' matrix alone has 5.1 GB
+    assert step.temporaries < 1.1 * parameters
+    assert sum(kernel.times for kernel in step.kernels) < 800
+    rates = traffic.Rates(3.0e12, 732e12)
+    assert traffic.roofline(step.kernels, rates).seconds < 0.0175
