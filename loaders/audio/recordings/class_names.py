@@ -38,11 +38,12 @@ class Classes(NamedTuple):
         return self.by_synonym.get(" ".join(label.split()).casefold())
 
 
-def read(path: str, known: Collection[str] = ()) -> Classes:
-    """Read a file of a class a line: its name, then any synonyms, separated as in a table.
+def read(path: str, known: Collection[str] = (), *, synonyms: bool = True) -> Classes:
+    """Read a file of a class a line: its name, then any ``synonyms``, separated as in a table.
 
     A name with a separator is in quotes, or is all of its line and one of the ``known`` names.
-    Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
+    Raises DataError: the file cannot be read, holds no class, gives one name to two classes, or
+    has synonyms that nothing reads.
     """
     file = files.expanded(path)
     names: list[str] = []
@@ -59,6 +60,11 @@ def read(path: str, known: Collection[str] = ()) -> Classes:
         if not name:
             raise DataError(
                 f"{path}:{number} has no class before its synonyms; write NAME,SYNONYM,…"
+            )
+        if not synonyms and any(fields[1:]):
+            raise DataError(
+                f"{path}:{number} is {bare_line!r}; expected one name: write it in quotes if the"
+                f' separator is a part of it, "{bare_line}", or omit what follows {name!r}'
             )
         names.append(name)
         for synonym in filter(None, fields):

@@ -443,6 +443,17 @@ def test_times_of_raven_that_may_count_over_several_files_are_refused(tmp_path):
             [[1, 1]] * 3,
         ),
         (
+            "file,start,end,label\n0.wav,0,1,owl\n0.wav,1,2,wren\n0.wav,2,3,nocall\n",
+            [[1, 0], [0, 1], [0, 0]],
+            [[1, 1]] * 3,
+        ),
+        (
+            "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,1,2,wren,yes\n"
+            "0.wav,2,3,No bird,yes\n0.wav,3,4,nocall,no\n",
+            [[1, 0], [0, 1], [0, 0]],
+            [[1, 1]] * 3,
+        ),
+        (
             "file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n"
             "0.wav,1,2,owl,no\n0.wav,2,3,wren,yes\n0.wav,3,4,wren,\n",
             [[1, 0], [0, 0], [0, 1]],
@@ -457,6 +468,23 @@ def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y
     (tmp_path / "t.csv").write_text(text)
     given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"))
     assert (given.rows[0].tolist(), given.y.tolist(), given.known.tolist()) == ([0, 1, 2], y, known)
+
+
+def test_labels_that_are_no_name_of_a_call_are_counted(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    labels = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1]] * 2)
+    data = fake(tmp_path / "e", x, labels, ["nocall", "owl", "wren"], [0, 1, 2, 3, 4, 5])
+    assert cli.main(["fit", str(data), "--out", str(tmp_path / "own.npz")]) == 0
+    assert heads.read(tmp_path / "own.npz").names == ("owl", "wren")
+    assert "the class 'nocall' has rows without a class" in capsys.readouterr().err
+    lines = [f"{n}.wav,{label}" for n, label in enumerate(["nocall", "owl", "unknown"] * 2)]
+    (tmp_path / "t.csv").write_text("\n".join(["file,label", *lines]) + "\n")
+    table = ["fit", str(data), "--labels", str(tmp_path / "t.csv")]
+    assert cli.main([*table, "--out", str(tmp_path / "t.npz")]) == 0
+    assert heads.read(tmp_path / "t.npz").names == ("owl", "unknown")
+    said = capsys.readouterr().err
+    assert "no-label" in said and "t.csv:2: 'nocall'" in said
+    assert "open-label" in said and "t.csv:4: 'unknown'" in said
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import InferenceError, heads, review
+from jaxtrain.workloads.bird.inference import InferenceError, detect, heads, review
 from loaders.audio.recordings import class_names
 from loaders.base import DataError
 from tests.field.corpus import rows_of
@@ -114,5 +114,10 @@ def test_a_file_of_classes_has_names_with_separators_in_quotes(tmp_path):
     classes = class_names.read(str(path), {"c, d"})
     assert classes.names == ["a", "Cockerel, domestic", "c, d", "e; f"]
     assert classes.of("rooster") == "Cockerel, domestic" and classes.of("b") == "a"
+    path.write_text('"Cockerel, domestic"\n\nCockerel, young\n')
+    with pytest.raises(DataError, match=r"classes.txt:3 is 'Cockerel, young'; expected one name"):
+        detect.read_classes(str(path))
+    path.write_text('"Cockerel, domestic"\n"Cockerel, young"\n')
+    assert detect.read_classes(str(path)) == ("Cockerel, domestic", "Cockerel, young")
     with pytest.raises(DataError, match="quote that does not end"):
         class_names.split_names('"a,b', ())

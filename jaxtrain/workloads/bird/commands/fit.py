@@ -142,7 +142,7 @@ def _fit(args: argparse.Namespace) -> int:
             errors=errors,
         )
     else:
-        examples = labelled_rows.own(folders)
+        examples = labelled_rows.own(folders, errors)
     labelled_rows.refuse_one_sided(examples)
     pool = args.kind or str(folders[0].metadata.get("pool"))
     if pool not in heads.POOLS or not folders[0].has(pool):

@@ -158,10 +158,11 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
 def read_classes(names: str, known: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of classes: those of a file, a class a line, or between commas. Raises DataError.
 
-    A name with a comma is in quotes, or one of the ``known`` classes.
+    A name with a comma is in quotes, or one of the ``known`` classes. Of these, a file may have
+    synonyms, too.
     """
     if files.expanded(names).is_file():
-        return tuple(class_files.read(names, known).names)
+        return tuple(class_files.read(names, known, synonyms=bool(known)).names)
     return tuple(class_files.split_names(names, known))
 
 

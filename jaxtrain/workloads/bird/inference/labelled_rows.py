@@ -28,6 +28,7 @@ from loaders.audio.recordings import (
     lines,
     sources,
     tables,
+    values,
 )
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
@@ -106,8 +107,11 @@ class Examples(NamedTuple):
         return self.y.shape[1] > 1 and bool(has_one_class and is_known)
 
 
-def own(folders: Sequence[Embeddings]) -> Examples:
-    """Return the labels that the embeddings have. Raises InferenceError."""
+def own(folders: Sequence[Embeddings], errors: Errors | None = None) -> Examples:
+    """Return the labels that the embeddings have, without a class such as nocall.
+
+    ``errors`` takes that class. Raises InferenceError.
+    """
     names = folders[0].names
     rows, ys = [], []
     for folder in folders:
@@ -134,7 +138,13 @@ def own(folders: Sequence[Embeddings]) -> Examples:
         raise InferenceError(
             f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE"
         )
-    return _examples(folders, rows, y, np.ones_like(y), names)
+    calls = [c for c, name in enumerate(names) if not values.says_none(name)]
+    for name in filter(values.says_none, names):
+        errors = errors or Errors()
+        errors.add("no-label", f"{folders[0].folder}: the class {name!r} has rows without a class")
+    call_names = tuple(names[c] for c in calls)
+    y = y[:, calls]
+    return _examples(folders, rows, y, np.ones_like(y), call_names)
 
 
 def of_table(
@@ -307,6 +317,8 @@ def _read(
             )
         if line.answer == "skip" or line.open_classes:
             errors.add("unanswered", line.where)
+        if not _is_kept(line, errors):
+            continue
         for label, answer in _answers_of(line, layout):
             parts.append(Part(line.where, line.file, start, end, label, answer))
     lines_and_labels = [(part.where, (part.label,)) for part in parts if part.label]
@@ -318,10 +330,21 @@ def _read(
     return parts
 
 
+def _is_kept(line: lines.Line, errors: Errors) -> bool:
+    """Count a line whose labels say that there is none, or unknown, as in an index."""
+    none = [label for label in line.labels if values.says_none(label)]
+    if none and not errors.add("no-label", f"{line.where}: {none[0]!r}"):
+        return False
+    unknown = [label for label in line.labels if values.says_unknown(label)]
+    return not unknown or errors.add("open-label", f"{line.where}: {unknown[0]!r}")
+
+
 def _answers_of(line: lines.Line, layout: columns.Layout) -> list[tuple[str, int]]:
     """Return the labels of a line, "" for no class, and the answer to each."""
-    labels = line.labels
+    labels = tuple(label for label in line.labels if not values.says_none(label))
     answer = ANSWERS[line.answer]
+    if line.labels and not labels and answer == NO:
+        return []  # that there is no call is denied, and not said which one there is
     if not labels and answer != YES:
         asked_class = layout.text(line.row, "asked")
         labels = (asked_class,) if asked_class else ()
