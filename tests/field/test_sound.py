@@ -718,6 +718,24 @@ def m4a_tracks(n: int) -> bytes:
     return box(b"ftyp", b"M4A ") + box(b"moov", box(b"trak", box(b"mdia", handler)) * n)
 
 
+def esds(object_type: int, long: bool = False) -> bytes:
+    """A description of a stream: of MP3, 0x6B of MPEG 1 and 0x69 of MPEG 2."""
+    length = b"\x80\x80\x80" if long else b""
+    decoder = b"\4" + length + b"\x0d" + bytes([object_type, 0x15]) + bytes(11)
+    stream = b"\0\1\0" + decoder + b"\6" + length + b"\1\2"
+    return box(b"esds", bytes(4), b"\3", length, bytes([len(stream)]), stream)
+
+
+def m4a_of(codec: bytes, *description: bytes) -> bytes:
+    """An M4A of one track of 44.1 kHz, of which ``codec`` is the kind of its samples."""
+    sound = bytes(6) + b"\0\1" + bytes(8) + struct.pack(">HHIHH", 2, 16, 0, 44_100, 0)
+    entry = box(codec, sound, *description)
+    table = box(b"stbl", box(b"stsd", bytes(4), b"\0\0\0\1", entry))
+    handler = box(b"hdlr", bytes(8), b"soun", bytes(12))
+    media = box(b"mdia", handler, box(b"minf", table))
+    return box(b"ftyp", b"M4A ") + box(b"moov", box(b"trak", media)) + box(b"mdat", bytes(100))
+
+
 def layers(header: bytes, size: int, false: bytes = b"") -> bytes:
     """Frames of MPEG audio, in each of which a header of layer III seems to begin."""
     frame = header + bytes(100) + false
@@ -727,6 +745,7 @@ def layers(header: bytes, size: int, false: bytes = b"") -> bytes:
 FALSE = b"\xff\xfb\xb4\x00"  # 192 kbit/s at 48 kHz, of which a frame has 576 bytes
 LAYER_II = b"\xff\xfd\xa4\x00"  # the same, of layer II
 TRACKS = "several tracks of sound .2; -map 0:a:0 takes the first. cannot be read here"
+MP3 = "MP3 inside MP4 .-c copy NEW.mp3 takes it out as it is. cannot be read here; convert it"
 CONTAINERS = {
     "lewton#86: Vorbis and Opus": (lambda: ogg_tracks(vorbis(), opus(0, 0.5)), f"OGG: {TRACKS}"),
     "the second is FLAC": (
@@ -739,6 +758,12 @@ CONTAINERS = {
         "OGG: Speex cannot be read here",
     ),
     "M4A": (lambda: m4a_tracks(2), f"M4A: {TRACKS}"),
+    "MP3 in M4A": (lambda: m4a_of(b"mp4a", esds(0x6B)), f"M4A: {MP3}"),
+    "MP3 of 22 kHz in M4A": (lambda: m4a_of(b"mp4a", esds(0x69, long=True)), f"M4A: {MP3}"),
+    "MP3 in MOV": (lambda: m4a_of(b".mp3"), f"M4A: {MP3}"),
+    "MP3 of Windows in MOV": (lambda: m4a_of(b"ms\0\x55"), f"M4A: {MP3}"),
+    "AC-3 in MP4": (lambda: m4a_of(b"mp4a", esds(0xA5)), "M4A: AC-3 inside MP4 cannot be read"),
+    "Opus in MP4": (lambda: m4a_of(b"Opus"), "M4A: Opus inside MP4 cannot be read"),
     "Symphonia#96: layer II": (lambda: layers(LAYER_II, 576, FALSE), "MPEG layer II: this format"),
     "layer II after a tag": (
         lambda: id3(1000) + layers(LAYER_II, 576, FALSE),

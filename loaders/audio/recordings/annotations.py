@@ -107,7 +107,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         True,
     ),
     "time-expansion": (
-        "a recording whose header states another time expansion than it is read with",
+        "a recording whose header or table states another time expansion than it is read with",
         KEEP,
         True,
     ),
@@ -215,7 +215,7 @@ class Annotation:
     channel: int | None = None  # from 0; None: the mean
     split: str = ""
     where: str = ""  # the table and its line, for messages
-    # recording, site, date, time, latitude, longitude
+    # recording, site, date, time, latitude, longitude, time_expansion
     about: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nothing: bool = False  # the recording has no events, and gives windows alone
     is_name: bool = False  # its labels are names of classes, whatever marks they have

@@ -92,6 +92,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "datetime": _split_names(
         "date time, recorded at, timestamp, recording date time, recording start"
     ),
+    # times slower than life that a recording is
+    "time expansion": _split_names(
+        "te, te factor, time expansion, time expansion factor, time exp, expansion factor"
+    ),
     "latitude": _split_names("latitude, lat, decimal latitude, breitengrad, latitud"),
     "longitude": _split_names(
         "longitude, lon, lng, long, decimal longitude, laengengrad, langengrad, longitud"

@@ -25,6 +25,7 @@ WAMD_TIME_EXPANSION = 0x0F  # the number of a field
 MAX_PEAK = (
     8.0  # of floats: the loudest sound of a recorder with float samples, 18 dB over full scale
 )
+PREPARED = b"jxtr"  # of the FLAC files of jaxtrain prepare, as in rust/decode/src/flac_write.rs
 FULL_SCALES = (128, 32_768, 8_388_608, 2_147_483_648)  # of integers of 8, 16, 24 and 32 bits
 MORE = (1 << 63) - 1  # frames that a file states which goes on for an unknown time
 
@@ -255,6 +256,9 @@ def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
         if first[:4] in (b"RIFF", b"RF64", b"BW64") and first[8:12] == b"WAVE":
             file.seek(12)
             about = _chunks(file, size)
+        elif first[:4] == b"fLaC" and first[46:50] == PREPARED:
+            rate, rate_of_life = struct.unpack(">II", first[50:58])
+            about = _slow_down(f"{rate_of_life / max(rate, 1):g}", "header (jaxtrain prepare)")
     return digest.hexdigest(), about
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from loaders.audio.recordings import class_names, columns, sources, store
 from loaders.audio.recordings import headers as header_lib
 from loaders.audio.recordings.annotations import Annotation, Errors
+from loaders.audio.recordings.headers import Header
 from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 from loaders.base import DataError
 from loaders.io import atomic_write, files
@@ -90,6 +91,7 @@ def make(
         paths, store.read_recordings(out), errors, threads, samples=True
     )
     note(f"{len(headers)} headers, {n_read} of them read now")
+    _count_time_expansions(annotations, headers, errors)
     planned = plan(annotations, headers, classes, root, options, splitter, errors)
     errors.refuse()
     settings = {**options.__dict__, **reading.__dict__, "sources": list(given)}
@@ -124,6 +126,28 @@ def _count_joined(
         whole.update(label for label in labels if classes.of(label))
     lines = ((annotation.where, annotation.labels) for annotation in annotations)
     class_names.refuse_joined(lines, errors, whole)
+
+
+def _count_time_expansions(
+    annotations: Sequence[Annotation], headers: dict[str, Header], errors: Errors
+) -> None:
+    """Count recordings that a table alone calls slower than life, and leave out those to drop."""
+    seen = set()
+    for annotation in annotations:
+        stated = annotation.about.get("time_expansion", "1")
+        path = annotation.path
+        if float(stated) == 1 or path in seen or path not in headers:
+            continue
+        if "time_expansion" in headers[path].about:  # counted already
+            continue
+        seen.add(path)
+        text = (
+            f"{annotation.where} states the time expansion {stated} of {path}; times and"
+            " frequencies are taken as those of the file; train with"
+            f" --config.data.time_expansion={stated}"
+        )
+        if not errors.add("time-expansion", text):
+            del headers[path]
 
 
 def _leading_out(paths: Iterable[str], root: str, errors: Errors) -> set[str]:

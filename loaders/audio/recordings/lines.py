@@ -1,5 +1,6 @@
 """The lines of a table, understood: a recording, or a part of one, and its labels."""
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -44,7 +45,8 @@ class Line:
     answer: str  # "yes", "no" or "skip"; "" without a column of answers
     open_classes: tuple[str, ...]  # columns of classes of which the line says unknown
     split: str
-    about: Mapping[str, str]  # recording, site, date, time, latitude, longitude
+    # recording, site, date, time, latitude, longitude, time_expansion
+    about: Mapping[str, str]
     row: Row
 
 
@@ -616,6 +618,7 @@ class _About:
         about = {key: self._layout.text(row, key) for key in self._columns}
         about["latitude"] = self._degrees(about.get("latitude", ""), "S", where)
         about["longitude"] = self._degrees(about.get("longitude", ""), "W", where)
+        about["time_expansion"] = self._time_expansion(row)
         for meaning in ("datetime", "date"):
             self._add_date(about, row, meaning)
         if text := self._layout.text(row, "time"):
@@ -623,6 +626,13 @@ class _About:
                 text = text.zfill(4)  # 615
             about["time"] = values.time_of_day(text) if re.search(r"\d", text) else ""
         return {key: value for key, value in about.items() if value}
+
+    def _time_expansion(self, row: Row) -> str:
+        with contextlib.suppress(ValueError):
+            number = values.number(self._layout.text(row, "time expansion"))
+            if number and number > 0:
+                return f"{number:g}"
+        return ""
 
     def _degrees(self, text: str, negative: str, where: str) -> str:
         if not text:

@@ -81,11 +81,71 @@ pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     }
     let little = entry.windows(6).any(|bytes| bytes == b"enda\0\x01");
     match entry.get(12..16).unwrap_or(&[]) {
-        b"mp4a" | b"alac" | b"sowt" | b"twos" | b"lpcm" => {}
+        b"mp4a" => {
+            if let Some(codec) = object_type(entry).and_then(other_than_aac) {
+                return unsupported(codec);
+            }
+        }
+        b"alac" | b"sowt" | b"twos" | b"lpcm" => {}
         b"in24" | b"in32" | b"fl32" | b"fl64" if little => {}
-        codec => return unsupported(&format!("its codec {:?}", String::from_utf8_lossy(codec))),
+        codec => return unsupported(&codec_name(codec)),
     }
     matches!(edits(track), Edits::Several).then(|| unsupported("an edit list of several pieces"))?
+}
+
+/// The codec of an entry "mp4a": the object type of its decoder (ISO/IEC 14496-1, 7.2.6.6).
+fn object_type(entry: &[u8]) -> Option<u8> {
+    let at = entry.windows(4).position(|name| name == b"esds")?;
+    let stream = descriptor(entry.get(at + 8..)?, 3)?;
+    let flags = *stream.get(2)?;
+    let mut decoder = stream.get(3..)?;
+    if flags & 0x80 != 0 {
+        decoder = decoder.get(2..)?; // the stream that it depends on
+    }
+    if flags & 0x40 != 0 {
+        decoder = decoder.get(1 + usize::from(*decoder.first()?)..)?; // an address
+    }
+    if flags & 0x20 != 0 {
+        decoder = decoder.get(2..)?; // the stream of its clock
+    }
+    descriptor(decoder, 4)?.first().copied()
+}
+
+/// The content of a descriptor that must have this tag. Its length has 7 bits in each of up to 4 bytes.
+fn descriptor(bytes: &[u8], tag: u8) -> Option<&[u8]> {
+    refuse!(bytes.first() != Some(&tag), None);
+    let last = bytes.get(1..5)?.iter().position(|byte| byte & 0x80 == 0)?;
+    bytes.get(last + 2..)
+}
+
+const MP3: &str = "MP3 inside MP4 (-c copy NEW.mp3 takes it out as it is)";
+
+/// The name of a codec of "mp4a" that is not AAC. None: it is, or of an unknown type, which the decoder decides.
+fn other_than_aac(object_type: u8) -> Option<&'static str> {
+    match object_type {
+        0x69 | 0x6b => Some(MP3),
+        0xa5 => Some("AC-3 inside MP4"),
+        0xa6 => Some("E-AC-3 inside MP4"),
+        0xa9..=0xac => Some("DTS inside MP4"),
+        0xad => Some("Opus inside MP4"),
+        0xdd => Some("Vorbis inside MP4"),
+        0xe1 => Some("QCELP inside MP4"),
+        _ => None,
+    }
+}
+
+/// The name of a codec by its entry.
+fn codec_name(entry: &[u8]) -> String {
+    match entry {
+        b".mp3" | b"ms\0\x55" | b"mp3 " => MP3.into(),
+        b"ac-3" => "AC-3 inside MP4".into(),
+        b"ec-3" => "E-AC-3 inside MP4".into(),
+        b"Opus" => "Opus inside MP4".into(),
+        b"fLaC" => "FLAC inside MP4 (-c copy NEW.flac takes it out as it is)".into(),
+        b"samr" | b"sawb" => "AMR inside MP4".into(),
+        b"ulaw" | b"alaw" => "the codec of telephones (\u{b5}-law or A-law) inside MP4".into(),
+        other => format!("its codec {:?}", String::from_utf8_lossy(other)),
+    }
 }
 
 /// An edit list, of which leading empty edits only delay the audio: by length and start, in ticks of movie and media.

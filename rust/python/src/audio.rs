@@ -65,14 +65,27 @@ pub fn decode<'py>(
 #[pyfunction]
 pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16, bool)> {
     with_info(py, path, |decoder, _, info| {
-        (info.rate, info.frames, info.channels, decoder.is_slow())
+        let original = original(decoder, info);
+        (original.rate, original.frames, original.channels, decoder.is_slow())
     })
+}
+
+/// The recording that a prepared one was made from, whose times and rates rows have: as the pipeline reads it.
+fn original(decoder: &Decoder, info: Info) -> Info {
+    let Some(origin) = decoder.origin() else { return info };
+    let whole = u128::from(info.stated.max(1));
+    let held = u128::from(info.frames).min(whole); // fewer if the file was cut short
+    let frames = u128::from(origin.frames) * held / whole;
+    let frames = u64::try_from(frames).unwrap_or(origin.frames);
+    Info { rate: origin.stated, frames, stated: origin.frames, ..info }
 }
 
 /// Look for what is odd about a recording that can be read.
 #[pyfunction]
 pub fn recording_doubts(py: Python<'_>, path: PathBuf) -> PyResult<(u64, bool)> {
-    with_info(py, path, |decoder, bytes, info| (info.stated, decoder.cancels(bytes, &info)))
+    with_info(py, path, |decoder, bytes, info| {
+        (original(decoder, info).stated, decoder.cancels(bytes, &info))
+    })
 }
 
 /// Look for samples of a recording of floats that floats do not have.
@@ -99,7 +112,13 @@ pub fn recording_fault(
     py: Python<'_>, path: PathBuf, start: f64, end: f64,
 ) -> PyResult<Option<String>> {
     with_info(py, path, |decoder, bytes, info| {
-        let sample = |time: f64| ((time * f64::from(info.rate)).round() as u64).min(info.frames);
+        let original = original(decoder, info);
+        let seconds = (original.frames.max(1) as f64) / f64::from(original.rate);
+        let rate = match decoder.origin() {
+            Some(_) => info.frames as f64 / seconds,
+            None => f64::from(info.rate),
+        };
+        let sample = |time: f64| ((time * rate).round() as u64).min(info.frames);
         let (from, to) = (sample(start), sample(end));
         let mut out = zeros(to.saturating_sub(from)).ok()?;
         let fault = decoder.read(bytes, &info, from, None, &mut out).err();

@@ -172,3 +172,51 @@ def test_boxes_end_where_the_file_does(world, tmp_path):
     run_detect(run, folder, "--threshold", 0, "--out", tmp_path / "out")
     (selections,) = (tmp_path / "out/raven").glob("*.txt")
     assert {row["High Freq (Hz)"] for row in table(selections)} == {"4000.0"}
+
+
+def test_a_table_that_states_a_time_expansion_is_named(world, tmp_path, capsys):
+    *_, slow = world
+    table = tmp_path / "bats.csv"
+    for column, value, is_named in (("TE", "10", True), ("Time expansion", "1", False)):
+        table.write_text(f"file,start,end,label,{column}\n{NAME},0,1,noctule,{value}\n")
+        index = ["index", str(table), "--audio", str(slow), "--out", str(tmp_path / column)]
+        capsys.readouterr()
+        assert cli.main(index) == 0
+        said = capsys.readouterr().err
+        assert ("bats.csv:2 states the time expansion 10 of " in said) == is_named
+        assert ("--config.data.time_expansion=10" in said) == is_named
+        assert "unused-column" not in said
+    table.write_text(f"file,start,end,label,TE\n{NAME},0,1,noctule,10\n")
+    assert cli.main([*index, "--on", "time-expansion=refuse"]) == 2
+    guano = write(tmp_path / "bat", RATE // TIMES, te=b"10")
+    index = ["index", str(table), "--audio", str(guano), "--out", str(tmp_path / "both")]
+    capsys.readouterr()
+    assert cli.main(index) == 0
+    assert capsys.readouterr().err.count("states the time expansion") == 1, "once a recording"
+
+
+@pytest.mark.parametrize("rate", [RATE, 44_100])
+def test_a_prepared_recording_is_cut_as_the_one_it_was_made_from(world, tmp_path, rate, capsys):
+    """It has the rate of the front end, and so seconds of life; rows and windows have the file's."""
+    _, run, slow_run, _, _ = world
+    slow = write(tmp_path / "rec", rate // TIMES)
+    index = ["index", str(slow), "--labels", "none", "--out", str(tmp_path / "index")]
+    prepare = ["prepare", str(tmp_path / "index"), "--time-expansion", str(TIMES)]
+    assert cli.main(index) == 0
+    assert cli.main([*prepare, "--out", str(tmp_path / "prepared")]) == 0
+    tables = ("--threshold", 0, "--no-merge", "--overlap", TIMES * (CLIP - HOP))
+    run_detect(slow_run, slow, "--out", tmp_path / "slow", *tables)
+    run_detect(slow_run, tmp_path / "prepared/audio", "--out", tmp_path / "made", *tables)
+    expected = scores_of(tmp_path / "slow")
+    got = scores_of(tmp_path / "made")
+    assert len(got) == len(expected) > 2
+    for row, of_slow in zip(got, expected, strict=True):
+        for name in ("start_time", "end_time"):
+            assert row[name] == pytest.approx(of_slow[name], abs=1e-6)
+        for name in NAMES:
+            assert row[name] == pytest.approx(of_slow[name], abs=2e-3)
+    capsys.readouterr()
+    command = ["detect", str(run), str(tmp_path / "prepared/audio"), "--out", str(tmp_path / "no")]
+    assert cli.main(command) == 1
+    said = capsys.readouterr().err
+    assert "header (jaxtrain prepare) states the time expansion 10, and it is read with 1" in said
