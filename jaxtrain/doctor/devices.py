@@ -45,10 +45,16 @@ def examine(*, local: list[int]) -> Findings:
 
     for problem in jax_options.problems():
         checks.append(fail(GROUP, "options", problem, OPTIONS))
+    if jax_options.unreadable_flags(os.environ.get("XLA_FLAGS", "")):
+        return Findings(checks, {})  # looking for devices would end this process
     if local:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local)))
     try:
         devices = jax.local_devices()
+        jax_options.refuse_algorithm(devices)
+    except jax_options.JaxOptionError as error:
+        checks.append(fail(GROUP, "options", str(error), OPTIONS))
+        return Findings(checks, {})
     except Exception as error:  # noqa: BLE001  a plugin may raise anything
         remedy = f"{MISSING}, CUDA_VISIBLE_DEVICES"
         checks.append(fail(GROUP, "jax", jax_options.without_devices(error), remedy))

@@ -9,10 +9,13 @@ the environment sets it.
 """
 
 import enum
+import functools
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +110,25 @@ SILENT_FLAGS = re.compile(
     r"xla_(dump|detailed_logging|hlo_profile|force_host_platform_device_count"
     r"|\w*(timeout|_dir$|_path$|_file$|_log)|gpu_(dump|load)_autotune)|v$|vmodule|minloglevel"
 )
+# known flags, for which no process is started
+COMMON_FLAGS = re.compile(r"--xla_force_host_platform_device_count=\d+")
+READ_FLAGS = "from jaxlib import _jax; _jax.CompileOptions()"
+# the lines of XLA about flags that it cannot read, and ours
+FLAG_ERRORS = (
+    (
+        r"Unknown flags? in XLA_FLAGS: (.*)",
+        "XLA_FLAGS has {0}, which this version of XLA does not know: correct or remove it",
+    ),
+    (
+        r"Could not open file \"(.*?)\" to read flags",
+        "XLA_FLAGS names the file {0}, which cannot be read: correct it, or begin flags with --",
+    ),
+    (
+        r"Couldn't interpret value (.*?)\.?\n",
+        "XLA_FLAGS has the value {0}, which XLA cannot read: correct or remove it",
+    ),
+)
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # of the libraries below XLA: other algorithms for the same product or sum
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
@@ -171,6 +193,46 @@ def problems() -> Iterator[str]:
         value = values.get(name, required)
         if value != required:
             yield f"{name.upper()} is {value!r}, and {reason}: unset it"
+    yield from unreadable_flags(os.environ.get("XLA_FLAGS", ""))
+
+
+@functools.lru_cache(maxsize=4)
+def unreadable_flags(text: str) -> tuple[str, ...]:
+    """Return a line if XLA cannot read its flags: it would end the process with its devices.
+
+    A process of its own reads them, unless they are just the number of devices of a CPU.
+    """
+    if not text.strip() or COMMON_FLAGS.fullmatch(text.strip()):
+        return ()
+    command = [sys.executable, "-c", READ_FLAGS]
+    environment = {**os.environ, "XLA_FLAGS": text}
+    try:
+        process = subprocess.run(
+            command, env=environment, capture_output=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    output = process.stderr.decode(errors="replace")
+    for pattern, line in FLAG_ERRORS:
+        if match := re.search(pattern, output):
+            return (line.format(match[1].strip()),)
+    return ()
+
+
+def refuse_algorithm(devices: Sequence[jax.Device]) -> None:
+    """Raise JaxOptionError for an algorithm of products that XLA does not have on CPUs.
+
+    Some end the process, others are an error of the first program.
+    """
+    algorithm = str(_values().get("jax_default_matmul_precision") or "")
+    is_preset = re.fullmatch(r"[A-Z0-9_]+", algorithm) and algorithm != "F32_F32_F32"
+    if is_preset and any(device.platform == "cpu" for device in devices):
+        raise JaxOptionError(
+            [
+                f"JAX_DEFAULT_MATMUL_PRECISION is {algorithm!r}, an algorithm that XLA does not"
+                f" have on CPUs; write one of {', '.join(PRECISIONS)}, or unset it"
+            ]
+        )
 
 
 def require() -> None:
@@ -183,9 +245,11 @@ def require() -> None:
 def devices() -> list[jax.Device]:
     """Return the devices of all processes. Raises JaxOptionError: JAX finds none, or fails."""
     try:
-        return jax.devices()
+        found = jax.devices()
     except Exception as error:  # a plugin may raise anything
         raise JaxOptionError([without_devices(error)]) from error
+    refuse_algorithm(found)
+    return found
 
 
 def without_devices(error: Exception) -> str:

@@ -101,8 +101,16 @@ def test_a_resume_under_other_draws_is_refused_by_name(folder):
         ),
         ({"JAX_DISABLE_JIT": "maybe"}, ["'maybe' for environment 'JAX_DISABLE_JIT'; correct"]),
         ({"JAX_PLATFORMS": "gpu"}, ["JAX_PLATFORMS=gpu, which means cuda and rocm together"]),
+        (
+            {"XLA_FLAGS": "--xla_cpu_fast=true", "JAX_PLATFORMS": "cpu"},
+            ["XLA_FLAGS has --xla_cpu_fast=true, which this version of XLA does not know"],
+        ),
+        (
+            {"JAX_DEFAULT_MATMUL_PRECISION": "BF16_BF16_F32", "JAX_PLATFORMS": "cpu"},
+            ["is 'BF16_BF16_F32', an algorithm that XLA does not have on CPUs; write one of"],
+        ),
     ],
-    ids=["two", "unreadable", "platform"],
+    ids=["two", "unreadable", "platform", "flag", "algorithm"],
 )
 def test_what_nothing_runs_with_is_one_error_at_the_start(folder, environment, lines):
     process = command(folder, "toy.py", *RUN, "--config.train.steps=2", **environment)
@@ -129,3 +137,19 @@ def test_a_platform_without_its_plugin_or_name(platforms, text):
         assert text in jax_options.without_devices(AssertionError())
     finally:
         jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--xla_bar=1 --xla_gpu_deterministic_ops=true", "XLA_FLAGS has --xla_bar=1, which"),
+        ("xla_cpu_enable_fast_math", "names the file xla_cpu_enable_fast_math, which cannot be"),
+        ("--xla_gpu_deterministic_ops=maybe", "has the value maybe for flag xla_gpu_determ"),
+        ("--xla_gpu_deterministic_ops=true", ""),
+        ("--xla_force_host_platform_device_count=8", ""),
+        ("", ""),
+    ],
+)
+def test_flags_that_xla_would_end_the_process_for_are_one_line(flags, text):
+    lines = jax_options.unreadable_flags(flags)
+    assert len(lines) == bool(text) and all(text in line for line in lines), lines

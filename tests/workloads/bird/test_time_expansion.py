@@ -197,7 +197,7 @@ def test_a_table_that_states_a_time_expansion_is_named(world, tmp_path, capsys):
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
 def test_a_prepared_recording_is_cut_as_the_one_it_was_made_from(world, tmp_path, rate, capsys):
-    """It has the rate of the front end, and so seconds of life; rows and windows have the file's."""
+    """It has the rate of the front end, and so seconds of life. Windows have the original's."""
     _, run, slow_run, _, _ = world
     slow = write(tmp_path / "rec", rate // TIMES)
     index = ["index", str(slow), "--labels", "none", "--out", str(tmp_path / "index")]
