@@ -32,6 +32,7 @@ OTHERS = {
         "augment._crop",
         "classes.asymmetric_loss",
         "classes.counts",
+        "half_stack",
         "log_mel",
         "views.as_picture",
         "views.unpatchify",

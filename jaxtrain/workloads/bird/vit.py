@@ -27,6 +27,7 @@ from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
 from jaxtrain.parallel import one_device
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, PyTree, Shard, Spec
+from jaxtrain.workloads.bird import half_stack
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
@@ -97,8 +98,8 @@ class Encoder(checks.Section):
     # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
     remat: str = "none"
     # [layers] number of layers of the stack's loop that are compiled one after the other; depth =
-    # no loop
-    unroll: int = 1
+    # no loop, 0 = depth for 16 bits on GPUs, else 1
+    unroll: int = 0
 
     def __post_init__(self) -> None:
         embed, depth, heads = PRESETS.get(self.preset, (1, 1, 1))
@@ -107,10 +108,8 @@ class Encoder(checks.Section):
                 object.__setattr__(self, name, value)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(
-            self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "unroll"
-        )
-        yield from checks.not_negative(self, "n_registers", "layer_scale")
+        yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads")
+        yield from checks.not_negative(self, "n_registers", "layer_scale", "unroll")
         for name, choices in CHOICES.items():
             yield from checks.choice(self, choices, name)
         yield from checks.positive(self, "eps")
@@ -190,7 +189,7 @@ class Stack(NamedTuple):
     layer_scale: float = 0.0
     dtype: str = "float32"
     remat: str = "none"
-    unroll: int = 1
+    unroll: int = 0
     exact: bool = False  # GELU by the error function, not by tanh
     eps: float = EPS
 
@@ -348,6 +347,8 @@ def run_stack(
     turns: tuple[Array, Array] | None = None,
 ) -> Array:
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
+    if half_stack.fits(s, x_btd, shard):
+        return half_stack.run_stack(s, stack, x_btd, shard, turns)
 
     def layer(x_btd: Array, w: PyTree) -> tuple[Array, None]:
         x_btd = attend(s, w, x_btd, shard, turns)
@@ -355,7 +356,7 @@ def run_stack(
         return shard(x_btd, "batch", "seq", None), None
 
     x_btd = shard(x_btd.astype(jnp.dtype(s.dtype)), "batch", "seq", None)
-    x_btd, _ = remat.scan(layer, x_btd, stack, s.remat, unroll=s.unroll)
+    x_btd, _ = remat.scan(layer, x_btd, stack, s.remat, unroll=s.unroll or 1)
     return x_btd
 
 
