@@ -203,8 +203,11 @@ class Checkpointer:
         the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
         if not workdir:
-            restored = self._newest(self._manager.all_steps(), self._path, abstract, data)
-            if not restored:
+            steps = self._manager.all_steps()
+            restored = self._newest(steps, self._path, abstract, data)
+            if restored:
+                self._set_aside([step for step in steps if step > restored.step])
+            else:
                 self._scores.forget("no checkpoint of the run that wrote it is left")
             return restored
         path = _absolute(workdir) / "checkpoints"
@@ -314,6 +317,20 @@ class Checkpointer:
             for step in self._given_up:
                 for part in self._path.glob(f"{step}.orbax-checkpoint-tmp*"):
                     part.rmtree()
+
+    def _set_aside(self, passed: Sequence[int]) -> None:
+        """Rename the newer steps that could not be read, so that a save can take their place.
+
+        They would count as saved, and among config.checkpoint.keep.
+        """
+        steps = cluster.agree_on(sorted(passed))
+        if not steps:
+            return
+        if cluster.is_main():
+            for step in steps:
+                _rename_damaged(self._path / str(step))
+        cluster.barrier("damaged checkpoints are set aside")
+        self._manager.reload()
 
     def _damage(self, path: epath.Path) -> str:
         """Describe the damage that a step's checksums show to process 0, or return ""."""
@@ -473,6 +490,31 @@ class Checkpointer:
 
 def _absolute(path: str) -> epath.Path:
     return epath.Path(path) if "://" in path else epath.Path(files.expanded(path).absolute())
+
+
+def _rename_damaged(step: epath.Path) -> None:
+    """Rename a step, and say where it is. What cannot be renamed, as in a store, stays."""
+    number = 1
+    while (aside := step.with_name(f"{step.name}.damaged-{number}")).exists():
+        number += 1
+    try:
+        if "://" in str(step):
+            raise OSError("an object store renames no folders")
+        step.rename(aside)
+    except OSError as error:
+        log.warning(
+            "checkpoint %s stays where it is (%s), so that step %s cannot be saved again; delete it",
+            step,
+            error.strerror or error,
+            step.name,
+        )
+        return
+    log.warning(
+        "checkpoint %s is now %s, so that step %s can be saved again; delete that folder",
+        step,
+        aside.name,
+        step.name,
+    )
 
 
 def _newest_listed(folder: epath.Path) -> int | None:

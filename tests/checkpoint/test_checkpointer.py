@@ -166,6 +166,8 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(
             caplog.clear()
             with caplog.at_level(logging.INFO, "jaxtrain"):
                 found = restore(workdir)
+            for aside in step.parent.glob("4.damaged-*"):
+                aside.rename(step)
             trials += 1
             if path in (
                 step / "_CHECKPOINT_METADATA",
@@ -187,6 +189,42 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(
         path.write_bytes(whole)
     assert restore(workdir).step == 4, "and put back, it is whole"
     record_property("trials", trials)
+
+
+def test_a_damaged_step_makes_room_for_the_same_step(written, tmp_path, caplog):
+    """It counted as saved, so that every later start lost the same steps again."""
+    folder, expected = written
+    workdir = tmp_path / "run"
+    shutil.copytree(folder, workdir)
+    steps = workdir / "checkpoints"
+    manifest = steps / "4" / "manifest.json"
+    whole = manifest.read_bytes()
+    for number in (1, 2):
+        manifest.write_bytes(whole[:-9])
+        ours = checkpointer(workdir, keep=2)
+        found = ours.restore(plan((1, 1, 1)), DATA)
+        assert found.step == 2 and bits(found.state) == expected[2]
+        aside = f"4.damaged-{number}"
+        assert f"{steps}/4 is now {aside}, so that step 4 can be saved again" in caplog.text
+        assert (steps / aside / "manifest.json").read_bytes() == whole[:-9]
+        ours.save(4, found.state, DATA, History())
+        ours.close()
+        assert not checksums.verify(steps / "4")
+        whole = manifest.read_bytes()
+    again = restore(workdir)
+    assert again.step == 4 and bits(again.state) == expected[2]
+    names = sorted(path.name for path in steps.iterdir())
+    assert names == ["2", "4", "4.damaged-1", "4.damaged-2"]
+
+
+def test_another_runs_damaged_step_stays_where_it_is(written, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(written[0], workdir)
+    (workdir / "checkpoints/4/manifest.json").write_text("{")
+    ours = checkpointer(tmp_path / "next")
+    assert ours.restore(plan((1, 1, 1)), DATA, str(workdir)).step == 2
+    ours.close()
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
 
 
 def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
