@@ -503,7 +503,7 @@ def _rename_damaged(step: epath.Path) -> None:
         step.rename(aside)
     except OSError as error:
         log.warning(
-            "checkpoint %s stays where it is (%s), so that step %s cannot be saved again; delete it",
+            "checkpoint %s stays where it is (%s), and step %s cannot be saved again; delete it",
             step,
             error.strerror or error,
             step.name,
