@@ -5,8 +5,11 @@
     save A,B     every layer is recomputed, except for the activations of these names (`name`)
 
 Each stack of layers has its own names. `problems` checks a policy against them.
+
+`layers_at_once` decides whether a stack is a loop or written out, layer after layer.
 """
 
+import contextvars
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +17,13 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.types import Array, PyTree, T
+from jaxtrain.types import Array, PyTree, Shard, T
 
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, or 'save attention,mlp'"
+MAX_WRITTEN_OUT = 64  # [layers] of a stack, since compilation takes longer with each
+# Whether the layers that are being traced are written out on GPUs (`scan`).
+_WRITTEN_OUT = contextvars.ContextVar("written_out", default=False)
 
 
 def problems(policy: str, names: Sequence[str]) -> Iterator[str]:
@@ -47,11 +53,31 @@ def cheap(policy: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
     The part stays as it is in two cases: if its first argument has float32, so that the numbers of
     those models do not change by a bit, and if ``policy`` recomputes the whole layer. A second
     recomputation would gather the layer's matrices once more.
+
+    The rounds of a loop keep the forward pass and the recomputation apart. XLA merges the two in
+    layers that are written out, and would keep what `cheap` saves, unless it is prevented.
     """
     is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
     if is_narrow and policy == "none":
-        part = jax.checkpoint(part, prevent_cse=False)
+        part = jax.checkpoint(part, prevent_cse=_WRITTEN_OUT.get())
     return part(x, *args)
+
+
+def layers_at_once(unroll: int, depth: int, shard: Shard | None) -> int:
+    """Return how many of a stack's ``depth`` layers a round of its loop has. depth = no loop.
+
+    That is ``unroll``, or if it is 0 all layers on GPUs, and else one. A loop copies each
+    activation into the array of all layers, and out of it again. If matrices are split over fsdp,
+    it is a loop on GPUs too, since the written-out layers would be gathered side by side.
+
+    ``shard``: None = the program is not for GPUs.
+    """
+    if unroll or shard is None:
+        return unroll or 1
+    is_gathered = shard.mesh is not None and shard.mesh.shape.get("fsdp", 1) > 1
+    if shard.devices[0] != "gpu" or is_gathered or depth > MAX_WRITTEN_OUT:
+        return 1
+    return depth
 
 
 def scan(
@@ -60,7 +86,8 @@ def scan(
     stack: PyTree,
     policy: str,
     *,
-    unroll: int | bool = 1,
+    unroll: int = 1,
+    shard: Shard | None = None,
     kernels: Mapping[str, Callable[[str], bool]] | None = None,
 ) -> tuple[T, PyTree]:
     """Carry ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis.
@@ -68,12 +95,20 @@ def scan(
     Returns (x, all y, stacked).
 
     Args:
+      unroll, shard: as in `layers_at_once`.
       kernels: by a name of activations, tells whether a kernel's results are kept with them. The
         backward pass of a kernel reads more than its result, and only the kernel could name that.
     """
     if policy != "none":
         layer = jax.checkpoint(layer, policy=_checkpoint_policy(policy, kernels or {}))
-    return jax.lax.scan(layer, x, stack, unroll=unroll)
+    depth = len(jax.tree.leaves(stack)[0])
+    at_once = layers_at_once(unroll, depth, shard)
+    is_for_gpus = shard is not None and shard.devices[0] == "gpu"
+    token = _WRITTEN_OUT.set(is_for_gpus and at_once >= depth)
+    try:
+        return jax.lax.scan(layer, x, stack, unroll=at_once)
+    finally:
+        _WRITTEN_OUT.reset(token)
 
 
 def _checkpoint_policy(

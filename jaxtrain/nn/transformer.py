@@ -100,12 +100,12 @@ class Decoder(ModelSection):
     # [name] recomputation in the backward pass: none, full, or all but 'save attention,mlp'
     remat: str = "none"
     # [layers] number of layers of the stack's loop that are compiled one after the other; depth =
-    # no loop
-    unroll: int = 1
+    # no loop; 0 = depth on GPUs if the plan fits, else 1
+    unroll: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp", "unroll")
-        yield from checks.not_negative(self, "kv_heads", "head_dim", "window")
+        yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp")
+        yield from checks.not_negative(self, "kv_heads", "head_dim", "window", "unroll")
         yield from checks.positive(self, "eps", "init_std")
         yield from checks.choice(self, NORMS, "norm")
         yield from checks.choice(self, ACTIVATIONS, "activation")
@@ -126,7 +126,7 @@ class Decoder(ModelSection):
 
     @property
     def keeps_in_loops(self) -> bool:
-        return self.remat != "full" and self.unroll < self.depth
+        return self.remat != "full" and 0 < self.unroll < self.depth
 
     @property
     def g(self) -> int:
@@ -363,7 +363,9 @@ def decode(c: Decoder, params: PyTree, batch: Batch, shard: Shard) -> Array:
     x_btd = embed(c, params, batch["tokens"], position_bt, shard)
     mix = mixer(c, batch.get("segments"), shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mix)
-    x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
+    x_btd, _ = remat.scan(
+        body, x_btd, params["blocks"], c.remat, unroll=c.unroll, shard=shard, kernels=KERNELS
+    )
     return norm(c, params, "", x_btd, shard)
 
 

@@ -10,8 +10,10 @@ needs no such chip, has the other figures: it compiles the real step.
     remedies  the check before a run, and      environment  fetches that process's compiler
               changes that may make it fit     plan_cache   keeps compilers' answers
     summary   all of it, for a person          gpu_specs    GPUs that need not be here
+    choices   what a config leaves to it
 """
 
+from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.remedies import refuse_if_too_large
 from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
@@ -27,5 +29,6 @@ __all__ = (
     "parse_target",
     "refuse_if_too_large",
     "report",
+    "resolve",
     "set_up",
 )

@@ -16,6 +16,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel import chips
 from jaxtrain.plan import environment, hlo, traffic, worker
 from jaxtrain.plan.bound import Bound, bound
+from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
 from jaxtrain.plan.remedies import ways
@@ -38,6 +39,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
+    config = resolve(config, target)
     assembly = abstractly(config, target)
     problems: list[str] = []
     lines = [

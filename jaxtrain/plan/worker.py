@@ -21,6 +21,7 @@ from jaxtrain.assembly import assemble
 from jaxtrain.config import Config
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment
+from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import (
     UNTUNED,
     Compiled,
@@ -90,12 +91,13 @@ def answer(job: Job, versions: str = "") -> Answer:
     is_traced = False
     for_gpus_elsewhere = target.kind == "gpu" and not target.here
     try:
-        sizes = job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model
+        config = resolve(job.config, target)
+        sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
         mesh = layout_lib.make_mesh(*sizes, devices=_devices(target))
-        assembly = assemble(job.config, mesh)
+        assembly = assemble(config, mesh)
         stage = job.stage
         if stage == LAST:
-            stage = assembly.task.stage(job.config.train.steps - 1)
+            stage = assembly.task.stage(config.train.steps - 1)
         with contextlib.ExitStack() as stack:
             options = None
             if for_gpus_elsewhere:

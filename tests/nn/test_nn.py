@@ -14,7 +14,7 @@ from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cpu import heads_first
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import product, scaled, spread
-from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.parallel.layout import abstract_mesh, devices_of, make_layout, make_mesh
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -139,6 +139,35 @@ def test_rematerialisation_keeps_fewer_activations():
 
     none, full = kept("none"), kept("full")
     assert full < kept("save a") < none
+
+
+@pytest.mark.parametrize(
+    ("kind", "unroll", "prevented"),
+    [
+        ("NVIDIA H100", 0, True),
+        ("NVIDIA H100", 3, True),
+        ("NVIDIA H100", 1, False),
+        ("cpu", 3, False),
+        ("cpu", 0, False),
+    ],
+)
+def test_written_out_layers_on_gpus_keep_what_is_recomputed_apart(kind, unroll, prevented):
+    """XLA would merge a recomputation with the forward pass, unless a loop divides the two."""
+    mesh = abstract_mesh(1, 1, 1, count=1, what=kind)
+    shard = make_layout(mesh, {}, devices=devices_of(kind)).shard
+
+    def layer(x, w):
+        return remat.cheap("none", lambda x, w: jnp.tanh(x) @ w, x, w), None
+
+    def loss(stack):
+        x = jnp.ones((2, 4), jnp.bfloat16)
+        y, _ = remat.scan(layer, x, stack, "none", unroll=unroll, shard=shard)
+        return remat.cheap("none", jnp.tanh, y).astype(jnp.float32).sum()
+
+    stack = jnp.ones((3, 4, 4), jnp.bfloat16)
+    text = str(jax.make_jaxpr(jax.grad(loss))(stack))
+    # the one after the stack is always merged
+    assert ("prevent_cse=True" in text) == prevented and "prevent_cse=False" in text
 
 
 def test_an_unknown_choice_is_reported():

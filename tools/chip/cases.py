@@ -262,9 +262,10 @@ def choose(case: Case, data: Data, device: jax.Device, more: Overrides | None = 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
     """Raise LayoutError and OptimError."""
-    assembly = assemble(config, on(device))
+    target = plan_lib.parse_target("")
+    assembly = assemble(plan_lib.resolve(config, target), on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    return Chosen(assembly, bound(assembly, traced, plan_lib.parse_target("")), choice)
+    return Chosen(assembly, bound(assembly, traced, target), choice)
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:

@@ -354,7 +354,13 @@ def _decode(
         return layer(c, w, x_bud, paths, shard)
 
     x_bud, kv = remat.scan(
-        body, x_bud, params["blocks"], c.remat, unroll=c.unroll, kernels=transformer.KERNELS
+        body,
+        x_bud,
+        params["blocks"],
+        c.remat,
+        unroll=c.unroll,
+        shard=shard,
+        kernels=transformer.KERNELS,
     )
     return transformer.norm(c, params, "", x_bud), kv
 
