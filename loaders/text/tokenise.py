@@ -43,7 +43,9 @@ PARQUET = (".parquet",)
 ARROW = (".arrow",)
 ENDINGS = (*TEXT, *LINES, *PARQUET, *ARROW)
 BATCH = 1000  # texts that are in memory together: never all of a shard's
-PART = 32 << 20  # [bytes] of a JSONL file in one shard
+# [bytes] of a JSONL file in one shard: so few in small files that workers end together
+PART, LEAST_PART = 32 << 20, 8 << 20
+PARTS = 64  # of a file, before its parts become larger than the least
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
 SHOWN = 20  # rows without text that are printed
@@ -307,8 +309,9 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
         yield Part(str(path), 0, 0)
     elif _ending(path) in LINES:
         size = path.stat().st_size
-        for begin in range(0, max(size, 1), PART):
-            yield Part(str(path), begin, min(begin + PART, size))
+        n_bytes = max(LEAST_PART, min(PART, size // PARTS))
+        for begin in range(0, max(size, 1), n_bytes):
+            yield Part(str(path), begin, min(begin + n_bytes, size))
     else:
         table = _open(path)
         n_parts = table.num_row_groups if _ending(path) in PARQUET else len(table)
@@ -462,10 +465,11 @@ def _make_shard(job: _Job) -> None:
     all_texts = usable()
     while texts := list(itertools.islice(all_texts, BATCH)):
         for (ids, first_size), text in zip(encoder.encode(texts), texts, strict=True):
-            documents.append(np.asarray(_ended(ids, encoder.eos), np.int64))
+            tokens = np.asarray(ids, np.int64)
+            documents.append(_ended(tokens, encoder.eos))
             sizes.append(len(text.encode()))
             first_sizes.append(first_size)
-            counts += _count(ids, encoder)
+            counts += _count(tokens, encoder)
     dtype = token_files.token_dtype(encoder.vocab)
     name = f"{job.number:05}"
     shard = token_files.write_shard(job.out, name, documents, sizes, dtype, first_sizes)
@@ -488,18 +492,21 @@ class _Counts:
         return self
 
 
-def _ended(ids: list[int], eos: int | None) -> list[int]:
+def _ended(tokens: np.ndarray, eos: int | None) -> np.ndarray:
     """Return a text's tokens with the end of a text, unless they have it."""
-    if eos is None or ids[-1:] == [eos]:
-        return ids
-    return [*ids, eos]
+    if eos is None or (tokens.size and tokens[-1] == eos):
+        return tokens
+    return np.append(tokens, eos)
 
 
-def _count(ids: list[int], encoder: "_Encoder") -> _Counts:
-    n_ends = sum(i in encoder.ends for i in ids)
-    n_specials = sum(i in encoder.specials and i not in encoder.ends for i in ids)
-    is_ended = bool(ids) and ids[-1] in encoder.ends
-    return _Counts(int(is_ended), int(n_ends > is_ended), n_specials)
+def _count(tokens: np.ndarray, encoder: "_Encoder") -> _Counts:
+    special = tokens[np.isin(tokens, [*encoder.ends, *encoder.specials])]
+    if not special.size:
+        return _Counts()
+    is_end = np.isin(special, encoder.ends)
+    is_ended = int(tokens[-1]) in encoder.ends
+    n_ends = int(is_end.sum())
+    return _Counts(int(is_ended), int(n_ends > is_ended), special.size - n_ends)
 
 
 class _Encoder(NamedTuple):
@@ -558,5 +565,5 @@ def _digest(
     for path in files:
         status = path.stat()
         stamps.append((str(path.absolute()), status.st_size, files_lib.changed_ns(status)))
-    identity = json.dumps([stamps, [*options], digests, [*ends], PART])
+    identity = json.dumps([stamps, [*options], digests, [*ends], PART, LEAST_PART])
     return hashlib.sha256(identity.encode()).hexdigest()

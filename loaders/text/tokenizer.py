@@ -66,8 +66,9 @@ class Tokenizer(NamedTuple):
         encodings = self.inner.encode_batch(list(texts), add_special_tokens=False)
         measured = []
         for text, encoding in zip(texts, encodings, strict=True):
-            first_end = encoding.offsets[0][1] if encoding.ids else 0
-            n_bytes = len(text[:first_end].encode())
+            # not `offsets`, which makes a pair of every token
+            first = encoding.token_to_chars(0) if len(encoding) else None
+            n_bytes = len(text[: first[1]].encode()) if first else 0
             measured.append((encoding.ids, n_bytes))
         return measured
 

@@ -55,7 +55,8 @@ def write(folder, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow-file", "arrow-stream"])
 def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(tokenise, "PART", 100)  # lines may begin in one part and end in another
+    # lines may begin in one part and end in another
+    monkeypatch.setattr(tokenise, "LEAST_PART", 100)
     path = write(tmp_path, kind)
     assert tokens_command.main([str(tmp_path / "out"), str(path), "--tokenizer=bytes"]) == 0
     assert documents(tmp_path / "out") == [list(t.encode()) for t in TEXTS]
