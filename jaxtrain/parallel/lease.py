@@ -7,6 +7,8 @@ object stores, on condition that nobody else wrote it since it was read. A conte
 - takes over at once if the holder has ended here, or was an earlier start of the same SLURM job,
 - takes over from another machine or container after 60 s without a renewal (the lease timeout):
   a holder that was paused for longer finds the other lease when it confirms its own, and ends.
+
+A supervisor (`jaxtrain.supervise`) holds the lease for its processes, which know it by its token.
 """
 
 import contextlib
@@ -108,8 +110,9 @@ def parse(content: bytes) -> Process:
 class Folder:
     """A folder on a disk or in an object store, and its lease."""
 
-    def __init__(self, name: str, me: Process, choose: str):
+    def __init__(self, name: str, me: Process, choose: str, token: str):
         self.name = name
+        self._token = token
         self.path = f"{name.rstrip('/')}/{NAME}"
         self.is_disk = "://" not in name
         self._me = me
@@ -125,8 +128,11 @@ class Folder:
                 os.makedirs(self.name, exist_ok=True)
                 spec = {"driver": "file", "path": spec}
             self._store: Any = ts.KvStore.open(spec).result(STORE_TIMEOUT)
-            while not self._write(self._wait(leave)):
-                time.sleep(0.1)
+            if self._token:
+                self._share()
+            else:
+                while not self._write(self._wait(leave)):
+                    time.sleep(0.1)
             if self.is_disk:  # while it is open, its inode is given to no other folder
                 self._folder = os.open(self.name, os.O_RDONLY)
         except (OSError, ValueError) as error:
@@ -136,6 +142,16 @@ class Folder:
                 f"{self.path} cannot be written: {str(error) or 'no answer'}; check permissions, "
                 "config.workdir and config.checkpoint.folder"
             ) from error
+
+    def _share(self) -> None:
+        """Take the lease that this process's supervisor holds as its own."""
+        holder, self._ours = self._read()
+        if not holder or holder.token != self._token:
+            raise WorkdirError(
+                f"{self.path} is not that of this process's supervisor any more:"
+                f" {holder or 'it is gone'}. Rerun the same command to resume"
+            )
+        self._me = holder
 
     def _wait(self, leave: Callable[[], Any]) -> bytes:
         """Return the version of the lease once there is no holder, or it has ended."""
@@ -198,7 +214,7 @@ class Folder:
             if self.is_disk:
                 os.close(self._folder)
             holder, version = self._read()
-            if holder == self._me:
+            if holder == self._me and not self._token:
                 self._store.write(NAME, None, if_equal=version).result(STORE_TIMEOUT)
 
     def _read(self) -> tuple[Process | None, bytes]:
@@ -228,6 +244,7 @@ class Lease:
 
     Entering raises WorkdirError, with the remedy, if another run holds one. ``leave`` is called
     while another lease expires, and may raise. ``choose`` names a folder for the message.
+    ``token``: of the supervisor that holds the folders for this process, if there is one.
     """
 
     def __init__(
@@ -236,10 +253,12 @@ class Lease:
         *,
         leave: Callable[[], Any] = lambda: None,
         choose: str = "config.workdir",
+        token: str = "",
     ):
         me, self._leave, self._closed = this_process(), leave, threading.Event()
+        self.token = me.token
         paths = [f if "://" in f else os.path.realpath(files.expanded(f)) for f in folders]
-        self._folders = [Folder(path, me, choose) for path in dict.fromkeys(paths)]
+        self._folders = [Folder(path, me, choose, token) for path in dict.fromkeys(paths)]
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":

@@ -10,7 +10,9 @@ A message is 4 bytes of length, then JSON:
     {"end": "", "seconds": 0}          the sender has left the run. Its connection may close
     {"end": "reason", "seconds": 10}   the receiver has to end within this time, for this reason
 
-Process 0 sends the reason on to all others, and every process exits with `EXIT_CODE`.
+Process 0 sends the reason on to all others, and every process exits with `EXIT_CODE`. Between
+supervisors (`jaxtrain.supervise`) a message may have a "code", with which their run ends for good,
+and the last one of a supervisor whose run has ended has a "code", too.
 """
 
 import contextlib
@@ -43,18 +45,34 @@ class Peer(NamedTuple):
     connection: socket.socket
 
 
+class Loss(NamedTuple):
+    """The reason for which this process has to end."""
+
+    reason: str
+    code: int = 0  # of the whole run's end, if it ends for good
+
+
 class Links:
     """The connections to other processes: to all of them in process 0, to process 0 elsewhere.
 
     A thread watches them until `close`. If a process ends before it has left the run, the thread
-    ends this process too, and names the other.
+    ends this process too, and names the other, or it calls ``on_end`` with the reason.
     """
 
-    def __init__(self, process: int, peers: Sequence[Peer]):
+    def __init__(
+        self,
+        process: int,
+        peers: Sequence[Peer],
+        *,
+        name: str = "process",
+        on_end: Callable[[Loss], None] | None = None,
+    ):
         self._process = process
+        self._name = name
+        self._on_end = on_end
         self._peers = {peer.process: _Reader(peer) for peer in peers}
         self._on_loss: Callable[[str], None] = lambda reason: None
-        self._reason = ""
+        self._loss: Loss | None = None
         self._deadline = float("inf")
         self._closed = threading.Event()
         self._sending = threading.Lock()
@@ -74,14 +92,26 @@ class Links:
         """
         if self._peers:
             time.sleep(FORWARD_SECONDS)
-        self._send(f"process {self._process} ended: {reason}", ERROR_SECONDS)
+        self._send(Loss(f"process {self._process} ended: {reason}"), ERROR_SECONDS)
 
-    def close(self) -> None:
-        """Leave the run. The other processes go on without this one."""
+    def report_loss(self, loss: Loss) -> None:
+        """Tell the other supervisors at once that the processes have to end."""
+        self._send(loss, 0)
+
+    @property
+    def have_left(self) -> bool:
+        """Whether another supervisor has left for good."""
+        return any(reader.has_finished for reader in self._peers.values())
+
+    def close(self, *, code: int = 0) -> None:
+        """Leave the run. The other processes go on without this one.
+
+        ``code``: of a supervisor that leaves for good, anything but 0.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
-        self._send("", 0)
+        self._send(Loss("", code), 0)
         self._wake.send(b"x")
         if self._thread.is_alive():
             self._thread.join()
@@ -90,8 +120,9 @@ class Links:
         self._wake.close()
         self._woken.close()
 
-    def _send(self, reason: str, seconds: float) -> None:
-        body = json.dumps({"end": reason[: MAX_MESSAGE // 8], "seconds": seconds}).encode()
+    def _send(self, loss: Loss, seconds: float) -> None:
+        fields = {"end": loss.reason[: MAX_MESSAGE // 8], "seconds": seconds, "code": loss.code}
+        body = json.dumps(fields).encode()
         message = len(body).to_bytes(4, "big") + body
         with self._sending:
             for reader in self._peers.values():
@@ -111,9 +142,9 @@ class Links:
                     self._end()
 
     def _patience(self) -> float | None:
-        if self._reason:
-            return max(0.0, self._deadline - time.monotonic())
-        return None
+        if self._deadline == float("inf"):
+            return None
+        return max(0.0, self._deadline - time.monotonic())
 
     def _read(self, reader: "_Reader") -> bool:
         """Read what a process sent. False if its connection is at its end."""
@@ -122,35 +153,43 @@ class Links:
         except OSError as error:
             if not reader.has_left:
                 process, host, _ = reader.peer
-                self._lose(f"process {process} ({host}) has died: {_in_words(error)}", 0)
+                text = f"{self._name} {process} ({host}) has died: {_in_words(error)}"
+                self._lose(Loss(text), 0)
             return False
         for message in messages:
             reader.has_left = True
+            reader.has_finished |= message.code != 0
             if message.end:
-                self._lose(message.end, message.seconds)
+                self._lose(Loss(message.end, message.code), message.seconds)
         return True
 
-    def _lose(self, reason: str, seconds: float) -> None:
+    def _lose(self, loss: Loss, seconds: float) -> None:
         """End this process in so many seconds. Process 0 sends the reason to the others first."""
         if self._process == 0:
-            self._send(reason, seconds)
+            self._send(loss, seconds)
             seconds += FORWARD_SECONDS
         if time.monotonic() + seconds < self._deadline:
-            self._reason = reason
+            self._loss = loss
             self._deadline = time.monotonic() + seconds
 
     def _end(self) -> None:
-        text = f"{self._reason}; ending process {self._process}. Rerun the command to resume"
+        assert self._loss
+        if self._on_end:
+            self._deadline = float("inf")
+            self._on_end(self._loss)
+            return
+        text = f"{self._loss.reason}; ending process {self._process}. Rerun the command to resume"
         log.error(text)
         print(text, file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # the process has to end in any case
-            self._on_loss(self._reason)
+            self._on_loss(self._loss.reason)
         os._exit(EXIT_CODE)
 
 
 class _Message(NamedTuple):
     end: str
     seconds: float
+    code: int = 0
 
 
 class _Reader:
@@ -159,6 +198,7 @@ class _Reader:
     def __init__(self, peer: Peer):
         self.peer = peer
         self.has_left = False
+        self.has_finished = False
         self._unread = b""
         peer.connection.settimeout(2)
         peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

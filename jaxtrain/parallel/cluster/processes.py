@@ -258,6 +258,12 @@ def start_jax() -> None:
         options.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
 
 
+def leave_devices() -> None:
+    """Let this process compute on the CPU alone, even if a config's file touches a device."""
+    options: Any = jax.config  # jax adds its options as it is imported
+    options.update("jax_platforms", "cpu")
+
+
 def use_threads_for_host_devices(threads: int = 0) -> None:
     """Give XLA's CPU client a thread for each of several host devices, before JAX makes them.
 

@@ -9,6 +9,9 @@ message, and gets the verdict once the rendezvous is over:
     → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {…}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
+Supervisors (`jaxtrain.supervise`) also send a report, and get what process 0 decides from all of
+them.
+
 If the run begins, the connections stay open until its end, and show when a process dies (`links`).
 
 A process that a signal stops during the wait sends one more message, and the rendezvous ends for
@@ -55,6 +58,7 @@ class Verdict(NamedTuple):
 
     error: str  # "" if all are present and agree
     stopped: bool = False
+    decision: Any = None  # by process 0's `Vote`
 
 
 class Outcome(NamedTuple):
@@ -62,6 +66,13 @@ class Outcome(NamedTuple):
 
     verdict: Verdict
     peers: list[Peer]
+
+
+class Vote(NamedTuple):
+    """A decision by process 0 about reports of all processes, once they are present and agree."""
+
+    report: Any = None  # of this process, as JSON
+    decide: Callable[[list[Any]], Any] = len  # of the reports, by process; process 0 calls it
 
 
 def await_peers(
@@ -77,7 +88,33 @@ def await_peers(
     """Return once all processes have reported that they are present, with equal facts.
 
     The connections stay open and are returned: to every other process in process 0, and to
-    process 0 in the others (`links.Links`).
+    process 0 in the others (`links.Links`). The arguments and errors are those of `vote`.
+    """
+    outcome = vote(
+        membership,
+        Vote(),
+        job=job,
+        facts=facts,
+        timeout=timeout,
+        leave=leave,
+        secret=secret,
+        refusal=refusal,
+    )
+    return outcome.peers
+
+
+def vote(
+    membership: Cluster,
+    ballot: Vote,
+    *,
+    job: str,
+    facts: Mapping[str, Any],
+    timeout: float,
+    leave: Leave = lambda: False,
+    secret: str = "",
+    refusal: str = "",
+) -> Outcome:
+    """Return the decision about all processes' reports, and the connections, as `await_peers`.
 
     Args:
       membership: the place of this process. Process 0 listens at the coordinator's address.
@@ -97,19 +134,22 @@ def await_peers(
         "processes": membership.processes,
         "host": socket.gethostname(),
         "facts": facts,
+        "report": ballot.report,
     }
     key = secret.encode()
     work: Coroutine[Any, Any, Outcome]
     if membership.process == 0:
-        work = Rendezvous(hello, key, timeout, leave, refusal).hold(membership.coordinator)
+        rendezvous = Rendezvous(hello, key, timeout, leave, refusal, ballot.decide)
+        work = rendezvous.hold(membership.coordinator)
     else:
         work = _report(hello, membership.coordinator, key, timeout, leave)
-    verdict, peers = asyncio.run(work)
+    outcome = asyncio.run(work)
+    verdict = outcome.verdict
     if verdict.stopped:
         raise Stopped(verdict.error)
     if verdict.error:
         raise RendezvousError(verdict.error)
-    return peers
+    return outcome
 
 
 def _host_and_port(coordinator: str) -> tuple[str, int]:
@@ -120,8 +160,17 @@ def _host_and_port(coordinator: str) -> tuple[str, int]:
 class Rendezvous:
     """The rendezvous at process 0, which waits for all others."""
 
-    def __init__(self, hello: Message, secret: bytes, timeout: float, leave: Leave, refusal: str):
+    def __init__(
+        self,
+        hello: Message,
+        secret: bytes,
+        timeout: float,
+        leave: Leave,
+        refusal: str,
+        decide: Callable[[list[Any]], Any],
+    ):
         self._hello = hello
+        self._decide = decide
         self._secret = secret
         self._timeout = timeout
         self._leave = leave
@@ -167,8 +216,12 @@ class Rendezvous:
                 late = f"{_numbered(missing)} of {processes} did not connect to {host}:{port}"
                 return Verdict(self._refusal or f"{late} within {self._timeout:g} s")
             await asyncio.sleep(POLL)
-        messages = [message for _, (message, _) in sorted(self._present.items())]
-        return Verdict(self._refusal or differences([self._hello, *messages]))
+        others_by_number = sorted(self._present.items())
+        messages = [self._hello, *(message for _, (message, _) in others_by_number)]
+        if problem := self._refusal or differences(messages):
+            return Verdict(problem)
+        reports = [message.get("report") for message in messages]
+        return Verdict("", decision=self._decide(reports))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxtrain.parallel import supervised_attempt
 from loaders.io import machine
 
 CTRL_C = "Ctrl-C"
 # [s] after the first signal, within which others belong to the same request: `timeout` sends its
 # signal twice, and a terminal that closes its own and the shell's
 SAME_REQUEST = 0.2
+# [s] for a process whose supervisor passes on a signal that may have come to it as well
+SAME_REQUEST_SUPERVISED = 3.0
 
 
 class StopSignals:
@@ -33,6 +36,9 @@ class StopSignals:
         self.notice = ""
         self._numbers = [signal.SIGINT, *machine.signal_numbers(names)]
         self._asked_at = 0.0
+        self._same_request = SAME_REQUEST
+        if supervised_attempt.from_environment().is_supervised:
+            self._same_request = SAME_REQUEST_SUPERVISED
         self._at_once: Callable[[], None] | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -66,7 +72,7 @@ class StopSignals:
         if not self.asked:
             self.asked = _name(number)
             self._asked_at = now
-        elif now - self._asked_at >= SAME_REQUEST:
+        elif now - self._asked_at >= self._same_request:
             os._exit(128 + number)
         if self._at_once:
             self._at_once()
@@ -83,7 +89,7 @@ class StopSignals:
                 line = f"\n{_name(byte[0])}: the run is being saved; a second one ends it at once\n"
                 with contextlib.suppress(OSError):
                     os.write(2, line.encode())
-            elif now - asked_at >= SAME_REQUEST:
+            elif now - asked_at >= self._same_request:
                 os._exit(128 + byte[0])
         os.close(reading)
 

@@ -1,0 +1,33 @@
+"""The attempt of a process that a supervisor started (`jaxtrain.supervise`): JAXTRAIN_SUPERVISOR.
+
+The variable is JSON: {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "lease":
+"…"}. Without a supervisor there is none, and `from_environment` returns attempt -1.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+VARIABLE = "JAXTRAIN_SUPERVISOR"
+
+
+class Attempt(NamedTuple):
+    """One start of all processes by their supervisors."""
+
+    attempt: int = -1
+    cause: str = ""  # of the end of the attempt before
+    lease: str = ""  # the token of the supervisor that holds the workdir
+
+    @property
+    def is_supervised(self) -> bool:
+        return self.attempt >= 0
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(self._asdict())}
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Attempt:
+    """Return the attempt that the supervisor of this process began."""
+    text = environment.get(VARIABLE, "")
+    return Attempt(**json.loads(text)) if text else Attempt()
