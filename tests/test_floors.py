@@ -25,7 +25,7 @@ FLOORS = (
     {"checkpoint"},
     {"assembly", "arrays"},
     {"step"},
-    {"nn", "optim"},
+    {"nn", "optim", "supervise"},
     {"specs", "compile", "telemetry"},
     {"parallel"},
     {"config", "data"},

@@ -17,9 +17,9 @@
 #   --keep               leaves the pod there at the end
 #   --dry-run            prints the commands, runs none
 #
-# Everything after -- goes to python -m jaxtrain.main. Every worker is a process of one run, which finds the others by the
-# metadata of its VM, and knows them by a secret that is made here for each pod. A run that is notified of a preemption saves
-# and exits with 75; any other exit code ends this script, too.
+# Everything after -- goes to python -m jaxtrain.main --supervise, which restarts a process after a fault. Every worker is a
+# process of one run, which finds the others by the metadata of its VM, and knows them by a secret that is made here for each
+# pod. A run that is notified of a preemption saves and exits with 75; any other exit code ends this script, too.
 set -euo pipefail
 
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$0"; }
@@ -138,7 +138,7 @@ train() {
     arguments=$(printf '%q ' "$@")
     on_all "set -e; cd jaxtrain; rm -f exit-code worker.log; JAXTRAIN_SECRET=\$(cat ../jaxtrain-secret); export JAXTRAIN_SECRET
 $setup
-(code=0; nohup .venv/bin/python -m jaxtrain.main $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
+(code=0; nohup .venv/bin/python -m jaxtrain.main --supervise $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
     </dev/null >/dev/null 2>&1 &"
 }
 

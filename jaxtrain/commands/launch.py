@@ -12,7 +12,8 @@ It resumes by itself after a preemption and after its time limit.
     jaxtrain launch --tail=runs/xcm                          follows process 0 of the newest job
 
 All errors of the config, and of every point of the sweep, are reported before anything is
-submitted. A node runs one process with all its GPUs, unless --tasks-per-node is larger. Before the
+submitted. A node runs one process with all its GPUs, unless --tasks-per-node is larger. A process
+that ends by a fault is started again in the same job (`jaxtrain train --supervise`). Before the
 time limit, and on preemption, SLURM signals the tasks; they save and end with
 config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
 
@@ -72,7 +73,7 @@ SHARED = ("partition", "account", "qos", "constraint")  # options of this comman
 
 
 class Run:
-    """A run as a task, with its exit code. Signals before it listens are not lost."""
+    """A run as a supervised task, with its exit code. Signals before it listens are not lost."""
 
     def __init__(self, argv: Sequence[str], preemption: config_lib.Preemption):
         self._argv, self._preemption = list(argv), preemption
@@ -83,7 +84,7 @@ class Run:
         # its imports take seconds, in which there is nothing to save yet
         from jaxtrain.commands import train
 
-        sys.exit(train.main(self._argv))
+        sys.exit(train.main(["--supervise", *self._argv]))
 
 
 MAX_TEXT = 1 << 30  # [bytes] of jobs.jsonl

@@ -4,6 +4,7 @@
 
     jaxtrain train --config=xcm --config.train.batch=64 --config.workdir=runs/batch-64
     jaxtrain train --config=xcm --explain  every field: value, unit, meaning  (jaxtrain explain)
+    jaxtrain train --config=xcm --supervise  it is started again after faults
     jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices  (jaxtrain plan)
 
 `python -m jaxtrain.main` is the same command. All errors of a config are reported at once, before
@@ -30,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "jaxtrain train", __doc__, usage=arguments.CONFIG_USAGE.format("train")
     )
     parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the run's process again when it ends by a fault, in step with other hosts",
+    )
+    parser.add_argument(
         "--explain", action="store_true", help="print every field of the config, and train nothing"
     )
     parser.add_argument(
@@ -53,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.USER_ERROR
     if parsed.plan_setup:
         return plan.set_up(parsed.plan_setup)
+    if parsed.supervise and (parsed.explain or parsed.plan is not None):
+        arguments.report("--supervise restarts a run that trains; omit it for --explain and --plan")
+        return arguments.USER_ERROR
     if parsed.explain:
         return explain.show(parsed)
     return _train(parsed) if parsed.plan is None else plan.show(parsed)
@@ -130,7 +139,11 @@ def _start(parsed: config.Arguments) -> int:
         cluster.start_jax()  # before a config's file, which may touch a device
         cluster.use_threads_for_host_devices()
         machine.keep_freed_memory()
+        if parsed.supervise:
+            cluster.leave_devices()
         resolved = config.load(parsed.source, parsed.overrides)
+        if parsed.supervise:
+            return _supervise(parsed, resolved)
         with arguments.exiting(resolved.preemption.signals, resolved.preemption.exit_code):
             return _run(parsed, resolved)
     except UserError as error:
@@ -152,6 +165,13 @@ def _start(parsed: config.Arguments) -> int:
         reason = str(error) or "ended by Ctrl-C"
         print(f"{reason}; rerun the same command to resume", file=sys.stderr)
         return arguments.INTERRUPTED
+
+
+def _supervise(parsed: config.Arguments, run: config.Config) -> int:
+    from jaxtrain import supervise
+
+    overrides = [f"--config.{path}={text}" for path, text in parsed.overrides]
+    return supervise.run(run, [f"--config={parsed.source}", *overrides])
 
 
 def _run(parsed: config.Arguments, run: config.Config) -> int:

@@ -8,7 +8,7 @@ from jaxtrain.config.consistency import ConfigError
 from loaders.io import checks
 
 COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
-FLAGS = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
+FLAGS = ("--config", "--explain", "--plan", "--plan-setup", "--supervise", "--config.section.field")
 
 
 class Arguments(NamedTuple):
@@ -20,16 +20,18 @@ class Arguments(NamedTuple):
     plan: str | None  # the target, "" for this machine; None = no plan
     # the compiler to fetch for plans, one of COMPILERS; nothing else happens then
     plan_setup: str = ""
+    supervise: bool = False  # restart the processes of the run when one ends
 
 
 def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
-    """Parse --config=FILE[:ARG] with --config.section.field=value, --explain, --plan[=TARGET].
+    """Parse --config=FILE[:ARG] with --config.section.field=value, and a flag of `Arguments`.
 
     ``--plan-setup KIND`` may stand alone. The config's file is not imported, and with ``find`` it
     must exist. Raises ConfigError with all errors.
     """
     source, setup = "", ""
     explain = False
+    supervise = False
     plan = None
     overrides: list[tuple[str, str]] = []
     problems: list[tuple[str, str]] = []
@@ -38,6 +40,8 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
         flag, equals, value = argument.partition("=")
         if argument == "--explain":
             explain = True
+        elif argument == "--supervise":
+            supervise = True
         elif flag == "--plan":
             plan = value
         elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
@@ -64,4 +68,4 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Arguments(source, overrides, explain, plan, setup)
+    return Arguments(source, overrides, explain, plan, setup, supervise)

@@ -588,6 +588,20 @@ class Distributed(Section):
         return max(3600, self.step_timeout) if self.step_timeout else 0
 
 
+@dataclass(frozen=True)
+class Supervise(Section):
+    """When `jaxtrain train --supervise` gives up a run instead of restarting its processes."""
+
+    on_resume = OnResume(FREE)
+
+    restarts: int = 20  # [times] restarts within an hour, after which the run is given up
+    # [attempts] attempts in a row without a new step, after which the run is given up
+    idle: int = 3
+
+    def validate(self) -> Problems:
+        yield from checks.at_least(self, 1, "restarts", "idle")
+
+
 Model = TypeVar("Model", bound=ModelSection, default=Any)
 Data = TypeVar("Data", bound=DataSection, default=Any)
 
@@ -626,6 +640,7 @@ class Config(Section, Generic[Model, Data]):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
+    supervise: Supervise = field(default_factory=Supervise)  # [section]
     # [option: value] options of XLA, over those of jaxtrain.compile.xla_options
     compiler: dict[str, Any] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import checkpointer, run_identity
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.parallel import cluster, jax_options
+from jaxtrain.parallel import cluster, jax_options, supervised_attempt
 from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
@@ -92,13 +92,18 @@ class ProcessContext:
                 raise _end(signals, f": {error}") from error
             stack.callback(links.close)
             signals.install()  # jax.distributed takes SIGTERM for itself
+
+            def give_up(reason: str) -> None:
+                links.report(reason)
+                clock.close(reason)
+
             watchdog = cluster.Watchdog(
                 logs,
                 process=membership.process,
                 processes=membership.processes,
                 timeout=config.distributed.step_timeout,
                 start_timeout=config.distributed.start_timeout,
-                report=links.report,
+                report=give_up,
             )
             stack.callback(watchdog.close)
             clock.open(
@@ -240,7 +245,7 @@ def _make_lease(config: Config, membership: cluster.Cluster, signals: cluster.St
     folders = []
     if membership.process == 0:
         folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
-    return Lease(folders, leave=leave)
+    return Lease(folders, leave=leave, token=supervised_attempt.from_environment().lease)
 
 
 def _take(
@@ -278,7 +283,9 @@ def _connect(
 
 def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a start, for the report."""
+    attempt = supervised_attempt.from_environment()
     return {
+        **({"attempt": attempt.attempt, "cause": attempt.cause} if attempt.is_supervised else {}),
         "versions": cluster.versions(),
         "commit": cluster.commit(),
         "devices": cluster.devices(),

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.parallel import lease
+from jaxtrain.parallel import lease, supervised_attempt
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import jsonl
 
@@ -469,6 +469,8 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
 
 def _queued(began: float, earlier: Sequence[Start]) -> float:
     """Seconds in a scheduler's queue, since its submission or the end of the start before."""
+    if supervised_attempt.from_environment().attempt > 0:
+        return 0.0  # its supervisor had no queue to wait in
     ended = earlier[-1].now if earlier else 0.0
     if earlier and lease.slurm("SLURM_RESTART_COUNT"):
         return round(max(began - ended, 0.0), 3)

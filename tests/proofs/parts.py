@@ -57,9 +57,10 @@ PARTS = {
         workers=4,
     ),
     "faults": Part(
-        "signals, stuck processes, hosts off the network, full disks, object stores, leases, the"
-        " doctor",
-        "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py"
+        "signals, stuck processes, supervisors, hosts off the network, full disks, object stores,"
+        " leases, the doctor",
+        "test_reliability.py test_train.py test_hosts.py test_supervise.py"
+        " workloads/test_commands_on_full_disks.py"
         " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
         " commands/test_launch_slurm.py proofs/test_soak.py",
         workers=2,

@@ -123,6 +123,7 @@ def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):
     assert json.loads((tmp_path / "jaxtrain" / "seen").read_text()) == [
         "-m",
         "jaxtrain.main",
+        "--supervise",
         *rest,
     ]
     assert json.loads((tmp_path / "jaxtrain" / "secret").read_text()) == "5e" * 32

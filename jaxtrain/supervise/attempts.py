@@ -1,0 +1,101 @@
+"""The rules of attempts: which ends are final, the cause of an end, when a run is given up.
+
+An attempt is one start of all processes of a run. A process's end is final with these codes:
+
+    0          the run has ended
+    2          an error to fix
+    130        Ctrl-C
+    129 to 192 a second signal ended it before it saved
+    config.preemption.exit_code      saved after a signal, for the scheduler
+
+After every other end, all processes are started again, unless
+
+1. the last config.supervise.idle attempts made no step that was new, or
+2. config.supervise.restarts attempts ended within the last hour.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxtrain.config import Config
+
+ENDED, USER_ERROR, LOST, INTERRUPTED = 0, 2, 70, 130
+GIVEN_UP = 1
+HOUR = 3600.0
+
+
+class Report(NamedTuple):
+    """A supervisor's report about its process, which all supervisors exchange."""
+
+    attempt: int = -1  # the last one that it took part in
+    cause: str = ""  # the end of its process; "" if it has started none yet
+    rank: int = 9  # the lower, the less the end can be a consequence of another one
+
+
+class Past(NamedTuple):
+    """An attempt that has ended."""
+
+    attempt: int
+    ended: float  # [s since 1970]
+    step: int  # the highest one so far
+    cause: str
+
+    def __str__(self) -> str:
+        when = time.strftime("%H:%M:%S UTC", time.gmtime(self.ended))
+        return f"attempt {self.attempt}, until {when} at step {self.step}: {self.cause}"
+
+
+def is_final(code: int, config: Config) -> bool:
+    """Tell whether a process that ends with ``code`` is not to be started again."""
+    clean = (ENDED, INTERRUPTED, config.preemption.exit_code)
+    return code in (*clean, USER_ERROR) or 128 < code <= 192
+
+
+def is_clean(code: int, config: Config) -> bool:
+    """Tell whether the other processes end by themselves after one that ends with ``code``."""
+    return code in (ENDED, INTERRUPTED, config.preemption.exit_code)
+
+
+def describe(name: str, code: int, reason: str) -> str:
+    """Say how a process has ended. ``reason``: its own last words, or ""."""
+    if code < 0:
+        return f"{name} was killed by {_signal_name(-code)}"
+    return f"{name} ended with code {code}{f': {reason}' * bool(reason)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def rank_of(code: int) -> int:
+    """Rank an end: a kill has its own cause, an error perhaps, and the end of links has another."""
+    if code < 0:
+        return 0
+    return 3 if code == LOST else 1
+
+
+def first_cause(reports: Sequence[Report]) -> str:
+    """Return the cause of an attempt's end by the reports about all processes."""
+    causes = [report for report in reports if report.cause]
+    return min(causes, key=lambda report: report.rank).cause
+
+
+def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
+    """Return the rule by which a run is given up after ``past`` attempts, or ""."""
+    rules = config.supervise
+    idle = 0
+    best_step = 0
+    for attempt in past:
+        idle = 0 if attempt.step > best_step else idle + 1
+        best_step = max(best_step, attempt.step)
+    if idle >= rules.idle:
+        return f"{idle} attempts in a row made no new step (config.supervise.idle)"
+    recent = sum(attempt.ended > now - HOUR for attempt in past)
+    if recent > rules.restarts:
+        return f"{rules.restarts} restarts within an hour (config.supervise.restarts)"
+    return ""

@@ -1,0 +1,175 @@
+"""`jaxtrain train --supervise`: a run whose processes or supervisors are killed goes on by itself,
+and ends in order when it is asked to, or cannot go on. Real processes, real kills."""
+
+import json
+import os
+import pathlib
+import signal
+
+import pytest
+
+from jaxtrain.telemetry import goodput
+from tests.support.processes import at, command, free_port, ids, records, step_of, wait_for
+
+ENDLESS = ("--config.train.steps=100000", "--config.checkpoint.every=5")
+QUIET = ("--config.train.eval_every=0",)
+
+
+def supervised(folder, *overrides, port=0, process=0, processes=1, **environment):
+    """Start one supervisor."""
+    if processes > 1:
+        environment |= at(port, process, processes)
+        environment["IDS"] = str(folder / f"ids{process}.jsonl")
+    return command(folder, "toy.py", "--supervise", *QUIET, *overrides, **environment)
+
+
+def several(folder, *overrides, processes=2):
+    port = free_port()
+    return [
+        supervised(folder, *overrides, port=port, process=i, processes=processes)
+        for i in range(processes)
+    ]
+
+
+def starts(folder, process=0):
+    return goodput.starts(folder / "runs" / "toy" / "goodput" / f"process-{process}.jsonl")
+
+
+def pid_of_run(folder, process=0):
+    """The process id of the newest start."""
+    path = folder / "runs" / "toy" / "goodput" / f"process-{process}.jsonl"
+    heads = [json.loads(line) for line in path.read_text().splitlines() if '"pid"' in line]
+    return heads[-1]["pid"]
+
+
+def reaches(folder, step, watch):
+    wait_for(lambda: step_of(folder / "runs" / "toy") >= step, watch=watch, seconds=300)
+
+
+def saves(folder, watch):
+    """Wait for a checkpoint."""
+    folder = folder / "runs" / "toy" / "checkpoints"
+    wait_for(lambda: list(folder.glob("*/manifest.json")), watch=watch, seconds=300)
+
+
+def outputs_of(processes, seconds=240):
+    return [process.communicate(timeout=seconds)[0] for process in processes]
+
+
+@pytest.fixture
+def ending():
+    """A list of processes that do not outlive the test."""
+    started = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_process_goes_on_by_itself_and_its_run_ends_in_order(folder, ending):
+    run = supervised(folder, *ENDLESS)
+    ending.append(run)
+    saves(folder, [run])
+    first = pid_of_run(folder)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: pid_of_run(folder) != first, watch=[run])
+    second = supervised(folder, *ENDLESS)
+    ending.append(second)
+    (output,) = outputs_of([second])
+    assert second.returncode == 2 and f"in use by another run: process {run.pid} on" in output
+    step = step_of(folder / "runs" / "toy")
+    reaches(folder, step + 3, [run])
+    run.send_signal(signal.SIGTERM)
+    (output,) = outputs_of([run])
+    assert run.returncode == 75, output
+    assert "was killed by SIGKILL; attempt 1 begins" in output, output
+    assert "resuming from step" in output and "SIGTERM" in output
+    first_start, second = starts(folder)
+    assert second.facts["attempt"] == 1 and "was killed by SIGKILL" in second.facts["cause"]
+    assert first_start.facts["attempt"] == 0 and second.queued == 0
+    steps = list(records(folder / "runs" / "toy", "train"))
+    assert steps == list(range(1, len(steps) + 1))
+    assert ids(folder)  # the same rows, if a batch was read twice
+    assert not pathlib.Path(f"/proc/{pid_of_run(folder)}").exists()
+    assert not list((folder / "runs" / "toy").glob("lease.json"))
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_all_processes_start_again_after_one_is_killed(folder, ending, victim):
+    both = several(folder, *ENDLESS)
+    ending += both
+    saves(folder, both)
+    pids = [pid_of_run(folder, process) for process in (0, 1)]
+    os.kill(pids[victim], signal.SIGKILL)
+    wait_for(lambda: all(pid_of_run(folder, i) != pids[i] for i in (0, 1)), watch=both)
+    step = step_of(folder / "runs" / "toy")
+    reaches(folder, step + 3, both)
+    both[1].send_signal(signal.SIGTERM)  # to one of the supervisors, for all
+    outputs = outputs_of(both)
+    assert [process.returncode for process in both] == [75, 75], outputs
+    for process in (0, 1):
+        assert starts(folder, process)[-1].first > 0
+        assert ids(folder, f"ids{process}.jsonl")  # the same rows, if a batch was read twice
+    second = starts(folder)[-1]
+    assert f"process {victim} (" in second.facts["cause"], second.facts
+    assert second.facts["attempt"] == 1
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_takes_its_process_along_and_comes_back(folder, ending):
+    port = free_port()
+    both = [supervised(folder, *ENDLESS, port=port, process=i, processes=2) for i in (0, 1)]
+    ending += both
+    saves(folder, both)
+    first = pid_of_run(folder, 1)
+    both[1].kill()
+    wait_for(lambda: not pathlib.Path(f"/proc/{first}").exists(), seconds=20)
+    both[1].communicate()
+    # as its scheduler would
+    again = supervised(folder, *ENDLESS, port=port, process=1, processes=2)
+    ending.append(again)
+    wait_for(lambda: pid_of_run(folder, 1) != first, watch=[both[0], again])
+    step = step_of(folder / "runs" / "toy")
+    reaches(folder, step + 3, [both[0], again])
+    both[0].send_signal(signal.SIGINT)
+    outputs = outputs_of([both[0], again])
+    assert [both[0].returncode, again.returncode] == [130, 130], outputs
+    assert "the supervisor of process 1" in starts(folder)[-1].facts["cause"]
+
+
+FAILING_LOADER = """
+import os
+from tests.support import proxy_loader
+from tests.support.proxy_loader import Config, dataset_info, element_spec
+
+class Failing(proxy_loader.Proxy):
+    def __next__(self):
+        position, batch = super().__next__()
+        if position >= 4:
+            raise RuntimeError("the disk of this host is gone")
+        return position, batch
+
+def make_loader(config, **given):
+    loader = proxy_loader.make_loader(config, **given)
+    if given["split"] == "train":
+        loader = Failing(loader, given["split"], given["rows"])
+    return loader
+"""
+
+
+def test_a_crash_loop_ends_with_the_cause_of_each_attempt(folder):
+    (folder / "failing.py").write_text(FAILING_LOADER)
+    run = supervised(folder, *ENDLESS, "--config.loader=failing", "--config.supervise.idle=2")
+    (output,) = outputs_of([run])
+    assert run.returncode == 1, output
+    assert "2 attempts in a row made no new step (config.supervise.idle)" in output, output
+    given_up = output[output.index("the run is given up") :]
+    assert given_up.count("the disk of this host is gone") == 3, output
+    assert [start.facts["attempt"] for start in starts(folder)] == [0, 1, 2]
+
+
+def test_an_error_of_the_config_ends_all_at_once(folder):
+    both = several(folder, "--config.mesh.model=3")
+    outputs = outputs_of(both)
+    assert [process.returncode for process in both] == [2, 2], outputs
+    assert "attempt 1" not in outputs[0] and "mesh" in outputs[0]
