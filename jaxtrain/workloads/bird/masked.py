@@ -116,18 +116,17 @@ def decode(
 ) -> Array:
     """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
 
-    The mean CLS goes first, without a position. A learned token replaces a masked patch.
+    CLS goes first, if there is one, without a position. A learned token replaces a masked patch.
     """
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
-    cls_b1d = seen.cls.mean(1, keepdims=True)
-    x_btd = jnp.concatenate([cls_b1d, filled_bnd], axis=1)
+    x_btd = jnp.concatenate([seen.cls, filled_bnd], axis=1)
     x_bte = product("btd,de->bte", x_btd, params["w_in"], shard)
     x_bte += spread(params["b_in"], x_bte.shape, shard)
-    position_te = jnp.pad(params["bias_pos"], ((1, 0), (0, 0)))
+    position_te = jnp.pad(params["bias_pos"], ((c.n_cls, 0), (0, 0)))
     x_bte += spread(position_te, x_bte.shape, shard)
     x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)
-    x_bne = x_bte[:, 1:].astype(jnp.float32)
+    x_bne = x_bte[:, c.n_cls :].astype(jnp.float32)
     x_bne = layer_norm(x_bne, params["scale"], params["bias"], vit.EPS, shard)
     y_bnp = product("bne,ep->bnp", x_bne, params["w_out"], shard)
     return y_bnp + spread(params["b_out"], y_bnp.shape, shard)
@@ -135,7 +134,7 @@ def decode(
 
 def decoder_flops(c: vit.Encoder, d: Decoder, size: int) -> int:
     """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
-    layers = vit.stack_flops(d.stack(c), 1 + c.n_patches)
+    layers = vit.stack_flops(d.stack(c), c.n_cls + c.n_patches)
     projections = 2 * c.n_patches * d.embed * (c.embed + size)
     return layers + projections
 

@@ -62,6 +62,8 @@ class Settings(vit.Encoder, ModelSection):
         yield from super().validate()
         yield from checks.under("augment", self.augment.validate())
         yield from checks.choice(self, POOLS, "pool")
+        if self.pool == "cls" and not self.n_cls:
+            yield "pool", "is 'cls', and n_cls=0 means no class token; use pool='patches'"
         yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
         has_patches = all(side > 0 for side in self.patch)
         if has_patches and not 0 < self.n_masked < self.n_patches:

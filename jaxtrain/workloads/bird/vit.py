@@ -68,6 +68,7 @@ class Encoder(checks.Section):
             "depth",
             "heads",
             "mlp",
+            "n_cls",
             "n_registers",
         ),
     )
@@ -87,6 +88,7 @@ class Encoder(checks.Section):
     eps: float = EPS  # [1] number added to the variance in the layer norms (timm: 1e-6)
     # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
     norm: str = "tokens"
+    n_cls: int = 1  # [tokens] class tokens: 1, or 0 if patches are pooled (model.pool="patches")
     n_registers: int = 0  # [tokens] extra tokens, which nothing reads
     # [name] kind of positions: learned, or rope (rotary along time and mel)
     positions: str = "learned"
@@ -112,6 +114,7 @@ class Encoder(checks.Section):
         yield from checks.not_negative(self, "n_registers", "layer_scale", "unroll")
         for name, choices in CHOICES.items():
             yield from checks.choice(self, choices, name)
+        yield from checks.choice(self, (0, 1), "n_cls")
         yield from checks.positive(self, "eps")
         sides = (("n_frames", self.patch[0]), ("n_mels", self.patch[1]))
         for name, side in sides:
@@ -145,7 +148,7 @@ class Encoder(checks.Section):
     @property
     def n_tokens(self) -> int:
         """CLS, patches and registers."""
-        return 1 + self.n_patches + self.n_registers
+        return self.n_cls + self.n_patches + self.n_registers
 
     @property
     def patch_size(self) -> int:
@@ -197,7 +200,7 @@ class Stack(NamedTuple):
 class Encoded(NamedTuple):
     """float32, after the last layer norm if it is of the tokens."""
 
-    cls: Array  # [B, 1, D]
+    cls: Array  # [B, 1, D], or [B, 0, D] without a class token
     patches: Array  # [B, N, D], or of the visible ones [B, V, D]
 
 
@@ -238,13 +241,14 @@ def make_specs(c: Encoder) -> PyTree:
     table = {
         "w_patch": Spec((p, d), ("patch", "embed"), fan_in(p)),
         "b_patch": Spec((d,), ("embed",), zeros),
-        "cls": Spec((1, d), (None, "embed"), truncated_normal(0.02)),
         "blocks": stack_specs(c.stack),
         "scale": Spec((d,), ("embed",), ones),
         "bias": Spec((d,), ("embed",), zeros),
     }
     if c.positions == "learned":
         table["pos"] = Spec((c.n_patches, d), ("seq", "embed"), truncated_normal(0.02))
+    if c.n_cls:
+        table["cls"] = Spec((c.n_cls, d), (None, "embed"), truncated_normal(0.02))
     if c.n_registers:
         table["embed_registers"] = Spec((c.n_registers, d), (None, "embed"), truncated_normal(0.02))
     return table
@@ -305,7 +309,7 @@ def encode(
     if c.norm == "tokens":
         x_btd = layer_norm(x_btd, params["scale"], params["bias"], c.eps, shard)
     last = x_btd.shape[1] - c.n_registers
-    return Encoded(cls=x_btd[:, :1], patches=x_btd[:, 1:last])
+    return Encoded(cls=x_btd[:, : c.n_cls], patches=x_btd[:, c.n_cls : last])
 
 
 def embed(
@@ -323,10 +327,15 @@ def embed(
         x_bnd += spread(params["pos"], x_bnd.shape, shard)
     if visible_bvn is not None:
         x_bnd = select(visible_bvn, x_bnd)
-    tokens = [jnp.broadcast_to(params["cls"], (n_rows, *params["cls"].shape)), x_bnd]
+
+    def of_every_row(x_td: Array) -> Array:
+        return jnp.broadcast_to(x_td, (n_rows, *x_td.shape))
+
+    tokens = [x_bnd]
+    if c.n_cls:
+        tokens.insert(0, of_every_row(params["cls"]))
     if c.n_registers:
-        registers = params["embed_registers"]
-        tokens.append(jnp.broadcast_to(registers, (n_rows, *registers.shape)))
+        tokens.append(of_every_row(params["embed_registers"]))
     return jnp.concatenate(tokens, axis=1)
 
 
@@ -480,7 +489,7 @@ def axial_rope(c: Encoder, visible_bvn: Array | None) -> tuple[Array, Array]:
     angle_bnk = jnp.asarray(angle_nk, jnp.float32)[None]
     if visible_bvn is not None:
         angle_bnk = jnp.einsum("bvn,nk->bvk", visible_bvn, angle_bnk[0], precision=EXACT)
-    angle_btk = jnp.pad(angle_bnk, ((0, 0), (1, c.n_registers), (0, 0)))
+    angle_btk = jnp.pad(angle_bnk, ((0, 0), (c.n_cls, c.n_registers), (0, 0)))
     cos_bt1k = jnp.cos(angle_btk)[:, :, None]
     sin_bt1k = jnp.sin(angle_btk)[:, :, None]
     return cos_bt1k, sin_bt1k

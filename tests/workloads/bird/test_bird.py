@@ -77,6 +77,7 @@ def test_flops_are_those_that_xla_counts(pool):
         depth=1,
         heads=4,
         pool=pool,
+        n_cls=int(pool == "cls"),
         dtype="float32",
     )
     task = make_task(c)
@@ -200,6 +201,7 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
     ("where", "section"),
     [
         ("pool", dict(pool="mean")),
+        ("pool", dict(pool="cls", n_cls=0)),
         ("supervised.label_smoothing", dict(supervised=Supervised(label_smoothing=1.0))),
     ]
     + [
@@ -258,11 +260,13 @@ def test_a_model_that_goes_with_its_data_has_no_problems():
 # Every objective.
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])
-def test_an_evaluation_draws_rows_for_every_device(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "pool"), [((8, 1, 1), {}), ((2, 4, 1), dict(pool="patches", n_cls=0))]
+)
+def test_an_evaluation_draws_rows_for_every_device(mesh, pool):
     """Four rows of one view do not divide over eight devices: the first evaluation of a masked
     autoencoder ended the run there."""
-    model = replace(TINY, mask=Mask(0.5, 2), mae=Mae(1.0, DECODER))
+    model = replace(TINY, mask=Mask(0.5, 2), mae=Mae(1.0, DECODER), **pool)
     rows = {name: x[:, 0] if name == "spectrogram" else x for name, x in every_batch(0).items()}
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in rows.items()}
     config = config_lib.Config(model=model, optim=CASE.optim, train=config_lib.Train(batch=ROWS))

@@ -20,7 +20,7 @@ from jaxtrain.run import loop
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names
-from jaxtrain.workloads.bird.inference import embed, encoder
+from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
 from tests.support import corpus
 from tests.support.birds import NAMES
 from tests.support.timm_export import FRONT_END, MODEL, exported
@@ -100,6 +100,21 @@ def test_a_run_of_its_architecture_takes_every_array_of_it(out, tmp_path):
         np.testing.assert_array_equal(
             matches.loaded[f"encoder/{path}"].stored.read(()), x, err_msg=path
         )
+
+
+def test_an_encoder_without_a_class_token_comes_back_from_timms_names(tmp_path):
+    """As timm has it: class_token=False, and a global pool over the patches."""
+    out = exported(tmp_path, n_cls=0, n_registers=0)
+    arguments = json.loads((out / "config.json").read_text())["model_args"]
+    assert (arguments["class_token"], arguments["global_pool"]) == (False, "avg")
+    assert "cls_token" not in safetensors.numpy.load_file(out / "model.safetensors")
+    ours = encoder.load(str(tmp_path / "run"))
+    assert encoder.load(str(out)).digest == ours.digest
+    (out / "jaxtrain.json").unlink()
+    model, _ = timm.from_folder(out)
+    assert (model["n_cls"], model["pool"]) == (0, "patches")
+    with pytest.raises(InferenceError, match="has no class token .* use 'mean'"):
+        embed.embed(ours, None, tmp_path / "embedded", kinds=("cls",))
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ def reference(c, params, x, visible=None):
         patch = x[row * f : row * f + f, column * w : column * w + w].astype(np.float64).ravel()
         tokens.append(patch @ p["w_patch"] + p["b_patch"] + (p["pos"][i] if "pos" in p else 0))
         places.append((row, column))
-    tokens = [*p["cls"], *tokens, *p.get("embed_registers", ())]
-    places = [None] + places + [None] * c.n_registers
+    tokens = [*p.get("cls", ()), *tokens, *p.get("embed_registers", ())]
+    places = [None] * c.n_cls + places + [None] * c.n_registers
     k = c.embed // c.heads
 
     def turned(z, place):
@@ -113,8 +113,8 @@ def reference(c, params, x, visible=None):
 
 @pytest.mark.parametrize(
     ("c", "partly"),
-    [(TINY, False), (TINY, True), (FULL, False), (FULL, True)],
-    ids=["plain", "learned", "all", "visible"],
+    [(TINY, False), (TINY, True), (FULL, False), (FULL, True), (replace(FULL, n_cls=0), False)],
+    ids=["plain", "learned", "all", "visible", "without CLS"],
 )
 def test_equals_a_plain_encoder(c, partly):
     params, x = params_of(c), frames(c, 2)
@@ -123,9 +123,9 @@ def test_equals_a_plain_encoder(c, partly):
     found = encode(c, params, x, visible_bvn=one_hot)
     for i in range(2):
         expected = reference(c, params, x[i], None if visible is None else visible[i])
-        np.testing.assert_allclose(found.cls[i], expected[:1], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(found.cls[i], expected[: c.n_cls], rtol=0, atol=2e-4)
         np.testing.assert_allclose(
-            found.patches[i], expected[1 : len(expected) - c.n_registers], rtol=0, atol=2e-4
+            found.patches[i], expected[c.n_cls : len(expected) - c.n_registers], rtol=0, atol=2e-4
         )
 
 
@@ -154,6 +154,13 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
     hidden = int(2 / 3 * 4 * d)
     block = 2 * 2 * d + 3 * d * d + 3 * d + d * d + d + 3 * d * hidden + 4 * k + 2 * d
     assert specs.count(vit.make_specs(rich)) == 256 * d + d + 5 * d + 2 * d + l * block
+
+
+def test_an_encoder_without_a_class_token_has_256_places():
+    c = vit.Encoder(n_cls=0)
+    assert c.n_tokens == 256 == vit.Encoder().n_tokens - 1 and not list(c.validate())
+    assert "cls" not in vit.make_specs(c)
+    assert dict(vit.Encoder(n_cls=2).validate()).keys() == {"n_cls"}
 
 
 def test_explicit_sizes_override_a_preset():

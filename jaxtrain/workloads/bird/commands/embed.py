@@ -86,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kinds",
         type=commands.some_of(KINDS),
-        default="mean,cls",
-        help=f"some of {','.join(KINDS)}; default: mean,cls",
+        help=f"some of {','.join(KINDS)}; default: mean, and cls if the encoder has a class token",
     )
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
     parser.add_argument(
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--recordings have no labels, splits or columns; omit --data, --label, --multilabel,"
             " --columns, --split"
         )
-    if not args.kinds:
+    if args.kinds is not None and not args.kinds:
         parser.error(f"--kinds is empty; expected some of {','.join(KINDS)}")
     if args.overlap and not args.recordings:
         parser.error("--overlap belongs to --recordings")
@@ -144,7 +143,7 @@ def _embed(args: argparse.Namespace) -> int:
         changes |= {"train": args.data, "test": ""}
     options: dict[str, Any] = {
         "split": args.split,
-        "kinds": args.kinds,
+        "kinds": args.kinds or (),
         "columns": [name for name in args.columns.split(",") if name],
         "batch": args.batch,
     }

@@ -276,7 +276,7 @@ def _embed_index(
         label="labels" if has_labels else "",
         multilabel=has_labels,
     )
-    kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
+    kinds = ["mean", "patches"] if args.method == "patches" else []
     with atomic_write.alone(out):
         progress = embed.embed(model, data, out, split=args.split, kinds=kinds, batch=args.batch)
     print(

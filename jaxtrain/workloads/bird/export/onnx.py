@@ -285,7 +285,7 @@ def _features(graph: Graph, c: Config, params: Any, x_bfw: str) -> str:
 
 
 def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]:
-    """`vit.encode`: the names of CLS [B, 1, D] and of the patches."""
+    """`vit.encode`: the names of CLS [B, 1 or 0, D] and of the patches."""
     f, w = c.patch
     rows, columns = c.grid
     x = graph("Reshape", x_bfw, [0, rows, f, columns, w])
@@ -293,12 +293,13 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     x_bnp = graph("Reshape", x, [0, c.n_patches, c.patch_size])
     x_bnd = graph("MatMul", x_bnp, params["w_patch"])
     # Places for the other tokens, and then every token's constant at once.
-    x_btd = graph("Pad", x_bnd, [0, 1, 0, 0, c.n_registers, 0])
+    x_btd = graph("Pad", x_bnd, [0, c.n_cls, 0, 0, c.n_registers, 0])
     constant_nd = params["b_patch"] + params.get("pos", 0)
     constant_nd = np.broadcast_to(constant_nd, (c.n_patches, c.embed))
-    no_registers = np.zeros((0, c.embed), np.float32)
-    registers = params["embed_registers"] if c.n_registers else no_registers
-    x_btd = graph("Add", x_btd, np.concatenate([params["cls"], constant_nd, registers]))
+    none = np.zeros((0, c.embed), np.float32)
+    cls = params.get("cls", none)
+    registers = params.get("embed_registers", none)
+    x_btd = graph("Add", x_btd, np.concatenate([cls, constant_nd, registers]))
     turns = None
     if c.positions == "rope":
         cos_bt1k, sin_bt1k = (np.asarray(x) for x in vit.axial_rope(c, None))
@@ -310,7 +311,8 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
         x_btd = _layer(graph, c, weights, x_btd, turns, f"encoder/blocks/{i}")
     if c.norm == "tokens":
         x_btd = graph("LayerNormalization", x_btd, params["scale"], params["bias"], epsilon=c.eps)
-    return graph.slice(x_btd, 0, 1, 1), graph.slice(x_btd, 1, 1 + c.n_patches, 1)
+    end = c.n_cls + c.n_patches
+    return graph.slice(x_btd, 0, c.n_cls, 1), graph.slice(x_btd, c.n_cls, end, 1)
 
 
 def _layer(

@@ -91,6 +91,8 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Tran
     registers = ours.get(f"{timm_names.ENCODER}embed_registers")
     if registers is not None:
         section["n_registers"] = registers.shape[0]
+    if settings.averages and f"{timm_names.ENCODER}cls" not in ours:
+        section["n_cls"] = 0
     positions = ours.get(f"{timm_names.ENCODER}pos")
     problems = _width_problems(ours, width)
     image = settings.image
@@ -285,6 +287,9 @@ def _config(model: Mapping[str, Any], data: Mapping[str, Any], n_classes: int) -
     """Return config.json of timm."""
     c = vit.from_saved(model)
     of = front_end.saved(data)
+    pool = {"global_pool": "avg" if model.get("pool") == "patches" else "token"}
+    if not c.n_cls:
+        pool["class_token"] = False
     arguments: dict[str, Any] = {
         "img_size": [c.n_frames, c.n_mels],
         "patch_size": list(c.patch),
@@ -297,7 +302,7 @@ def _config(model: Mapping[str, Any], data: Mapping[str, Any], n_classes: int) -
         "reg_tokens": c.n_registers,
         "qk_norm": c.qk_norm,
         "init_values": c.layer_scale or None,
-        "global_pool": "avg" if model.get("pool") == "patches" else "token",
+        **pool,
         "fc_norm": timm_names.norm_of(model) == "fc_norm",
         "act_layer": "gelu" if c.mlp == "gelu_exact" else "gelu_tanh",
     }

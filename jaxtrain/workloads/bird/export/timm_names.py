@@ -305,11 +305,12 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     theirs = {
         PATCH: _view(ours["w_patch"], patch_shape, lambda x: x.T.reshape(patch_shape)),
         "patch_embed/proj/bias": ours["b_patch"],
-        "cls_token": _view(ours["cls"], (1, 1, d), lambda x: x[None]),
         "pos_embed": _view(ours["pos"], (1, c.n_patches, d), lambda x: x[None]),
         f"{norm}/weight": ours["scale"],
         f"{norm}/bias": ours["bias"],
     }
+    if c.n_cls:
+        theirs["cls_token"] = _view(ours["cls"], (1, 1, d), lambda x: x[None])
     if c.n_registers:
         shape = (1, c.n_registers, d)
         theirs["reg_token"] = _view(ours["embed_registers"], shape, lambda x: x[None])

@@ -40,14 +40,18 @@ def embed(
     out: str | pathlib.Path,
     *,
     split: str = "train",
-    kinds: Sequence[str] = ("mean", "cls"),
+    kinds: Sequence[str] = (),
     columns: Sequence[str] = (),
     batch: int = 64,
 ) -> dict[str, Any]:
     """Write the folder ``out``, or the rest of it. Return the content of `ABOUT`.
 
-    Raises InferenceError for a folder that was made of something else, DataError for the data.
+    Without ``kinds`` they are "mean", and "cls" if the encoder has a class token. Raises
+    InferenceError for a folder that was made of something else, and for kinds that the encoder does
+    not have, DataError for the data.
     """
+    encoder.refuse_missing(model, kinds)
+    kinds = kinds or ("mean", "cls")[: 1 + model.config.n_cls]
     out = files_lib.expanded(out)
     out.mkdir(parents=True, exist_ok=True)
     compute = features(model.config, kinds, data.views)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +101,15 @@ def load(
 def pool_of(model: Model) -> str:
     """Return the features that a run's own head reads: "cls" or "mean"."""
     return "cls" if model.config.pool == "cls" else "mean"
+
+
+def refuse_missing(model: Model, kinds: Collection[str]) -> None:
+    """Raise InferenceError if features of a class token are named, and the encoder has none."""
+    if "cls" in kinds and not model.config.n_cls:
+        raise InferenceError(
+            f"{model.name} has no class token (its model.n_cls is 0), and so no features 'cls';"
+            " use 'mean'"
+        )
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
@@ -272,7 +281,9 @@ def set_up(
         x = batch["spectrogram"].astype(jnp.float32)
         x = x.reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
-        pooled = {"mean": vit.pooled(c, params, patches), "cls": vit.pooled(c, params, cls)}
+        pooled = {"mean": vit.pooled(c, params, patches)}
+        if c.n_cls:
+            pooled["cls"] = vit.pooled(c, params, cls)
         return compute(compute_weights, pooled, patches, batch)
 
     lowered = run.lower(weights, abstract)

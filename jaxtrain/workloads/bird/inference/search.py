@@ -236,6 +236,7 @@ class Encoder:
                 f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run}"
                 f" holds {self._model.digest}; name the run, and step, that it was made by: --run"
             )
+        encoder.refuse_missing(self._model, [kind])
         changes: dict[str, Any] = {}
         slow_down = folder.front_end.get("time_expansion")
         if isinstance(slow_down, int | float):
