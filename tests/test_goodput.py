@@ -16,12 +16,14 @@ import pytest
 
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import timeline
 
 ROOT = pathlib.Path(__file__).parent.parent
 # A process that is busy until it is killed, and prints a line once its file exists.
 BUSY = """
 import sys, time
 from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import timeline
 clock = goodput.Clock()
 clock.switch(goodput.RESTORE)
 clock.open(sys.argv[1], process=0, processes=1, facts={})
@@ -82,6 +84,7 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
 RESUMED = """
 import os, signal, sys
 from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import timeline
 clock = goodput.Clock()
 clock.open(sys.argv[1], process=0, processes=1, facts={})
 clock.resumed(int(sys.argv[2]))
@@ -245,3 +248,31 @@ def test_the_process_that_the_others_wait_for_is_named(tmp_path):
     assert goodput.straggler(found).host == "n2"
     assert goodput.straggler({p: each for p, each in found.items() if p != 2}) is None
     assert goodput.of_run(found) == {"steps": 800.0}
+
+
+def test_restarts_of_a_supervisor_have_a_cause_and_a_price(tmp_path):
+    """Two restarts by one cause, and one by hand, which a supervisor did not make."""
+    killed = "process 1 (node7) was killed by SIGKILL"
+    causes = [{"attempt": 0, "cause": ""}, {"attempt": 1, "cause": killed}, {}]
+    causes += [{"attempt": 0, "cause": ""}, {"attempt": 1, "cause": killed}]
+    causes += [{"attempt": "2", "cause": killed}, {"attempt": 2, "cause": 3}]  # of nobody's
+    lines = []
+    for number, facts in enumerate(causes):
+        began = 1000.0 + 100 * number
+        head = {**goodput.HEAD, "id": str(number), "processes": 1, "began": began, **facts}
+        seconds = {goodput.IMPORTS: 1.0, goodput.COMPILATION: 4.0, goodput.AGAIN: 2.0}
+        seconds[goodput.STEPS] = 90.0 - sum(seconds.values())
+        last = {"id": str(number), **goodput.TOTALS, "now": began + 90.0, "seconds": seconds}
+        lines += [json.dumps(head), json.dumps(last)]
+    path = tmp_path / goodput.FOLDER / "process-0.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(f"{line}\n" for line in lines))
+    starts = goodput.starts(path)
+    assert [restart[:3] for restart in goodput.supervised_restarts(starts)] == [
+        (1, 1100.0, killed),
+        (1, 1400.0, killed),
+    ]
+    # 10 s stopped, 5 s of a start, 2 s of steps made again, twice
+    assert goodput.seconds_by_cause(starts) == {killed: 34.0}
+    page = timeline._restarts(starts)
+    assert page.count(killed) == 3 and "34.0 s because" in page

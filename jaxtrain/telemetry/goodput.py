@@ -63,6 +63,7 @@ PHASES = (
     ENDING,
     STOPPED,
 )
+STARTING = (IMPORTS, OTHERS, MODEL, PLAN, INDEX, RESTORE, COMPILATION)
 MAX_BYTES = 100_000_000  # of a file that is read
 NEWEST = 3600.0  # [s] before the newest start, within which another process's is compared with it
 # Fields of the first line of a start and of its totals, with the values of a start without one.
@@ -246,6 +247,8 @@ class Clock:
                 every_start = starts(self._path)
                 if every_start:  # none if the workdir was deleted
                     log.info("%s", summary(totals(every_start)))
+                for cause, seconds in seconds_by_cause(every_start).items():
+                    log.info("%.0f s were lost because %s", seconds, cause)
 
     def _run(self, path: pathlib.Path) -> None:
         for n_lines in itertools.count(1):
@@ -333,6 +336,36 @@ def restarts(every_start: Sequence[Start]) -> int:
     made_steps = {STEPS, AGAIN}
     counted = [s for s in every_start if not s.end or made_steps & s.seconds.keys()]
     return max(len(counted) - 1, 0)
+
+
+class Restart(NamedTuple):
+    """A start by a supervisor after a fault."""
+
+    attempt: int
+    began: float  # [s since 1970]
+    cause: str
+    seconds: float  # stopped, starting, and making steps again
+
+
+def supervised_restarts(every_start: Sequence[Start]) -> list[Restart]:
+    """List the starts that a supervisor made after a fault, and the time that each took."""
+    listed = []
+    for before, start in itertools.pairwise(every_start):
+        attempt, cause = start.facts.get("attempt"), start.facts.get("cause")
+        if type(attempt) is not int or not isinstance(cause, str) or not cause:
+            continue
+        seconds = max(start.began - before.now, 0.0)
+        seconds += sum(start.seconds.get(phase, 0.0) for phase in (*STARTING, AGAIN))
+        listed.append(Restart(attempt, start.began, cause[:300], seconds))
+    return listed
+
+
+def seconds_by_cause(every_start: Sequence[Start]) -> dict[str, float]:
+    """Cause of a fault -> seconds until its run was as far again, the most first."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for restart in supervised_restarts(every_start):
+        seconds[restart.cause] += restart.seconds
+    return dict(seconds.most_common())
 
 
 def starts(path: pathlib.Path) -> list[Start]:

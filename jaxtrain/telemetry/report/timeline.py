@@ -45,6 +45,12 @@ STARTS = (
     ("how it ended", ""),
     ("host", ""),
 )
+RESTARTS = (
+    ("attempt", "n"),
+    ("began", ""),
+    ("because", ""),
+    ("until as far again", "n"),
+)
 PROCESSES = (
     ("process", "n"),
     ("host", ""),
@@ -73,6 +79,7 @@ def section(run: Run, *, several: bool) -> str:
     html += _bar(run.seconds)
     if not several:
         html += _starts(run.starts, alive=run.is_alive)
+        html += _restarts(run.starts)
     return html + _processes(run.processes)
 
 
@@ -117,6 +124,23 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
         ending = _ending(start, alive and start is starts[-1])
         rows.append([str(number), began, lasted, *steps, esc(ending), esc(start.host)])
     return _drawing(drawn) + table(STARTS, rows)
+
+
+def _restarts(starts: Sequence[goodput.Start]) -> str:
+    """Return the restarts of a supervised run with their causes, or "" without one."""
+    restarts = goodput.supervised_restarts(starts)
+    if not restarts:
+        return ""
+    rows = []
+    for attempt, seconds_since_1970, cause, seconds in restarts[-MAX_STARTS:]:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds_since_1970))
+        rows.append([str(attempt), began, esc(cause), duration(seconds)])
+    costs = ""
+    for cause, seconds in list(goodput.seconds_by_cause(starts).items())[:3]:
+        costs += f"{'; ' * bool(costs)}{duration(seconds)} because {esc(cause)}"
+    total = duration(sum(restart.seconds for restart in restarts))
+    text = f"<p>Restarts by its supervisor took {total}: {costs}.</p>"
+    return text + table(RESTARTS, rows)
 
 
 def _drawing(starts: Sequence[goodput.Start]) -> str:
