@@ -120,3 +120,36 @@ def test_flags_next_to_words_are_no_classes(tmp_path, columns, capsys):
     name = columns.rpartition(",")[2]
     assert f"{name!r} holds words such as 'trill'" in told
     index(tmp_path, "\n".join(lines) + "\n", "--label-column", name)
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "rest"),
+    [
+        ("a.wav,5,5,owl", "reversed-times=drop", ""),  # a moment, as APLOSE's points
+        ("a.wav,9,6,owl", "reversed-times=drop", ""),
+        ("a.wav,10,13,owl", "beyond-end=drop", ""),
+        ("a.wav,5,6,????", "open-label=drop", ""),
+        ("a.wav,5,6,wren\na.wav,5.5,9,wren", "overlapping-times=drop", "wren"),
+    ],
+    ids=["moment", "reversed", "beyond", "unknown", "overlapping"],
+)
+def test_a_line_that_is_dropped_makes_no_example_without_a_class(tmp_path, line, option, rest):
+    write_sound(tmp_path / "audio" / "a.wav", 12)
+    table = f"file,start,end,label\na.wav,1,2,robin\n{line}\n"
+    rows, _ = index(tmp_path, table, "--windows", "4", "--on", option)
+    found = {start: labels for _, start, _, labels in rows}
+    dropped = 4.0 if "10,13" not in line else 8.0
+    assert found[0.0] == ("robin",)
+    assert found.get(dropped) == ((rest,) if rest else None), "there is a call, of no known class"
+    if rest:
+        assert 8.0 not in found, "the second call ends there"
+    rows, _ = index(tmp_path, table, "--windows", "4", "--on", option, "--no-empty")
+    assert all(row[3] for row in rows)
+
+
+def test_an_open_class_that_is_dropped_takes_its_line_along(tmp_path):
+    write_sound(tmp_path / "audio" / "a.wav", 12)
+    table = "file,start,end,wren,owl\na.wav,1,2,1,0\na.wav,5,6,1,unknown\n"
+    rows, counts = index(tmp_path, table, "--windows", "4", "--on", "open-class=drop")
+    assert [(row[1], row[3]) for row in rows] == [(0.0, ("wren",)), (8.0, ())]
+    assert counts["open-class"] == 1

@@ -123,7 +123,7 @@ class _LineReader:
             start = end = None
         open_classes = self._open_classes(row)
         if open_classes and labels_of_row and not self._errors.add("open-class", where):
-            return None
+            answer = "skip"  # what the line says of its other classes is dropped, too
         may_lack_times = is_about_file or start is not None
         if not self._keeps_labels(where, row, start, labels_of_row, may_lack_times):
             return None

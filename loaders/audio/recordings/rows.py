@@ -340,14 +340,23 @@ def _checked(
     options: Options,
     errors: Errors,
 ) -> Annotation | None:
-    """Return an annotation with its classes, inside its recording, or None if it is wrong."""
+    """Return an annotation with its classes, inside its recording, or None if it is wrong.
+
+    A line that is dropped although it says where something is, is unanswered there: a window that
+    holds it is not one without a class.
+    """
     where = annotation.where or annotation.path
     start, end = annotation.start, annotation.end
     if start is not None and end is not None:
         times = f"{where}: [{start:g}, {end:g}) s"
         if end <= start:
-            errors.add("reversed-times", times)
-            return None
+            moment = (
+                ""
+                if end < start
+                else "; a moment needs a length: --end-column none --duration-column 1s"
+            )
+            errors.add("reversed-times", f"{times}{moment}")
+            return _unanswered(annotation, end, start, header)
         if -ROUNDING < start < 0:
             start = annotation.start = 0.0
         times += f" of a recording of {header.seconds:.3f} s"
@@ -355,7 +364,7 @@ def _checked(
             errors.add("outside-recording", times)
             return None
         if end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
-            return None
+            return _unanswered(annotation, start, end, header)
         annotation = dataclasses.replace(annotation, end=min(end, header.seconds))
     labels = []
     for label in annotation.labels:
@@ -367,8 +376,23 @@ def _checked(
     if annotation.labels and not labels:
         return None
     if options.channels == "table" and not _has_its_channel(annotation, header, errors):
-        return None
+        if start is None or end is None:
+            return None
+        return _unanswered(annotation, start, end, header)
     return dataclasses.replace(annotation, labels=tuple(dict.fromkeys(labels)))
+
+
+def _unanswered(
+    annotation: Annotation, start: float, end: float, header: Header
+) -> Annotation | None:
+    """Return a dropped line as one of which nobody knows the answer, or None outside."""
+    start = max(start, 0.0)
+    end = min(max(end, start + SHORTEST), header.seconds)
+    if start >= end:
+        return None
+    return dataclasses.replace(
+        annotation, start=start, end=end, labels=(), channel=None, unanswered=True
+    )
 
 
 def _has_its_channel(annotation: Annotation, header: Header, errors: Errors) -> bool:
@@ -407,7 +431,10 @@ def _without_doubles(
     events = sorted(flat, key=_order)
     if not options.windows:
         events = list(_merged(path, events, options, errors))
-    return _without_overlaps(path, events, errors)
+    separate = _without_overlaps(path, events, errors)
+    if options.windows:
+        return separate
+    return [annotation for annotation in separate if not annotation.unanswered]
 
 
 def _place_of_double(earlier: Sequence[Annotation], annotation: Annotation) -> int | None:
@@ -432,6 +459,7 @@ def _without_overlaps(path: str, events: list[Annotation], errors: Errors) -> li
         if early:
             text = f"{annotation.where or path}: {early[0]!r} again at {start:g} s"
             if not errors.add("overlapping-times", text):
+                separate.append(dataclasses.replace(annotation, labels=(), unanswered=True))
                 continue
         for label in annotation.labels:
             ends[label] = max(ends.get(label, 0.0), annotation.end or math.inf)

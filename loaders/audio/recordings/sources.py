@@ -86,9 +86,10 @@ def _is_kept(annotation: Annotation, errors: Errors) -> bool:
             return False
         annotation.labels = tuple(label for label in labels if not values.says_none(label))
     open_labels = list(filter(values.says_unknown, annotation.labels))
-    if not open_labels:
-        return True
-    return errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}")
+    if open_labels and not errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
+        annotation.labels = ()
+        annotation.unanswered = True  # there is a call
+    return True
 
 
 def _read_source(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
