@@ -39,9 +39,9 @@ def get_config(argument: str = "blank") -> config_dict.ConfigDict:
     return config_dict.create(
         workload="jaxtrain.workloads.audio_language",
         loader="loaders.chat.chat_audio",
-        model=dict(model, remat="full"),
+        model=dict(model, remat="auto"),
         data=data,
-        train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
+        train=dict(steps=2_000, batch=32, accumulate="auto", eval_every=500),
         optim=dict(lr=2e-4, schedule="cosine", warmup=0.05, b2=0.95, weight_decay=0.01, clip=1.0),
         lora=higgs.ADAPTERS,
         warm_start=warm_start,

@@ -31,7 +31,7 @@ from jaxtrain.config.consistency import (
     on_this_machine,
     without_defaults,
 )
-from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
+from jaxtrain.config.schema import AUTO, SHARES, Config, ModelSection, Train
 from loaders import base
 from loaders.io import atomic_write, checks, files
 from loaders.io.checks import DataSection, Section
@@ -117,6 +117,7 @@ def _checked(
             cls = _imported_class(module_name, field, class_of, problems)
             if cls:
                 classes[section] = cls
+    _move_auto(tree, classes, problems)
     trees = {name: tree.pop(name, {}) for name in ("model", "data")}
     if not facts and "model" in classes and isinstance(trees["model"], Mapping):
         trees["model"] = _without_facts(classes, trees["model"], problems)
@@ -253,6 +254,32 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, float) and 0 < value < 1:
             section[field] = max(1, round(value * steps))
     return copy
+
+
+def _move_auto(
+    tree: dict[str, Any], classes: Mapping[str, type[Section]], problems: list[tuple[str, str]]
+) -> None:
+    """Take the fields whose value is "auto" out of ``tree``, and name them in train.auto.
+
+    A model that lacks the field keeps it, as an error like any unknown field.
+    """
+    named = []
+    for path in AUTO:
+        section_name, field = path.split(".")
+        section = tree.get(section_name)
+        cls: Any = Train if section_name == "train" else classes.get("model")
+        fields = getattr(cls, "__dataclass_fields__", {})
+        if field in fields and isinstance(section, dict) and section.get(field) == "auto":
+            del section[field]
+            named.append(path)
+    if not named:
+        return
+    train = tree.setdefault("train", {})
+    if "auto" in train:
+        text = f"is set, and so are fields that are auto ({', '.join(named)}); omit train.auto"
+        problems.append(("train.auto", text))
+    elif isinstance(train, dict):
+        train["auto"] = tuple(named)
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:

@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import changes, factories
-from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
+from jaxtrain.config.schema import (
+    AUTO,
+    AXIS_RULES,
+    OF_SCHEDULE,
+    ONLY_BUILT_IN,
+    Config,
+    Optim,
+    Train,
+)
 from loaders.io import checks, files, machine
 from loaders.io.checks import Problems
 
@@ -110,6 +118,7 @@ def between_sections(config: Config) -> Problems:
             f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} ×"
             f" {microbatches} does not divide; the nearest {nearest}",
         )
+    yield from _auto_problems(config)
     for name in ("metrics.digest", "guard.verify_every"):
         value = operator.attrgetter(name)(config)
         if optim.offload and value:
@@ -127,6 +136,20 @@ def between_sections(config: Config) -> Problems:
     yield from _schedule_problems(train, optim)
     yield from checks.under("optim", _factory_problems(optim, train.steps, config.seed))
     yield from checks.under("optim", _unread(optim))
+
+
+def _auto_problems(config: Config) -> Problems:
+    for path in config.train.auto:
+        section, _, field = path.partition(".")
+        if path not in AUTO or not hasattr(getattr(config, section), field):
+            yield "train.auto", f"names {path!r}; {checks.expected(path, AUTO)}, of this model"
+    reads = config.model and config.model.reads_whole_microbatches
+    if reads and "train.accumulate" in config.train.auto:
+        yield (
+            "train.accumulate",
+            "is auto, and the loss of this model has statistics of a microbatch's rows, which the"
+            " memory of a device would decide; set a number",
+        )
 
 
 def _allowed_problems(config: Config) -> Problems:

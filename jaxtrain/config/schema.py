@@ -30,6 +30,8 @@ SHARES = (
     "checkpoint.keep_every",
     "metrics.every",
 )
+# Fields that may be given as auto. `jaxtrain.plan.auto` decides them.
+AUTO = ("train.accumulate", "model.remat")
 MAX_PATTERN = 10_000  # [characters] of a regular expression
 MAX_REPLACEMENT = 200  # [characters] of a replacement
 # the ways of jaxtrain.arrays.warm_start
@@ -45,6 +47,11 @@ class ModelSection(Section):
     """
 
     facts: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def reads_whole_microbatches(self) -> bool:
+        """Whether a row's loss depends on the other rows of its microbatch, as in a batch norm."""
+        return False
 
     @property
     def keeps_in_loops(self) -> bool:
@@ -88,8 +95,12 @@ class Train(Section):
 
     steps: int = 10_000  # [steps] optimizer steps of the whole run
     batch: int = 64  # [rows] global batch, for any number of devices
-    # [microbatches] number of microbatches of a step, whose gradients are reduced once
+    # [microbatches] number of microbatches of a step, whose gradients are reduced once; auto = the
+    # fewest that fit into memory
     accumulate: int = 1
+    # [names] fields that are given as auto, of train.accumulate and model.remat: the plan sets them
+    # before the first step, once
+    auto: tuple[str, ...] = ()
     # [1] decay of the average of the parameters that evaluation uses; 0 = no average
     ema: float = 0.0
     # [steps] interval between evaluations, or a share of the run: 0.1; 0 = only after the last step

@@ -10,9 +10,10 @@ needs no such chip, has the other figures: it compiles the real step.
     remedies  the check before a run, and      environment  fetches that process's compiler
               changes that may make it fit     plan_cache   keeps compilers' answers
     summary   all of it, for a person          gpu_specs    GPUs that need not be here
-    choices   what a config leaves to it
+    choices   what a config leaves to it       auto         microbatches and recomputation
 """
 
+from jaxtrain.plan.auto import decide, decide_once
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.remedies import refuse_if_too_large
@@ -25,6 +26,8 @@ __all__ = (
     "Target",
     "abstractly",
     "checkpoints",
+    "decide",
+    "decide_once",
     "free_space",
     "parse_target",
     "refuse_if_too_large",

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
 from jaxtrain.plan import environment, hlo, traffic, worker
+from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
@@ -39,11 +40,13 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
+    config, choice = decide(config, target, text)
     config = resolve(config, target)
     assembly = abstractly(config, target)
     problems: list[str] = []
     lines = [
         *_title_lines(assembly, target),
+        *([choice] if choice else []),
         "",
         "held by each device between steps",
         *_held_lines(assembly, target),

@@ -69,7 +69,8 @@ def run(
     """
     with contextlib.ExitStack() as closing:
         process = closing.enter_context(ProcessContext.join(config, command))
-        config = plan.resolve(config, plan.parse_target(""))
+        with process.phase(goodput.PLAN):
+            config = plan.resolve(plan.decide_once(config), plan.parse_target(""))
         assembly = assembly_lib.assemble(config)
         assembly.compiler_options()  # the compiler refuses unknown ones before data is read
         log.info("%s", assembly_lib.describe(assembly))

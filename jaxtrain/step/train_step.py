@@ -111,7 +111,7 @@ def train_step(
         good, norms = accept(config.guard, state.norms, norm, mean_loss)
         accepted = good & ~stopped
     with jax.named_scope("update"):
-        update = update_lib.update_without_norms
+        update: update_lib.Update = update_lib.update_without_norms
         if has_norms:
             update = update_lib.choose(layout, state.opt_state, variables.params)
         due = is_recorded(config, state.step + 1) | ~good

@@ -80,8 +80,9 @@ WORKLOADS = {
     ),
     "higgs": Workload(
         "configs/higgs.py:blank",
-        {"train.batch": "{rows}"},
+        {"train.batch": "{rows}", "model.remat": "full"},
         {**_TINY, "train.batch": "16", "train.accumulate": "2"},
+        {"train.accumulate": "8"},
     ),
     "giblet": Workload(
         "configs/giblet.py:blank",

@@ -14,6 +14,7 @@ def test_every_case_compiles_for_an_h100(case, tmp_path, gpu_compiler):
     target, data = plan.parse_target("gpu:h100x1"), cases.Data(tmp_path, small=False)
     for choice in case.choices:
         config = case.config(data, choice, {"mesh.data": "1", "mesh.fsdp": "1"})
+        config, _ = plan.decide(config, target, target.name)
         [answer] = worker.ask([worker.Job(config, target.name, worker.LAST)])
         assert answer.compiled, answer.error
         if answer.compiled.peak <= target.memory:

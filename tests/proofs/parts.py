@@ -82,7 +82,7 @@ PARTS = {
     ),
     "processes": Part(
         "every workload in 2 and 4 processes",
-        "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",
+        "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device plan/test_auto.py",
         workers=2,
     ),
     "plan": Part(

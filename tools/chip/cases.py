@@ -261,8 +261,9 @@ def choose(case: Case, data: Data, device: jax.Device, more: Overrides | None = 
 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
-    """Raise LayoutError and OptimError."""
+    """Raise LayoutError, OptimError, and PlanError if nothing that is auto can be compiled."""
     target = plan_lib.parse_target("")
+    config, _ = plan_lib.decide(config, target, "")
     assembly = assemble(plan_lib.resolve(config, target), on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     return Chosen(assembly, bound(assembly, traced, target), choice)

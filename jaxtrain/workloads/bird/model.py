@@ -80,6 +80,11 @@ class Config(Settings):
         return getattr(self, name)
 
     @property
+    def reads_whole_microbatches(self) -> bool:
+        statistics = [objective.batch_statistic for objective in self.on.values()]
+        return any(statistics) or bool(self.augment.mixup)
+
+    @property
     def on(self) -> dict[str, Objective]:
         """The objectives that the loss consists of."""
         return {

@@ -170,6 +170,10 @@ class Config(ModelSection):
             yield "frame", f"{text} (or -{n} … -1)"
 
     @property
+    def reads_whole_microbatches(self) -> bool:
+        return True  # batch norm
+
+    @property
     def frame_size(self) -> int:
         return self.height * self.width * CHANNELS
 

@@ -1,0 +1,274 @@
+"""The fields of a config that are given as auto: the largest microbatch that fits, and so on.
+
+Choices are tried in this order, and the first that fits is taken:
+
+    model.remat        none before full: a layer that is recomputed costs a third more, or half if
+                       its matrices are frozen
+    train.accumulate   1 before its multiples: the matrices are read once for each microbatch
+
+With model.unroll = 0 each is tried with layers written out (`remat.layers_at_once`), then as a
+loop. A field that is not auto keeps its value. On GPUs and TPUs the compiler has the last word. On
+CPUs nothing is compiled: a step fits if it does with the arrays of its loops counted twice.
+
+A run decides before its first step. config.json has the result, which each later start takes.
+"""
+
+import itertools
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain import config as config_lib
+from jaxtrain.nn import remat
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan import environment, worker
+from jaxtrain.plan.bound import Bound, bound
+from jaxtrain.plan.compile import is_at_hand
+from jaxtrain.plan.memory import in_bytes, offloaded
+from jaxtrain.plan.remedies import ways
+from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
+from loaders.io import files
+
+log = logging.getLogger("jaxtrain")
+ACCUMULATE, REMAT, UNROLL = "train.accumulate", "model.remat", "model.unroll"
+ROOM = 0.95  # share of a device's memory that a compiled step may take
+MIB = 1 << 20
+
+
+class Choice(NamedTuple):
+    """A value for each field that is auto."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}={value}" for path, value in self.values)
+
+    def apply(self, config: config_lib.Config) -> config_lib.Config:
+        values = dict(self.values)
+        sizes = {"accumulate": values[ACCUMULATE]} if ACCUMULATE in values else {}
+        model = config.model
+        for path in (REMAT, UNROLL):
+            if path in values:
+                model = replace(model, **{path.partition(".")[2]: values[path]})
+        return replace(config, model=model, train=replace(config.train, auto=(), **sizes))
+
+
+class Fit(NamedTuple):
+    """The first choice that fits, or the smallest."""
+
+    config: config_lib.Config
+    choice: Choice
+    size: float  # [bytes] on a device
+    source: str  # of the size, as "at least"
+    fits: bool
+
+
+def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config_lib.Config, str]:
+    """Return the config without auto, and a line with the choice, "" without auto.
+
+    ``text``: the target's, as in --plan=. If nothing fits, the smallest choice is returned, whose
+    plan names the problem.
+    """
+    if not config.train.auto:
+        return config, ""
+    fit = _first_fit(config, target, _compiler(target, text))
+    line = f"auto is {fit.choice}: {fit.source} {in_bytes(fit.size)} of {in_bytes(target.memory)}"
+    if not fit.fits:
+        line += ", the smallest choice, which does not fit"
+    return fit.config, line
+
+
+def decide_once(config: config_lib.Config) -> config_lib.Config:
+    """Return the config of a run without auto. A resumed run keeps its earlier choice.
+
+    All processes call it, and get the same. Raises PlanError: nothing fits.
+    """
+    if not config.train.auto:
+        return config
+    target = parse_target("")
+    saved = _saved(config, target)
+    if saved:
+        log.info("auto is %s, as at the run's first start", saved)
+        return saved.apply(config)
+    fit = _first_fit(config, target, _compiler(target, ""))
+    if not fit.fits:
+        names = " and ".join(config.train.auto)
+        raise PlanError(
+            f"{names} {'is' if len(config.train.auto) == 1 else 'are'} auto, and nothing fits: the"
+            f" smallest choice, {fit.choice}, needs {fit.source} {in_bytes(fit.size)} on each"
+            f" device, and each of {target.name} has {in_bytes(target.memory)}."
+            f" {ways(fit.config, target)}"
+        )
+    log.info(
+        "auto is %s: a step needs %s %s of %s on each device",
+        fit.choice,
+        fit.source,
+        in_bytes(fit.size),
+        in_bytes(target.memory),
+    )
+    return fit.config
+
+
+def choices(config: config_lib.Config, target: Target) -> Iterator[Choice]:
+    """Yield the choices, the fastest first."""
+    auto = config.train.auto
+    policies = ["none", "full"] if REMAT in auto else [None]
+    counts = _divisors(config, target) if ACCUMULATE in auto else [None]
+    for policy, count in itertools.product(policies, counts):
+        values = {ACCUMULATE: count, REMAT: policy}
+        yield Choice(tuple((path, values[path]) for path in auto))
+
+
+def _divisors(config: config_lib.Config, target: Target) -> list[int]:
+    """Return the numbers of microbatches that a device's rows can be divided into."""
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+    data, fsdp, _ = layout_lib.mesh_sizes(sizes, target.count, target.name)
+    rows = max(1, config.train.batch // (data * fsdp))
+    return [n for n in range(1, rows + 1) if rows % n == 0]
+
+
+def _platform(target: Target) -> str:
+    if target.here:
+        return layout_lib.devices_like(jax.devices()[0]).platform
+    return target.kind
+
+
+Compiler = Callable[[config_lib.Config], float]  # -> bytes of the step, inf if it does not fit
+
+
+def _compiler(target: Target, text: str) -> Compiler | None:
+    """Return the compiler of the target's devices, or None if there is none to ask."""
+    is_cpu = _platform(target) == "cpu"
+    if is_cpu or not (is_at_hand(target) or environment.find(target.kind)):
+        return None
+
+    def size(config: config_lib.Config) -> float:
+        job = worker.Job(config, text, worker.LAST)
+        [answer] = [worker.answer(job)] if is_at_hand(target) else worker.ask([job])
+        if answer.compiled:
+            return float(answer.compiled.peak)
+        if answer.too_large:
+            return math.inf
+        raise PlanError(f"{config.train.auto} cannot be decided: {answer.error}")
+
+    return size
+
+
+def _first_fit(config: config_lib.Config, target: Target, compiler: Compiler | None) -> Fit:
+    """Return the first choice that fits, else the last."""
+    fit = None
+    compiled = _Compiled(compiler, target)
+    for choice in choices(config, target):
+        candidate = choice.apply(config)
+        lower = _bound(candidate, target)
+        fit = Fit(candidate, choice, float(lower.peak), "at least", fits=False)
+        if lower.peak > target.memory:
+            continue
+        if compiler is None:
+            size = float(lower.peak + sum(array.bytes for array in lower.kept))
+            if size <= target.memory:
+                return fit._replace(fits=True)
+            continue
+        for written in _written(candidate, target):
+            size = compiled.size(written, lower)
+            fit = Fit(written, choice, size, "by its compiler", fits=size <= ROOM * target.memory)
+            if fit.fits:
+                return fit
+            if math.isinf(size):
+                fit = fit._replace(size=target.memory, source="by its compiler more than")
+    assert fit is not None
+    return fit
+
+
+def _written(config: config_lib.Config, target: Target) -> Iterator[config_lib.Config]:
+    """Yield a config with its layers written out, and with a loop, if it leaves that open."""
+    model = config.model
+    if getattr(model, "unroll", 1):
+        yield config
+        return
+    shard = abstractly(config, target).layout.shard
+    for at_once in dict.fromkeys((remat.layers_at_once(0, model.depth, shard), 1)):
+        yield replace(config, model=replace(model, unroll=at_once))
+
+
+class _Compiled:
+    """The sizes of compiled steps.
+
+    Bytes beyond the exact ones are in proportion to the rows of a microbatch. So a step that cannot
+    fit by a program compiled before is not compiled.
+    """
+
+    def __init__(self, compiler: Compiler | None, target: Target):
+        self._compiler = compiler
+        self._memory = target.memory
+        # of a policy and a number of layers at once, for one microbatch
+        self._beyond: dict[Any, float] = {}
+
+    def size(self, config: config_lib.Config, lower: Bound) -> float:
+        """Return the bytes of a step, an estimate if it cannot fit. inf if the compiler refuses."""
+        assert self._compiler is not None
+        count = config.train.accumulate
+        program = getattr(config.model, "remat", ""), getattr(config.model, "unroll", 1)
+        estimate = lower.certain + self._beyond.get(program, 0.0) / count
+        if estimate > self._memory:
+            return estimate
+        size = _agreed(self._compiler(config)) + lower.second
+        if math.isfinite(size):
+            self._beyond[program] = (size - lower.certain) * count
+        return size
+
+
+def _bound(config: config_lib.Config, target: Target) -> Bound:
+    """Compute the lower bound of a loop over layers: if they are written out, it has none."""
+    if getattr(config.model, "unroll", 1) != 1:
+        config = replace(config, model=replace(config.model, unroll=1))
+    assembly = abstractly(config, target)
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    lower = bound(assembly, traced, target)
+    return lower._replace(update=lower.update + offloaded(assembly.abstract))
+
+
+def _agreed(size: float) -> float:
+    """Return the largest size of all processes, in whole MiB."""
+    largest = max(cluster.gather(math.ceil(size / MIB) if math.isfinite(size) else -1))
+    return largest * MIB if largest >= 0 else math.inf
+
+
+def _saved(config: config_lib.Config, target: Target) -> Choice | None:
+    """Return the choice of an earlier start by config.json, which process 0 reads.
+
+    None if there is no such start, or its microbatches do not divide the rows of these devices.
+    """
+    found = b""
+    if cluster.is_main():
+        found = json.dumps(_read(config)).encode()
+    tree = json.loads(bytes(cluster.agree_on(list(found))))
+    if not tree or tree.get(ACCUMULATE, 1) not in _divisors(config, target):
+        return None
+    return Choice(tuple(tree.items()))
+
+
+def _read(config: config_lib.Config) -> dict[str, Any]:
+    """Return the values of config.json of the fields that the plan decides, {} without one."""
+    path = pathlib.Path(config.workdir, "config.json")
+    names = list(config.train.auto)
+    if getattr(config.model, "unroll", 1) == 0:
+        names.append(UNROLL)
+    try:
+        tree = files.read_json(path)
+        values = {name: _field(tree, name) for name in names}
+    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
+        return {}
+    return values
+
+
+def _field(tree: Any, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return tree[section][name]
