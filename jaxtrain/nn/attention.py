@@ -1,8 +1,9 @@
 """Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
-    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`), or Pallas's (`flash`) for packed
-          documents and other heads. Neither has an array that grows with T × S. XLA takes a window
-          over documents, or to both sides
+    gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`), or Pallas's (`flash`) if they
+          refuse: for other heads, and documents on cards before Hopper or without a known bound of
+          their number. Neither has an array that grows with T × S. XLA takes a window to both
+          sides, and one over such documents
     tpu   the splash kernel of Pallas (`nn.splash`), if sequences and heads fill its lanes
     else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models
           compute them again in the backward pass, so that no layer keeps them. For CPUs its
@@ -21,7 +22,9 @@ Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: 
 """
 
 import functools
+import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +35,19 @@ from jaxtrain.parallel import kernels, one_device
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
 
-HOPPER = (9, 0)  # compute capability from which kernels have heads of more than 128 values
-NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill the last tile
+log = logging.getLogger("jaxtrain")
+# compute capability from which kernels have heads of more than 128 values, and take documents
+HOPPER = (9, 0)
+INSTEAD = {"flash": "Pallas's kernel", "xla": "XLA's own attention"}
+
+
+class Masks(NamedTuple):
+    """Which keys a query may see, as far as it decides the kernel."""
+
+    causal: bool = False
+    window: int = 0
+    packed: bool = False  # rows have documents
+    documents: int = 0  # most of a row; 0 = unknown
 
 
 def within(
@@ -45,6 +59,7 @@ def within(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
+    documents: int = 0,
     length: int = 0,
     keep: str | None = None,
     policy: str = "none",
@@ -52,6 +67,7 @@ def within(
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
+      documents: the most that a row of ``segments`` has, without padding. 0 = unknown.
       length: of rows without documents. The places after it are padding, which no query before it
         sees. 0 = there is none.
       keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
@@ -59,10 +75,11 @@ def within(
       policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
-    is_packed = segments_bt is not None
-    kernel = choose(q_bthk, shard.devices, causal=causal, window=window, packed=is_packed)
+    masks = Masks(causal, window, segments_bt is not None, documents)
+    kernel = choose(q_bthk, shard.devices, masks)
+    _log_refusal(q_bthk, shard.devices, masks, kernel)
     run: Callable[..., Array] = functools.partial(
-        _call, kernel, shard.devices, causal=causal, window=window, length=length, keep=keep
+        _call, kernel, shard.devices, masks, length=length, keep=keep
     )
     if length and kernel != "cudnn":
         segments_bt = _padding_as_document(q_bthk, length)
@@ -102,6 +119,7 @@ def attention(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
+    documents: int = 0,
     devices: tuple[str, str] | None = None,
     keep: str | None = None,
 ) -> Array:
@@ -109,31 +127,35 @@ def attention(
 
     Args:
       segments_bt: int32, documents that do not see each other.
+      documents: as in `within`.
       devices: that the program is for: "cpu", "gpu" or "tpu", and the capability of GPUs, as "9.0".
         Empty = unknown. None = those of this process.
       keep: as in `within`.
     """
     devices = one_device.host() if devices is None else devices
-    is_packed = segments_bt is not None
-    kernel = choose(q_bthk, devices, causal=causal, window=window, packed=is_packed)
-    run = functools.partial(_call, kernel, devices, causal=causal, window=window, keep=keep)
+    masks = Masks(causal, window, segments_bt is not None, documents)
+    kernel = choose(q_bthk, devices, masks)
+    run = functools.partial(_call, kernel, devices, masks, keep=keep)
     return run(q_bthk, k_bsgk, v_bsgk, segments_bt)
 
 
 def _call(
     kernel: str,
     devices: tuple[str, str],
+    masks: Masks,
     q_bthk: Array,
     k_bsgk: Array,
     v_bsgk: Array,
     segments_bt: Array | None = None,
     *,
-    causal: bool,
-    window: int,
     length: int = 0,
     keep: str | None,
 ) -> Array:
     qkv = (q_bthk, k_bsgk, v_bsgk)
+    causal, window = masks.causal, masks.window
+    if kernel == "cudnn" and segments_bt is not None:
+        packed = functools.partial(cudnn.packed, documents=masks.documents, capability=devices[1])
+        return packed(*qkv, segments_bt, causal=causal, window=window)
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
     if kernel == "flash":
@@ -161,14 +183,7 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
     return jnp.broadcast_to(is_padding.astype(jnp.int32), (b, t))
 
 
-def choose(
-    q_bthk: Array,
-    devices: tuple[str, str],
-    *,
-    causal: bool,
-    window: int,
-    packed: bool,
-) -> str:
+def choose(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
     """Return the kernel for queries of this shape: "cudnn", "flash", "splash" or "xla".
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
@@ -178,14 +193,46 @@ def choose(
         return "splash"
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
-    head_dim = q_bthk.shape[3]
     compute_capability = generation(capability)
-    longest_head = 256 if compute_capability >= HOPPER else 128
-    if compute_capability < (8, 0) or head_dim > longest_head:
+    if compute_capability < (8, 0) or q_bthk.shape[3] > _longest_head(compute_capability):
         return "xla"
-    if not packed and head_dim % 8 == 0 and (causal or not window):
+    if not refusal_of_cudnn(q_bthk, devices, masks):
         return "cudnn"
-    return "xla" if window else "flash"
+    return "xla" if masks.window else "flash"
+
+
+def refusal_of_cudnn(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
+    """Return the reason for which cuDNN's kernels for 16-bit numbers are no choice, or ""."""
+    capability = generation(devices[1])
+    head_dim, longest_head = q_bthk.shape[3], _longest_head(capability)
+    name = devices[1] or "an unknown one"
+    if capability < (8, 0):
+        return f"cards of compute capability {name}, below 8.0"
+    if head_dim % 8 or head_dim > longest_head:
+        return f"heads of {head_dim} values, only multiples of 8 up to {longest_head}"
+    if masks.window and not masks.causal:
+        return "a window to both sides"
+    if masks.packed and capability < HOPPER:
+        return f"documents on compute capability {name}, below 9.0"
+    if masks.packed and not masks.documents:
+        return "documents whose number in a row is unknown; model.documents is its bound"
+    return ""
+
+
+def _longest_head(capability: tuple[int, ...]) -> int:
+    return 256 if capability >= HOPPER else 128
+
+
+def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: str) -> None:
+    """Log the kernel in the place of cuDNN's on a GPU, once for each reason."""
+    is_narrow = q_bthk.dtype in (jnp.bfloat16, jnp.float16)
+    if devices[0] == "gpu" and is_narrow and kernel in INSTEAD:
+        _log_once(refusal_of_cudnn(q_bthk, devices, masks), INSTEAD[kernel])
+
+
+@functools.cache
+def _log_once(refusal: str, instead: str) -> None:
+    log.info("cuDNN's attention does not take %s: %s is used instead", refusal, instead)
 
 
 def flash(
@@ -212,7 +259,7 @@ def flash(
     filling = (0, -t % tile)
     if segments_bt is None:
         segments_bt = jnp.zeros((b, t), jnp.int32)
-    segments_bt = jnp.pad(segments_bt, ((0, 0), filling), constant_values=NO_DOCUMENT)
+    segments_bt = jnp.pad(segments_bt, ((0, 0), filling), constant_values=cudnn.NO_DOCUMENT)
     k_bshk, v_bshk = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k_bsgk, v_bsgk))
     q_bthk, k_bshk, v_bshk = (
         jnp.pad(x, ((0, 0), filling, (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk)

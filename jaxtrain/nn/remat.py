@@ -55,7 +55,7 @@ def cheap(policy: str, part: Callable[..., T], x: PyTree, *args: PyTree) -> T:
     recomputation would gather the layer's matrices once more.
 
     The rounds of a loop keep the forward pass and the recomputation apart. XLA merges the two in
-    layers that are written out, and would keep what `cheap` saves, unless it is prevented.
+    layers that are written out, and would keep the activations of `cheap`, unless it is prevented.
     """
     is_narrow = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
     if is_narrow and policy == "none":

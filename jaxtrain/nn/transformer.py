@@ -55,7 +55,7 @@ class Decoder(ModelSection):
 
     on_resume = checks.OnResume(
         checks.FUNCTION,
-        free=("remat", "unroll"),
+        free=("remat", "unroll", "documents"),
         state=(
             "embed",
             "depth",
@@ -86,6 +86,9 @@ class Decoder(ModelSection):
     positions: str = "rope"
     rope: Rope = field(default_factory=Rope)  # [section]
     context: OfData[int] = OF_DATA  # [tokens] length of a row; None = as the data have
+    # [documents] most documents of a row, for which attention on GPUs reserves memory; None = as
+    # the data have
+    documents: OfData[int] = OF_DATA
     window: int = 0  # [tokens] places that a query looks back, itself included; 0 = all
     qkv_bias: bool = False  # [bool] biases of q, k and v
     bias: bool = False  # [bool] biases of everything else: output, feed-forward net, layer norms
@@ -393,6 +396,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
                 causal=causal,
                 window=c.window,
                 segments_bt=segments_bt,
+                documents=c.documents or 0,
                 keep="attention",
                 policy=c.remat,
             )

@@ -5,6 +5,7 @@ A document of t tokens is t - 1 predictions and takes as many positions: inputs 
 belongs to another document.
 """
 
+import logging
 import threading
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from loaders import _rust, order
 from loaders.base import DataError
 from loaders.text.token_files import Documents
 
+log = logging.getLogger("jaxtrain")
+LEAST_LIMIT = 32  # [documents]
+PLACES = 128  # of a row for each further document that it may have
 START, SHUFFLE = 64, 65  # domains of the hashes: two uses of the same numbers draw independently
 KEPT_WINDOWS = 4  # packed windows that stay in memory: a batch may span two
 
@@ -25,6 +29,7 @@ class Pieces(NamedTuple):
     offset: np.ndarray  # int64 [pieces] first input token within the document
     length: np.ndarray  # int64 [pieces] positions
     stops: np.ndarray  # int64 [rows] after the last piece of each row
+    moved: int = 0  # pieces that are in further rows, since a row had too many
 
 
 class _OpenBins:
@@ -91,10 +96,44 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return bin_of, n_bins
 
 
-def pack(lengths: np.ndarray, context: int) -> Pieces:
+def limit_of(context: int) -> int:
+    """Return how many documents a row of ``context`` positions may have, unless a config says.
+
+    Kernels of attention reserve memory for each document that a row may have.
+    """
+    return max(LEAST_LIMIT, context // PLACES)
+
+
+def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray, int, int]:
+    """Pack by `best_fit`, at most ``limit`` items in a bin. The shortest are packed once more.
+
+    Returns the bin of each, the number of bins, and how many items were packed again.
+    """
+    bin_of, n_bins = best_fit(lengths, capacity)
+    moved = _beyond(bin_of, lengths, limit)
+    n_moved = len(moved)
+    while len(moved):
+        bins, n_further = best_fit(lengths[moved], capacity)
+        bin_of[moved] = n_bins + bins
+        n_bins += n_further
+        moved = moved[_beyond(bins, lengths[moved], limit)]
+    return bin_of, n_bins, n_moved
+
+
+def _beyond(bin_of: np.ndarray, lengths: np.ndarray, limit: int) -> np.ndarray:
+    """Return the items after the ``limit`` longest ones of their bin."""
+    by_bin = np.lexsort((-lengths, bin_of))
+    _, counts = np.unique(bin_of, return_counts=True)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    place_in_bin = np.arange(len(by_bin)) - first
+    return np.sort(by_bin[place_in_bin >= limit])
+
+
+def pack(lengths: np.ndarray, context: int, limit: int) -> Pieces:
     """Pack documents of ``lengths`` tokens into rows of ``context`` positions.
 
-    A longer document is cut into whole rows and a rest. Documents of the result index ``lengths``.
+    A longer document is cut into whole rows and a rest. A row has at most ``limit`` pieces.
+    Documents of the result index ``lengths``.
     """
     n_pairs = np.maximum(lengths - 1, 0)
     n_pieces = -(-n_pairs // context)
@@ -103,27 +142,38 @@ def pack(lengths: np.ndarray, context: int) -> Pieces:
     piece_in_document = np.arange(len(document)) - first_piece[document]
     offset = piece_in_document * context
     length = np.minimum(context, n_pairs[document] - offset)
-    bins, n_bins = best_fit(length, context)
+    bins, n_bins, n_moved = limited(length, context, limit)
     by_bin = np.argsort(bins, kind="stable")
     stops = np.cumsum(np.bincount(bins, minlength=n_bins))
-    return Pieces(document[by_bin], offset[by_bin], length[by_bin], stops)
+    return Pieces(document[by_bin], offset[by_bin], length[by_bin], stops, n_moved)
 
 
 class Packed:
     """Rows of documents packed window by window. A seek packs those before it once, to count."""
 
     def __init__(
-        self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool
+        self,
+        documents: Documents,
+        context: int,
+        window: int,
+        *,
+        limit: int,
+        seed: int,
+        shuffle: bool,
     ):
+        """``limit``: of the documents of a row."""
         self._documents = documents
         self._context = context
         self._window = window
+        self._limit = limit
         self._seed = seed
         self._shuffle = shuffle
         self._n_windows = -(-len(documents.length) // window)
         self._ends: list[int] = []  # row number after window w of epoch e, at e n_windows + w
         self._packed_windows: dict[int, Pieces] = {}
         self._lock = threading.Lock()  # of the two above: batches are read by several threads
+        # documents of the windows packed so far that are in further rows, as a row had too many
+        self.moved = 0
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
@@ -155,7 +205,7 @@ class Packed:
         documents = np.arange(start, min(start + self._window, n_documents))
         if self._shuffle:
             documents = _rust.permutation(self._seed, epoch, n_documents, documents)
-        pieces = pack(self._documents.length[documents], self._context)
+        pieces = pack(self._documents.length[documents], self._context, self._limit)
         n_rows = len(pieces.stops)
         if self._shuffle and n_rows:
             row_seed = int(order.hash_of(SHUFFLE, self._seed, w)[0])
@@ -170,7 +220,19 @@ class Packed:
         if w == len(self._ends):
             previous_end = self._ends[-1] if w else 0
             self._ends.append(previous_end + n_rows)
+            self._count_moved(pieces)
         return pieces
+
+    def _count_moved(self, pieces: Pieces) -> None:
+        if pieces.moved and not self.moved:
+            log.info(
+                "%d of %d documents went into further rows, since a row has at most %d"
+                " (data.documents)",
+                pieces.moved,
+                len(pieces.length),
+                self._limit,
+            )
+        self.moved += pieces.moved
 
     def _fill_row(
         self, batch: dict[str, np.ndarray], row: int, pieces: Pieces, number: int
@@ -200,7 +262,8 @@ def _reordered(pieces: Pieces, rows: np.ndarray) -> Pieces:
     new_starts = new_stops - new_sizes
     moves = np.repeat(starts[rows] - new_starts, new_sizes)
     k = np.arange(len(pieces.length)) + moves
-    return Pieces(pieces.document[k], pieces.offset[k], pieces.length[k], new_stops)
+    moved = pieces._replace(document=pieces.document[k], offset=pieces.offset[k])
+    return moved._replace(length=pieces.length[k], stops=new_stops)
 
 
 class Windows:

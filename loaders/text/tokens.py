@@ -10,8 +10,9 @@ are three ways (``packing``):
     best_fit  the documents of an epoch are permuted, and each ``window`` of them that follow each
               other is packed by itself: the longest document first, each into the fullest row that
               can still take it (best fit decreasing; Ding et al. 2024, arXiv 2404.10830). Only a
-              document longer than the context is cut. Rows of a window are permuted. Attention and
-              loss stay inside a document: ``segments``.
+              document longer than the context is cut. A row has at most ``documents`` of them.
+              Rows of a window are permuted. Attention and loss stay inside a document:
+              ``segments``.
     concat    the stream of all documents is cut every ``context`` tokens, and those windows are
               permuted in each epoch.
     random    windows of that stream that begin anywhere, drawn for each row, as nanoGPT trains.
@@ -47,7 +48,7 @@ from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows,
 from loaders.io import checks, files
 from loaders.text import token_files
 from loaders.text import tokenizer as tokenizer_lib
-from loaders.text.packing import Packed, Windows
+from loaders.text.packing import Packed, Windows, limit_of
 from loaders.text.token_files import Documents, open_splits, symbols
 
 PACKINGS = ("best_fit", "concat", "random")
@@ -76,6 +77,9 @@ class Config(checks.DataSection):
     # [name] how documents become rows: best_fit, concat or random
     packing: str = "best_fit"
     window: int = 16_384  # [documents] number of documents that are packed among themselves
+    # [documents] most documents of a packed row, of which further ones go into other rows; 0 = one
+    # for each 128 tokens of the context, at least 32
+    documents: int = 0
     # [name] the tokens of a text file: its characters, or bytes. The vocabulary of characters is
     # that of the training text
     text: str = "characters"
@@ -113,6 +117,7 @@ class Config(checks.DataSection):
         yield from checks.choice(self, TEXTS, "text")
         yield from checks.choice(self, mixture.POLICIES, "exhausted")
         yield from checks.at_least(self, 1, "context", "window", "ahead")
+        yield from checks.not_negative(self, "documents")
         yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
         if self.packing == "random" and self.exhausted != "repeat":
@@ -234,6 +239,7 @@ class Tokens(Loader):
         }
         if config.packing == "best_fit":
             settings["window"] = config.window
+            settings["documents"] = limit(config)
         if config.exhausted != "repeat":
             settings["exhausted"] = config.exhausted
         return settings
@@ -251,12 +257,13 @@ class Tokens(Loader):
         return f"{n_read} of {n_shards} shards were read whole, and are as tokens.json records"
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return share of rows and passes before, by source."""
+        """Return share of rows, passes before, and documents moved to further rows, by source."""
         n_delivered = max(self._delivered.sum(), 1)
         return {
             "share": (self._delivered / n_delivered).tolist(),
             "wanted_share": self._mixture.shares.tolist() if self._mixture else None,
             "epoch": self._epoch.tolist(),
+            "moved_documents": [getattr(stream, "moved", 0) for stream in self._streams],
         }
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
@@ -286,8 +293,22 @@ class Tokens(Loader):
 
 def _make_stream(documents: Documents, config: Config, seed: int, train: bool) -> Packed | Windows:
     if config.packing == "best_fit":
-        return Packed(documents, config.context, config.window, seed=seed, shuffle=train)
+        return Packed(
+            documents,
+            config.context,
+            config.window,
+            limit=limit(config),
+            seed=seed,
+            shuffle=train,
+        )
     return Windows(documents, config.context, seed=seed, packing=config.packing, train=train)
+
+
+def limit(config: Config) -> int:
+    """Return the most documents that a row may have."""
+    if config.packing != "best_fit":
+        return 1  # a row is one piece of the stream
+    return config.documents or limit_of(config.context)
 
 
 def element_spec(config: Config) -> dict[str, Field]:
@@ -310,7 +331,8 @@ def element_spec(config: Config) -> dict[str, Field]:
 def dataset_info(config: Config) -> DatasetInfo:
     """Return the dataset info of the documents.
 
-    - vocab, context; bytes_per_token, of those that are predicted, of test, else of train.
+    - vocab, context, documents (most of a row).
+    - bytes_per_token, of those that are predicted, of test, else of train.
     - n_train, n_test: documents by source; ends: tokens that end a text.
     - tokenizer: path of the first source's tokenizer.json, or "".
     - symbols: of a text of characters, symbol i is token i, or "".
@@ -335,6 +357,7 @@ def dataset_info(config: Config) -> DatasetInfo:
     return {
         "vocab": vocabs.pop(),
         "context": config.context,
+        "documents": limit(config),
         "bytes_per_token": _bytes_per_token([d for d in test if len(d.length)] or train),
         "n_train": tuple(len(documents.length) for documents in train),
         "n_test": tuple(len(documents.length) for documents in test),

@@ -14,7 +14,7 @@ from jaxtrain.plan import hlo, worker
 from tests.compiled import compiled_configs
 
 # attention; XLA's own keeps all weights
-KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}
+KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "__cudnn$fmha"}
 WORKLOADS = list(compiled_configs.WORKLOADS)
 HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet uses float32
 WIDE = 0.02  # largest share of products in float32, except the embedding of patches

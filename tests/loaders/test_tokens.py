@@ -128,6 +128,43 @@ def test_best_fit_is_best_fit_decreasing():
             assert sorted((capacity - used).tolist()) == sorted(room)
 
 
+def test_a_row_has_no_more_documents_than_its_limit_and_none_is_lost(tmp_path, caplog):
+    """Documents of two to five tokens, of which a row of 32 places would hold up to 32."""
+    documents = corpus(tmp_path / "x", longest=6)
+    unlimited = read(config_of(tmp_path / "x"), n=1, batch=8)
+    assert unlimited["segments"].max() > 4
+    config = config_of(tmp_path / "x", documents=4)
+    loader = tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=0)
+    with caplog.at_level("INFO", "jaxtrain"):
+        rows = read(config, n=40)
+    assert rows["segments"].max() == 4
+    of_epoch = {name: x[rows["epoch"] == 0] for name, x in rows.items()}
+    assert pairs_of(of_epoch) == expected_pairs(documents)
+    # the longest ones stay, so that a row of few documents is as full as it can be
+    assert np.diff(of_epoch["mask"].sum(1)).any() and of_epoch["mask"].sum(1).max() == 16
+    assert "a row has at most 4 (data.documents)" in caplog.text
+    assert len([line for line in caplog.messages if "further rows" in line]) == 1
+    next(loader)
+    [moved] = loader.diagnostics()["moved_documents"]
+    assert 0 < moved < len(documents)
+    assert tokens.dataset_info(config)["documents"] == 4
+    assert loader.order["documents"] == 4
+
+
+@pytest.mark.parametrize(("packing", "most"), [("best_fit", 64), ("concat", 1), ("random", 1)])
+def test_the_limit_of_documents_of_a_row(packing, most, tmp_path):
+    corpus(tmp_path / "x")
+    config = config_of(tmp_path / "x", packing=packing, context=8192)
+    assert tokens.dataset_info(config)["documents"] == most
+
+
+def test_a_limit_that_no_row_reaches_changes_no_row(tmp_path):
+    corpus(tmp_path / "x")
+    found, expected = (read(config_of(tmp_path / "x", documents=n), n=9) for n in (16, 32))
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, expected[name])
+
+
 @pytest.mark.parametrize("packing", tokens.PACKINGS)
 def test_a_batch_depends_only_on_its_position(tmp_path, packing):
     """Row number s is the same for any start, any batch size and any split over processes."""

@@ -38,6 +38,7 @@ CASE = dict(
     causal=True,
     window=0,
     packed=False,
+    documents=None,
     remat="none",
     accumulate=1,
     train=True,
@@ -59,6 +60,7 @@ def program(case: dict) -> jax.stages.Lowered:
         head_dim=case["head_dim"],
         mlp=128,
         window=case["window"],
+        documents=case["documents"],
         dtype=case["dtype"],
         remat=case["remat"],
     )

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as kernel_lib
 
 from jaxtrain import plan
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import cudnn, splash, transformer
 from jaxtrain.nn.attention import flash
 from jaxtrain.nn.ring import Ring, over_mesh
-from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.parallel.layout import abstract_mesh, devices_of, make_layout, make_mesh
 from jaxtrain.plan.compile import for_kernels
 
 CASES = [
@@ -149,6 +150,92 @@ def test_flash_takes_documents_in_any_order():
     )
 
 
+ROWS = {
+    "several documents": [1] * 20 + [2] * 1 + [3] * 75,
+    "padding": [1] * 40 + [2] * 30 + [0] * 26,
+    "one document": [1] * 96,
+    "padding alone": [0] * 96,
+    "as many as there may be": [1, 2, 3, 4] + [0] * 92,
+    "equal numbers apart": [1] * 30 + [2] * 30 + [1] * 36,
+}
+
+
+@pytest.mark.parametrize("most", [4, 5, 9, 200])
+def test_documents_are_where_their_bounds_say(most):
+    """The bounds of each row make its documents again, each in its own place."""
+    rows = np.array([row for name, row in ROWS.items() if "many" not in name], "i4")
+    starts, lengths, n = (np.asarray(x) for x in cudnn.bounds(jnp.asarray(rows), most))
+    assert starts.shape == lengths.shape == (len(rows), most)
+    assert n.tolist() == [3, 3, 1, 1, 3]
+    for row, row_starts, row_lengths, count in zip(rows, starts, lengths, n, strict=True):
+        assert (row_starts[count:] == -1).all() and (row_lengths[count:] == -1).all()
+        parts = [row[a : a + k] for a, k in zip(row_starts[:count], row_lengths, strict=False)]
+        assert all(len(set(part.tolist())) == 1 for part in parts)
+        np.testing.assert_array_equal(np.concatenate(parts), row)
+
+
+def test_more_documents_than_there_may_be_are_counted():
+    row = jnp.asarray([[1, 1, 2, 3, 3, 4, 0, 0]], jnp.int32)
+    starts, lengths, n = cudnn.bounds(row, 3)
+    assert (starts.tolist(), lengths.tolist()) == ([[0, 2, 3]], [[2, 1, 2]]) and n == 5
+
+
+def as_cudnn(q, key, v, *, q_seqlen, q_offsets, kv_seqlen, kv_offsets, scale, **masks):
+    """Compute what cuDNN's kernel does with offsets and lengths, as JAX passes them to it: each
+    sequence begins at its offset in memory. What no sequence has stays NaN."""
+    q_seqlen, kv_seqlen, q_offsets, kv_offsets = (
+        np.asarray(x).reshape(-1)
+        for x in kernel_lib._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, key)
+    )
+    (b, t, h, k), g = q.shape, key.shape[2]
+    q, key, v = (np.asarray(x, "f8").reshape(b * t, -1, k) for x in (q, key, v))
+    assert scale == k**-0.5
+    out = np.full((b * t, h, k), np.nan)
+    for i in range(len(q_seqlen)):
+        if n := q_seqlen[i]:
+            at, from_ = q_offsets[i] // (h * k), kv_offsets[i] // (g * k)
+            assert n == kv_seqlen[i]
+            span, keys = slice(at, at + n), slice(from_, from_ + n)
+            part = (x[None] for x in (q[span], key[keys], v[keys]))
+            causal = masks["mask_type"] == kernel_lib.MaskType.PADDING_CAUSAL
+            window = masks["sliding_window_length"] or 0
+            same = np.zeros((1, n), int)
+            out[span] = plain(*part, same, causal=causal, window=window)[0]
+    return jnp.asarray(out.reshape(b, t, h, k), jnp.float32)
+
+
+@pytest.mark.parametrize("places", [96, 95])
+@pytest.mark.parametrize("masks", [(True, 0), (False, 0), (True, 7)])
+def test_documents_by_offsets_equal_the_definition(masks, places, monkeypatch):
+    """Rows with different numbers of documents lie side by side in memory."""
+    monkeypatch.setattr(kernel_lib, "dot_product_attention", as_cudnn)
+    segments = np.array(list(ROWS.values()), "i4")[:-1, :places]
+    q, key, v, _ = inputs(b=len(segments), t=places, h=4, g=2, k=8)
+    causal, window = masks
+    found = cudnn.packed(
+        q,
+        key,
+        v,
+        jnp.asarray(segments),
+        documents=4,
+        causal=causal,
+        window=window,
+        capability="9.0",
+    )
+    plainly = plain(q, key, v, segments, causal=causal, window=window)
+    np.testing.assert_allclose(found, plainly, rtol=0, atol=1e-5)
+
+
+def test_a_row_with_too_many_documents_is_not_a_number(monkeypatch):
+    monkeypatch.setattr(
+        kernel_lib, "dot_product_attention", lambda q, *args, **kwargs: q * jnp.float32(1)
+    )
+    segments = np.array([ROWS["several documents"], ROWS["as many as there may be"]], "i4")
+    q, key, v, _ = inputs(b=2, t=96, h=1, g=1, k=8)
+    found = cudnn.packed(q, key, v, jnp.asarray(segments), documents=2, causal=True, window=0)
+    assert not np.isnan(found[0]).any() and np.isnan(found[1]).all()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_splash_equals_the_definition(case):
     """The kernel for TPUs, interpreted."""
@@ -234,7 +321,7 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
     """On a machine without a GPU, the program is lowered for CUDA, and must hold cuDNN's kernels or
     Triton's."""
 
-    def loss(**case):
+    def loss(on="", **case):
         def f(*args):
             q, key, v, *segments = args
             y = attention_lib.attention(
@@ -243,7 +330,7 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
                 v,
                 **case,
                 segments_bt=segments[0] if segments else None,
-                devices=("gpu", ""),
+                devices=("gpu", on),
             )
             return y.astype(jnp.float32).sum()
 
@@ -255,6 +342,11 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
         for case in (dict(causal=True, window=24), dict(causal=False)):
             text = lowered(jax.grad(loss(**case)), *narrow)
             assert "__cudnn$fmha" in text and "Backward" in text
+        for case in (dict(causal=True), dict(), dict(causal=True, window=24)):
+            packed = loss(**case, documents=4, on="9.0")
+            text = lowered(jax.grad(packed, (0, 1, 2)), *narrow, jnp.asarray(segments))
+            assert "__cudnn$fmhaSoftmaxBackward" in text and "triton" not in text
+            assert f"max_seg_per_batch\\22: {5 + t % 2}" in text, "padding, and an odd place"
         text = lowered(jax.grad(loss(causal=True), (0, 1, 2)), *narrow, jnp.asarray(segments))
         kernels = text.count("xla.gpu.triton")
         assert "cudnn" not in text and kernels == 3, (
@@ -275,6 +367,13 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
         ("gpu", "10.0", 256, dict(causal=True), "cudnn"),
         ("gpu", "8.0", 128, dict(causal=True), "cudnn"),
         ("gpu", "8.0", 256, dict(causal=True), "xla"),
+        ("gpu", "9.0", 256, dict(causal=True, packed=True, documents=8), "cudnn"),
+        ("gpu", "9.0", 64, dict(packed=True, documents=8), "cudnn"),
+        ("gpu", "9.0", 64, dict(causal=True, window=8, packed=True, documents=8), "cudnn"),
+        ("gpu", "9.0", 64, dict(window=8, packed=True, documents=8), "xla"),
+        ("gpu", "9.0", 20, dict(causal=True, packed=True, documents=8), "flash"),
+        ("gpu", "8.0", 64, dict(causal=True, packed=True, documents=8), "flash"),
+        ("gpu", "", 64, dict(causal=True, packed=True, documents=8), "flash"),
         ("gpu", "9.0", 256, dict(causal=True, packed=True), "flash"),
         ("gpu", "8.0", 136, dict(causal=True, packed=True), "xla"),
         ("gpu", "9.0", 512, dict(causal=True), "xla"),
@@ -293,9 +392,36 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
 def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(
     platform, capability, k, case, kernel
 ):
-    case = dict(dtype="bfloat16", causal=False, window=0, packed=False) | case
+    case = {"dtype": "bfloat16", **case}
     q_bthk = jax.ShapeDtypeStruct((2, 256, 4, k), jnp.dtype(case.pop("dtype")))
-    assert attention_lib.choose(q_bthk, (platform, capability), **case) == kernel
+    masks = attention_lib.Masks(**case)
+    assert attention_lib.choose(q_bthk, (platform, capability), masks) == kernel
+
+
+def test_what_cudnn_refuses_is_logged_once_with_what_is_used_instead(caplog):
+    attention_lib._log_once.cache_clear()
+    mesh = abstract_mesh(1, 1, 1, count=1, what="NVIDIA A100")
+    shard = make_layout(mesh, {}, devices=devices_of("NVIDIA A100")).shard
+    q = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    a100 = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0"
+    )
+
+    def layers(q, segments, **masks):
+        for _ in range(2):
+            q = attention_lib.within(shard, q, q, q, segments_bt=segments, documents=4, **masks)
+        return q
+
+    with caplog.at_level("INFO", "jaxtrain"), for_kernels(a100):
+        jax.eval_shape(functools.partial(layers, causal=True), q, segments)
+        jax.eval_shape(functools.partial(layers, window=8), q, segments)
+    assert [line for line in caplog.messages if "cuDNN" in line] == [
+        "cuDNN's attention does not take documents on compute capability 8.0, below 9.0:"
+        " Pallas's kernel is used instead",
+        "cuDNN's attention does not take a window to both sides: XLA's own attention is used"
+        " instead",
+    ]
 
 
 @pytest.mark.slow

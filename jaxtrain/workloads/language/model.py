@@ -106,6 +106,15 @@ class Config(transformer.Decoder):
                         f" config.model.{name}={needed}{shorter}"
                     ),
                 )
+        most = info.get("documents", 0)
+        if self.documents is not None and self.documents < most:
+            yield (
+                "documents",
+                (
+                    f"is {self.documents}, and a row of the data has up to {most}; omit it, or set"
+                    f" config.data.documents={self.documents}"
+                ),
+            )
         for where, section in self._writers():
             if section is self.generation and not self.generation.prompts:
                 continue  # nothing is continued
