@@ -26,7 +26,7 @@ from jaxtrain.types import Array
 GROUPED_DOCUMENTS = (0, 11, 2)
 NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill a row
 UNUSED = -1  # in the place of a document that a row does not have
-CUDNN = 91000  # [version] that a program for GPUs is traced for on a host without one
+CUDNN = 91100  # [version] that a program for GPUs is traced for on a host without one
 _PATCHING = threading.Lock()  # one thread at a time replaces JAX's questions to the host
 
 

@@ -1,10 +1,12 @@
 """The speed and memory of chips by the vendors' datasheets, for plans, MFU and refusals.
 
-The sources, as of 2025, are NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL), H100 PCIe,
-H200 SXM, HGX B200, L40S and RTX A6000, and Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and
-"TPU v6e". FLOP/s are dense, half of a datasheet's figure with sparsity. Links are of one direction,
-as Google quotes them. NVIDIA quotes both directions of NVLink together. The memory of a TPU is the
-part that the compiler grants a program, by its own messages.
+The sources are of 2026. NVIDIA's datasheets are those of A100 80GB SXM, H100 (SXM and NVL), H100
+PCIe, H200 SXM, HGX B200, HGX B300, GB200 NVL72, GB300 NVL72, L40S and RTX A6000. Google Cloud's
+pages are "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x". FLOP/s are dense, half of a
+datasheet's figure with sparsity. Links are of one direction. NVIDIA quotes both directions of
+NVLink together, as Google does for TPU7x. The memory of a TPU is the part that the compiler grants
+a program, by its own messages. Of a TPU7x, each of its two cores is a device, with half of the
+chip's figures.
 """
 
 from typing import NamedTuple
@@ -23,6 +25,11 @@ class Chip(NamedTuple):
     # [bytes/s] of a large copy and [FLOP/s] of a large bfloat16 product, as measured; 0 = never
     measured_bandwidth: float = 0
     measured_flops: float = 0
+    devices: int = 1  # of JAX on one chip
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.kind.startswith("TPU")
 
 
 CHIPS = (
@@ -33,12 +40,16 @@ CHIPS = (
     Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
+    Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9),
+    Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9),
+    Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9),
     Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),
     Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9),
     Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9),
     Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9),
     Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9),
     Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9),
+    Chip("tpu7x", "TPU7x", 1153.5e12, 94.75 * GIB, 3690e9, 300e9, devices=2),
 )
 
 

@@ -1,9 +1,9 @@
 """The properties of cards that XLA's compiler for GPUs needs to compile without a card.
 
 They are those of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm,
-h100_pcie, h200, b200 and a6000). It has no L40S and no H100 NVL. Theirs follow from NVIDIA's
-datasheets and the CUDA programming guide's table of compute capabilities (8.9 is as 8.6, 9.0 as
-H100 SXM).
+h100_pcie, h200, b200, b300, gb200, gb300 and a6000). It has no L40S and no H100 NVL. Theirs follow
+from NVIDIA's datasheets and the CUDA programming guide's table of compute capabilities (8.9 is as
+8.6, 9.0 as H100 SXM).
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
             f" feature_extension: {features} }}",
             "  registers_per_core_limit: 65536 registers_per_block_limit: 65536",
             "}",
-            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 }'
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 11 }'
             " runtime_version { major: 12 minor: 8 }",
             f'device_description_str: "{self.description}"',
         ]
@@ -116,6 +116,42 @@ SPECS = {
         bandwidth=7_672_320_000_000,
         memory=191_514_411_008,
         l2=132_644_864,
+        shared=233_472,
+        threads=2048,
+    ),
+    "b300": Spec(
+        description="NVIDIA B300",
+        capability=(10, 3),
+        cores=158,
+        lanes=128,
+        clock=1.965,
+        bandwidth=7_936_000_000_000,
+        memory=297_021_865_984,
+        l2=135_528_448,
+        shared=233_472,
+        threads=2048,
+    ),
+    "gb200": Spec(
+        description="NVIDIA GB200",
+        capability=(10, 0),
+        cores=152,
+        lanes=128,
+        clock=2.062,
+        bandwidth=7_928_064_000_000,
+        memory=197_897_748_480,
+        l2=135_528_448,
+        shared=233_472,
+        threads=2048,
+    ),
+    "gb300": Spec(
+        description="NVIDIA GB300",
+        capability=(10, 3),
+        cores=152,
+        lanes=128,
+        clock=2.07,
+        bandwidth=7_928_064_000_000,
+        memory=297_021_079_552,
+        l2=135_528_448,
         shared=233_472,
         threads=2048,
     ),

@@ -237,7 +237,7 @@ def _answer_lines(
 def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     """Yield the time of the kernels by their bytes and products, and that of the largest scopes."""
     chip = target.chip
-    if not (step.kernels and chip) or chip.name.startswith("v"):
+    if not (step.kernels and chip) or chip.is_tpu:
         return  # on TPUs products are convolutions, and arrays are padded to tiles
     rates = traffic.Rates(chip.bandwidth, chip.flops)
     source = "the datasheet's rates, which no program reaches"
@@ -276,7 +276,7 @@ def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
 def _exchange_line(kind: str, axes: Sequence[str], exchanged: hlo.Exchanged, target: Target) -> str:
     sent = f"{in_bytes(exchanged.sent):>12} sent"
     if target.chip:
-        sent += f", {1e3 * exchanged.sent / target.chip.links:.2f} ms of the links"
+        sent += f", {1e3 * exchanged.sent / target.links:.2f} ms of the links"
     asynchronous = f"{exchanged.early} of them asynchronous"
     return f"  {exchanged.times:5} × {kind:20} over {'+'.join(axes):12} {sent}, {asynchronous}"
 

@@ -43,7 +43,27 @@ class Target:
 
     @property
     def tiled(self) -> bool:
-        return bool(self.chip and self.chip.kind.startswith("TPU"))
+        return bool(self.chip and self.chip.is_tpu)
+
+    @property
+    def links(self) -> float:
+        """The bytes/s that the device with the fewest links sends to its neighbours in the slice.
+
+        A TPU has a link in each direction of each dimension. It has both in a dimension that is
+        closed to a ring, else one at the end of a row, and none in a dimension of 1. By Google
+        Cloud's pages, dimensions of 16 are closed on v5e and v6e, and all multiples of 4 on the
+        others if each dimension is one.
+        """
+        chip = self.known_chip
+        if not (self.tiled and self.topology):
+            return chip.links
+        dimensions = [int(n) for n in self.topology.partition(":")[2].split("x")]
+        is_torus = len(dimensions) == 3 and all(n % 4 == 0 for n in dimensions)
+        n_links = 0
+        for n in dimensions:
+            is_ring = is_torus or n == 16
+            n_links += 2 if is_ring else int(n > 1)
+        return chip.links * max(n_links, 1) / (2 * len(dimensions))
 
     @property
     def memory(self) -> float:
@@ -110,11 +130,12 @@ def _parse_tpus(text: str, devices: str) -> Target | None:
     if not match or match[1] not in _names("TPU"):
         return None
     slices = int(match[3] or 1)
-    count = slices * math.prod(int(n) for n in match[2].split("x"))
-    if not count:
+    n_chips = slices * math.prod(int(n) for n in match[2].split("x"))
+    chip = chips.by_name(match[1])
+    if not (n_chips and chip):
         return None
     topology = f"{match[1]}:{match[2]}"
-    return Target(text, chips.by_name(match[1]), count, False, topology, slices)
+    return Target(text, chip, n_chips * chip.devices, False, topology, slices)
 
 
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:

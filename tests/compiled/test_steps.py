@@ -40,6 +40,7 @@ REST = [
     *(("gpu:h100x8", name, "published", "fsdp") for name in ("language", "trm", "giblet")),
     *(("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
     *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
+    *(("tpu:tpu7x:2x2x1", name, "small", "fsdp") for name in ("language", "trm")),
 ]
 
 
@@ -176,7 +177,10 @@ def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["gpu:a100x8", "gpu:b200x8", "gpu:l40sx8", "gpu:h100x8*2"])
+@pytest.mark.parametrize(
+    "target",
+    ["gpu:a100x8", "gpu:b200x8", "gpu:b300x8", "gpu:gb300x8", "gpu:l40sx8", "gpu:h100x8*2"],
+)
 def test_other_cards_and_several_nodes(target, answers, gpu_compiler):
     assert answers(target, "bird", "small", "fsdp").compiled
 

@@ -46,6 +46,30 @@ def test_targets_know_their_devices():
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "n_links", "of"),
+    [
+        ("tpu:v5e:2x2", 2, 4),  # two neighbours, and no ring
+        ("tpu:v5e:2x4", 2, 4),  # at a corner
+        ("tpu:v6e:8x16", 3, 4),  # the longer dimension is a ring
+        ("tpu:v5e:16x16", 4, 4),
+        ("tpu:v4:2x2x1", 2, 6),
+        ("tpu:v5p:4x4x4", 6, 6),
+        ("tpu:v5p:2x4x4", 3, 6),  # no torus
+        ("gpu:h100x8", 1, 1),  # all by the switch
+    ],
+)
+def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
+    found = plan.parse_target(target)
+    assert found.links == pytest.approx(found.chip.links * n_links / of)
+
+
+def test_each_core_of_a_tpu7x_is_a_device():
+    found = plan.parse_target("tpu:tpu7x:2x2x1")
+    assert found.count == 8 and found.kind == "tpu"
+    assert found.chip.devices * found.chip.flops == pytest.approx(2307e12)
+
+
 def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkeypatch, capsys):
     small_runs.rows(tmp_path)
     monkeypatch.setattr(
