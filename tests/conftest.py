@@ -147,6 +147,16 @@ def folder(tmp_path):
 
 
 @pytest.fixture
+def ending():
+    """A list of processes that do not outlive the test."""
+    started = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """Make a disk of a number of kilobytes. It is unmounted after the test, or with ``lazily`` as
     soon as no process has it open."""

@@ -1,69 +1,23 @@
 """`jaxtrain train --supervise`: a run whose processes or supervisors are killed goes on by itself,
 and ends in order when it is asked to, or cannot go on. Real processes, real kills."""
 
-import json
 import os
 import pathlib
 import signal
 
 import pytest
 
-from jaxtrain.telemetry import goodput
-from tests.support.processes import at, command, free_port, ids, records, step_of, wait_for
-
-ENDLESS = ("--config.train.steps=100000", "--config.checkpoint.every=5")
-QUIET = ("--config.train.eval_every=0",)
-
-
-def supervised(folder, *overrides, port=0, process=0, processes=1, **environment):
-    """Start one supervisor."""
-    if processes > 1:
-        environment |= at(port, process, processes)
-        environment["IDS"] = str(folder / f"ids{process}.jsonl")
-    return command(folder, "toy.py", "--supervise", *QUIET, *overrides, **environment)
-
-
-def several(folder, *overrides, processes=2):
-    port = free_port()
-    return [
-        supervised(folder, *overrides, port=port, process=i, processes=processes)
-        for i in range(processes)
-    ]
-
-
-def starts(folder, process=0):
-    return goodput.starts(folder / "runs" / "toy" / "goodput" / f"process-{process}.jsonl")
-
-
-def pid_of_run(folder, process=0):
-    """The process id of the newest start."""
-    path = folder / "runs" / "toy" / "goodput" / f"process-{process}.jsonl"
-    heads = [json.loads(line) for line in path.read_text().splitlines() if '"pid"' in line]
-    return heads[-1]["pid"]
-
-
-def reaches(folder, step, watch):
-    wait_for(lambda: step_of(folder / "runs" / "toy") >= step, watch=watch, seconds=300)
-
-
-def saves(folder, watch):
-    """Wait for a checkpoint."""
-    folder = folder / "runs" / "toy" / "checkpoints"
-    wait_for(lambda: list(folder.glob("*/manifest.json")), watch=watch, seconds=300)
-
-
-def outputs_of(processes, seconds=240):
-    return [process.communicate(timeout=seconds)[0] for process in processes]
-
-
-@pytest.fixture
-def ending():
-    """A list of processes that do not outlive the test."""
-    started = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
+from tests.support.processes import free_port, ids, records, step_of, wait_for
+from tests.support.supervised_runs import (
+    ENDLESS,
+    outputs_of,
+    pid_of_run,
+    reaches,
+    saves,
+    several,
+    starts,
+    supervised,
+)
 
 
 def test_a_killed_process_goes_on_by_itself_and_its_run_ends_in_order(folder, ending):

@@ -589,6 +589,11 @@ def _read_state(
         saved = handler.restore(step / "state", args=ocp.args.StandardRestore(target))
     finally:
         handler.close()
+    return of_saved_parts(abstract, saved)
+
+
+def of_saved_parts(abstract: "Abstract", saved: Mapping[str, Any]) -> "TrainState":
+    """Return the state of arrays by the names of `saved_parts`, without frozen parameters."""
     variables = abstract.state.variables._replace(
         params=saved["params"], model_state=saved["model_state"]
     )

@@ -455,6 +455,9 @@ class Checkpoint(Section):
     # [steps] interval between saves, or a share: 0.05. The last step, and with best each
     # evaluation, is saved too
     every: int = 500
+    # [steps] interval between steps that a supervised run also keeps in the shared memory of its
+    # hosts, from which a restart resumes; 0 = none
+    memory_every: int = 0
     keep: int = 3  # [checkpoints] number of newest checkpoints that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     # [metric] metric whose best step is kept: the largest value, or with "-" before it the smallest
@@ -466,7 +469,7 @@ class Checkpoint(Section):
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every", "keep")
-        yield from checks.not_negative(self, "keep_every")
+        yield from checks.not_negative(self, "keep_every", "memory_every")
         yield from checks.choice(self, ("resumable", "weights"), "final")
         yield from checks.choice(self, ("stop", "continue"), "on_error")
 
@@ -619,6 +622,7 @@ Data = TypeVar("Data", bound=DataSection, default=Any)
 
 # Overrides for commands that make runs of their own: such a run writes into its workdir alone.
 WITHOUT_OUTPUTS = {
+    "checkpoint.memory_every": "0",
     "checkpoint.folder": "",
     "metrics.tensorboard": "false",
     "metrics.wandb_project": "",

@@ -1,7 +1,8 @@
 """The attempt of a process that a supervisor started (`jaxtrain.supervise`): JAXTRAIN_SUPERVISOR.
 
 The variable is JSON: {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "lease":
-"…"}. Without a supervisor there is none, and `from_environment` returns attempt -1.
+"…", "run": "…", "memory": "/dev/shm/…"}. Without a supervisor there is none, and
+`from_environment` returns attempt -1.
 """
 
 import json
@@ -18,6 +19,8 @@ class Attempt(NamedTuple):
     attempt: int = -1
     cause: str = ""  # of the end of the attempt before
     lease: str = ""  # the token of the supervisor that holds the workdir
+    run: str = ""  # the name of the run's steps in memory
+    memory: str = ""  # their folder; "" without config.checkpoint.memory_every
 
     @property
     def is_supervised(self) -> bool:

@@ -1,18 +1,24 @@
 """The checkpoints of a run as its loop sees them: their content, the way back from bad steps."""
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 
+from etils import epath
+
+from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
-from jaxtrain.parallel import cluster
+from jaxtrain.checkpoint.checkpointer import of_saved_parts, saved_parts
+from jaxtrain.parallel import cluster, supervised_attempt
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.run.process_context import ProcessContext
 from jaxtrain.run.schedule import Due
 from jaxtrain.run.stream import Data
 from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
+from jaxtrain.supervise import steps_in_memory
 from jaxtrain.telemetry import goodput
 
 log = logging.getLogger("jaxtrain")
@@ -31,12 +37,24 @@ class CheckpointManager:
         self._process = process
         self._clock = process.clock
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
+        self._memory: steps_in_memory.Memory | None = None
+        attempt = supervised_attempt.from_environment()
+        if assembly.config.checkpoint.memory_every:
+            if not attempt.memory:
+                raise steps_in_memory.SharedMemoryError(
+                    "config.checkpoint.memory_every keeps steps for a supervisor, and this run has"
+                    " none; add --supervise, or set it to 0"
+                )
+            parts = saved_parts(assembly.abstract.state)
+            self._memory = steps_in_memory.Memory(attempt.memory, attempt.run, parts)
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._clock.switch(goodput.SAVES)
+        if self._memory:
+            self._memory.close()
         try:
             if kind is None:
                 with self._in_own_workdir():
@@ -81,6 +99,31 @@ class CheckpointManager:
         with self._clock.during(goodput.SAVES), self._in_own_workdir():
             data = self._data.state(step - history.offset)
             return self._checkpointer.save(step, state, data, history)
+
+    def in_memory(self) -> Restored | None:
+        """Return the newest whole step in memory, if it is newer than each checkpoint here."""
+        if not self._memory:
+            return None
+        found = self._memory.newest(cluster.agree(self._checkpointer.listed()), self._note())
+        self._memory.reserve()
+        if not found:
+            return None
+        state = of_saved_parts(self._abstract, found.parts)
+        history = History(**found.note["history"])
+        return Restored(state, found.step, history, epath.Path(self._memory.folder))
+
+    def remember(self, step: int, state: TrainState, history: History) -> None:
+        """Copy a state into the memory of the hosts. It is not saved by that."""
+        assert self._memory
+        with self._clock.during(goodput.SAVES):
+            note = {**self._note(), "history": history._asdict()}
+            self._memory.save(step, saved_parts(state), note)
+
+    def _note(self) -> dict[str, str]:
+        """Return digests of all that a step in memory has to have in common with this attempt."""
+        config = config_lib.to_json(self._config)
+        digest = hashlib.sha256(config.encode()).hexdigest()
+        return {"config": digest, "data": self._data.digest()}
 
     def poll(self) -> None:
         """Notice a save that failed meanwhile, as `save` does. Free of cost at every step."""

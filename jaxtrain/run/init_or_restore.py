@@ -39,27 +39,34 @@ class Start(NamedTuple):
     warm: str = ""
 
 
-def init_or_restore(assembly: Assembly, newest: Callable[[str], Restored | None]) -> Start:
+def init_or_restore(
+    assembly: Assembly,
+    newest: Callable[[str], Restored | None],
+    *,
+    in_memory: Callable[[], Restored | None] = lambda: None,
+) -> Start:
     """Return the state, step and history that the run trains from, on every process.
 
     ``newest``: finds and reads the newest checkpoint of a workdir, "" being the run's own.
+    ``in_memory``: returns a newer step that a supervised run has kept in memory.
 
     Raises CheckpointError: there are checkpoints, and none can be read, or they are of another
     model or other data (never followed by a silent start at step 0); WarmStartError: the source of
     config.warm_start does not fit the parameters.
     """
     config = assembly.config
-    # 1. The newest checkpoint of this workdir that can be read.
-    restored = newest("")
-    # 2. The newest one of config.resume.path that can be read.
+    # 1. The newest whole step in the hosts' memory, if it is newer than any checkpoint here.
+    # 2. The newest checkpoint of this workdir that can be read.
+    restored = in_memory() or newest("")
+    # 3. The newest one of config.resume.path that can be read.
     if not restored and config.resume.path:
         restored = newest(config.resume.path)
     if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
         _report_schedule(config, restored)
         return _with_frozen(assembly, restored)
-    # 3. The initial parameters, and over them those of config.warm_start.source.
-    # 4. The initial parameters.
+    # 4. The initial parameters, and over them those of config.warm_start.source.
+    # 5. The initial parameters.
     rules = _exact(config.warm_start)
     frozen = assembly.abstract.state.variables.frozen
     base = None

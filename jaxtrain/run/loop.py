@@ -94,7 +94,9 @@ def run(
                 StepCompiler(assembly, data, process.clock, likely=checkpoints.likely())
             )
         with process.phase(goodput.RESTORE, "its checkpoint"):
-            state, step, history, warm = init_or_restore(assembly, checkpoints.newest)
+            state, step, history, warm = init_or_restore(
+                assembly, checkpoints.newest, in_memory=checkpoints.in_memory
+            )
             process.clock.resumed(step, warm=warm)
         due = Schedule(
             config,
@@ -146,7 +148,8 @@ def run(
             checkpoints.poll()
             now = due.at(step)
             # 3. If the host waits anyway, read this step too.
-            waits = now.save or now.evaluate or metrics_logger.skipped.broken
+            reads = now.save or now.evaluate or now.remember
+            waits = reads or metrics_logger.skipped.broken
             if waits and metrics_logger.flush():
                 break
             # 4. Rewind before a save: a bad state never reaches the disk.
@@ -154,6 +157,8 @@ def run(
                 skipped = metrics_logger.skipped
                 state, history = checkpoints.rewind(state, step, skipped, history)
                 metrics_logger.rewound(batch, state)
+            if now.remember:
+                checkpoints.remember(step, state, history)
             # 5. Save, then evaluate: a kill between the two costs one evaluation.
             if now.save and now.resumable:
                 metrics_logger.saved(step, checkpoints.save(step, state, history))

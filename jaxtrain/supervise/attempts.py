@@ -32,6 +32,7 @@ class Report(NamedTuple):
     attempt: int = -1  # the last one that it took part in
     cause: str = ""  # the end of its process; "" if it has started none yet
     rank: int = 9  # the lower, the less the end can be a consequence of another one
+    run: str = ""  # the name of the run's steps in memory, once it has one
 
 
 class Past(NamedTuple):

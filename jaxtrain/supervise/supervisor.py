@@ -5,7 +5,7 @@ start the supervisors come together at the coordinator's address (`rendezvous.vo
 their processes have ended, and get the decision of process 0's supervisor:
 
     {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL",
-     "coordinator": "node6:23456", "code": 0, "text": ""}
+     "coordinator": "node6:23456", "run": "6f1c…", "code": 0, "text": ""}
 
 The processes meet at that address, with a new port for each attempt. A code and a text end the run
 for good. During an attempt the supervisors have `links`, by which the end of a process, or of a
@@ -19,10 +19,12 @@ import os
 import pathlib
 import queue
 import random
+import shutil
 import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +33,11 @@ from jaxtrain.parallel import cluster, supervised_attempt
 from jaxtrain.parallel.cluster import addresses, discover, rendezvous
 from jaxtrain.parallel.cluster.links import Links, Loss
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.supervise import attempts
+from jaxtrain.supervise import attempts, steps_in_memory
 from jaxtrain.supervise.attempts import Past, Report
 from jaxtrain.supervise.warm_process import Ended, WarmProcess
 from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import machine
 
 log = logging.getLogger("jaxtrain")
@@ -143,10 +146,11 @@ class Supervisor:
         self._host = socket.gethostname()
         self._name = f"process {membership.process} ({self._host})"
         self._past: list[Past] = []
+        self._closing = contextlib.ExitStack()
         self._lease: Lease | None = None
 
     def run(self) -> int:
-        with contextlib.ExitStack() as closing:
+        with self._closing as closing:
             refusal = self._take_lease(closing)
             report = Report()
             while True:
@@ -227,7 +231,8 @@ class Supervisor:
         text = ""
         if attempt >= 0:
             cause = attempts.first_cause(each)
-            past = Past(attempt, time.time(), self._step(), cause)
+            step = run_lib.Run(pathlib.Path(self._config.workdir), "").step
+            past = Past(attempt, time.time(), step, cause)
             self._past.append(past)
             if rule := attempts.why_given_up(self._past, self._config, time.time()):
                 text = "\n  ".join([f"the run is given up: {rule}", *map(str, self._past)])
@@ -237,6 +242,7 @@ class Supervisor:
             "attempt": attempt + 1,
             "cause": cause,
             "coordinator": self._free_address(),
+            "run": next((report.run for report in each if report.run), uuid.uuid4().hex),
             "code": attempts.GIVEN_UP if text else 0,
             "text": text,
         }
@@ -248,9 +254,6 @@ class Supervisor:
             return goodput.starts(pathlib.Path(self._config.workdir, goodput.FOLDER, name))
         except (OSError, WorkdirError):
             return []
-
-    def _step(self) -> int:
-        return max((start.step for start in self._starts()), default=0)
 
     def _free_address(self) -> str:
         """Return an address of process 0 with a port on which nothing listens."""
@@ -269,7 +272,10 @@ class Supervisor:
         """Start the process, and wait until it has ended."""
         number = int(decision["attempt"])
         token = self._lease.token if self._lease else ""
-        attempt = supervised_attempt.Attempt(number, decision["cause"], token)
+        folder = self._memory_folder(decision["run"])
+        attempt = supervised_attempt.Attempt(
+            number, decision["cause"], token, decision["run"], folder
+        )
         environment = attempt.to_environment()
         if decision["coordinator"]:
             environment[discover.VARIABLES[0]] = decision["coordinator"]
@@ -281,10 +287,18 @@ class Supervisor:
             if start.began >= began - 1:
                 last_words = start.end
         cause = attempts.describe(self._name, code, last_words)
-        report = Report(number, cause, attempts.rank_of(code))
+        report = Report(number, cause, attempts.rank_of(code), decision["run"])
         if loss:
-            report = Report(number, loss.reason, report.rank + 1)
+            report = report._replace(cause=loss.reason, rank=report.rank + 1)
         return Outcome(report, self._final(code, cause, loss, links))
+
+    def _memory_folder(self, run: str) -> str:
+        """Return the folder of the run's steps in memory, which is removed at the end."""
+        if not self._config.checkpoint.memory_every:
+            return ""
+        folder = steps_in_memory.folder_of(run, self._membership.process)
+        self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
+        return str(folder)
 
     def _wait(self, attempt: int) -> tuple[int, Loss | None]:
         """Return the process's exit code, and the loss that ended the attempt before, if any."""

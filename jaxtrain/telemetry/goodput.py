@@ -362,10 +362,10 @@ def supervised_restarts(every_start: Sequence[Start]) -> list[Restart]:
 
 def seconds_by_cause(every_start: Sequence[Start]) -> dict[str, float]:
     """Cause of a fault -> seconds until its run was as far again, the most first."""
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for restart in supervised_restarts(every_start):
         seconds[restart.cause] += restart.seconds
-    return dict(seconds.most_common())
+    return {cause: seconds[cause] for cause in sorted(seconds, key=seconds.__getitem__)[::-1]}
 
 
 def starts(path: pathlib.Path) -> list[Start]:

@@ -307,6 +307,17 @@ def agree_on(values: Sequence[int]) -> list[int]:
     return agreed
 
 
+def gather_texts(text: str) -> list[str]:
+    """Return the texts of all processes, by their numbers."""
+    if jax.process_count() == 1:
+        return [text]
+    content = text.encode()
+    padded = np.zeros(max(gather(len(content))), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    every = np.asarray(multihost_utils.process_allgather(padded))  # [processes, bytes]
+    return [bytes(row).rstrip(b"\0").decode() for row in every]
+
+
 def gather(value: int) -> list[int]:
     """Return the values of all processes, by their numbers."""
     if jax.process_count() == 1:

@@ -1,0 +1,179 @@
+"""Steps in shared memory: whole or not taken, of this run alone, or from another process."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.supervise import steps_in_memory
+from tests.support.processes import ids, records, run, step_of, wait_for
+from tests.support.supervised_runs import (
+    ENDLESS,
+    outputs_of,
+    pid_of_run,
+    reaches,
+    several,
+    starts,
+    supervised,
+)
+
+NOTE = {"config": "c", "data": "d"}
+
+
+@pytest.fixture
+def parts():
+    """Arrays that are split, replicated and offset, of several types."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return {
+        "step": put(jnp.int32(7)),
+        "w": put(jnp.arange(64.0).reshape(8, 8), "data", "model"),
+        "half": put(jnp.arange(24, dtype=jnp.bfloat16).reshape(2, 12), "model"),
+        "flags": put(jnp.arange(3) > 0),
+        "none": put(jnp.zeros((0, 4))),
+    }
+
+
+def make(folder, parts, run="run"):
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts
+    )
+    made = steps_in_memory.Memory(str(folder), run, abstract)
+    made.reserve()
+    return made
+
+
+def save(made, parts, *steps):
+    for step in steps:
+        changed = {**parts, "step": parts["step"] + step, "w": parts["w"] * step}
+        made.save(step, changed, {**NOTE, "history": {"offset": step}})
+    made.close()
+
+
+def test_the_newest_whole_step_comes_back_bit_for_bit(tmp_path, parts):
+    save(make(tmp_path, parts), parts, 10, 20, 30)
+    found = make(tmp_path, parts).newest(0, NOTE)
+    assert found.step == 30 and found.note["history"] == {"offset": 30}
+    expected = {**parts, "step": parts["step"] + 30, "w": parts["w"] * 30}
+    for name, x in expected.items():
+        assert np.asarray(found.parts[name]).tobytes() == np.asarray(x).tobytes(), name
+        assert found.parts[name].sharding == x.sharding and found.parts[name].dtype == x.dtype
+    assert make(tmp_path, parts).newest(30, NOTE) is None, "the disk has it"
+
+
+def place_of(folder, step):
+    for place in steps_in_memory.PLACES:
+        if json.loads((folder / f"{place}.json").read_text())["step"] == step:
+            return place
+    raise AssertionError("the step is not there")
+
+
+def test_a_step_that_is_damaged_or_half_written_is_not_taken(tmp_path, parts, caplog):
+    save(make(tmp_path, parts), parts, 10, 20)
+    with (tmp_path / f"{place_of(tmp_path, 20)}.bin").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff")
+    assert make(tmp_path, parts).newest(0, NOTE).step == 10
+    assert "step 20 in memory fails its checksum" in caplog.text
+    (tmp_path / f"{place_of(tmp_path, 10)}.json").unlink()  # as while it is written
+    assert make(tmp_path, parts).newest(0, NOTE) is None
+
+
+def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_path, parts):
+    save(make(tmp_path, parts), parts, 10, 20)
+    again = make(tmp_path, parts)
+    assert again.newest(0, NOTE).step == 20
+    save(again, parts, 21)
+    assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {0, 1}
+
+
+def test_a_step_of_another_run_config_or_layout_is_not_taken(tmp_path, parts):
+    save(make(tmp_path, parts), parts, 10)
+    assert make(tmp_path, parts, run="other").newest(0, NOTE) is None
+    assert make(tmp_path, parts).newest(0, {**NOTE, "config": "other"}) is None
+    replicated = NamedSharding(parts["w"].sharding.mesh, PartitionSpec())
+    other = {**parts, "w": jax.device_put(parts["w"], replicated)}
+    assert make(tmp_path, other).newest(0, NOTE) is None
+
+
+def test_too_little_shared_memory_says_how_much_is_needed(small_disk, parts):
+    parts = {"w": jax.device_put(jnp.zeros(50_000), parts["step"].sharding)}
+    disk = small_disk(300)
+    with pytest.raises(
+        steps_in_memory.SharedMemoryError, match=r"needs 400,000 bytes .* are left in"
+    ):
+        make(disk, parts)
+
+
+def test_a_folder_of_somebody_else_is_refused_and_those_left_behind_are_removed(tmp_path):
+    folder = steps_in_memory.folder_of("a" * 32, 0, tmp_path)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    assert steps_in_memory.folder_of("a" * 32, 0, tmp_path) == folder
+    holder = json.loads((folder / steps_in_memory.HOLDER).read_text())
+    (folder / steps_in_memory.HOLDER).write_text(json.dumps(holder | {"pid": 2**22 - 1}))
+    second = steps_in_memory.folder_of("b" * 32, 0, tmp_path)
+    assert second.exists() and not folder.exists()
+    second.chmod(0o755)
+    with pytest.raises(steps_in_memory.SharedMemoryError, match="not a folder of this user alone"):
+        steps_in_memory.folder_of("b" * 32, 0, tmp_path)
+
+
+def test_an_unsupervised_run_keeps_nothing_in_memory(folder):
+    output = run(folder, "toy.py", "--config.checkpoint.memory_every=2", code=2)
+    assert "this run has none; add --supervise" in output
+
+
+MEMORY = ("--config.checkpoint.memory_every=1", "--config.checkpoint.every=100000")
+
+
+def killed(folder, started, victim):
+    """Kill a process of a run that has made steps. Return the last step."""
+    reaches(folder, 6, started)
+    first = pid_of_run(folder, victim)
+    os.kill(first, signal.SIGKILL)
+    return first
+
+
+def goes_on(folder, started, victim, first):
+    """Wait until the run is further than before, and end it. Return the outputs."""
+    step = step_of(folder / "runs" / "toy")
+    wait_for(lambda: pid_of_run(folder, victim) != first, watch=started)
+    reaches(folder, step + 3, started)
+    started[0].send_signal(signal.SIGTERM)
+    outputs = outputs_of(started)
+    assert {process.returncode for process in started} == {75}, outputs
+    assert step - 1 <= starts(folder)[-1].first <= step + 1, outputs
+    steps = list(records(folder / "runs" / "toy", "train"))
+    assert steps == list(range(1, len(steps) + 1))
+    assert not list(steps_in_memory.PARENT.glob(f"jaxtrain-{os.getuid()}-*")), (
+        "the memory is free again"
+    )
+    return outputs
+
+
+def test_a_restart_resumes_from_memory(folder, ending):
+    started = [supervised(folder, *ENDLESS, *MEMORY)]
+    ending += started
+    first = killed(folder, started, 0)
+    goes_on(folder, started, 0, first)
+    assert ids(folder)  # the same rows, if a batch was read twice
+
+
+def test_a_process_without_its_memory_gets_its_parts_from_another_one(folder, ending):
+    """As one on a host that took the place of a lost one. The layout replicates the parameters."""
+    started = several(folder, *ENDLESS, *MEMORY)
+    ending += started
+    first = killed(folder, started, 1)
+    [place] = steps_in_memory.PARENT.glob(f"jaxtrain-{os.getuid()}-*-1")
+    for path in place.glob("[01].*"):
+        path.unlink()
+    goes_on(folder, started, 1, first)
+    assert ids(folder, "ids0.jsonl") and ids(folder, "ids1.jsonl")
