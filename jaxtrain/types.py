@@ -1,6 +1,6 @@
 """The types that every module agrees on."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Optional, Protocol, TypeVar
 
 import jax
@@ -66,6 +66,16 @@ class Unmerged:
     ) -> Array:
         """einsum(equation, x, the matrix) in x's dtype, by a ``product`` like `layers.product`."""
         raise NotImplementedError
+
+    def project_each(
+        self,
+        equation: str,
+        x: Array,
+        others: Sequence[Any],
+        product: Callable[[str, Array, Array], Array],
+    ) -> list[Array]:
+        """Return `project` with this parameter, and with each of ``others`` of its class."""
+        return [w.project(equation, x, product) for w in (self, *others)]
 
 
 class Spec(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,6 +137,22 @@ def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array
     if isinstance(w, Unmerged):
         return w.project(equation, x, functools.partial(product, shard=shard))
     return product(equation, x, w, shard)
+
+
+def project_each(
+    equation: str, x: Array, ws: Sequence[Array | Unmerged], shard: Shard
+) -> list[Array]:
+    """Compute `project` with each of several matrices.
+
+    On GPUs and TPUs adapters of them read x once, since memory's bytes bind their products.
+    """
+    first, *others = ws
+    if shard.devices[0] == "cpu" or not all(type(w) is type(first) for w in others):
+        return [project(equation, x, w, shard) for w in ws]
+    if isinstance(first, Unmerged):
+        of_shard = functools.partial(product, shard=shard)
+        return first.project_each(equation, x, others, of_shard)
+    return [product(equation, x, w, shard) for w in ws if not isinstance(w, Unmerged)]
 
 
 class TableParts(NamedTuple):

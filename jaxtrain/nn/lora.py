@@ -18,10 +18,11 @@ A and B are the parameters ``…/w_a`` and ``…/w_b``. W and the frozen paramet
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
 import flax.traverse_util
@@ -39,6 +40,15 @@ KINDS = ("adapt", "train", "freeze")
 
 class LoraError(UserError, ValueError):
     """Patterns that do not sort the parameters, or do not match a matrix. The message lists all."""
+
+
+class _Order(NamedTuple):
+    """The products of x with the two factors of an adapter, by whose ranks they meet (Z)."""
+
+    inner: str  # factor that x meets first: "a" or "b"
+    axis_of_rank: int  # of that factor
+    to_low: str
+    from_low: str
 
 
 @flax.struct.dataclass
@@ -74,16 +84,55 @@ class Adapted(Unmerged):
 
         ``equation`` is of one layer's matrix, and contracts all dimensions of one side.
         """
+        order = self._order(equation)
+        low = product(order.to_low, x, self._factor(order.inner))
+        return self._from_low(equation, order, x, low, product)
+
+    def project_each(
+        self,
+        equation: str,
+        x: Array,
+        others: Sequence["Adapted"],
+        product: Callable[[str, Array, Array], Array],
+    ) -> list[Array]:
+        """Compute `project` with several matrices, whose inner factors are one product with x."""
+        every = (self, *others)
+        order = self._order(equation)
+        if any(w.n_first != self.n_first for w in others):
+            return [w.project(equation, x, product) for w in every]
+        factors = [w._factor(order.inner) for w in every]
+        axis = order.axis_of_rank
+        low = product(order.to_low, x, jnp.concatenate(factors, axis=axis))
+        ends = list(itertools.accumulate(factor.shape[axis] for factor in factors))
+        lows = jnp.split(low, ends[:-1], axis=-1)
+        return [
+            w._from_low(equation, order, x, low, product)
+            for w, low in zip(every, lows, strict=True)
+        ]
+
+    def _order(self, equation: str) -> "_Order":
+        """Return the order in which x meets A and B: it is B first for a transposed matrix."""
         left, out = equation.split("->")
         of_x, of_w = left.split(",")
-        sides = {"a": of_w[self.n_first :], "b": of_w[: self.n_first]}
-        inner, outer = ("a", "b") if sides["a"][0] in of_x else ("b", "a")
-        factors = {"a": (self.a, "Z" + sides["a"]), "b": (self.b, sides["b"] + "Z")}
+        of_a, of_b = of_w[self.n_first :], of_w[: self.n_first]
         of_low = "".join(i for i in of_x if i not in of_w) + "Z"
-        (inner_factor, of_inner), (outer_factor, of_outer) = factors[inner], factors[outer]
-        low = product(f"{of_x},{of_inner}->{of_low}", x, inner_factor)
+        if of_a[0] in of_x:
+            return _Order("a", 0, f"{of_x},Z{of_a}->{of_low}", f"{of_low},{of_b}Z->{out}")
+        return _Order("b", -1, f"{of_x},{of_b}Z->{of_low}", f"{of_low},Z{of_a}->{out}")
+
+    def _factor(self, name: str) -> Array:
+        return self.a if name == "a" else self.b
+
+    def _from_low(
+        self,
+        equation: str,
+        order: "_Order",
+        x: Array,
+        low: Array,
+        product: Callable[[str, Array, Array], Array],
+    ) -> Array:
         low = low * jnp.asarray(self.scale, x.dtype)
-        adapter = product(f"{of_low},{of_outer}->{out}", low, outer_factor)
+        adapter = product(order.from_low, low, self._factor("b" if order.inner == "a" else "a"))
         return product(equation, x, self.w) + adapter
 
     def __getitem__(self, layer: Any) -> Array:

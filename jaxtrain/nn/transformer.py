@@ -28,6 +28,7 @@ from jaxtrain.nn.layers import (
     layer_norm,
     lookup,
     project,
+    project_each,
     rms_norm,
     rope_angles,
     rotate,
@@ -235,9 +236,8 @@ def attend(
 
     def projections(x_btd: Array, w: Weights) -> tuple[Array, Array, Array]:
         y_btd = norm(c, w, "attention", x_btd, shard)
-        q_bthk = project("btd,hkd->bthk", y_btd, w["w_q"], shard)
-        k_bsgk = project("btd,hkd->bthk", y_btd, w["w_k"], shard)
-        v_bsgk = project("btd,hkd->bthk", y_btd, w["w_v"], shard)
+        matrices = w["w_q"], w["w_k"], w["w_v"]
+        q_bthk, k_bsgk, v_bsgk = project_each("btd,hkd->bthk", y_btd, matrices, shard)
         return q_bthk, k_bsgk, v_bsgk
 
     with jax.named_scope("attention"):
@@ -302,8 +302,9 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     def gate_and_up(x_btd: Array, w: Weights) -> tuple[Array, Array]:
         y_btd = norm(c, w, "mlp", x_btd, shard)
-        gate_btm = project("btd,md->btm", y_btd, w["w_gate"], shard)
-        return gate_btm, project("btd,md->btm", y_btd, w["w_up"], shard)
+        matrices = w["w_gate"], w["w_up"]
+        gate_btm, up_btm = project_each("btd,md->btm", y_btd, matrices, shard)
+        return gate_btm, up_btm
 
     def down(gate_and_up: tuple[Array, Array], w_down: Array) -> Array:
         gate_btm, up_btm = gate_and_up

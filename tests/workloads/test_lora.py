@@ -18,7 +18,7 @@ from jaxtrain.arrays import peft
 from jaxtrain.assembly import assemble
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
-from jaxtrain.nn import lora
+from jaxtrain.nn import layers, lora
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.parallel import one_device
 from jaxtrain.step import state as state_lib
@@ -389,3 +389,55 @@ def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
         (alone, out),
         (spread, spread_out),
     )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adapters_of_several_matrices_read_their_input_once_on_gpus(transposed):
+    """Numbers and gradients are those of one matrix after the other. A matrix without an adapter
+    among them, and CPUs, keep one product each."""
+    sizes, embed, rank = (6, 2, 2), 5, 3
+    draw = jax.random.split(jax.random.key(0), 10)
+    normal = jax.random.normal
+    ws = [
+        lora.Adapted(
+            normal(draw[3 * i], (n, 4, embed)),
+            normal(draw[3 * i + 1], (rank, embed)),
+            normal(draw[3 * i + 2], (n, 4, rank)),
+            0.5 + i,
+            2,
+        )
+        for i, n in enumerate(sizes)
+    ]
+    equation, x = "btd,hkd->bthk", normal(draw[9], (2, 7, embed))
+    if transposed:  # x meets B first
+        ws = [ws[1], ws[2]]
+        equation, x = "bthk,hkd->btd", normal(draw[9], (2, 7, 2, 4))
+    mesh = layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    layout = layout_lib.make_layout(mesh, {})
+    gpu = layout._replace(devices=layout_lib.devices_of("NVIDIA H100")).shard
+
+    def results(shard, project_each):
+        def sums(ws, x):
+            ys = project_each(equation, x, ws, shard)
+            return sum(jnp.sin(y).sum() for y in ys), ys
+
+        grads, ys = jax.grad(sums, argnums=(0, 1), has_aux=True)(ws, x)
+        return ys, grads
+
+    def one_by_one(equation, x, ws, shard):
+        return [layers.project(equation, x, w, shard) for w in ws]
+
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5),
+        results(gpu, layers.project_each),
+        results(gpu, one_by_one),
+    )
+
+    def products(shard, ws):
+        jaxpr = jax.make_jaxpr(lambda x: layers.project_each(equation, x, ws, shard))(x)
+        return str(jaxpr).count("dot_general[")
+
+    n = len(ws)
+    assert products(gpu, ws) == 1 + 2 * n
+    assert products(gpu, [*ws[:-1], ws[-1].w]) == 3 * (n - 1) + 1
+    assert products(layout.shard, ws) == 3 * n
