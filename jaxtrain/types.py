@@ -218,6 +218,13 @@ class Foreign(NamedTuple):
     config: Callable[[Any], dict[str, Any]]
 
 
+class DocumentFlops(NamedTuple):
+    """Counts the model FLOPs of rows by the documents that they really have."""
+
+    fields: tuple[str, ...]  # of a batch
+    count: Callable[..., float]  # rows of these fields, as NumPy arrays -> FLOPs of the rows
+
+
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
@@ -257,5 +264,7 @@ class Task(NamedTuple):
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     # the same with the places that a causal mask or a window leaves out; 0 = there are none
     full_flops: int = 0
+    # of a batch's rows, with the places of other documents left out too; None = there are none
+    document_flops: DocumentFlops | None = None
     # named arrays, rows first -> outputs: `jaxtrain.load`
     predict: Callable[[Variables, Batch], Any] | None = None

@@ -158,6 +158,8 @@ def test_the_progress_line_has_step_loss_rate_and_time_left():
     ):
         assert part in line
     assert "above 100%" not in line
+    line = console.progress_line(30, 1000, 2.0, rates | {"mfu_documents": 0.3})
+    assert "MFU 43.2% (by documents 30.0%)" in line
     line = console.progress_line(30, 1000, 2.0, rates | {"mfu": 24.96})
     assert "MFU 2496.0% (above 100%: Task.flops is too high, or the measured peak too low)" in line
     assert "? left" in console.progress_line(0, 1000, 2.0, rates | {"eta_seconds": math.nan})

@@ -95,6 +95,9 @@ def test_rates_are_those_since_the_last_line(clock):
         "mfu": 1.25,
         "mfu_full_attention": 2.0,
     }
+    clock.time += 2
+    by_documents = both.rates(30, 5.5, document_flops=800)
+    assert by_documents["mfu_documents"] == 1.0 and by_documents["mfu"] == 1.25
     clock.time += 100  # an evaluation does not count in the speed
     meter.start(20, 5.5)
     clock.time += 1

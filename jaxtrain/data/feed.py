@@ -83,15 +83,17 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
     return {name: zeros(x) for name, x in batch.items()}
 
 
-def local_values(x: jax.Array) -> list[Any]:
-    """Return this process's values of an array, each once, in order. Waits for the device."""
+def local_rows(x: jax.Array) -> np.ndarray:
+    """Return this process's rows of an array, each once, in order. Waits for the device."""
     parts = {}
     for shard in x.addressable_shards:
         start = shard.index[0].start or 0
         parts[start] = np.asarray(shard.data)
-    values = []
-    for start in sorted(parts):
-        values += parts[start].tolist()
+    return np.concatenate([parts[start] for start in sorted(parts)])
+
+
+def local_values(x: jax.Array) -> list[Any]:
+    values: list[Any] = local_rows(x).tolist()
     return values
 
 

@@ -434,4 +434,9 @@ def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
     if causal:
         longest = min(c.window or tokens, tokens)
         pairs = longest * (longest + 1) // 2 + (tokens - longest) * longest
-    return c.depth * 2 * 2 * pairs * c.heads * c.k
+    return pair_flops(c) * pairs
+
+
+def pair_flops(c: Decoder) -> int:
+    """Count the floating-point operations of a query and a key in all layers, forward."""
+    return c.depth * 2 * 2 * c.heads * c.k

@@ -221,12 +221,14 @@ class MetricsLogger:
         if skipped:
             _warn_of_skipped(step, record, item)
         if self._is_recorded(step) or skipped:
-            self._write_step(step, record)
+            self._write_step(step, record, item)
 
-    def _write_step(self, step: int, record: dict[str, Any]) -> None:
+    def _write_step(self, step: int, record: dict[str, Any], item: Item) -> None:
         loader = self._data.train.diagnostics()
         self._unreadable.look(loader)
-        rates = self._meter.rates(step, self._stream.waited, loader)
+        rates = self._meter.rates(
+            step, self._stream.waited, loader, document_flops=self._document_flops(item)
+        )
         goodput = self._process.clock.goodput()
         self._write(step, "train", record | rates | {"goodput": goodput})
         if self._shuffle_stats:
@@ -240,6 +242,17 @@ class MetricsLogger:
             slowest=loader.get("slowest"),
         )
         self._process.console.progress(line)
+
+    def _document_flops(self, item: Item) -> float:
+        """Return the FLOPs of a step by the documents of its batch, 0 if it has none."""
+        counted = self._task.document_flops
+        if counted is None:
+            return 0
+        arrays = [item.arrays[name] for name in counted.fields]
+        rows = [feed.local_rows(x) for x in arrays]
+        if rows[0].shape[1:] != arrays[0].shape[1:]:
+            return 0  # the sequence is split over devices
+        return counted.count(*rows) * len(arrays[0]) / len(rows[0])
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
         """Show how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""

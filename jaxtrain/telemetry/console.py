@@ -190,6 +190,8 @@ def progress_line(
     if reasons and rates["data_wait_share"] >= WORTH_NAMING:
         waiting += f" ({'; '.join(reasons)})"
     mfu = f"{rates['mfu']:.1%}{above_peak(rates['mfu'])}"
+    if "mfu_documents" in rates:
+        mfu += f" (by documents {rates['mfu_documents']:.1%})"
     pace = f"{rates['examples_per_second']:.1f} examples/s  MFU {mfu}"
     left = f"{duration(rates['eta_seconds'])} left"
     return f"step {step}/{steps}  {loss_text}  {pace}  {waiting}  {left}"

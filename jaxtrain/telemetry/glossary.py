@@ -80,6 +80,11 @@ STEP = (
         "mfu with attention counted as if no mask or window applied",
     ),
     Entry(
+        "mfu_documents",
+        "mfu_documents",
+        "mfu with attention counted within documents alone, by those of the latest step",
+    ),
+    Entry(
         "data_wait_share",
         "data_wait_share",
         "share of the time in which the loop waited for the loader",

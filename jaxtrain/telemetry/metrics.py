@@ -96,9 +96,19 @@ class Meter:
         self._last = (time.perf_counter(), step, waited)
 
     def rates(
-        self, step: int, waited: float, loader: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        waited: float,
+        loader: Mapping[str, Any] | None = None,
+        *,
+        document_flops: float = 0,
     ) -> dict[str, float]:
-        """Return the rates since the last call. ``loader``: its diagnostics."""
+        """Return the rates since the last call.
+
+        Args:
+          loader: its diagnostics.
+          document_flops: of the latest step, by its documents. 0 = it has none.
+        """
         now = time.perf_counter()
         last_time, last_step, last_waited = self._last
         self._last = (now, step, waited)
@@ -113,6 +123,8 @@ class Meter:
         }
         if self._full_flops:
             rates["mfu_full_attention"] = steps * self._full_flops / seconds / self._peak
+        if document_flops:
+            rates["mfu_documents"] = steps * document_flops / seconds / self._peak
         waiting = waited - last_waited
         rates["data_wait_share"] = min(waiting / seconds, 1.0)
         demand = steps * self._batch / max(seconds - waiting, 0.01 * seconds)

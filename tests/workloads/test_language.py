@@ -177,6 +177,28 @@ def test_flops_are_those_that_the_compiler_counts(changes):
     assert attention == 3 * batch * c.depth * 4 * c.context**2 * c.heads * c.k
 
 
+@pytest.mark.parametrize("window", [0, 5])
+def test_flops_by_documents_are_of_the_pairs_that_see_each_other(window):
+    """A row of one document has those of a causal row, and padding has no pair."""
+    c = language.Config(
+        embed=8, depth=2, heads=2, mlp=16, vocab=32, context=24, window=window, bytes_per_token=1.0
+    )
+    whole, packed = np.ones((1, 24), int), np.array([[1] * 10 + [2] * 3 + [0] * 11])
+    places = np.arange(24)[None]
+    packed_places = np.array([[*range(10), *range(3), *[0] * 11]])
+    causal = language.row_flops(c, 24, causal=True, frozen=False)
+    assert language.document_flops(c, False, places, whole) == causal
+    seen = [
+        (i, j)
+        for i, j in np.ndindex(24, 24)
+        if j <= i and packed[0, i] == packed[0, j] > 0 and (not window or i - j < window)
+    ]
+    products = language.row_flops(c, 24, causal=True, frozen=False)
+    products -= 3 * transformer.attention_flops(c, 24, causal=True)
+    expected = products + 3 * 2 * 2 * 2 * 8 * len(seen)
+    assert language.document_flops(c, False, packed_places, packed) == expected
+
+
 def test_flops_are_those_of_the_rows_that_the_loader_makes():
     """A row may be shorter than the model's context, and frozen matrices have no derivative."""
     data = tokens.Config(context=TINY.context // 4)

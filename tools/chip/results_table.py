@@ -117,15 +117,18 @@ def beside_its_case(name: str, one: Found, found: Found) -> Iterator[str]:
 
 
 def mfu(one: Found, found: Found) -> Iterator[str]:
-    """Of the datasheet: causal and full, once if they are the same."""
+    """Of the datasheet: causal, full and by documents, once if they are the same."""
     peak = _machine(found)["datasheet_flops_per_second"]
     if not peak:
         return
     share, full_share = one["flops_per_second"] / peak, one["full_flops_per_second"] / peak
+    by_documents = one["document_flops_per_second"] / peak
     if share == full_share:
         yield f"MFU {share:.1%}"
-    else:
+    elif by_documents == share:
         yield f"MFU causal {share:.1%} full {full_share:.1%}"
+    else:
+        yield f"MFU causal {share:.1%} by documents {by_documents:.1%} full {full_share:.1%}"
 
 
 def goal(name: str, one: Found, found: Found) -> Iterator[str]:

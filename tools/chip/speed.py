@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxtrain.data import feed
 from jaxtrain.plan import hlo, traffic
 from jaxtrain.telemetry import metrics
+from jaxtrain.types import Batch, Task
 from tools.chip import cases
 
 LARGEST = 10  # scopes of a step's roofline that are kept
@@ -92,10 +94,19 @@ def _measure(
         "units_per_second": units / seconds,
         "flops_per_second": task.flops / seconds,
         "full_flops_per_second": full_flops / seconds,
+        "document_flops_per_second": _document_flops(task, steps.batch) / seconds,
         "predicted": _predicted(program, device, rates),
         "memory": _memory(program, chosen, device),
         "loss": metrics.mean([steps()])["loss"],
     }
+
+
+def _document_flops(task: Task, batch: Batch) -> float:
+    """Return the FLOPs of a step by the documents of its batch, or the task's."""
+    counted = task.document_flops
+    if counted is None:
+        return task.flops
+    return counted.count(*(feed.local_rows(batch[name]) for name in counted.fields))
 
 
 def _predicted(

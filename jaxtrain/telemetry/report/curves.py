@@ -22,6 +22,7 @@ RATES = (
     "examples_per_second",
     "mfu",
     "mfu_full_attention",
+    "mfu_documents",
     "data_wait_share",
     "goodput",
     "rows_asked_per_second",

@@ -27,6 +27,7 @@ from jaxtrain.types import (
     Array,
     Axes,
     Batch,
+    DocumentFlops,
     GenerativeEvaluation,
     Key,
     LossOut,
@@ -37,7 +38,13 @@ from jaxtrain.types import (
     Variables,
 )
 from jaxtrain.workloads.language import evals
-from jaxtrain.workloads.language.model import Config, logits, make_specs, row_flops
+from jaxtrain.workloads.language.model import (
+    Config,
+    document_flops,
+    logits,
+    make_specs,
+    row_flops,
+)
 from loaders import base
 
 
@@ -59,6 +66,9 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
         axes=axes,
         flops=batch * row_flops(c, length, causal=True, frozen=frozen),
         full_flops=batch * row_flops(c, length, causal=False, frozen=frozen),
+        document_flops=DocumentFlops(
+            ("positions", "segments"), functools.partial(document_flops, c, frozen)
+        ),
         tokens=batch * length,
         finish=functools.partial(finish, c),
         generative=generative,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain import specs
 from jaxtrain.nn import transformer
@@ -235,3 +236,14 @@ def row_flops(c: Config, length: int, *, causal: bool, frozen: bool) -> int:
     products = length * transformer.token_flops(c, make_specs(c))
     attention = transformer.attention_flops(c, length, causal=causal)
     return (2 if frozen else 3) * products + 3 * attention
+
+
+def document_flops(
+    c: Config, frozen: bool, position_bs: np.ndarray, segment_bs: np.ndarray
+) -> float:
+    """Count the FLOPs of rows, forward and backward, with attention within documents alone."""
+    b, s = position_bs.shape
+    products = s * transformer.token_flops(c, make_specs(c))
+    n_seen_bs = np.minimum(position_bs + 1, c.window or s) * (segment_bs > 0)
+    attention = transformer.pair_flops(c) * int(n_seen_bs.sum())
+    return (2 if frozen else 3) * b * products + 3 * attention
