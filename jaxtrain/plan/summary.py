@@ -175,7 +175,7 @@ def _step_lines(
         if job.stage is not None:
             title += f", stage {job.stage} from step {stages[job.stage]}"
         title += programs[job.has_norms]
-        yield from _answer_lines(config, target, title, answer, bounds[job.stage], problems)
+        yield from _answer_lines(assembly, target, title, answer, bounds[job.stage], problems)
         yield ""
 
 
@@ -203,13 +203,14 @@ def _missing(assembly: Assembly, target: Target) -> str:
 
 
 def _answer_lines(
-    config: config_lib.Config,
+    assembly: Assembly,
     target: Target,
     title: str,
     answer: worker.Answer,
     needs: Bound,
     problems: list[str],
 ) -> Iterator[str]:
+    config = assembly.config
     step = answer.compiled
     if step is None:
         if answer.too_large:
@@ -231,6 +232,7 @@ def _answer_lines(
         yield _row(SECOND, needs.second)
     yield f"{_row('together', peak)}   of {in_bytes(target.memory)}"
     yield from roofline_lines(step, target)
+    yield from _rows_lines(step, assembly, target)
     yield from _program_lines(step, target)
 
 
@@ -239,10 +241,9 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     chip = target.chip
     if not (step.kernels and chip) or chip.is_tpu:
         return  # on TPUs products are convolutions, and arrays are padded to tiles
-    rates = traffic.Rates(chip.bandwidth, chip.flops)
+    rates = _rates(chip)
     source = "the datasheet's rates, which no program reaches"
     if chip.measured_flops:
-        rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
         source = "the rates measured on such a card"
     sums = traffic.roofline(step.kernels, rates)
     yield (
@@ -256,6 +257,30 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     )
     for scope, seconds in itertools.islice(sums.scopes.items(), MAX_SCOPES):
         yield f"    {1e3 * seconds:8.2f} ms  {scope}"
+
+
+def _rates(chip: chips.Chip) -> traffic.Rates:
+    if chip.measured_flops:
+        return traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
+    return traffic.Rates(chip.bandwidth, chip.flops)
+
+
+def _rows_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[str]:
+    """Yield a line if more rows would cost little, since the parameters' bytes take the time."""
+    chip = target.chip
+    if not (step.kernels and chip) or chip.is_tpu:
+        return
+    parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
+    train = assembly.config.train
+    matrices = train.accumulate * (parts["parameters"] + parts["frozen"])
+    rows = traffic.rows_for_little_more(
+        step.kernels, _rates(chip), rows=train.batch, matrices=matrices
+    )
+    if rows >= 2 * train.batch:
+        yield (
+            f"  the parameters' bytes take most of this time: {rows} rows would take about"
+            f" {traffic.LITTLE_MORE:.0%} longer than {train.batch}"
+        )
 
 
 def _program_lines(step: Compiled, target: Target) -> Iterator[str]:

@@ -43,6 +43,9 @@ WITHOUT_TRAFFIC = {
 RENAMES = ("bitcast", "reshape")  # inside of a fusion
 SLICES = ("dynamic-slice", "gather", "slice")
 SCOPE_PARTS = 3  # of a scope that a person reads
+WITHOUT_ROWS = ("guard", "update")  # scopes of a step whose arrays are those of the parameters
+PASSES = 3  # of products over their matrices: forward, and the gradients of both operands
+LITTLE_MORE = 0.1  # of a step's time
 
 
 class Kernel(NamedTuple):
@@ -116,6 +119,37 @@ def roofline(kernels: Iterable[Kernel], rates: Rates) -> Roofline:
         scopes[short_scope(kernel)] += of_kernel
     largest_first = dict(sorted(scopes.items(), key=lambda item: -item[1]))
     return Roofline(seconds, seconds_of_bytes, read, written, flops, executions, largest_first)
+
+
+def rows_for_little_more(
+    kernels: Sequence[Kernel], rates: Rates, *, rows: int, matrices: float
+) -> int:
+    """Return how many rows a step may have for `LITTLE_MORE` of its time, by an estimate.
+
+    The guard and the update take the same time for any rows, and products read their matrices once
+    for any rows. All other bytes, and the FLOP of products, are in proportion to the rows.
+
+    ``matrices``: bytes of the parameters, times the microbatches that read them.
+    """
+    fixed = moving = computing = in_products = 0.0  # [s]
+    for kernel in kernels:
+        if any(f"/{name}/" in kernel.scope for name in WITHOUT_ROWS):
+            fixed += kernel.seconds(rates)
+            continue
+        of_bytes = kernel.times * (kernel.read + kernel.written) / rates.bandwidth
+        moving += of_bytes
+        computing += kernel.times * kernel.flops / rates.flops
+        if kernel.flops:
+            in_products += of_bytes
+    of_matrices = min(in_products, PASSES * matrices / rates.bandwidth)
+    allowed = (1 + LITTLE_MORE) * (fixed + max(moving, computing)) - fixed
+    growing = moving - of_matrices
+    factors = [
+        (allowed - of_matrices) / growing if growing > 0 else math.inf,
+        allowed / computing if computing > 0 else math.inf,
+    ]
+    factor = min(factors)
+    return int(rows * factor) if math.isfinite(factor) else rows
 
 
 def short_scope(kernel: Kernel) -> str:

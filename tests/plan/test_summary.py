@@ -11,7 +11,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import plan
 from jaxtrain.assembly import assemble
 from jaxtrain.commands import train as train_command
-from jaxtrain.plan import worker
+from jaxtrain.plan import traffic, worker
 from jaxtrain.plan.bound import Array
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.run import loop
@@ -346,8 +346,14 @@ def test_steps_without_norms_have_lines_of_their_own(tmp_path, monkeypatch):
     def ask(jobs):
         asked.extend((job.stage, job.has_norms) for job in jobs)
         sizes = {True: 3_000_000_000, False: 2_000_000_000}
+        kernels = (
+            traffic.Kernel("k", "fusion", "jit(step)/update/add", 1, 10**9, 0, 0.0),
+            traffic.Kernel("k", "product", "jit(step)/loss_and_grad/dot", 1, 10**6, 0, 1e9),
+        )
         return [
-            worker.Answer(Compiled(1_000_000_000, 0, sizes[job.has_norms], None, 1.0))
+            worker.Answer(
+                Compiled(1_000_000_000, 0, sizes[job.has_norms], None, 1.0, kernels=kernels)
+            )
             for job in jobs
         ]
 
@@ -355,6 +361,9 @@ def test_steps_without_norms_have_lines_of_their_own(tmp_path, monkeypatch):
     config = load("giblet", tmp_path, monkeypatch)
     text, _ = plan.report(config, "gpu:h100x8")
     assert asked == [(None, True)] and "compiled for it, in 1 s" in text
+    assert re.search(
+        r"take most of this time: \d{3} rows would take about 10% longer than 16", text
+    )
     monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", 0)
     text, _ = plan.report(config, "gpu:h100x8")
     assert asked[1:] == [(None, True), (None, False)]

@@ -143,3 +143,33 @@ def test_the_plan_states_the_roofline_and_whose_rates_it_has():
     assert any(line.endswith("ms  decode/mlp/dot_general") for line in measured)
     [first, *_] = summary.roofline_lines(step, parse_target("gpu:a100x1"))
     assert "datasheet" in first
+
+
+def kernel(scope, *, n_bytes, flops=0.0):
+    return traffic.Kernel("k", "fusion", f"jit(step)/{scope}/add", 1, n_bytes, 0, flops)
+
+
+@pytest.mark.parametrize(
+    ("products", "others", "matrices", "expected"),
+    [
+        # the update takes 100 s, products 10 s by bytes and 1 s by FLOP: 21 of 110 s are 21 of 1 s
+        ({"n_bytes": 10, "flops": 1.0}, 0, 10, 64 * 21),
+        # 4 s of activations grow with the rows: 11.4 s more are 3.85 times as many
+        ({"n_bytes": 10, "flops": 1.0}, 4, 10, int(64 * (1.1 * 114 - 110) / 4)),
+        # products of activations, with a small matrix
+        ({"n_bytes": 10, "flops": 1.0}, 0, 1, int(64 * (21 - 3) / 7)),
+    ],
+)
+def test_rows_that_cost_little_more_are_counted(products, others, matrices, expected):
+    kernels = [
+        kernel("update", n_bytes=100),
+        kernel("loss_and_grad", **products),
+        kernel("loss_and_grad/mlp", n_bytes=others),
+    ]
+    found = traffic.rows_for_little_more(kernels, Rates(1, 1), rows=64, matrices=matrices)
+    assert found == pytest.approx(expected, abs=1)
+
+
+def test_a_step_without_an_update_of_note_has_no_room_for_rows():
+    kernels = [kernel("update", n_bytes=1), kernel("loss_and_grad", n_bytes=100, flops=90.0)]
+    assert 64 <= traffic.rows_for_little_more(kernels, Rates(1, 1), rows=64, matrices=1) < 80
