@@ -196,7 +196,9 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     )
     output = run(*args)
     # The first evaluation is progress. The three more, at steps 4, 6 and 8, are not.
-    assert "ended at step 8: no progress of accuracy for 3 evaluations" in output
+    assert "ended at step 8: no progress of accuracy for 3 evaluations; the best " in output
+    assert re.search(r"at most 48 more steps, 1 min at [\de.-]+ s each; .* 3 evaluations", output)
+    assert "--config.train.patience=0 --config.train.steps=100" in output, "to train for longer"
     workdir = folder / "runs" / "toy"
     tests = records(workdir, "test")
     assert sorted(tests) == [2, 4, 6, 8]
@@ -209,6 +211,45 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     assert {8, best["step"]} <= kept
     again = run(*args)
     assert "ended at step 8" in again and sorted(records(workdir, "test")) == [2, 4, 6, 8]
+
+
+def test_a_run_of_cycles_that_is_killed_in_one_ends_by_patience_as_the_undisturbed_one(folder):
+    args = [
+        "--config.train.steps=48",
+        "--config.train.eval_every=4",
+        "--config.train.patience=2",
+        "--config.train.min_delta=100",
+        "--config.optim.schedule=cycle",
+        "--config.optim.cycle=4",
+        "--config.optim.lr=0.01",
+        "--config.checkpoint.best=accuracy",
+        "--config.checkpoint.every=2",
+    ]
+    whole = run(folder, "toy.py", "--config.workdir=whole", *args)
+    ending = re.search(r"ended at step 12: no progress .*", whole)
+    killed = (folder, "toy.py", "--config.workdir=killed", *args)
+    after = str(folder / "killed" / "checkpoints" / "10")
+    run(*killed, code=-signal.SIGKILL, KILL_AT="11", KILL_AFTER=after)
+    resumed = run(*killed)
+    assert "resuming from step 10" in resumed and ending and ending[0] in resumed
+    assert hashes(folder / "killed", 12) == hashes(folder / "whole", 12)
+    best = [(folder / name / "best.json").read_text() for name in ("whole", "killed")]
+    assert best[0] == best[1]
+
+
+def test_patience_does_not_count_while_a_run_only_guesses(folder):
+    output = run(
+        folder,
+        "toy.py",
+        "--config.train.steps=8",
+        "--config.train.eval_every=1",
+        "--config.train.patience=2",
+        "--config.train.min_delta=100",
+        "--config.train.patience_from=1.0",
+        "--config.checkpoint.best=accuracy",
+    )
+    reason = "accuracy never passed train.patience_from=1: nothing is learned; the best accuracy, "
+    assert f"ended at step 8: the last of train.steps, and {reason}" in output
 
 
 def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):

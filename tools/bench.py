@@ -6,6 +6,7 @@ index    the cost of making and of opening an index
 windows  the cost of a window out of a long file, by codec
 verify   the cost of digests and of verified steps
 builds   builds of the extension against each other
+forest   a random forest on MFCC, the baseline of configs/folder.py
 
 `python -m tools.bench SUBCOMMAND --help` has the options of one.
 """
@@ -13,7 +14,7 @@ builds   builds of the extension against each other
 import runpy
 import sys
 
-SUBCOMMANDS = ("loader", "train", "index", "windows", "verify", "builds")
+SUBCOMMANDS = ("loader", "train", "index", "windows", "verify", "builds", "forest")
 
 
 def main() -> int:

@@ -183,7 +183,24 @@ class Checkpointer:
         last_progress = self._scores.progress
         if not train.patience or last_progress is None:
             return False
+        if not self._scores.has_passed(train.patience_from):
+            return False
         return (step - last_progress) // train.eval_every >= train.patience
+
+    def reason_of_end(self, step: int) -> str:
+        """Return why a run with config.train.patience ends after ``step``, or "" without it."""
+        train, metric = self._config.train, self._config.checkpoint.best
+        if not train.patience or self._scores.progress is None:
+            return ""
+        best = self._scores.described()
+        if self.stalled(step):
+            return f"no progress of {metric} for {train.patience} evaluations; {best}"
+        if not self._scores.has_passed(train.patience_from):
+            return (
+                f"the last of train.steps, and {metric} never passed"
+                f" train.patience_from={train.patience_from:g}: nothing is learned; {best}"
+            )
+        return f"the last of train.steps, before patience ended it; {best}"
 
     def listed(self, other: str = "") -> int:
         """Return the newest step in this workdir, else in ``other``, by folders' names, or 0."""

@@ -106,6 +106,20 @@ class Scores:
         """The step of the last progress, or None before the first evaluation."""
         return self._best["progress"]["step"] if "progress" in self._best else None
 
+    def has_passed(self, least: float | None) -> bool:
+        """Whether the best value is better than ``least``, which may be None for any."""
+        if least is None:
+            return True
+        value = self._best.get("value")
+        return value is not None and self._is_better(value, than=least)
+
+    def described(self) -> str:
+        """Return the best value and its step in words."""
+        step, value = self._best.get("step"), self._best.get("value")
+        if step is None:
+            return f"no {self._name} was finite"
+        return f"the best {self._name}, {value:.4f}, is of step {step:,}, which is kept"
+
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]

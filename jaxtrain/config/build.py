@@ -252,7 +252,8 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value = _literal(section.get(field))
         if isinstance(value, float) and 0 < value < 1:
-            section[field] = max(1, round(value * steps))
+            whole = _steps_of_cycle(section, steps) if path == "optim.warmup" else steps
+            section[field] = max(1, round(value * whole))
     return copy
 
 
@@ -280,6 +281,12 @@ def _move_auto(
         problems.append(("train.auto", text))
     elif isinstance(train, dict):
         train["auto"] = tuple(named)
+
+
+def _steps_of_cycle(optim: Mapping[str, Any], steps: int) -> int:
+    """Return the steps of one cycle of the learning rate: the run's, unless it has several."""
+    cycle = _literal(optim.get("cycle"))
+    return min(cycle, steps) if isinstance(cycle, int) and cycle > 0 else steps
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:

@@ -223,6 +223,7 @@ def _unread(optim: Optim) -> Problems:
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:
     steps, warmup, decay = train.steps, optim.warmup, optim.decay
+    yield from _cycle_problems(steps, optim)
     if steps < 1 or warmup + decay <= steps:
         return
     for name, value, share in (("warmup", warmup, 0.05), ("decay", decay, 0.2)):
@@ -238,6 +239,27 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
         if warmup < steps:
             text += f"; at most {steps - warmup} fits"
         yield "optim.decay", text
+
+
+def _cycle_problems(steps: int, optim: Optim) -> Problems:
+    """Yield cycles that do not end with the run, and a warm-up that is as long as its cycle."""
+    cycle, warmup = optim.cycle, optim.warmup
+    if not 0 < cycle < steps:
+        return
+    if steps % cycle:
+        below = steps // cycle * cycle
+        yield (
+            "optim.cycle",
+            f"is {cycle}, which does not divide train.steps={steps}, so that the run would end in"
+            f" the middle of a cycle; set config.train.steps={below} or {below + cycle}, or"
+            " config.optim.cycle=0 for one cycle of any length",
+        )
+    if warmup >= cycle:
+        yield (
+            "optim.warmup",
+            f"is {warmup}, as long as a cycle of config.optim.cycle={cycle} or longer; set"
+            f" config.optim.warmup={max(1, cycle // 12)}",
+        )
 
 
 def on_this_machine(config: Config) -> Problems:

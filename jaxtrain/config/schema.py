@@ -20,7 +20,7 @@ from loaders.io import checks
 from loaders.io.checks import FREE, FUNCTION, STATE, DataSection, OnResume, Problems, Section
 
 MAX_STEPS = 2**31 - 1  # a step is an int32
-SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
+SCHEDULES = ("constant", "cosine", "cycle", "wsd", "three_phase")
 # Fields in steps that may be given as a share of train.steps in 0 to 1. A Config has steps.
 SHARES = (
     "optim.warmup",
@@ -112,6 +112,9 @@ class Train(Section):
     patience: int = 0
     # [1] improvement of checkpoint.best that must be exceeded to count as progress
     min_delta: float = 0.0
+    # [metric] value of checkpoint.best that must be passed before patience counts, as that of
+    # guessing; None = it counts from the first evaluation
+    patience_from: float | None = None
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
@@ -171,6 +174,7 @@ OF_SCHEDULE = (
     "schedule",
     "schedule_arguments",
     "warmup",
+    "cycle",
     "decay",
     "decay_shape",
     "lr_init",
@@ -226,12 +230,16 @@ class Optim(Section):
     # [parameter: value] arguments of the optimizer's module:factory
     arguments: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-4  # [1/step] peak learning rate
-    # [name] shape: constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or
-    # module:factory
+    # [name] shape: constant, cosine, cycle (cosine again and again), wsd (warm-up, stable, decay),
+    # three_phase (in shares) or module:factory
     schedule: str = "cosine"
     # [parameter: value] arguments of the schedule's module:factory
     schedule_arguments: dict[str, Any] = field(default_factory=dict)
-    warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
+    # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run, or of each cycle
+    warmup: int = 0
+    # [steps] length of one fall of schedule="cycle", after each of which a run may end; 0 = that of
+    # the run
+    cycle: int = 0
     # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its
     # last 20 %
     decay: int = 0
@@ -288,10 +296,16 @@ class Optim(Section):
                 f"is {self.moments!r}, and {names} keep no such moments; leave it unset",
             )
         yield from checks.not_negative(
-            self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"
+            self, "warmup", "cycle", "decay", "weight_decay", "clip", "lr_init", "lr_floor"
         )
         yield from checks.positive(self, "lr")
-        if self.decay and self.schedule in ("constant", "cosine"):
+        if self.cycle and self.schedule in set(SCHEDULES) - {"cycle"}:
+            yield (
+                "cycle",
+                f"is {self.cycle}, and schedule={self.schedule!r} has no cycles; set"
+                " config.optim.cycle=0 too, or choose schedule='cycle'",
+            )
+        if self.decay and self.schedule in ("constant", "cosine", "cycle"):
             yield (
                 "decay",
                 f"is {self.decay}, and schedule={self.schedule!r} has no decay phase; set"

@@ -330,6 +330,8 @@ def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
     decay:
 
         cosine          floor + (1 - floor) (1 + cos(pi x)) / 2 (Loshchilov & Hutter 2017)
+        cycle           cosine over optim.cycle updates, with its warm-up, again and again (warm
+                        restarts, Loshchilov & Hutter 2017)
         wsd             1 until s = steps - decay. Then it falls as 1 - x, (1 + cos(pi x)) / 2 or
                         1 - sqrt(x) (Hu et al. 2024)
         three_phase     wsd in shares of the run, as in prime-rl. Unless optim sets them, a warm-up
@@ -345,13 +347,23 @@ def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
         warmup = warmup or round(0.05 * steps)
         decay = decay or round(0.2 * steps)
         init = init or 1e-8
+    cycle = min(optim.cycle, steps) or steps
     start, length, shape = {
         "constant": (steps, 0, "linear"),
         "cosine": (warmup, steps - warmup, "cosine"),
+        "cycle": (warmup, cycle - warmup, "cosine"),
         "wsd": (steps - decay, decay, optim.decay_shape),
         "three_phase": (steps - decay, decay, optim.decay_shape),
     }[optim.schedule]
-    return functools.partial(_ratio, xp, start, length, shape, optim.lr_floor, warmup, init)
+    ratio = functools.partial(_ratio, xp, start, length, shape, optim.lr_floor, warmup, init)
+    if optim.schedule == "cycle":
+        return lambda s: ratio(_place_in_cycle(xp, cycle, steps, s))
+    return ratio
+
+
+def _place_in_cycle(xp: Any, cycle: int, steps: int, s: Any) -> Any:
+    """Return how many updates of its cycle lie before update s: all of them from ``steps`` on."""
+    return xp.where(xp.asarray(s) < steps, s % cycle, cycle)
 
 
 def _named_schedule(optim: Optim, steps: int) -> Schedule:

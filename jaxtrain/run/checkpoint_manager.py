@@ -151,6 +151,12 @@ class CheckpointManager:
         """Whether the run ends: config.train.patience evaluations in a row were no progress."""
         return self._checkpointer.stalled(step)
 
+    def report_end(self, step: int) -> None:
+        """Log why the run ends after ``step``, if config.train.patience may have ended it."""
+        reason = self._checkpointer.reason_of_end(step)
+        if reason:
+            log.info("ended at step %d: %s", step, reason)
+
     def owes(self, due: Due, step: int) -> bool:
         """Whether a checkpoint is due after the evaluation: final weights, or a stall's state."""
         if due.save:

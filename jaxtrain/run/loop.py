@@ -171,14 +171,8 @@ def run(
                 metrics_logger.start_clock(step)
         else:
             if not evaluate.stopped:
-                if step < end:
-                    log.info(
-                        "ended at step %d: no progress of %s for %d evaluations",
-                        step,
-                        config.checkpoint.best,
-                        config.train.patience,
-                    )
                 metrics_logger.flush()  # the last step of a replay: nothing waited for it
+                checkpoints.report_end(step)
                 return Result(state, step, last)
 
         # 7. The step that was refused has changed nothing: the state is that of the step before.

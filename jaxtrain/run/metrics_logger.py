@@ -108,6 +108,7 @@ class MetricsLogger:
             peak=flops,
             local_rows=sum(stop - start for start, stop in data.rows.ranges),
         )
+        self._n_measured = 0  # records of steps; the first has what a start takes
         self._shuffle_stats: ShuffleStats | None = None
         if data.train.population and "index" in assembly.abstract.batch and cluster.is_main():
             self._shuffle_stats = ShuffleStats(data.train.population)
@@ -229,6 +230,9 @@ class MetricsLogger:
         rates = self._meter.rates(
             step, self._stream.waited, loader, document_flops=self._document_flops(item)
         )
+        self._n_measured += 1
+        if self._config.train.patience and self._n_measured == 2:
+            log.info("%s", self._longest(step))
         goodput = self._process.clock.goodput()
         self._write(step, "train", record | rates | {"goodput": goodput})
         if self._shuffle_stats:
@@ -253,6 +257,16 @@ class MetricsLogger:
         if rows[0].shape[1:] != arrays[0].shape[1:]:
             return 0  # the sequence is split over devices
         return counted.count(*rows) * len(arrays[0]) / len(rows[0])
+
+    def _longest(self, step: int) -> str:
+        train = self._config.train
+        return console.longest_line(
+            train.steps - step,
+            self._meter.seconds_per_step,
+            every=train.eval_every,
+            patience=train.patience,
+            metric=self._config.checkpoint.best.lstrip("-"),
+        )
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
         """Show how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""

@@ -197,6 +197,19 @@ def progress_line(
     return f"step {step}/{steps}  {loss_text}  {pace}  {waiting}  {left}"
 
 
+def longest_line(steps: int, seconds: float, *, every: int, patience: int, metric: str) -> str:
+    """Return the text of how long a run that may end by patience takes at most.
+
+    ``steps``: the rest of the run. ``seconds``: of one step. ``every``: steps between evaluations.
+    """
+    minutes = max(1, math.ceil(steps * seconds / 60))
+    return (
+        f"at most {steps:,} more steps, {minutes:,} min at {seconds:.3g} s each; the run ends"
+        f" earlier if {metric} makes no progress in {patience} evaluations, one every"
+        f" {every:,} steps"
+    )
+
+
 def above_peak(mfu: float) -> str:
     """Return the words for an MFU that no device can reach, or "" for any other."""
     if mfu > 1:

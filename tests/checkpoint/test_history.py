@@ -34,6 +34,14 @@ def test_the_best_step_stays_and_progress_needs_more_than_min_delta(tmp_path):
     )
 
 
+def test_a_value_is_passed_by_a_better_one_alone(tmp_path):
+    ours = scores(tmp_path)
+    assert ours.has_passed(None) and not ours.has_passed(9.0), "before the first evaluation"
+    ours.add(7, {"loss": 2.0})
+    assert [ours.has_passed(least) for least in (2.5, 2.0, 1.5, None)] == [True, False, False, True]
+    assert ours.described() == "the best loss, 2.0000, is of step 7, which is kept"
+
+
 @pytest.mark.parametrize("best", ["-loss", "loss"])
 def test_a_value_that_is_not_finite_is_never_the_best_and_no_progress(tmp_path, best):
     ours, odd = scores(tmp_path, best), (math.nan, math.inf, -math.inf)

@@ -239,6 +239,19 @@ def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     assert text["optim.decay"].endswith("at most 10 fits")
 
 
+def test_a_cycle_divides_the_run_and_is_longer_than_its_warm_up():
+    cycles = ["--config.optim.schedule=cycle", "--config.optim.cycle=40"]
+    assert load("--config.train.steps=120", *cycles, "--config.optim.warmup=0.1").optim.warmup == 4
+    short = load("--config.train.steps=30", *cycles, "--config.optim.warmup=0.1")
+    assert short.optim.warmup == 3, "a share of the only cycle, which is the run"
+    found = errors("--config.train.steps=100", *cycles, "--config.optim.warmup=40")
+    assert set(found) == {"optim.cycle", "optim.warmup"}
+    assert "set config.train.steps=80 or 120, or config.optim.cycle=0" in found["optim.cycle"]
+    assert found["optim.warmup"].endswith("set config.optim.warmup=3")
+    other = errors("--config.optim.cycle=40", "--config.optim.schedule=cosine")
+    assert "has no cycles" in other["optim.cycle"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "rests", "others"),
     [

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import numpy as np
+import optax
 import pytest
 
 from jaxtrain.config import Optim
@@ -47,3 +48,20 @@ def test_three_phases_meet_where_they_should():
     np.testing.assert_allclose(
         cosine(np.array([10, 20, 100, 150, 200])), [0.5, 1, 1, 0.5, 0], atol=1e-6
     )
+
+
+def test_cycles_are_those_of_optax_and_the_last_one_ends_with_the_run():
+    optim = Optim(schedule="cycle", cycle=20, warmup=4, lr_init=0.1, lr_floor=0.05)
+    one = dict(init_value=0.1, peak_value=1.0, warmup_steps=4, decay_steps=20, end_value=0.05)
+    expected = optax.sgdr_schedule([one] * 3)
+    found = make_schedule(optim, 60)(np.arange(64))
+    np.testing.assert_allclose(found[:60], [expected(s) for s in range(60)], rtol=1e-5)
+    np.testing.assert_allclose(found[60:], 0.05, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cycle", [0, 10, 500])
+def test_one_cycle_is_the_cosine_of_a_run(cycle):
+    steps = np.arange(12)
+    cosine = make_schedule(Optim(schedule="cosine", warmup=3), 10)(steps)
+    found = make_schedule(Optim(schedule="cycle", cycle=cycle, warmup=3), 10)(steps)
+    np.testing.assert_array_equal(found, cosine)

@@ -31,6 +31,7 @@ from jaxtrain.workloads.bird import half_stack
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
+PATCH_EPS = 1e-2  # of patch_norm: a patch whose values differ by less than 0.1 stays nearly even
 MLP_RATIO = 4  # inner width of the MLP, over embed
 ROPE_BASE = 100.0  # longest wavelength over 2 pi, in patches, nearly
 SAVED = ("attention", "mlp")  # activations that remat may keep
@@ -89,6 +90,9 @@ class Encoder(checks.Section):
     # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
     norm: str = "tokens"
     n_cls: int = 1  # [tokens] class tokens: 1, or 0 if patches are pooled (model.pool="patches")
+    # [bool] normalise the values of each patch before they become a token (Kumar et al. 2023), so
+    # that the level of a noise hides no faint sound
+    patch_norm: bool = False
     n_registers: int = 0  # [tokens] extra tokens, which nothing reads
     # [name] kind of positions: learned, or rope (rotary along time and mel)
     positions: str = "learned"
@@ -318,6 +322,8 @@ def embed(
     """Return the tokens [B, T, D] of spectrograms: CLS, patches, registers."""
     n_rows = x_bfw.shape[0]
     x_bnp = patchify(c, x_bfw)
+    if c.patch_norm:
+        x_bnp = _normalised(x_bnp.astype(jnp.float32))
     # Half precision would round the measurements at the input.
     x_bnd = product(
         "bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT
@@ -466,6 +472,13 @@ def patchify(c: Encoder, x_bfw: Array) -> Array:
     f, w = c.patch
     x = x_bfw.reshape(n_rows, c.n_frames // f, f, c.n_mels // w, w)
     return x.transpose(0, 1, 3, 2, 4).reshape(n_rows, c.n_patches, f * w)
+
+
+def _normalised(x_bnp: Array) -> Array:
+    """Return patches of mean 0 and of variance nearly 1."""
+    centred_bnp = x_bnp - x_bnp.mean(-1, keepdims=True)
+    variance_bn1 = jnp.square(centred_bnp).mean(-1, keepdims=True)
+    return centred_bnp * jax.lax.rsqrt(variance_bn1 + PATCH_EPS)
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:

@@ -47,7 +47,9 @@ MODELS = {
     "probe": dict(
         positions="rope", mlp="swiglu", supervised=dict(weight=0.0), diet=dict(weight=1.0)
     ),
-    "pooled": dict(norm="pooled", mlp="gelu_exact", eps=1e-6, pool="patches", n_cls=0),
+    "pooled": dict(
+        norm="pooled", mlp="gelu_exact", eps=1e-6, pool="patches", n_cls=0, patch_norm=True
+    ),
 }
 
 

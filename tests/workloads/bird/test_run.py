@@ -220,6 +220,23 @@ def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel
     )
 
 
+@pytest.mark.parametrize(("n_rows", "cycle"), [(300, 400), (6_400, 800), (99_000, 3_000)])
+def test_a_cycle_of_the_folders_config_is_four_passes_within_limits(n_rows, cycle, tmp_path):
+    split = {"rows": n_rows, "rows_of_each_class": [n_rows // 4, n_rows - n_rows // 4]}
+    split |= {"median_seconds": 1.0}
+    (tmp_path / "index.json").write_text(
+        json.dumps({"classes": ["a", "b"], "splits": {"train": split, "test": split}})
+    )
+    found = runpy.run_path(str(ROOT / "configs" / "folder.py"))["get_config"](str(tmp_path))
+    assert (found.optim.cycle, found.train.eval_every, found.train.steps) == (
+        cycle,
+        cycle,
+        10 * cycle,
+    )
+    assert found.checkpoint.best == "accuracy"
+    assert 0.75 < found.train.patience_from <= 0.8, "more than always the same class has"
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

@@ -194,8 +194,12 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     assert "set config.model.mlp=gelu_exact" in told and "set config.model.eps=1e-06" in told
     assert "--config.warm_start.reshape={'^encoder/pos$': 'grid 4x2 to 2x4'}" in told
 
-    for options, text in ((dict(positions="rope", mlp="swiglu"), "learned ones; model.mlp is"),):
-        with pytest.raises(ValueError, match=f"{text}.*encoder/w_patch is missing.*omit --timm"):
+    missing = "encoder/w_patch is missing.*omit --format timm"
+    for options, text in (
+        (dict(positions="rope", mlp="swiglu"), "learned ones; model.mlp is"),
+        (dict(patch_norm=True), "model.patch_norm is True"),
+    ):
+        with pytest.raises(ValueError, match=f"{text}.*{missing}"):
             timm_names.as_timm({}, {**MODEL, **options})
     assert (
         cli.main(

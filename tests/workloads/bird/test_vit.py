@@ -24,6 +24,7 @@ FULL = replace(
     qk_norm=True,
     mlp="swiglu",
     layer_scale=0.5,
+    patch_norm=True,
 )
 
 
@@ -62,6 +63,8 @@ def reference(c, params, x, visible=None):
     for i in range(c.n_patches) if visible is None else visible:
         row, column = divmod(int(i), columns)
         patch = x[row * f : row * f + f, column * w : column * w + w].astype(np.float64).ravel()
+        if c.patch_norm:
+            patch = (patch - patch.mean()) / np.sqrt(patch.var() + 0.01)
         tokens.append(patch @ p["w_patch"] + p["b_patch"] + (p["pos"][i] if "pos" in p else 0))
         places.append((row, column))
     tokens = [*p.get("cls", ()), *tokens, *p.get("embed_registers", ())]

@@ -291,6 +291,9 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     x = graph("Reshape", x_bfw, [0, rows, f, columns, w])
     x = graph("Transpose", x, perm=[0, 1, 3, 2, 4])
     x_bnp = graph("Reshape", x, [0, c.n_patches, c.patch_size])
+    if c.patch_norm:
+        scale, bias = np.ones(c.patch_size, np.float32), np.zeros(c.patch_size, np.float32)
+        x_bnp = graph("LayerNormalization", x_bnp, scale, bias, epsilon=vit.PATCH_EPS)
     x_bnd = graph("MatMul", x_bnp, params["w_patch"])
     # Places for the other tokens, and then every token's constant at once.
     x_btd = graph("Pad", x_bnd, [0, c.n_cls, 0, 0, c.n_registers, 0])

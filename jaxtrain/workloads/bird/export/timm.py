@@ -80,6 +80,7 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> Tran
         mlp=timm_names.ACTIVATIONS[settings.activation],
         eps=settings.eps,
         norm="tokens",
+        patch_norm=False,
         positions="learned",
         qk_norm=f"{timm_names.ENCODER}blocks/scale_q" in ours,
         n_registers=0,

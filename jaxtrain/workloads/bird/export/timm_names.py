@@ -291,9 +291,13 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
         problems.append(f"model.positions is {c.positions!r}, and timm's has learned ones")
     if c.mlp == "swiglu":
         problems.append("model.mlp is 'swiglu', and timm's has gelu or gelu_exact")
+    if c.patch_norm:
+        problems.append("model.patch_norm is True, and timm's patches are not normalised")
     problems += saved.misfits(c, arrays)
     if problems:
-        raise StoredError(f"timm has no such transformer: {'; '.join(problems)}; omit --timm")
+        raise StoredError(
+            f"timm has no such transformer: {'; '.join(problems)}; omit --format timm"
+        )
     ours = {
         path.removeprefix(ENCODER): array
         for path, array in arrays.items()
