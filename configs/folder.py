@@ -96,7 +96,9 @@ def recipe(path: str, *, multilabel: bool, seconds: float, n_rows: int) -> confi
             dtype="float32",
             patch_norm=True,
             supervised=dict(loss="asymmetric") if multilabel else dict(label_smoothing=0.1),
-            augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
+            augment=dict(
+                shift=frames // 2, time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)
+            ),
         ),
         data=dict(
             train=path,
