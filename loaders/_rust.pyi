@@ -75,6 +75,13 @@ def recording_beyond(path: str | os.PathLike[str]) -> tuple[int, int]:
     Raises what recording_info raises.
     """
 
+def recording_sound(path: str | os.PathLike[str]) -> int | None:
+    """Return a number for the sound of a recording, the same for its copies without loss.
+
+    It is of samples at a few places, as 16 bits. None: these do not vary, or cannot be decoded.
+    Numbers are comparable within a process. Raises what recording_info raises.
+    """
+
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
     """Resample a waveform from source_rate to target_rate (Hz), without delay.
 

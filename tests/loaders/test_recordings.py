@@ -674,6 +674,32 @@ def test_a_recording_in_two_splits_is_a_leak(recordings, tmp_path, capsys):
     assert [r["audio"]["path"] for r in rows(tmp_path / "out")] == ["a.wav", "b.flac"]
 
 
+def test_the_same_sound_in_other_bytes_in_two_splits_is_a_leak(tmp_path, capsys):
+    """As one video under two names: another format, or other tags."""
+    sounds = {}
+    for n, name in enumerate("abc"):
+        sounds[name] = np.round(corpus.noise(n, 1.0, RATE) * 32_768) / 32_768
+    sounds["silent"] = np.zeros(RATE, np.float32)
+    lines = ["file,label,split"]
+    for n, (name, form) in enumerate(
+        [("a", "WAV"), ("b", "WAV"), ("silent", "WAV"), ("a", "FLAC"), ("c", "WAV")]
+    ):
+        file = f"{n}.{form.lower()}"
+        (tmp_path / "audio").mkdir(exist_ok=True)
+        (tmp_path / "audio" / file).write_bytes(corpus.encode(sounds[name], RATE, form))
+        lines.append(f"{file},x,{'test' if n in (0, 2) else 'train'}")
+    encoded = corpus.encode(sounds["silent"], RATE, "FLAC")
+    (tmp_path / "audio" / "5.flac").write_bytes(encoded)
+    (tmp_path / "t.csv").write_text("\n".join([*lines, "5.flac,x,train"]))
+    args = (tmp_path / "t.csv", "--audio", tmp_path / "audio", "--out", tmp_path / "out")
+    said = index(*args, code=2, capsys=capsys)
+    assert "0.wav (test), " in said and "3.flac (train) have the same sound" in said
+    assert said.count("have the same sound") == 1, "silence is alike, and no leak"
+    index(*args, "--on=leaking-recording=drop", capsys=capsys)
+    found = sorted(r["audio"]["path"] for r in rows(tmp_path / "out"))
+    assert found == ["1.wav", "4.wav", "5.flac"]
+
+
 def test_birdset_as_its_archive_publishes_it(tmp_path, capsys):
     """Archives of recordings and the metadata of three splits."""
     source = tmp_path / "HSN"

@@ -194,7 +194,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         False,
     ),
     "other-file": ("a file next to recordings that is neither sound nor a table", DROP, False),
-    "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
+    "leaking-recording": (
+        "one recording, or the same sound in other bytes, in several splits; dropped: from train",
+        REFUSE,
+        True,
+    ),
 }
 
 

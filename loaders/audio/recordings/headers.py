@@ -202,6 +202,33 @@ def fault(path: str, start: float, end: float) -> str:
     return f": {why}" if why else ""
 
 
+def same_sound(headers: Mapping[str, Header], groups: Mapping[str, object]) -> list[list[str]]:
+    """Group recordings with the same sound, whatever their bytes, each by name.
+
+    ``groups``: of each recording. Samples at a few places are compared, of those of one length that
+    are in several groups.
+    """
+    candidates: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for path, header in headers.items():
+        candidates[header.rate, header.frames].append(path)
+    alike: dict[tuple[int, int, int], list[str]] = defaultdict(list)
+    with concurrent.futures.ThreadPoolExecutor(machine.cores()) as pool:
+        for (rate, frames), paths in candidates.items():
+            if len({groups[path] for path in paths}) == 1:
+                continue
+            for path, sound in zip(paths, pool.map(_sound, paths), strict=True):
+                if sound is not None:
+                    alike[rate, frames, sound].append(path)
+    return sorted(sorted(paths) for paths in alike.values() if len(paths) > 1)
+
+
+def _sound(path: str) -> int | None:
+    try:
+        return _rust.recording_sound(path)
+    except (OSError, ValueError):
+        return None
+
+
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
     """Group recordings with the same bytes, each by name. Only likely ones are read whole."""
     candidates: dict[tuple[int, str], list[str]] = defaultdict(list)

@@ -15,7 +15,7 @@ import numpy as np
 from loaders.audio.recordings import grid, recorders, values
 from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.class_names import Classes
-from loaders.audio.recordings.headers import Header, same_bytes
+from loaders.audio.recordings.headers import Header, same_bytes, same_sound
 from loaders.base import DataError
 from loaders.io import checks
 
@@ -246,8 +246,30 @@ def plan(
     splitter.refuse_missed(
         annotation.split for of_recording in events.values() for annotation in of_recording
     )
+    _leave_out_leaking_sound(events_of_rows, splits, headers, errors)
     headers_of_rows = {key: headers[key.partition("\0")[0]] for key in events_of_rows}
     return Plan(names, events_of_rows, splits, headers_of_rows, root, options)
+
+
+def _leave_out_leaking_sound(
+    events_of_rows: dict[str, list[Annotation]],
+    splits: dict[str, str],
+    headers: Mapping[str, Header],
+    errors: Errors,
+) -> None:
+    """Count recordings of other splits' sound in other bytes, and drop those refused from train."""
+    split_of = {path: split for path, split in splits.items() if "\0" not in path}
+    headers_of = {path: headers[path] for path in split_of}
+    for group in same_sound(headers_of, split_of):
+        if len({split_of[path] for path in group}) == 1:
+            continue
+        listed = ", ".join(f"{path} ({split_of[path]})" for path in group[:4])
+        if errors.add("leaking-recording", f"{listed} have the same sound"):
+            continue
+        for path in group:
+            if split_of[path] == "train":
+                del events_of_rows[path]
+                del splits[path]
 
 
 def _checked_by_recording(

@@ -23,7 +23,7 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     functions!(build_profile, audio::decode, audio::resample, audio::fbank, audio::front_end);
     functions!(audio::recording_info, audio::recording_doubts, audio::recording_beyond);
-    functions!(audio::recording_peak, audio::recording_fault);
+    functions!(audio::recording_peak, audio::recording_fault, audio::recording_sound);
     functions!(order::permutation, order::block_order);
     functions!(
         sudoku::sudoku_solve,
