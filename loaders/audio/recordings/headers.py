@@ -211,15 +211,15 @@ def same_sound(headers: Mapping[str, Header], groups: Mapping[str, object]) -> l
     candidates: dict[tuple[int, int], list[str]] = defaultdict(list)
     for path, header in headers.items():
         candidates[header.rate, header.frames].append(path)
-    alike: dict[tuple[int, int, int], list[str]] = defaultdict(list)
+    by_sound: dict[tuple[int, int, int], list[str]] = defaultdict(list)
     with concurrent.futures.ThreadPoolExecutor(machine.cores()) as pool:
         for (rate, frames), paths in candidates.items():
             if len({groups[path] for path in paths}) == 1:
                 continue
             for path, sound in zip(paths, pool.map(_sound, paths), strict=True):
                 if sound is not None:
-                    alike[rate, frames, sound].append(path)
-    return sorted(sorted(paths) for paths in alike.values() if len(paths) > 1)
+                    by_sound[rate, frames, sound].append(path)
+    return sorted(sorted(paths) for paths in by_sound.values() if len(paths) > 1)
 
 
 def _sound(path: str) -> int | None:
