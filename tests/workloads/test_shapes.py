@@ -39,9 +39,24 @@ OTHERS = {
         "vit.axial_rope",
         "vit.placed",
     },
-    "giblet": {"loss._last_frames", "voxels.density", "voxels.r_squared", "voxels.shuffled"},
+    "giblet": {
+        "model._multiply_narrow",
+        "model._multiply_forward",
+        "model._multiply_backward",
+        "loss._last_frames",
+        "voxels.density",
+        "voxels.r_squared",
+        "voxels.shuffled",
+    },
     "language": set(),
-    "trm": {"boards", "loss._rollout_metrics", "loss._value", "model.attend", "rollouts"},
+    "trm": {
+        "boards",
+        "loss._rollout_metrics",
+        "loss._value",
+        "model.attend",
+        "rollouts",
+        "tokamax_glu",
+    },
 }
 
 

@@ -29,7 +29,8 @@ from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
-from loaders.io import checks
+from jaxtrain.workloads.trm import tokamax_glu
+from loaders.io import checks, machine
 from loaders.sudoku.puzzles import kind_of
 
 MIXERS = ("mlp", "attention")
@@ -37,6 +38,7 @@ POSITIONS = ("none", "rope", "learned")
 LOSSES = ("stablemax", "softmax")
 CONTRACTS = ("deep", "last")
 DTYPES = ("float32", "bfloat16")
+KERNELS = ("xla", tokamax_glu.PACKAGE)
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
@@ -142,6 +144,9 @@ class Config(ModelSection):
     dtype: str = "bfloat16"
     # [name] recomputation in the backward pass: none, or full (each application of the net)
     remat: str = "none"
+    # [name] computation of SwiGLU and its products if no gradient is taken: xla, or tokamax, one
+    # kernel of that package for H100s
+    kernel: str = "xla"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "heads", "depth", "inner_multiple")
@@ -153,6 +158,9 @@ class Config(ModelSection):
         yield from checks.choice(self, LOSSES, "loss")
         yield from checks.choice(self, DTYPES, "dtype")
         yield from checks.choice(self, remat.WHOLE, "remat")
+        yield from checks.choice(self, KERNELS, "kernel")
+        if self.kernel == tokamax_glu.PACKAGE:
+            yield from self._problems_of_tokamax()
         yield from self._token_problems()
         yield from checks.choice(self, CONTRACTS, "contract")
         yield from self._rollout_problems()
@@ -167,6 +175,16 @@ class Config(ModelSection):
         if self.explore_end is not None:
             yield from checks.within(self, "[0, 1]", "explore_end")
         yield from self._curriculum_problems()
+
+    def _problems_of_tokamax(self) -> Iterator[tuple[str, str]]:
+        text = f"is {self.kernel!r}"
+        if not machine.has_package(self.kernel):
+            yield "kernel", f"{text}, which is not installed; pip install 'jaxtrain[tokamax]'"
+        if self.dtype != "bfloat16":
+            yield "kernel", f"{text}, whose kernel is for dtype='bfloat16'"
+        if self.inner_multiple % tokamax_glu.OUTPUTS:
+            takes = f"kernel={self.kernel!r} takes multiples of {tokamax_glu.OUTPUTS}"
+            yield "inner_multiple", f"is {self.inner_multiple}, and {takes}"
 
     def _token_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the mixer, the positions and the puzzle's tokens."""
@@ -433,15 +451,24 @@ def swiglu(gate: Array, y: Array) -> Array:
     return jax.nn.silu(gate) * y
 
 
-def mix(w_up_tcn: Array, w_down_nt: Array, x_btd: Array, shard: Shard) -> Array:
+def gated(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None, kernel: str) -> Array:
+    """Compute silu(x w_gate) (x w_up), of logical ``axes``, by one of `KERNELS`."""
+    if kernel == tokamax_glu.PACKAGE and tokamax_glu.fits(x, shard):
+        return tokamax_glu.swiglu(x, w, shard, axes)
+    gate, y = products(equation, x, w, shard, *axes)
+    return swiglu(gate, y)
+
+
+def mix(
+    w_up_tcn: Array, w_down_nt: Array, x_btd: Array, shard: Shard, kernel: str = "xla"
+) -> Array:
     """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
     platform, _ = shard.devices
     # tokens last, or each product is written out once more, transposed
     if platform != "tpu":
         x_bdt = x_btd.swapaxes(1, 2)
-        gate_bdn, y_bdn = products("bdt,tcn->bdcn", x_bdt, w_up_tcn, shard, *axes)
-        inner_bdn = swiglu(gate_bdn, y_bdn)
+        inner_bdn = gated("bdt,tcn->bdcn", x_bdt, w_up_tcn, shard, *axes, kernel=kernel)
         x_bdt += product("bdn,nt->bdt", inner_bdn, w_down_nt, shard)
         x_bdt = rms_norm(x_bdt, 2)
         return x_bdt.swapaxes(1, 2)
@@ -465,27 +492,29 @@ def attend(c: Config, w: PyTree, l: int, x_btd: Array, shard: Shard) -> Array:
     return rms_norm(x_btd + y_btd, 2)
 
 
-def feed_forward(w: PyTree, l: int, x_btd: Array, shard: Shard) -> Array:
+def feed_forward(w: PyTree, l: int, x_btd: Array, shard: Shard, kernel: str = "xla") -> Array:
     """Return the feed-forward net along the channels in layer l, with its norm."""
     axes = ("batch", "seq", "mlp")
     w_up_dcm = w["w_up"][l]
-    gate_btm, y_btm = products("btd,dcm->btcm", x_btd, w_up_dcm, shard, *axes)
-    inner_btm = swiglu(gate_btm, y_btm)
+    inner_btm = gated("btd,dcm->btcm", x_btd, w_up_dcm, shard, *axes, kernel=kernel)
     w_down_md = w["w_down"][l]
     y_btd = product("btm,md->btd", inner_btm, w_down_md, shard)
     return rms_norm(x_btd + y_btd, 2)
 
 
-def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
-    """Apply the net to the sum of states and inputs. ``w`` has the activations' dtype."""
+def net(c: Config, w: PyTree, x_btd: Array, shard: Shard, kernel: str = "xla") -> Array:
+    """Apply the net to the sum of states and inputs. ``w`` has the activations' dtype.
+
+    ``kernel``: one of `KERNELS`, of which only "xla" has a derivative.
+    """
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":
-                x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard)
+                x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard, kernel)
             else:
                 x_btd = attend(c, w, l, x_btd, shard)
         with jax.named_scope("mlp"):
-            x_btd = feed_forward(w, l, x_btd, shard)
+            x_btd = feed_forward(w, l, x_btd, shard, kernel)
     return shard(x_btd, "batch", "seq", None)
 
 
@@ -507,7 +536,8 @@ def refine(
     z: States = (rows["z_h"], rows["z_l"])
     if n_high > 1:
         with jax.named_scope("without_gradient"):
-            z = detached_cycles(apply, w, x_btd, z, (n_high - 1, n_low))
+            fast = functools.partial(apply, kernel=c.kernel)
+            z = detached_cycles(fast, w, x_btd, z, (n_high - 1, n_low))
     if c.remat == "full":
         apply = jax.checkpoint(apply)
     with jax.named_scope("with_gradient"):

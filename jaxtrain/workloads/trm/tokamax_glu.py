@@ -1,0 +1,79 @@
+"""SwiGLU and its two products as one kernel of tokamax, for computations without a derivative.
+
+XLA writes both products out and reads them again. The kernel writes silu(x w_gate) (x w_up) alone.
+It is for NVIDIA GPUs of compute capability 9.0, and in a package of its own (tokamax, Apache 2.0).
+
+Shapes: B batch, M rows of an example, N = B × M, K inputs, 2 gate and up, O outputs.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.extend import backend
+
+from jaxtrain.parallel import kernels, one_device
+from jaxtrain.parallel.layout import generation
+from jaxtrain.types import Array, Axes, Shard
+
+PACKAGE = "tokamax"
+HOPPER = ((9, 0), (10, 0))  # compute capabilities, from and below
+ROWS, INPUTS, OUTPUTS = 256, 64, 128  # multiples that the kernel takes
+_PATCHING = threading.Lock()  # one thread at a time replaces JAX's default device
+
+
+class Card(NamedTuple):
+    """A GPU that a program is traced for on a host without one, as tokamax sees it."""
+
+    compute_capability: str
+    platform: str = "gpu"
+    core_count: int = 132  # multiprocessors of an H100
+    device_kind: str = "NVIDIA H100"
+
+
+def fits(x_bmk: Array, shard: Shard) -> bool:
+    """Whether the kernel computes arrays like x on the devices of ``shard``."""
+    platform, capability = shard.devices
+    is_half = x_bmk.dtype.itemsize < 4
+    lowest, limit = HOPPER
+    return platform == "gpu" and is_half and lowest <= generation(capability) < limit
+
+
+def swiglu(x_bmk: Array, w_k2o: Array, shard: Shard, axes: Axes) -> Array:
+    """Compute silu(x w_gate) (x w_up), [B, M, O] of logical ``axes``, on each device's own part."""
+    rows, place, columns = axes
+    run = functools.partial(_on_device, shard.devices[1])
+    out = shard.spec((*x_bmk.shape[:2], w_k2o.shape[2]), axes)
+    arg_axes: list[Axes] = [(rows, place, None), (None, None, columns)]
+    return kernels.local(shard, run, (x_bmk, w_k2o), arg_axes, out)
+
+
+def _on_device(capability: str, x_bmk: Array, w_k2o: Array) -> Array:
+    import tokamax
+
+    b, m, k = x_bmk.shape
+    filling = (0, -k % INPUTS)
+    x_nk = x_bmk.reshape(b * m, k)
+    x_nk = jnp.pad(x_nk, ((0, -(b * m) % ROWS), filling))
+    w_k2o = jnp.pad(w_k2o, (filling, (0, 0), (0, 0)))
+    with traced_for(capability):
+        y_no = tokamax.gated_linear_unit(
+            x_nk, w_k2o, activation=jax.nn.silu, implementation="mosaic"
+        )
+    return y_no[: b * m].reshape(b, m, -1)
+
+
+@contextlib.contextmanager
+def traced_for(capability: str) -> Iterator[None]:
+    """Trace as on a host with a GPU of this capability, unless this is one."""
+    if one_device.host()[0] == "gpu":
+        yield
+        return
+    card = Card(capability)
+    with _PATCHING, mock.patch.object(backend, "get_default_device", lambda: card):
+        yield
