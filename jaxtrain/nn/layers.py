@@ -132,6 +132,36 @@ def product(
     return jnp.einsum(equation, x, w, precision=precision)
 
 
+def product_in_float32(equation: str, x: Array, w: Array, shard: Shard) -> Array:
+    """Compute the einsum of activations and one matrix of their dtype, summed up in float32.
+
+    JAX's own derivative of it multiplies in float32, the matrix and the activations widened. On
+    GPUs and TPUs the cotangent of 16-bit products is rounded to their dtype first.
+    """
+    if shard.devices[0] == "cpu" or x.dtype == jnp.float32:
+        return jnp.einsum(equation, x, w, preferred_element_type=jnp.float32)
+    return _narrow_product(equation, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow_product(equation: str, x: Array, w: Array) -> Array:
+    return jnp.einsum(equation, x, w, preferred_element_type=jnp.float32)
+
+
+def _narrow_forward(equation: str, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _narrow_product(equation, x, w), (x, w)
+
+
+def _narrow_backward(equation: str, factors: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = factors
+    _, pull = jax.vjp(functools.partial(jnp.einsum, equation), x, w)
+    gradients: tuple[Array, Array] = pull(dy.astype(x.dtype))
+    return gradients
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
+
+
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
     """Compute `product` with a matrix. If it is adapted (`jaxtrain.nn.lora`), it is not merged."""
     if isinstance(w, Unmerged):

@@ -170,6 +170,45 @@ def test_written_out_layers_on_gpus_keep_what_is_recomputed_apart(kind, unroll, 
     assert ("prevent_cse=True" in text) == prevented and "prevent_cse=False" in text
 
 
+def gradients_of_wide_product(kind, dtype, plain=False):
+    """The gradients of a product that is summed up in float32, as a function and its arguments."""
+    shard = make_layout(abstract_mesh(1, 1, 1, count=1, what=kind), {}, devices=devices_of(kind))
+    rng = np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=s), dtype) for s in ((2, 9, 16), (16, 5), (2, 9, 5)))
+
+    def loss(x, w):
+        if plain:
+            y = jnp.einsum("btd,dv->btv", x, w, preferred_element_type=jnp.float32)
+        else:
+            y = layers.product_in_float32("btd,dv->btv", x, w, shard.shard)
+        assert y.dtype == jnp.float32
+        return (y * dy).sum()
+
+    return jax.value_and_grad(loss, (0, 1)), (x, w)
+
+
+def test_a_gradient_of_16_bit_products_on_gpus_multiplies_16_bits():
+    gradients, args = gradients_of_wide_product("NVIDIA H100", "bfloat16")
+    text = jax.jit(gradients).lower(*args).as_text()
+    operands = re.findall(r"stablehlo.dot_general.*: \((.*)\) ->", text)
+    assert len(operands) == 3 and not any("f32" in types for types in operands)
+    exact, exact_args = gradients_of_wide_product("NVIDIA H100", "float32")
+    (loss, found), (expected_loss, expected) = gradients(*args), exact(*exact_args)
+    np.testing.assert_allclose(loss, expected_loss, rtol=0.02)
+    for a, b in zip(found, expected, strict=True):
+        scale = np.abs(np.asarray(b)).max()
+        np.testing.assert_allclose(np.asarray(a, "f4"), b, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("NVIDIA H100", "float32"), ("cpu", "bfloat16")])
+def test_products_in_float32_and_on_cpus_have_the_program_that_they_had(kind, dtype):
+    texts = []
+    for plain in (False, True):
+        gradients, args = gradients_of_wide_product(kind, dtype, plain)
+        texts.append(jax.jit(gradients).lower(*args).as_text())
+    assert texts[0] == texts[1]
+
+
 def test_an_unknown_choice_is_reported():
     names = ("qkv", "mlp")
     assert not [*remat.problems("full", names), *remat.problems("save qkv,mlp", names)]

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import product, rotate
+from jaxtrain.nn.layers import product, product_in_float32, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
 from jaxtrain.workloads.trm import tokamax_glu
@@ -582,9 +582,7 @@ def heads(c: Config, params: PyTree, answer_btd: Array, shard: Shard) -> tuple[A
     w_q_d2 = params["w_q"].astype(dtype)
     w_q_d2 = shard(w_q_d2, None, None)
     cells_bsd = answer_btd[:, c.puzzle_tokens :]
-    logits_bsv = jnp.einsum(
-        "bsd,dv->bsv", cells_bsd, w_symbols_dv, preferred_element_type=jnp.float32
-    )
+    logits_bsv = product_in_float32("bsd,dv->bsv", cells_bsd, w_symbols_dv, shard)
     first_token_bd = answer_btd[:, 0]
     q_b2 = first_token_bd @ w_q_d2
     b_q_2 = params["b_q"].astype(dtype)
