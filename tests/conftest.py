@@ -152,8 +152,9 @@ def ending():
     started = []
     yield started
     for process in started:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture

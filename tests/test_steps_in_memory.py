@@ -1,7 +1,10 @@
 """Steps in shared memory: whole or not taken, of this run alone, or from another process."""
 
+import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 
 import jax
@@ -10,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.supervise import steps_in_memory
-from tests.support.processes import ids, records, run, step_of, wait_for
+from jaxtrain.supervise import partners, steps_in_memory
+from tests.proofs import soak
+from tests.support.processes import at, command, free_port, ids, records, run, step_of, wait_for
 from tests.support.supervised_runs import (
     ENDLESS,
     outputs_of,
@@ -70,7 +74,7 @@ def test_the_newest_whole_step_comes_back_bit_for_bit(tmp_path, parts):
 
 
 def place_of(folder, step):
-    for place in steps_in_memory.PLACES:
+    for place in steps_in_memory.STEMS:
         if json.loads((folder / f"{place}.json").read_text())["step"] == step:
             return place
     raise AssertionError("the step is not there")
@@ -92,7 +96,7 @@ def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_pat
     again = make(tmp_path, parts)
     assert again.newest(0, NOTE).step == 20
     save(again, parts, 21)
-    assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {0, 1}
+    assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {"0", "1"}
 
 
 def test_a_step_of_another_run_config_or_layout_is_not_taken(tmp_path, parts):
@@ -119,6 +123,9 @@ def test_a_folder_of_somebody_else_is_refused_and_those_left_behind_are_removed(
     assert steps_in_memory.folder_of("a" * 32, 0, tmp_path) == folder
     holder = json.loads((folder / steps_in_memory.HOLDER).read_text())
     (folder / steps_in_memory.HOLDER).write_text(json.dumps(holder | {"pid": 2**22 - 1}))
+    steps_in_memory.folder_of("b" * 32, 1, tmp_path)
+    assert folder.exists(), "it waits for its supervisor's successor"
+    os.utime(folder / steps_in_memory.HOLDER, (1, 1))
     second = steps_in_memory.folder_of("b" * 32, 0, tmp_path)
     assert second.exists() and not folder.exists()
     second.chmod(0o755)
@@ -142,6 +149,15 @@ def killed(folder, started, victim):
     return first
 
 
+def memory_of(supervisor):
+    """The folders in shared memory of a supervisor."""
+    folders = []
+    for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
+        if json.loads(holder.read_text())["pid"] == supervisor.pid:
+            folders.append(holder.parent)
+    return folders
+
+
 def goes_on(folder, started, victim, first):
     """Wait until the run is further than before, and end it. Return the outputs."""
     step = step_of(folder / "runs" / "toy")
@@ -153,9 +169,7 @@ def goes_on(folder, started, victim, first):
     assert step - 1 <= starts(folder)[-1].first <= step + 1, outputs
     steps = list(records(folder / "runs" / "toy", "train"))
     assert steps == list(range(1, len(steps) + 1))
-    assert not list(steps_in_memory.PARENT.glob(f"jaxtrain-{os.getuid()}-*")), (
-        "the memory is free again"
-    )
+    assert not [process.pid for process in started if memory_of(process)], "it is free again"
     return outputs
 
 
@@ -172,8 +186,78 @@ def test_a_process_without_its_memory_gets_its_parts_from_another_one(folder, en
     started = several(folder, *ENDLESS, *MEMORY)
     ending += started
     first = killed(folder, started, 1)
-    [place] = steps_in_memory.PARENT.glob(f"jaxtrain-{os.getuid()}-*-1")
+    [place] = memory_of(started[1])
     for path in place.glob("[01].*"):
         path.unlink()
     goes_on(folder, started, 1, first)
     assert ids(folder, "ids0.jsonl") and ids(folder, "ids1.jsonl")
+
+
+def receiver(folder, run="run", secret=b"a secret of the job"):
+    return partners.Receiver(folder, run, secret, "127.0.0.1")
+
+
+def send(to, run="run", secret=b"a secret of the job", content=b"parts" * 1_000_000, sha256=""):
+    digest = sha256 or hashlib.sha256(content).hexdigest()
+    header = {"run": run, "step": 3, "parts": "p", "bytes": len(content), "sha256": digest}
+    partners.send(to.address, secret, "copy-3-1", header, memoryview(content))
+
+
+def test_a_partner_takes_a_copy_of_its_own_run_alone(tmp_path):
+    with contextlib.closing(receiver(tmp_path)) as to:
+        send(to)
+        assert (tmp_path / "copy-3-1.bin").read_bytes() == b"parts" * 1_000_000
+        assert json.loads((tmp_path / "copy-3-1.json").read_text())["step"] == 3
+        with pytest.raises(ConnectionError, match="it is of the run other, and this one is run"):
+            send(to, run="other")
+        with pytest.raises(ConnectionError):
+            send(to, secret=b"another secret of 16")
+        assert (tmp_path / "copy-3-1.json").exists(), "a refused one changes nothing"
+        with pytest.raises(ConnectionError, match="it fails its checksum"):
+            send(to, sha256="0" * 64)
+        assert not (tmp_path / "copy-3-1.json").exists()
+
+
+def test_partners_are_on_other_hosts_and_only_if_the_layout_has_no_replica_there():
+    hosts = ["a", "a", "b", "b"]
+    assert partners.choose(["0", "1", "2", "3"], hosts) == [2, 2, 0, 0]
+    assert partners.choose(["0", "1", "0", "1"], hosts) == [-1, -1, -1, -1]
+    assert partners.choose(["0", "1", "2", "3"], ["a"] * 4) == [-1] * 4
+
+
+@pytest.mark.slow
+def test_a_lost_host_gets_its_parts_from_its_partner(folder, ending):
+    """Two hosts in network namespaces; each has half of the parameters."""
+    hosts = soak.Hosts()
+    if not hosts.real:
+        pytest.skip("only root may make network namespaces")
+    port = free_port()
+
+    def start(process):
+        environment = at(port, process) | {"JAXTRAIN_COORDINATOR": hosts.coordinator(port)}
+        environment |= {"JAXTRAIN_SECRET": "5e" * 16, "IDS": str(folder / f"ids{process}.jsonl")}
+        overrides = (*ENDLESS, *MEMORY, "--config.mesh.fsdp=2", "--config.mesh.data=1")
+        inside = hosts.inside(process)
+        overrides += ("--config.train.eval_every=0",)
+        return command(folder, "toy.py", "--supervise", *overrides, inside=inside, **environment)
+
+    with contextlib.closing(hosts):
+        started = [start(0), start(1)]
+        ending += started
+        reaches(folder, 6, started)
+        first = pid_of_run(folder, 1)
+        [place] = [p for p in steps_in_memory.PARENT.glob("jaxtrain-*-1") if is_of(p, folder)]
+        os.kill(first, signal.SIGKILL)
+        started[1].kill()
+        started[1].communicate()
+        shutil.rmtree(place)
+        started[1] = start(1)
+        ending.append(started[1])
+        outputs = goes_on(folder, started, 1, first)
+        assert "process 1 takes copies of steps in memory" in outputs[0]
+
+
+def is_of(place, folder):
+    """Whether shared memory is of the run in a folder, whose supervisor has it as its own."""
+    pid = json.loads((place / steps_in_memory.HOLDER).read_text())["pid"]
+    return os.path.realpath(f"/proc/{pid}/cwd") == str(folder)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 
 from etils import epath
@@ -106,6 +107,9 @@ class CheckpointManager:
             return None
         found = self._memory.newest(cluster.agree(self._checkpointer.listed()), self._note())
         self._memory.reserve()
+        coordinator = cluster.find().coordinator
+        if coordinator:
+            self._memory.find_partner(coordinator, cluster.secret_of(os.environ, coordinator))
         if not found:
             return None
         state = of_saved_parts(self._abstract, found.parts)

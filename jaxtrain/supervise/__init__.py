@@ -1,10 +1,11 @@
 """`jaxtrain train --supervise`: processes that are restarted when one of them ends.
 
-supervisor     starts a process, waits for its end, agrees with other supervisors on the next start
-attempts       the rules: which ends are final, the cause of an end, when a run is given up
-warm_process   the supervisor's side of a process that is started without its imports
-template       the other side: a process with the imports done, whose forks train
-steps_in_memory  the last steps of each process, in shared memory of its host
+supervisor        starts a process, waits for its end, agrees with others on the next start
+attempts          the rules: which ends are final, the cause of an end, when a run is given up
+warm_process      the supervisor's side of a process that is started without its imports
+template          the other side: a process with the imports done, whose forks train
+steps_in_memory   the last steps of each process, in shared memory of its host
+partners          copies of them on another host
 """
 
 from jaxtrain.supervise.supervisor import run

@@ -11,7 +11,7 @@ notices       Google's metadata server: the pod of a machine, and its announced 
 watchdog      ends a process whose run makes no progress
 """
 
-from jaxtrain.parallel.cluster.discover import Cluster, ClusterError
+from jaxtrain.parallel.cluster.discover import Cluster, ClusterError, secret_of
 from jaxtrain.parallel.cluster.links import Links
 from jaxtrain.parallel.cluster.notices import Notices, metadata_server
 from jaxtrain.parallel.cluster.processes import (
@@ -62,6 +62,7 @@ __all__ = (
     "await_peers",
     "of_cpus",
     "metadata_server",
+    "secret_of",
     "start_jax",
     "use_threads_for_host_devices",
     "versions",
