@@ -95,3 +95,11 @@ def test_plans_that_do_not_fit_are_cached_too_and_an_unwritable_cache_is_harmles
     with pytest.raises(plan.PlanError, match="3.00G"):
         compile_lib.compiled(*program, versions="1")
     assert len(times) == 2
+
+
+def test_figures_of_another_jax_are_not_used(monkeypatch):
+    arguments = "text", jax.devices(), {}, "a compiler 1"
+    name = plan_cache.key(*arguments)
+    assert plan_cache.key(*arguments) == name
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert plan_cache.key(*arguments) != name
