@@ -18,6 +18,7 @@ D, L, T, B = 64, 3, 17, 3
 PLAIN = vit.Stack(embed=D, depth=L, heads=4, hidden=4 * D, unroll=1)
 STACKS = {
     "gelu": PLAIN,
+    "recomputed but for the attention": PLAIN._replace(remat="save attention"),
     "gated, norms and rotation of q and k, factors": PLAIN._replace(
         gated=True, qk_norm=True, layer_scale=0.5
     ),
