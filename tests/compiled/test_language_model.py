@@ -4,6 +4,8 @@ The case is one of tools/gpu_check.py. Only its number of layers is smaller in s
 effect is that of each layer.
 """
 
+import re
+
 import pytest
 
 from jaxtrain import plan
@@ -12,7 +14,7 @@ from jaxtrain.plan import traffic, worker
 from tools.chip import cases
 
 TARGET = "gpu:h100x1"
-BYTES = {"lm-1b-2k": 626, "lm-1b-8k": 626}  # [GB] read and written in a step
+BYTES = {"lm-1b-2k": 582, "lm-1b-8k": 587}  # [GB] read and written in a step without norms
 
 
 def compiled(tmp_path, name="lm-1b-2k", **model):
@@ -20,7 +22,7 @@ def compiled(tmp_path, name="lm-1b-2k", **model):
     case = next(case for case in cases.CASES if case.name == name)
     changes = {f"model.{field}": str(value) for field, value in model.items()}
     config = case.config(cases.Data(tmp_path, small=False), case.choices[0], changes)
-    [answer] = worker.ask([worker.Job(config, TARGET, worker.LAST)])
+    [answer] = worker.ask([worker.Job(config, TARGET, worker.LAST, has_norms=False)])
     assert answer.compiled, answer.error
     return config, answer.compiled
 
@@ -48,14 +50,22 @@ def test_no_product_is_computed_twice(model, tmp_path, gpu_compiler):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "gigabytes"), BYTES.items())
 def test_the_step_of_a_case_moves_no_more_than_it_did(name, gigabytes, tmp_path, gpu_compiler):
-    """As a loop it moved 727 GB, of which 96 were copies into and out of the layers' arrays."""
+    """As a loop, and with Pallas's attention, it moved 727 GB, of which 96 were copies into and
+    out of the layers' arrays. Each layer calls cuDNN once forward and once back."""
     config, step = compiled(tmp_path, name)
     moved = executed(step)
     assert moved.flops <= 1.02 * counted(config)
     assert moved.read + moved.written <= 1e9 * gigabytes
-    assert step.peak <= 0.92 * plan.parse_target(TARGET).memory
+    assert step.peak <= 0.75 * plan.parse_target(TARGET).memory
     in_stacks = sum(kernel.times * kernel.written for kernel in step.kernels if stacks(kernel))
     assert in_stacks < 0.01 * moved.written
+    calls = {name: n for name, n in step.library_calls.items() if "fmha" in name}
+    layers = config.model.depth
+    assert calls == {"__cudnn$fmhaSoftmax": layers, "__cudnn$fmhaSoftmaxBackward": layers}
+    assert not any("triton" in name for name in step.library_calls)
+    heads, length = config.model.heads, config.data.context
+    assert not re.search(rf"\b{heads},{length},{length}\b", step.text), "no array of T x T"
+    assert "f32" not in " ".join(step.products), "activations and cotangents have 16 bits"
 
 
 def stacks(kernel):
