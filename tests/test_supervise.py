@@ -91,6 +91,23 @@ def test_a_supervisor_that_is_killed_takes_its_process_along_and_comes_back(fold
     assert "the supervisor of process 1" in starts(folder)[-1].facts["cause"]
 
 
+@pytest.mark.slow
+def test_a_killed_template_is_replaced_and_a_process_that_is_asked_to_stop_is_not(folder, ending):
+    run = supervised(folder, *ENDLESS)
+    ending.append(run)
+    saves(folder, [run])
+    first = pid_of_run(folder)
+    template = int(pathlib.Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(template, signal.SIGKILL)
+    wait_for(lambda: pid_of_run(folder) != first, watch=[run])
+    assert not pathlib.Path(f"/proc/{first}").exists()
+    second = pid_of_run(folder)
+    reaches(folder, step_of(folder / "runs" / "toy") + 3, [run])
+    os.kill(second, signal.SIGTERM)  # to the process itself: it saves, and the run ends in order
+    (output,) = outputs_of([run])
+    assert run.returncode == 75 and "attempt 2" not in output, output
+
+
 FAILING_LOADER = """
 import os
 from tests.support import proxy_loader

@@ -53,7 +53,7 @@ def main() -> int:
             return 0
         pid = os.fork()
         if not pid:
-            server.close()
+            os.close(server.detach())  # `messages` would keep a closed socket open
             os.environ.update(request["environment"])
             _train(setup["argv"], lifeline)
         _send(server, {"pid": pid})
