@@ -47,6 +47,8 @@ class ModelSection(Section):
     """
 
     facts: ClassVar[tuple[str, ...]] = ()
+    # whether ``unroll`` = 0 leaves the number of layers to the plan (`jaxtrain.plan.choices`)
+    unroll_by_plan: ClassVar[bool] = False
 
     @property
     def reads_whole_microbatches(self) -> bool:

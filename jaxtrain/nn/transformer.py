@@ -54,6 +54,7 @@ Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]
 class Decoder(ModelSection):
     """The settings of a decoder. A workload's Config extends them."""
 
+    unroll_by_plan = True
     on_resume = checks.OnResume(
         checks.FUNCTION,
         free=("remat", "unroll", "documents"),

@@ -22,7 +22,7 @@ WRITTEN_OUT = 1.3
 def resolve(config: Config, target: Target) -> Config:
     """Return the config with the values that it leaves to the plan. Raises as `assemble` does."""
     model = config.model
-    if getattr(model, "unroll", 1):
+    if not getattr(model, "unroll_by_plan", False) or model.unroll:
         return config
     loop = replace(config, model=replace(model, unroll=1))
     if target.kind != "gpu":

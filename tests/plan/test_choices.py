@@ -33,6 +33,15 @@ def test_layers_are_written_out_on_gpus(target, overrides, unroll, tmp_path, mon
     assert resolved(target, tmp_path, monkeypatch, *overrides).model.unroll == unroll
 
 
+def test_a_model_with_a_rule_of_its_own_keeps_it(tmp_path, monkeypatch):
+    """Encoders in 16 bits are written out on GPUs at any size, and in float32 they are a loop."""
+    for dtype, has_loop in (("bfloat16", False), ("float32", True)):
+        changes = (AUTO, ("model.dtype", dtype), ("train.batch", "65536"))
+        config = load("bird", tmp_path, monkeypatch, *changes)
+        assert plan.resolve(config, plan.parse_target("gpu:h100x1")) == config
+        assert config.keeps_in_loops == has_loop
+
+
 def test_a_stack_is_a_loop_if_written_out_it_does_not_fit(tmp_path, monkeypatch):
     """The smallest batch for which the loop's lower bound fits, and written-out layers do not."""
     target = plan.parse_target("gpu:h100x1")

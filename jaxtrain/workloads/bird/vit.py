@@ -138,7 +138,8 @@ class Encoder(checks.Section):
 
     @property
     def keeps_in_loops(self) -> bool:
-        return self.remat != "full" and self.unroll < self.depth
+        written_out = self.depth if self.dtype == "bfloat16" else 1
+        return self.remat != "full" and (self.unroll or written_out) < self.depth
 
     @property
     def grid(self) -> tuple[int, int]:
