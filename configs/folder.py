@@ -68,7 +68,7 @@ def guessing(split: dict[str, Any]) -> float:
     """
     n_rows = max(1, split["rows"] - split.get("rows_of_no_class", 0))
     share = max(split.get("rows_of_each_class", [0])) / n_rows
-    return round(share + 2 * math.sqrt(share * max(0, 1 - share) / n_rows), 4)
+    return float(round(share + 2 * math.sqrt(share * max(0, 1 - share) / n_rows), 4))
 
 
 def recipe(path: str, *, multilabel: bool, seconds: float, n_rows: int) -> config_dict.ConfigDict:

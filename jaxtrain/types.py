@@ -222,7 +222,7 @@ class DocumentFlops(NamedTuple):
     """Counts the model FLOPs of rows by the documents that they really have."""
 
     fields: tuple[str, ...]  # of a batch
-    count: Callable[..., float]  # rows of these fields, as NumPy arrays -> FLOPs of the rows
+    flops: Callable[..., float]  # rows of these fields, as NumPy arrays -> FLOPs of the rows
 
 
 class Task(NamedTuple):

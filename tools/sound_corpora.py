@@ -14,6 +14,7 @@ import argparse
 import pathlib
 import wave
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ VOWELS = (
     (530, 1840, 2480),
     (570, 840, 2410),
 )
-Recipe = Callable[[np.random.Generator], np.ndarray]
+Recipe = Callable[[np.random.Generator], Any]  # an array of samples
 
 
 def word(number: int) -> Recipe:
@@ -33,7 +34,7 @@ def word(number: int) -> Recipe:
     chosen = np.random.default_rng([1, number])
     vowels = chosen.integers(len(VOWELS), size=chosen.integers(2, 5))
 
-    def say(rng: np.random.Generator) -> np.ndarray:
+    def say(rng: np.random.Generator) -> Any:
         pitch = rng.uniform(90, 250)
         size = rng.uniform(0.88, 1.18)
         parts = []
@@ -54,7 +55,7 @@ def texture(number: int) -> Recipe:
     centre = np.exp(chosen.uniform(np.log(300), np.log(5_000)))
     beats = np.exp(chosen.uniform(np.log(2), np.log(20)))
 
-    def sound(rng: np.random.Generator) -> np.ndarray:
+    def sound(rng: np.random.Generator) -> Any:
         n = 2 * RATE
         broad = _noise(n, slope, rng)
         band = _band(_noise(n, 0, rng), centre * rng.normal(1, 0.08), 0.25)
@@ -72,7 +73,7 @@ def chirp(number: int) -> Recipe:
     seconds = chosen.uniform(0.08, 0.4)
     times = chosen.integers(1, 4)
 
-    def sound(rng: np.random.Generator) -> np.ndarray:
+    def sound(rng: np.random.Generator) -> Any:
         scale = rng.normal(1, 0.04)
         n = int(seconds * rng.uniform(0.8, 1.25) * RATE)
         frequency = scale * low * (high / low) ** (np.arange(n) / n)
@@ -101,7 +102,7 @@ def write(
             _write_wav(place / f"{kind}{number:02}_{i:04}.wav", x)
 
 
-def _vowel(pitch: float, formants: np.ndarray, seconds: float) -> np.ndarray:
+def _vowel(pitch: float, formants: np.ndarray, seconds: float) -> Any:
     """Return the harmonics of a pitch, as strong as the resonances make them."""
     t = np.arange(int(seconds * RATE)) / RATE
     harmonics = pitch * np.arange(1, int(5_000 / pitch))
@@ -112,7 +113,7 @@ def _vowel(pitch: float, formants: np.ndarray, seconds: float) -> np.ndarray:
     return waves.sum(0) * np.hanning(len(t)) ** 0.3
 
 
-def _placed(x: np.ndarray, seconds: float, rng: np.random.Generator) -> np.ndarray:
+def _placed(x: np.ndarray, seconds: float, rng: np.random.Generator) -> Any:
     n = max(int(seconds * RATE), len(x) + 1)
     out = np.zeros(n)
     start = rng.integers(n - len(x))
@@ -120,14 +121,14 @@ def _placed(x: np.ndarray, seconds: float, rng: np.random.Generator) -> np.ndarr
     return out
 
 
-def _noise(n: int, slope: float, rng: np.random.Generator) -> np.ndarray:
+def _noise(n: int, slope: float, rng: np.random.Generator) -> Any:
     """Return noise of standard deviation 1, whose amplitude falls as frequency ** slope."""
     frequency = np.maximum(np.fft.rfftfreq(n, 1 / RATE), 50)
     x = np.fft.irfft(np.fft.rfft(rng.normal(size=n)) * frequency**slope, n)
     return x / x.std()
 
 
-def _band(x: np.ndarray, centre: float, octaves: float) -> np.ndarray:
+def _band(x: np.ndarray, centre: float, octaves: float) -> Any:
     frequency = np.maximum(np.fft.rfftfreq(len(x), 1 / RATE), 1)
     shape = np.exp(-0.5 * (np.log2(frequency / centre) / octaves) ** 2)
     x = np.fft.irfft(np.fft.rfft(x) * shape, len(x))

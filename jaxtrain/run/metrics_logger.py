@@ -256,7 +256,7 @@ class MetricsLogger:
         rows = [feed.local_rows(x) for x in arrays]
         if rows[0].shape[1:] != arrays[0].shape[1:]:
             return 0  # the sequence is split over devices
-        return counted.count(*rows) * len(arrays[0]) / len(rows[0])
+        return counted.flops(*rows) * len(arrays[0]) / len(rows[0])
 
     def _longest(self, step: int) -> str:
         train = self._config.train

@@ -115,7 +115,7 @@ def _predicted(
     """Return the roofline of the compiled step, or None where programs are not read (TPUs)."""
     if device.platform == "tpu":
         return None
-    kernels = traffic.traffic(hlo.Program(program.as_text()))
+    kernels = traffic.traffic(hlo.Program(program.as_text() or ""))
     sums = traffic.roofline(kernels, rates)._asdict()
     largest = itertools.islice(sums["scopes"].items(), LARGEST)
     return {**sums, "scopes": dict(largest)}

@@ -17,6 +17,7 @@ L layers.
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -233,8 +234,8 @@ def _backward_of_norm(
     unit_nd, rate_n1 = _unit(eps, x_nd)
     half_nd = unit_nd.astype(x_nd.dtype)
     dw = tuple(half_nd.T @ dy_nm for dy_nm in dy)
-    d_unit_nd = sum(dy_nm @ w.T for dy_nm, w in zip(dy, matrices, strict=True))
-    d_unit_nd = d_unit_nd.astype(jnp.float32)
+    parts = [dy_nm @ w.T for dy_nm, w in zip(dy, matrices, strict=True)]
+    d_unit_nd = functools.reduce(operator.add, parts).astype(jnp.float32)
     shift_n1 = d_unit_nd.mean(-1, keepdims=True)
     slope_n1 = (d_unit_nd * unit_nd).mean(-1, keepdims=True)
     dx_nd = (d_unit_nd - shift_n1 - unit_nd * slope_n1) * rate_n1

@@ -246,4 +246,4 @@ def document_flops(
     products = s * transformer.token_flops(c, make_specs(c))
     n_seen_bs = np.minimum(position_bs + 1, c.window or s) * (segment_bs > 0)
     attention = transformer.pair_flops(c) * int(n_seen_bs.sum())
-    return (2 if frozen else 3) * b * products + 3 * attention
+    return float((2 if frozen else 3) * b * products + 3 * attention)

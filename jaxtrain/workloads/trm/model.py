@@ -532,11 +532,12 @@ def refine(
     with jax.named_scope("embed"):
         x_btd = embed(c, params, rows, shard)
     n_high, n_low = cycles
-    apply: Net = functools.partial(net, c, shard=shard)
+    with_any_kernel = functools.partial(net, c, shard=shard)
+    apply: Net = with_any_kernel
     z: States = (rows["z_h"], rows["z_l"])
     if n_high > 1:
         with jax.named_scope("without_gradient"):
-            fast = functools.partial(apply, kernel=c.kernel)
+            fast = functools.partial(with_any_kernel, kernel=c.kernel)
             z = detached_cycles(fast, w, x_btd, z, (n_high - 1, n_low))
     if c.remat == "full":
         apply = jax.checkpoint(apply)

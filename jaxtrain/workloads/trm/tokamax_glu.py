@@ -62,7 +62,7 @@ def _on_device(capability: str, x_bmk: Array, w_k2o: Array) -> Array:
     x_nk = jnp.pad(x_nk, ((0, -(b * m) % ROWS), filling))
     w_k2o = jnp.pad(w_k2o, (filling, (0, 0), (0, 0)))
     with traced_for(capability):
-        y_no = tokamax.gated_linear_unit(
+        y_no: Array = tokamax.gated_linear_unit(
             x_nk, w_k2o, activation=jax.nn.silu, implementation="mosaic"
         )
     return y_no[: b * m].reshape(b, m, -1)

@@ -288,7 +288,7 @@ def _config(model: Mapping[str, Any], data: Mapping[str, Any], n_classes: int) -
     """Return config.json of timm."""
     c = vit.from_saved(model)
     of = front_end.saved(data)
-    pool = {"global_pool": "avg" if model.get("pool") == "patches" else "token"}
+    pool: dict[str, Any] = {"global_pool": "avg" if model.get("pool") == "patches" else "token"}
     if not c.n_cls:
         pool["class_token"] = False
     arguments: dict[str, Any] = {
