@@ -48,7 +48,7 @@ def test_giblet_reads_and_writes_its_parameters_as_often_as_it_must(tmp_path, gp
 def test_the_adapters_of_an_audio_language_model_cost_what_they_must(tmp_path, gpu_compiler):
     """Two layers of Higgs, 32 rows in one microbatch, without recomputation, as the plan chooses.
 
-    Each layer more is 15 ms and 30 kernels. The model's formula counts no products of adapters.
+    All 28 layers take 467 ms, with 6,065 kernels. The formula counts no products of adapters.
     """
     fields = {"train.accumulate": "1", "model.remat": "none"}
     step = compiled("higgs-lora", {**fields, "model.depth": "2"}, tmp_path, has_norms=True)
