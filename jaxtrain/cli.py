@@ -92,7 +92,7 @@ def _named(argv: list[str]) -> int:
         return _found(argv)
     try:
         if path != "-":
-            arguments.out_file(path)
+            arguments.errors_file(path)
     except argparse.ArgumentTypeError as error:
         arguments.report(f"--errors: {error}")
         return arguments.USER_ERROR

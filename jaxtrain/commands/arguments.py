@@ -37,6 +37,7 @@ NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROF
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 USER_ERROR = 2
+ERRORS_HEAD = "# errors of jaxtrain: "  # begins a file of --errors, which a later call may replace
 P = ParamSpec("P")
 # The errors that the running command has noted; None: nobody asked for them.
 _errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("errors", default=None)
@@ -79,6 +80,8 @@ class Parser(argparse.ArgumentParser):
                     options += action.option_strings
                 remedy = checks.expected(flag, (name for name in options if name.startswith("--")))
             parser.error(f"argument {unknown[0]!r} is unknown; {remedy}")
+        for message in _replaced_inputs(parser, parsed):
+            parser.error(message)
         return parsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -137,6 +140,47 @@ def out_file(text: str, *, folder: bool = False) -> Any:
             f"{path}: {reason}; name another path, or change its permissions"
         ) from error
     return pathlib.Path(text)
+
+
+def errors_file(text: str) -> Any:
+    """Parse FILE of --errors, where nothing but the list of an earlier call is replaced."""
+    path = out_file(text)
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(len(ERRORS_HEAD))
+    except FileNotFoundError:
+        return path
+    if begin and begin != ERRORS_HEAD.encode():
+        raise argparse.ArgumentTypeError(
+            f"{text} is there already, and no list of errors; name another file"
+        )
+    return path
+
+
+def _replaced_inputs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Iterator[str]:
+    """Yield an error for each file that would be written in the place of another argument's."""
+    values = vars(parsed)
+    for action in parser._actions:
+        out = values.get(action.dest)
+        if action.type is not out_file or not isinstance(out, pathlib.Path) or not out.exists():
+            continue
+        for name, value in values.items():
+            others = value if isinstance(value, list | tuple) else [value]
+            if name != action.dest and any(_is_same_file(out, other) for other in others):
+                yield f"{_option(action)} is {out}, which the command reads; name another file"
+
+
+def _option(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+
+
+def _is_same_file(out: pathlib.Path, other: object) -> bool:
+    if not isinstance(other, str | pathlib.Path):
+        return False
+    try:
+        return out.samefile(other)
+    except (OSError, ValueError):  # no file, as most texts
+        return False
 
 
 def out_folder(text: str) -> Any:
@@ -236,7 +280,7 @@ def noting_errors() -> Iterator[list[str]]:
 
 
 def write_errors(path: str, lines: Sequence[str]) -> int:
-    """Write noted errors into a file, or to stdout for "-", a line each. Return 0."""
+    """Write noted errors into a file, after a head, or to stdout for "-", a line each. Return 0."""
     from loaders.io import atomic_write
 
     text = "".join(line.replace("\n", "\\n") + "\n" for line in lines)
@@ -246,7 +290,8 @@ def write_errors(path: str, lines: Sequence[str]) -> int:
         place = pathlib.Path(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.file(place) as file:
-            file.write(text.encode(errors="backslashreplace"))
+            head = f"{ERRORS_HEAD}{len(lines)}\n"
+            file.write((head + text).encode(errors="backslashreplace"))
     return 0
 
 

@@ -21,7 +21,9 @@ def recordings(tmp_path, monkeypatch):
 
 def lines(path="errors.txt"):
     with open(path) as file:
-        return file.read().splitlines()
+        head, *found = file.read().splitlines()
+    assert head == f"# errors of jaxtrain: {len(found)}"
+    return found
 
 
 def test_a_refused_index_and_a_dry_run_list_every_error(recordings, capsys):
@@ -47,6 +49,31 @@ def test_a_file_of_errors_that_cannot_be_written_is_refused_first(recordings, ca
     assert cli.main(command) == 2
     assert "/labels: Not a directory; name another path" in capsys.readouterr().err
     assert not (recordings / "index").exists()
+
+
+@pytest.mark.parametrize("taken", ["labels.csv", "other.csv", "recordings/wren/0.wav"])
+def test_a_file_that_is_no_list_of_errors_is_never_replaced(recordings, capsys, taken):
+    (recordings / "labels.csv").write_text("file,start,end,label\ngone.wav,0,1,wren\n")
+    (recordings / "other.csv").write_text("a,b\n1,2\n")
+    before = (recordings / taken).read_bytes()
+    command = ["index", "labels.csv", "--audio", "recordings", "--out", "index"]
+    assert cli.main([*command, "--errors", taken]) == 2
+    said = capsys.readouterr().err
+    assert f"--errors: {taken} is there already, and no list of errors; name another file" in said
+    assert (recordings / taken).read_bytes() == before
+
+
+def test_an_input_is_never_replaced_by_the_output(recordings, capsys):
+    (recordings / "scores.csv").write_text("file,start,end,label\nwren/0.wav,0,1,wren\n")
+    (recordings / "link.csv").symlink_to("scores.csv")
+    for out in ("scores.csv", "link.csv"):
+        command = ["review", "scores.csv", "--root", "recordings", "--out", out]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(command)
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert f"is {out}, which the command reads; name another file" in said
+    assert (recordings / "scores.csv").read_text().count("\n") == 2
 
 
 def test_rows_without_text_are_listed(tmp_path, capsys, monkeypatch):
