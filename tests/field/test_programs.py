@@ -91,6 +91,22 @@ def test_a_falling_sound_has_its_lowest_frequency_first(index, tmp_path):
     assert values(rows, "low", "high") == [(100, 400)] and "unused-column" not in counts
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "low_freq_kHz,high_freq_kHz",
+        "Low Frequency [kHz],High Frequency [kHz]",
+        "lowFreqkHz,highFreqkHz",
+        "Low Freq (kHz),Fmax_KHZ",
+    ],
+)
+def test_frequencies_in_khz_are_read_in_every_spelling(index, tmp_path, names):
+    audio = record(tmp_path / "audio", a=30)
+    (tmp_path / "calls.csv").write_text(f"file,start,end,{names},label\na.wav,2,3,0.1,0.4,bat\n")
+    rows, counts = index(tmp_path / "calls.csv", "--audio", audio)
+    assert values(rows, "low", "high") == [(100, 400)] and "unused-column" not in counts
+
+
 def test_macaulays_table_names_recordings_by_number(index, tmp_path):
     audio = record(tmp_path / "audio", ML123456=2, ML204568=3, **{"339741": 4})
     header = (

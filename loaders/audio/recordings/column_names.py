@@ -232,6 +232,7 @@ def words(name: str) -> list[str]:
     """Return the words of a column's name in lower case, without accents and marks between them."""
     text = unicodedata.normalize("NFKD", name).strip("\ufeff")
     text = "".join(letter for letter in text if not unicodedata.combining(letter))
+    text = re.sub("(?i)k?hz", lambda unit: f" {unit[0].casefold()} ", text)  # one word: kHz
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).casefold())
 
 
