@@ -99,7 +99,7 @@ def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
         assert (
             reply["evalue"]
             == "config.train.stepps does not exist; expected one of: steps, batch, accumulate,"
-            " ema, "
+            " auto, ema, "
             + "eval_every, eval_batches, patience, min_delta, patience_from; did you mean 'steps'?"
         )
         reply, printed = run(

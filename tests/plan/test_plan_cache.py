@@ -20,7 +20,9 @@ def small(n):
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=rows)
     assembly = types.SimpleNamespace(
-        config=types.SimpleNamespace(compiler={}), layout=types.SimpleNamespace(mesh=mesh)
+        config=types.SimpleNamespace(compiler={}),
+        layout=types.SimpleNamespace(mesh=mesh),
+        compiler_options=dict,
     )
     return assembly, jax.jit(
         lambda x: (x @ x.T).sum(), out_shardings=NamedSharding(mesh, PartitionSpec())

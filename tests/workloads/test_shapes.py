@@ -36,6 +36,7 @@ OTHERS = {
         "log_mel",
         "views.as_picture",
         "views.unpatchify",
+        "vit._normalised",
         "vit.axial_rope",
         "vit.placed",
     },

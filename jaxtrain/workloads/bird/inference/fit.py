@@ -306,6 +306,11 @@ def _solver(
             del penalties
             total_cd = (y * weight).T @ directions
             unit_cd = np.asarray(heads.unit(jnp.asarray(total_cd)))
+            # away from the rows without a class (Rocchio 1971)
+            total_d = (weight.mean(1) * (y.sum(1) == 0)) @ directions
+            if total_d.any():
+                apart_cd = unit_cd - np.asarray(heads.unit(jnp.asarray(total_d)))
+                unit_cd = np.asarray(heads.unit(jnp.asarray(apart_cd)))
             return [
                 {
                     "mean": mean,
