@@ -287,7 +287,11 @@ def write_errors(path: str, lines: Sequence[str]) -> int:
     if path == "-":
         print(text, end="")
     else:
-        place = pathlib.Path(path)
+        try:
+            place = pathlib.Path(errors_file(path))  # a file that the command itself has written
+        except argparse.ArgumentTypeError as error:
+            report(f"--errors: {error}")
+            return USER_ERROR
         place.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.file(place) as file:
             head = f"{ERRORS_HEAD}{len(lines)}\n"

@@ -107,6 +107,27 @@ def test_frequencies_in_khz_are_read_in_every_spelling(index, tmp_path, names):
     assert values(rows, "low", "high") == [(100, 400)] and "unused-column" not in counts
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "kept", "kinds"),
+    [
+        (1.5, 3.5, (1.5, 3.5), {"unclear-unit"}),  # kHz, or a whale
+        (100, 400, (100, 400), set()),
+        (100, 900, (100, 500), {"beyond-nyquist"}),
+        (600, 900, (None, None), {"beyond-nyquist"}),
+    ],
+)
+def test_a_band_in_no_unit_or_above_the_recordings_rate_is_named(
+    index, tmp_path, low, high, kept, kinds
+):
+    audio = record(tmp_path / "audio", a=30)
+    (tmp_path / "calls.csv").write_text(
+        f"file,start,end,fmin,fmax,label\na.wav,2,3,{low},{high},bat\n"
+    )
+    rows, counts = index(tmp_path / "calls.csv", "--audio", audio)
+    assert values(rows, "low", "high") == [kept]
+    assert kinds == {"unclear-unit", "beyond-nyquist"} & set(counts)
+
+
 def test_macaulays_table_names_recordings_by_number(index, tmp_path):
     audio = record(tmp_path / "audio", ML123456=2, ML204568=3, **{"339741": 4})
     header = (

@@ -73,6 +73,16 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "reversed-times": ("an end that is not after its start", REFUSE, False),
     "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
+    "beyond-nyquist": (
+        "a frequency above half of its recording's sample rate; kept: cut there",
+        KEEP,
+        True,
+    ),
+    "unclear-unit": (
+        "frequencies without a unit that are as low as those in kHz; kept: in Hz",
+        KEEP,
+        True,
+    ),
     "between-windows": (
         "an event of which no window holds half: --hop is longer than --windows",
         DROP,

@@ -28,6 +28,7 @@ FLAGS = {
     "a split": "--split-column",
     "an answer": "--answer-column",
 }
+HIGHEST_KILOHERTZ = 200.0  # bats call below it
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +77,28 @@ def _report_table(layout: Layout, errors: Errors) -> None:
         )
 
 
+def _has_clear_band(layout: Layout, errors: Errors) -> bool:
+    """Whether the frequencies of a table are in Hz, or an error keeps them as if they were."""
+    names = [name for name in map(layout.column, ("low", "high")) if name]
+    for name in names:
+        unit = column_names.words(name)[-1]
+        if layout.scales.get(name, 1.0) != 1.0 or unit in column_names.HERTZ:
+            return True
+    numbers = []
+    for name in names:
+        for text in column_values.filled_cells(layout.table, name):
+            with contextlib.suppress(ValueError):
+                numbers.append(values.number(text) or 0.0)
+    largest = max(numbers, default=0.0)
+    if not 0 < largest < HIGHEST_KILOHERTZ:
+        return True
+    listed = ", ".join(names)
+    text = f"{layout.table.path}: {listed} are at most {largest:g}"
+    return errors.add(
+        "unclear-unit", f"{text}; if that is kHz, name the columns so: {names[0]} kHz"
+    )
+
+
 class _WrongLine(ValueError):
     """A line whose times, labels or answer are none."""
 
@@ -88,6 +111,7 @@ class _LineReader:
         self._times = _Times(layout, options)
         self._labels = _Labels(layout, options)
         self._channels = _Channels(layout, errors)
+        self._has_clear_band = _has_clear_band(layout, errors)
         self.rows = _one_of_views(layout)
         self._has_times = self._is_in_some_row("start") or self._is_in_some_row("file offset")
         self._has_splits = self._is_in_some_row("split")
@@ -127,7 +151,9 @@ class _LineReader:
         may_lack_times = is_about_file or start is not None
         if not self._keeps_labels(where, row, start, labels_of_row, may_lack_times):
             return None
-        low, high = (None, None) if is_about_file else _band(layout, row)
+        low = high = None
+        if self._has_clear_band and not is_about_file:
+            low, high = _band(layout, row)
         split = values.split_of(layout.text(row, "split"))
         if self._has_splits and not split and not self._errors.add("no-split", where):
             return None

@@ -388,6 +388,7 @@ def _checked(
         if end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
             return _unanswered(annotation, start, end, header)
         annotation = dataclasses.replace(annotation, end=min(end, header.seconds))
+    annotation = _within_rate(annotation, where, header, errors)
     labels = []
     for label in annotation.labels:
         name = classes.of(label) if classes else label
@@ -402,6 +403,22 @@ def _checked(
             return None
         return _unanswered(annotation, start, end, header)
     return dataclasses.replace(annotation, labels=tuple(dict.fromkeys(labels)))
+
+
+def _within_rate(annotation: Annotation, where: str, header: Header, errors: Errors) -> Annotation:
+    """Return an annotation whose band ends at half of its recording's sample rate."""
+    most = header.rate / 2
+    low, high = annotation.low, annotation.high
+    stated = [frequency for frequency in (low, high) if frequency is not None]
+    if not stated or max(stated) <= most:
+        return annotation
+    text = f"{where}: {max(stated):g} Hz of a recording that ends at {most:g} Hz"
+    is_kept = errors.add("beyond-nyquist", text)
+    if not is_kept or min(stated) >= most:
+        return dataclasses.replace(annotation, low=None, high=None)
+    if high is not None:
+        high = min(high, most)
+    return dataclasses.replace(annotation, low=low, high=high)
 
 
 def _unanswered(
