@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.supervise import partners, steps_in_memory
+from jaxtrain.supervise import parts as parts_lib
+from jaxtrain.supervise.parts import Part
 from tests.proofs import soak
 from tests.support.processes import at, command, free_port, ids, records, run, step_of, wait_for
 from tests.support.supervised_runs import (
@@ -99,13 +101,58 @@ def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_pat
     assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {"0", "1"}
 
 
-def test_a_step_of_another_run_config_or_layout_is_not_taken(tmp_path, parts):
+def test_a_step_of_another_run_or_config_is_not_taken(tmp_path, parts):
     save(make(tmp_path, parts), parts, 10)
     assert make(tmp_path, parts, run="other").newest(0, NOTE) is None
     assert make(tmp_path, parts).newest(0, {**NOTE, "config": "other"}) is None
-    replicated = NamedSharding(parts["w"].sharding.mesh, PartitionSpec())
-    other = {**parts, "w": jax.device_put(parts["w"], replicated)}
-    assert make(tmp_path, other).newest(0, NOTE) is None
+
+
+def on_mesh(parts, *sizes):
+    """The same arrays on another mesh, whose places are along other dimensions."""
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = Mesh(np.array(devices).reshape(sizes), ("data", "model"))
+    axes = {"w": ("model", "data"), "half": (None, "model")}
+    layouts = {name: NamedSharding(mesh, PartitionSpec(*axes.get(name, ()))) for name in parts}
+    return {name: jax.device_put(x, layouts[name]) for name, x in parts.items()}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (4, 1)])
+def test_a_step_of_another_mesh_is_put_together_bit_for_bit(tmp_path, parts, sizes):
+    save(make(tmp_path, parts), parts, 10, 20)
+    other = on_mesh(parts, *sizes)
+    made = make(tmp_path, other)
+    found = made.newest(0, NOTE)
+    assert found.step == 20 and found.note["history"] == {"offset": 20}
+    expected = {**parts, "step": parts["step"] + 20, "w": parts["w"] * 20}
+    for name, x in expected.items():
+        assert np.asarray(found.parts[name]).tobytes() == np.asarray(x).tobytes(), name
+        assert found.parts[name].sharding == other[name].sharding
+    save(made, found.parts, 30)
+    assert {place_of(tmp_path, 20), place_of(tmp_path, 30)} == {"0", "1"}, "20 stayed"
+
+
+def of_process(bounds):
+    """The parts of a process that holds some rows of a matrix, and a number."""
+    start, stop = bounds
+    size = (stop - start) * 24
+    return [
+        Part("w", ((start, stop), (0, 3)), (stop - start, 3), "float64", 0, size),
+        Part("n", (), (), "int32", -(-size // 64) * 64, 4),
+    ]
+
+
+def test_parts_of_four_processes_become_those_of_two_and_missing_ones_are_noticed():
+    matrix = np.arange(24.0).reshape(8, 3)
+    filling = parts_lib.Filling(of_process((2, 6)))
+    for start in (0, 2, 4, 6):
+        assert filling.is_whole == (start > 4)
+        theirs = of_process((start, start + 2))
+        data = np.zeros(68, np.uint8)
+        theirs[0].view(data)[:] = matrix[start : start + 2]
+        theirs[1].view(data)[...] = 7
+        filling.take(data, theirs)
+    rows, number = of_process((2, 6))
+    assert (rows.view(filling.content) == matrix[2:6]).all() and number.view(filling.content) == 7
 
 
 def test_too_little_shared_memory_says_how_much_is_needed(small_disk, parts):

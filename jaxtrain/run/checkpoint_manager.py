@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,9 @@ class CheckpointManager:
                     " none; add --supervise, or set it to 0"
                 )
             parts = saved_parts(assembly.abstract.state)
-            self._memory = steps_in_memory.Memory(attempt.memory, attempt.run, parts)
+            self._memory = steps_in_memory.Memory(
+                attempt.memory, attempt.run, parts, attempt.attempt
+            )
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -124,9 +127,15 @@ class CheckpointManager:
             self._memory.save(step, saved_parts(state), note)
 
     def _note(self) -> dict[str, str]:
-        """Return digests of all that a step in memory has to have in common with this attempt."""
-        config = config_lib.to_json(self._config)
-        digest = hashlib.sha256(config.encode()).hexdigest()
+        """Return digests of all that a step in memory has to have in common with this attempt.
+
+        The mesh may differ, and so may the choices that the plan makes for it.
+        """
+        config = json.loads(config_lib.to_json(self._config))
+        config["mesh"] = config["train"]["auto"] = config["train"]["accumulate"] = None
+        for name in {"remat", "unroll"} & config["model"].keys():
+            config["model"][name] = None
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
         return {"config": digest, "data": self._data.digest()}
 
     def poll(self) -> None:

@@ -5,6 +5,7 @@ attempts          the rules: which ends are final, the cause of an end, when a r
 warm_process      the supervisor's side of a process that is started without its imports
 template          the other side: a process with the imports done, whose forks train
 steps_in_memory   the last steps of each process, in shared memory of its host
+parts             the parts of arrays that a process holds, also from those of another mesh
 partners          copies of them on another host
 """
 

@@ -1,15 +1,16 @@
 """Steps in memory: each process's parts of the last whole step, in shared memory of its host.
 
 A supervised run with config.checkpoint.memory_every keeps them. A restart takes the newest step
-that is whole: every process has its parts, or gets them from another process. That one has the
-same parts, because the layout replicates them, or a copy (`partners`). Two steps have a place, so
-that one is whole at any time:
+that is whole: every process has its parts, or gets them from other processes. Those have the same
+parts, because the layout replicates them, or a copy (`partners`), or on another mesh all parts
+that overlap with them. Two steps have a place, so that one is whole at any time:
 
     /dev/shm/jaxtrain-USER-RUN-PROCESS/     the supervisor's, which removes it at its end
       holder.json     the supervisor (`lease.Process`)
       0.bin, 1.bin    the parts of a step, one after the other
-      0.json, 1.json  {"run": …, "step": 120, "parts": a digest of paths, places and types,
-                      "bytes": …, "sha256": of the parts, "note": data, history and config}
+      0.json, 1.json  {"run": …, "attempt": 2, "step": 120, "table": the parts, "parts": its digest,
+                      "whole": a digest of those of all processes, "bytes": …, "sha256": of the
+                      parts, "note": data, history and config}
       copy-3-0.bin …  the same of process 3, on another host
 
 A .json is removed before its .bin changes, and is written last. A step that is in memory alone is
@@ -31,13 +32,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import specs
 from jaxtrain.parallel import cluster, lease
 from jaxtrain.supervise import partners
+from jaxtrain.supervise import parts as parts_lib
+from jaxtrain.supervise.parts import Part
 from jaxtrain.types import PyTree
 from loaders.io import atomic_write
 from loaders.io.checks import UserError
@@ -48,24 +49,12 @@ PARENT = pathlib.Path("/dev/shm")
 HOLDER = "holder.json"
 STEMS = ("0", "1")
 PIECE = 16 << 20  # [bytes] that are sent to a process at once
-ALIGNMENT = 64  # [bytes]
 LEFT_BEHIND = 3600.0  # [s] that the memory of a supervisor that was killed waits for its successor
-Index = tuple[tuple[int, int], ...]
+Moment = tuple[int, int]  # step and attempt: on another mesh a step has other bits
 
 
 class SharedMemoryError(UserError, RuntimeError):
     """Shared memory that is too small, or another user's."""
-
-
-class Part(NamedTuple):
-    """A part of an array that this process holds."""
-
-    path: str
-    bounds: Index
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int  # in the file
-    size: int  # [bytes]
 
 
 class Found(NamedTuple):
@@ -121,17 +110,20 @@ class Memory:
       folder: of the process, made by its supervisor.
       run: the name of the run.
       parts: the abstract arrays, with their shardings.
+      attempt: the number of this start of the run.
     """
 
-    def __init__(self, folder: str, run: str, parts: PyTree):
+    def __init__(self, folder: str, run: str, parts: PyTree, attempt: int = 0):
         self.folder = pathlib.Path(folder)
         self._run = run
+        self._attempt = attempt
         self._abstract = parts
-        self._parts = list(_parts_of(parts))
+        self._parts = list(parts_lib.of(parts))
         end = self._parts[-1]
         self._size = end.offset + end.size
         layout = [part._replace(offset=0) for part in self._parts]
         self._layout = hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+        self._whole = ""  # the digest of all processes' layouts
         self._stem = STEMS[0]  # of the step that is written next
         self._receiver: partners.Receiver | None = None
         self._partner: partners.Address | None = None
@@ -185,11 +177,13 @@ class Memory:
             self._stem = _other(self._stem)
         self._json(self._stem).unlink(missing_ok=True)
         with self._mapped(self._stem, self._size, writable=True) as content:
-            for part, data in zip(self._parts, _local_data(parts), strict=True):
+            for part, data in zip(self._parts, parts_lib.data_of(parts), strict=True):
                 target = content[part.offset : part.offset + part.size]
                 target[:] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        header = {"run": self._run, "step": step, "parts": self._layout, "bytes": self._size}
-        header["note"] = dict(note)
+        self._whole = self._whole or _whole(cluster.gather_texts(self._layout))
+        header = {"run": self._run, "attempt": self._attempt, "step": step}
+        header |= {"parts": self._layout, "whole": self._whole, "bytes": self._size}
+        header |= {"note": dict(note), "table": self._parts}
         self._writing = self._pool.submit(self._seal, self._stem, header)
 
     def _is_written(self) -> bool:
@@ -209,7 +203,8 @@ class Memory:
         atomic_write.write(self._json(stem), json.dumps(header))
         if not self._partner:
             return
-        name = f"copy-{jax.process_index()}-{stem}"
+        number = self.folder.name.rpartition("-")[2]  # which the process keeps on another mesh
+        name = f"copy-{number}-{stem}"
         try:
             with self._mapped(stem, self._size, writable=False) as content:
                 partners.send(self._partner, self._secret, name, header, content.data)
@@ -219,25 +214,23 @@ class Memory:
     def newest(self, above: int, note: Mapping[str, Any]) -> Found | None:
         """Return the newest step above one that is whole in memory, with this part in its note.
 
-        A step of another run, layout or note is left out, and so is one that fails its checksum.
+        A step of another run or note is left out, and so is one that fails its checksum.
         """
         headers = self._headers(above, note)
-        has = sorted(headers)
+        has = [[*key, header["whole"]] for key, header in sorted(headers.items())]
         report = json.dumps({"parts": self._layout, "has": has})
         reports = [json.loads(text) for text in cluster.gather_texts(report)]
-        steps = {step for each in reports for step, _ in each["has"]}
-        for step in sorted(steps, reverse=True):
-            if not _is_whole(step, reports):
+        moments = {(step, attempt) for each in reports for step, attempt, *_ in each["has"]}
+        for moment in sorted(moments, reverse=True):
+            if not (sources := _sources(moment, reports)):
                 continue
-            if restored := self._read(step, headers, reports):
+            if restored := self._read(moment, headers, reports, sources):
                 return restored
-            log.warning("step %d in memory fails its checksum, and is skipped", step)
+            log.warning("step %d in memory fails its checksum, and is skipped", moment[0])
         return None
 
-    def _headers(
-        self, above: int, note: Mapping[str, Any]
-    ) -> dict[tuple[int, str], dict[str, Any]]:
-        """(Step, parts) -> header, of this run's steps above one that are here, also copies."""
+    def _headers(self, above: int, note: Mapping[str, Any]) -> dict[tuple[int, int, str], Any]:
+        """(Step, attempt, parts) -> header, of this run's steps that are here, also copies."""
         headers = {}
         for path in sorted(self.folder.glob("*.json"), reverse=True):
             if path.name == HOLDER:
@@ -246,7 +239,8 @@ class Memory:
                 header = json.loads(path.read_text())
                 of_note = all(header["note"].get(name) == value for name, value in note.items())
                 if header["run"] == self._run and of_note and header["step"] > above:
-                    headers[header["step"], header["parts"]] = header | {"stem": path.stem}
+                    key = header["step"], header["attempt"], header["parts"]
+                    headers[key] = header | {"stem": path.stem}
         return headers
 
     def _is_sound(self, header: Mapping[str, Any]) -> bool:
@@ -256,72 +250,57 @@ class Memory:
 
     def _read(
         self,
-        step: int,
-        headers: Mapping[tuple[int, str], dict[str, Any]],
+        moment: Moment,
+        headers: Mapping[tuple[int, int, str], Any],
         reports: Sequence[Mapping[str, Any]],
+        sources: Mapping[str, int],
     ) -> Found | None:
         """Return a whole step, or None if parts of it fail their checksum.
 
-        Processes without their parts of the step get them from another one.
+        Processes without their parts of the step get them from ``sources``.
         """
-        own = headers.get((step, self._layout))
-        stem = STEMS[0]
-        if own and own["stem"] in STEMS:
-            stem = own["stem"]
-        needed = {r["parts"] for r in reports if [step, r["parts"]] not in r["has"]}
+        own = headers.get((*moment, self._layout))
+        stems = {headers[key]["stem"] for key in headers if key[:2] == moment}
+        if in_place := stems.intersection(STEMS):
+            self._stem = _other(in_place.pop())  # the restored step stays until the next is whole
+        lacking = {
+            each["parts"]
+            for each in reports
+            if not any([*moment, each["parts"]] == has[:3] for has in each["has"])
+        }
+        # On another mesh nobody has these parts, and all of the step are sent.
+        needed = lacking if lacking <= sources.keys() else sources.keys()
+        filling = parts_lib.Filling(self._parts)
+        is_sound = own is None or self._is_sound(own)
+        note = own["note"] if own else {}
         for layout in sorted(needed):
-            source = _source(step, layout, reports)
-            texts = cluster.gather_texts(json.dumps(headers.get((step, layout))))
-            header = json.loads(texts[source])
-            takes = layout == self._layout and own is None
-            self._send(source, header, stem if takes else "")
-            if takes:
-                own = header | {"stem": stem}
-        is_sound = own is not None and self._is_sound(own)
+            header, data = self._receive(sources[layout], headers.get((*moment, layout)))
+            if own is None:
+                is_sound &= hashlib.sha256(data.data).hexdigest() == header["sha256"]
+                filling.take(data, [Part.of(fields) for fields in header["table"]])
+                note = header["note"]
+        is_sound &= own is not None or filling.is_whole
         if not all(cluster.gather(int(is_sound))):
             return None
-        assert own
-        if own["stem"] in STEMS:
-            self._stem = _other(own["stem"])
+        if own is None:
+            return Found(moment[0], parts_lib.arrays(self._abstract, filling.content), note)
         with self._mapped(own["stem"], self._size, writable=False) as content:
-            parts = self._arrays(content)
-        return Found(step, parts, own["note"])
+            return Found(moment[0], parts_lib.arrays(self._abstract, content), note)
 
-    def _send(self, source: int, header: Mapping[str, Any], stem: str) -> None:
-        """Send parts that process ``source`` has to all. Those with a ``stem`` store them."""
+    def _receive(self, source: int, header: Any) -> tuple[Any, np.ndarray]:
+        """Return the header and the bytes of parts that process ``source`` sends to all."""
         is_source = jax.process_index() == source
+        text = json.dumps(header) if is_source else ""
+        header = json.loads(cluster.gather_texts(text)[source])
         size = int(header["bytes"])
-        if stem:
-            self.reserve()
-            self._json(stem).unlink(missing_ok=True)
-        with contextlib.ExitStack() as closing:
-            content = np.zeros(0, np.uint8)
-            if is_source:
-                mapped = self._mapped(header["stem"], size, writable=False)
-                content = closing.enter_context(mapped)
-            elif stem:
-                content = closing.enter_context(self._mapped(stem, size, writable=True))
-            for start in range(0, size, PIECE):
-                part = content[start : start + PIECE]
-                piece = np.zeros(PIECE, np.uint8)
-                if is_source:
-                    piece[: len(part)] = part
-                sent = np.asarray(multihost_utils.broadcast_one_to_all(piece, is_source=is_source))
-                if stem:
-                    part[:] = sent[: len(part)]
-
-    def _arrays(self, content: np.ndarray) -> PyTree:
-        """Return the arrays, on their devices, from the parts of this process."""
-        by_place = {}
-        for part in self._parts:
-            data = content[part.offset : part.offset + part.size].copy()
-            by_place[part.path, part.bounds] = data.view(jnp.dtype(part.dtype)).reshape(part.shape)
-        leaves = []
-        names = specs.paths(self._abstract)
-        for path, x in zip(names, jax.tree.leaves(self._abstract), strict=True):
-            pieces = _Pieces(path, x.shape, by_place)
-            leaves.append(jax.make_array_from_callback(x.shape, x.sharding, pieces))
-        return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
+        data = np.zeros(size, np.uint8)
+        if is_source:
+            with self._mapped(header["stem"], size, writable=False) as content:
+                data[:] = content
+        for start in range(0, size, PIECE):
+            piece = data[start : start + PIECE]
+            piece[:] = multihost_utils.broadcast_one_to_all(piece, is_source=is_source)
+        return header, data
 
     def close(self) -> None:
         """Wait for the save in flight."""
@@ -352,64 +331,18 @@ def _other(stem: str) -> str:
     return STEMS[STEMS.index(stem) - 1]
 
 
-class _Pieces:
-    """The parts of one array that are here, by their place."""
-
-    def __init__(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        by_place: Mapping[tuple[str, Index], np.ndarray],
-    ):
-        self._path = path
-        self._shape = shape
-        self._by_place = by_place
-
-    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        return self._by_place[self._path, _as_numbers(index, self._shape)]
+def _whole(layouts: Sequence[str]) -> str:
+    """Return the digest of the parts of all processes."""
+    return hashlib.sha256(json.dumps(sorted(set(layouts))).encode()).hexdigest()
 
 
-def _is_whole(step: int, reports: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each process's parts of a step are somewhere."""
-    present = {parts for each in reports for number, parts in each["has"] if number == step}
-    return all(each["parts"] in present for each in reports)
-
-
-def _source(step: int, layout: str, reports: Sequence[Mapping[str, Any]]) -> int:
-    """Return the first process that has these parts of a step."""
-    for process, each in enumerate(reports):
-        if [step, layout] in each["has"]:
-            return process
-    raise AssertionError("the step is not whole")
-
-
-def _parts_of(tree: PyTree) -> Iterator[Part]:
-    """Yield the parts of abstract arrays that this process's devices hold, each once."""
-    offset = 0
-    for path, x in zip(specs.paths(tree), jax.tree.leaves(tree), strict=True):
-        indices = x.sharding.addressable_devices_indices_map(x.shape).values()
-        for index in sorted({_as_numbers(index, x.shape) for index in indices}):
-            shape = tuple(stop - start for start, stop in index)
-            size = int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
-            yield Part(path, index, shape, jnp.dtype(x.dtype).name, offset, size)
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _local_data(tree: PyTree) -> Iterator[np.ndarray]:
-    """Yield the parts of arrays in the order of `_parts_of`. All copies begin at once."""
-    shards = []
-    for x in jax.tree.leaves(tree):
-        by_index = {}
-        for shard in x.addressable_shards:
-            by_index[_as_numbers(shard.index, x.shape)] = shard.data
-        shards += [by_index[index] for index in sorted(by_index)]
-    for data in shards:
-        data.copy_to_host_async()
-    for data in shards:
-        yield np.asarray(data)
-
-
-def _as_numbers(index: tuple[slice, ...], shape: Sequence[int]) -> Index:
-    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-    return tuple((start, stop) for start, stop, _ in bounds)
+def _sources(moment: Moment, reports: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Parts of a step -> the first process that has them, {} if some are nowhere."""
+    sources: dict[str, int] = {}
+    expected = set()
+    for process, report in enumerate(reports):
+        for *of, layout, whole in report["has"]:
+            if tuple(of) == moment:
+                sources.setdefault(layout, process)
+                expected.add(whole)
+    return sources if expected == {_whole(list(sources))} else {}
