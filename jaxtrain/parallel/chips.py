@@ -26,6 +26,7 @@ class Chip(NamedTuple):
     measured_bandwidth: float = 0
     measured_flops: float = 0
     devices: int = 1  # of JAX on one chip
+    clock: float = 0  # [1/s] of a TPU, by its FLOP/s and the size of its matrix units
 
     @property
     def is_tpu(self) -> bool:
@@ -45,11 +46,11 @@ CHIPS = (
     Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9),
     Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),
     Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9),
-    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9),
-    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9),
-    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9),
-    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9),
-    Chip("tpu7x", "TPU7x", 1153.5e12, 94.75 * GIB, 3690e9, 300e9, devices=2),
+    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9, clock=1.05e9),
+    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9, clock=1.5e9),
+    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9, clock=1.75e9),
+    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9, clock=1.75e9),
+    Chip("tpu7x", "TPU7x", 1153.5e12, 94.75 * GIB, 3690e9, 300e9, devices=2, clock=2.2e9),
 )
 
 

@@ -1,5 +1,6 @@
 """The exchanges between devices, and the products, of a compiled program, read from its text."""
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,7 +206,7 @@ class Program:
         return calls
 
     def products(self) -> list[Product]:
-        """List matrix products, without Pallas kernels and convolutions (products on TPUs)."""
+        """List matrix products and convolutions (products on TPUs), without Pallas kernels."""
         every_product = []
         for computation in self.times:
             body = {i.name: i for i in self.bodies.get(computation, ())}
@@ -222,7 +223,12 @@ class Program:
 
 def _is_product(i: Instruction) -> bool:
     is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
-    return (is_call or i.op == "dot") and len(i.operands) >= 2 and bool(i.shapes)
+    is_product = is_call or i.op == "dot" or _is_convolution(i)
+    return is_product and len(i.operands) >= 2 and bool(i.shapes)
+
+
+def _is_convolution(i: Instruction) -> bool:
+    return i.op == "convolution" and "dim_labels=" in i.line
 
 
 def flops(i: Instruction, body: Mapping[str, Instruction]) -> float:
@@ -231,6 +237,9 @@ def flops(i: Instruction, body: Mapping[str, Instruction]) -> float:
         return 0.0
     _, dims = i.shapes[0]
     left = body.get(i.operands[0])
+    if _is_convolution(i):
+        operands = [body[name].shapes[0][1] for name in i.operands[:2] if name in body]
+        return 2.0 * math.prod(dims) * _taps(i.line, operands, dims)
     depth = _depth(i.line, left.shapes[0][1] if left and left.shapes else ())
     return 2.0 * math.prod(dims) * depth
 
@@ -246,6 +255,68 @@ def _depth(line: str, left: Sequence[int]) -> int:
         return 1
     axes = _dims(summed[1])
     return math.prod(left[axis] for axis in axes)
+
+
+def _taps(line: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> float:
+    """Return the numbers that a convolution adds up for each of its results, on average.
+
+    TPUs compute products of matrices as convolutions, in which a batch can be a window over rows
+    that are far apart. Places of the window in the padding, and between rows, are not counted.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+    if not labels or len(operands) < 2:
+        return 1.0
+    (left, right), window = operands, _window(line)
+    taps = float(right[labels[2].index("i")])
+    for place, axis in enumerate(sorted(label for label in labels[2] if label.isdigit())):
+        sizes = _Sizes(
+            left[labels[1].index(axis)],
+            right[labels[2].index(axis)],
+            result[labels[3].index(axis)],
+        )
+        steps = {name: numbers[place] for name, numbers in window.items() if place < len(numbers)}
+        taps *= _pairs(sizes, tuple(sorted(steps.items()))) / sizes.result
+    return taps
+
+
+class _Sizes(NamedTuple):
+    """Of one dimension of a convolution."""
+
+    left: int
+    window: int
+    result: int
+
+
+def _window(line: str) -> dict[str, list[int]]:
+    """Return the numbers of a convolution's window by their name, one for each dimension."""
+    window = re.search(r"window=\{([^}]*)\}", line)
+    numbers = {}
+    for name, text in re.findall(r"(\w+)=([\dx_\-]+)", window[1] if window else ""):
+        # of padding, the one before the first row
+        numbers[name] = [int(part.split("_")[0]) for part in text.split("x")]
+    return numbers
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(sizes: _Sizes, window: tuple[tuple[str, int], ...]) -> int:
+    """Count the pairs of a result and a place in its window that has a number of the left side."""
+    steps = dict(window)
+    stride, left_dilation = steps.get("stride", 1), steps.get("lhs_dilate", 1)
+    last = (sizes.left - 1) * left_dilation
+    divisor = math.gcd(stride, left_dilation)
+    period = left_dilation // divisor
+    inverse = pow(stride // divisor, -1, period)
+    pairs = 0
+    for place in range(sizes.window):
+        # result r reads row r * stride - offset, if it is one of the left side's
+        offset = steps.get("pad", 0) - place * steps.get("rhs_dilate", 1)
+        if offset % divisor:
+            continue
+        first = max(0, -(-offset // stride))
+        final = min(sizes.result - 1, (last + offset) // stride)
+        earliest = first + (offset // divisor * inverse - first) % period
+        pairs += max(0, (final - earliest) // period + 1)
+    return pairs
 
 
 def collectives(text: str | Program) -> list[Collective]:

@@ -239,12 +239,13 @@ def _answer_lines(
 def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     """Yield the time of the kernels by their bytes and products, and that of the largest scopes."""
     chip = target.chip
-    if not (step.kernels and chip) or chip.is_tpu:
-        return  # on TPUs products are convolutions, and arrays are padded to tiles
+    if not (step.kernels and chip):
+        return
     rates = _rates(chip)
     source = "the datasheet's rates, which no program reaches"
     if chip.measured_flops:
         source = "the rates measured on such a card"
+    padded = " with the padding of tiles" if chip.is_tpu else ""
     sums = traffic.roofline(step.kernels, rates)
     yield (
         f"  {1e3 * sums.seconds:.2f} ms at the roofline of {rates.bandwidth / 1e12:.2f} TB/s and"
@@ -252,9 +253,15 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     )
     yield (
         f"  of this {sums.seconds_of_bytes / sums.seconds:.0%} is bound by bytes:"
-        f" {in_bytes(sums.read)} read, {in_bytes(sums.written)} written,"
+        f" {in_bytes(sums.read)} read, {in_bytes(sums.written)} written{padded},"
         f" {sums.flops:.3e} FLOP in products, {sums.kernels:,} kernels"
     )
+    if chip.clock and sums.cycles:
+        yield (
+            f"  {1e3 * sums.cycles / chip.clock:.2f} ms by the compiler's own estimate, cycles at"
+            f" {chip.clock / 1e9:g} GHz, without kernels of Pallas, exchanges and copies that"
+            " overlap others"
+        )
     for scope, seconds in itertools.islice(sums.scopes.items(), MAX_SCOPES):
         yield f"    {1e3 * seconds:8.2f} ms  {scope}"
 
@@ -268,7 +275,7 @@ def _rates(chip: chips.Chip) -> traffic.Rates:
 def _rows_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[str]:
     """Yield a line if more rows would cost little, since the parameters' bytes take the time."""
     chip = target.chip
-    if not (step.kernels and chip) or chip.is_tpu:
+    if not (step.kernels and chip):
         return
     parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
     train = assembly.config.train

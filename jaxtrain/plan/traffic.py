@@ -8,6 +8,10 @@ copy. Instructions inside of a fusion are not counted, since their values stay o
     loops              count their rounds
     asynchronous       their start counts, and the wait for their end does not
     attention          a library's call of it has its bytes alone: its products are in no text
+    tiles              arrays of TPUs are padded to them, and those in VMEM take no bytes: `layouts`
+
+A TPU's compiler also writes the cycles that it expects of most kernels. They are its model. It has
+none for kernels of Pallas, exchanges, and copies that overlap other kernels.
 
 The roofline of a kernel is the time of its bytes at the memory's rate or of its products at the
 rate of matrix products, whichever is longer (S. Williams et al., "Roofline", CACM 52(4), 2009).
@@ -19,13 +23,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.plan import hlo
+from jaxtrain.plan import hlo, layouts
 from jaxtrain.plan.hlo import Instruction, Program
 
 # Instructions that move no bytes: they name a value, wait for one, or call what is counted itself.
 WITHOUT_TRAFFIC = {
     "after-all",
     "async-start",
+    "async-update",
     "bitcast",
     "call",
     "conditional",
@@ -40,7 +45,8 @@ WITHOUT_TRAFFIC = {
     "tuple",
     "while",
 }
-RENAMES = ("bitcast", "reshape")  # inside of a fusion
+RENAMES = ("bitcast", "copy", "reshape")  # inside of a fusion
+WITHOUT_WORK = hlo.MARKS | {"AllocateBuffer", "ConcatBitcast"}  # calls
 SLICES = ("dynamic-slice", "gather", "slice")
 SCOPE_PARTS = 3  # of a scope that a person reads
 WITHOUT_ROWS = ("guard", "update")  # scopes of a step whose arrays are those of the parameters
@@ -58,6 +64,7 @@ class Kernel(NamedTuple):
     read: int  # [bytes]
     written: int  # [bytes]
     flops: float  # of its matrix products
+    cycles: int = 0  # by the estimate of a TPU's compiler, 0 = it has none
 
     def seconds(self, rates: "Rates") -> float:
         """Return the time of all executions by the roofline."""
@@ -83,6 +90,7 @@ class Roofline(NamedTuple):
     flops: float
     kernels: int  # executions
     scopes: dict[str, float]  # scope -> seconds, the largest first
+    cycles: int = 0  # as in `Kernel`
 
 
 def traffic(program: Program) -> list[Kernel]:
@@ -93,19 +101,20 @@ def traffic(program: Program) -> list[Kernel]:
             continue
         body = {i.name: i for i in program.bodies.get(computation, ())}
         for i in body.values():
-            if i.op in WITHOUT_TRAFFIC or i.op.endswith("-done"):
+            operation = _operation(i)
+            if operation in WITHOUT_TRAFFIC | WITHOUT_WORK or i.op.endswith("-done"):
                 continue
             read, written = _bytes_moved(i, body, program)
-            kernel = Kernel(
-                i.name, _operation(i), _scope(i), times, read, written, _flops(i, body, program)
+            flops = _flops(i, body, program)
+            kernels.append(
+                Kernel(i.name, operation, _scope(i), times, read, written, flops, _cycles(i))
             )
-            kernels.append(kernel)
     return kernels
 
 
 def roofline(kernels: Iterable[Kernel], rates: Rates) -> Roofline:
     seconds = seconds_of_bytes = read = written = flops = 0.0
-    executions = 0
+    executions = cycles = 0
     scopes: dict[str, float] = collections.defaultdict(float)
     for kernel in kernels:
         of_kernel = kernel.seconds(rates)
@@ -116,9 +125,12 @@ def roofline(kernels: Iterable[Kernel], rates: Rates) -> Roofline:
         written += kernel.times * kernel.written
         flops += kernel.times * kernel.flops
         executions += kernel.times
+        cycles += kernel.times * kernel.cycles
         scopes[short_scope(kernel)] += of_kernel
     largest_first = dict(sorted(scopes.items(), key=lambda item: -item[1]))
-    return Roofline(seconds, seconds_of_bytes, read, written, flops, executions, largest_first)
+    return Roofline(
+        seconds, seconds_of_bytes, read, written, flops, executions, largest_first, cycles
+    )
 
 
 def rows_for_little_more(
@@ -173,9 +185,19 @@ def _operation(i: Instruction) -> str:
     return match[1] if match else i.op
 
 
+def _cycles(i: Instruction) -> int:
+    match = re.search(r'"estimated_cycles":"(\d+)"', i.line)
+    return int(match[1]) if match else 0
+
+
 def _size(i: Instruction) -> int:
-    """Return the bytes of an instruction's results."""
-    return sum(math.prod(dims) * hlo.bits(dtype) for dtype, dims in i.shapes) // 8
+    """Return the bytes of an instruction's results in the device's memory."""
+    return sum(array.bits_in_memory for array in layouts.arrays(i.result)) // 8
+
+
+def _padded(i: Instruction) -> int:
+    """Return the bytes of an instruction's results in any memory."""
+    return sum(array.bits for array in layouts.arrays(i.result)) // 8
 
 
 def _bytes_moved(
@@ -185,16 +207,28 @@ def _bytes_moved(
     fused = _fused(i, program)
     if fused:
         sizes = [_size(body[name]) if name in body else None for name in i.operands]
-        return _read_by_fusion(fused, sizes), _written_by_fusion(fused)
-    if i.op in SLICES:
-        return _size(i), _size(i)
+        return _read_by_fusion(fused, sizes, program), _written_by_fusion(i, fused, program)
+    operands = [_size(body[name]) for name in i.operands if name in body]
+    if i.op.removesuffix("-start") in SLICES:
+        source = operands[0] if operands else _padded(i)
+        part, written = _part_and_result(i)
+        return min(source, part), written
     if i.op == "dynamic-update-slice":
-        update = _size(body[i.operands[1]])
-        return update, update
-    read = sum(_size(body[name]) for name in i.operands if name in body)
-    # The result of a start holds its operands, too.
-    written = read if i.op.endswith("-start") else _size(i)
-    return read, written
+        update = body[i.operands[1]]
+        return _size(update), min(_padded(update), _size(i))
+    read = sum(operands)
+    if i.op == "copy-start":  # (copy, source, its state)
+        return read, layouts.arrays(i.result)[0].bits_in_memory // 8
+    # The result of another start holds its operands, too.
+    return read, read if i.op.endswith("-start") else _size(i)
+
+
+def _part_and_result(i: Instruction) -> tuple[int, int]:
+    """Return the bytes that a slice reads from the device's memory, and those that it writes."""
+    if not i.op.endswith("-start"):
+        return _padded(i), _size(i)
+    part = layouts.arrays(i.result)[-2]  # ((operands), part, its state)
+    return part.bits // 8, part.bits_in_memory // 8
 
 
 def _fused(i: Instruction, program: Program) -> list[Instruction]:
@@ -205,11 +239,10 @@ def _fused(i: Instruction, program: Program) -> list[Instruction]:
     return program.bodies.get(targets[0], []) if targets else []
 
 
-def _read_by_fusion(fused: Sequence[Instruction], sizes: Sequence[int | None]) -> int:
-    users: dict[str, list[Instruction]] = collections.defaultdict(list)
-    for i in fused:
-        for operand in i.operands:
-            users[operand].append(i)
+def _read_by_fusion(
+    fused: Sequence[Instruction], sizes: Sequence[int | None], program: Program
+) -> int:
+    users = _users(fused)
     read = 0
     for parameter in fused:
         if parameter.op != "parameter":
@@ -217,8 +250,17 @@ def _read_by_fusion(fused: Sequence[Instruction], sizes: Sequence[int | None]) -
         number = _number_of(parameter)
         size = sizes[number] if number < len(sizes) else None
         whole = _size(parameter) if size is None else size
-        read += min(whole, _part_read(parameter, users, whole))
+        if whole:
+            read += min(whole, _part_read(parameter, users, whole, program))
     return read
+
+
+def _users(fused: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    for i in fused:
+        for operand in i.operands:
+            users[operand].append(i)
+    return users
 
 
 def _number_of(parameter: Instruction) -> int:
@@ -226,39 +268,56 @@ def _number_of(parameter: Instruction) -> int:
     return int(match[1]) if match else 0
 
 
-def _part_read(array: Instruction, users: Mapping[str, Sequence[Instruction]], whole: int) -> int:
+def _part_read(
+    array: Instruction, users: Mapping[str, Sequence[Instruction]], whole: int, program: Program
+) -> int:
     """Return the bytes of an array, ``whole``, that a fusion's instructions read."""
+    if array.is_root:
+        return whole
     part = 0
     for user in users[array.name]:
+        inner = _fused(user, program)
         if user.op in RENAMES:
-            part += _part_read(user, users, whole)
-        elif user.op in SLICES:
-            part += _size(user)
+            part += _part_read(user, users, whole, program)
+        elif user.op in SLICES and user.operands[0] == array.name:
+            part += _padded(user)
         elif user.op == "dynamic-update-slice" and user.operands[0] == array.name:
             part += 0  # updated in place
+        elif inner:
+            place = user.operands.index(array.name)
+            parameters = [i for i in inner if i.op == "parameter" and _number_of(i) == place]
+            users_there = _users(inner)
+            part += sum(_part_read(i, users_there, whole, program) for i in parameters)
         else:
             return whole
     return part
 
 
-def _written_by_fusion(fused: Sequence[Instruction]) -> int:
-    by_name = {i.name: i for i in fused}
-    root = next((i for i in fused if i.is_root), None)
+def _written_by_fusion(i: Instruction, fused: Sequence[Instruction], program: Program) -> int:
+    by_name = {inner.name: inner for inner in fused}
+    root = next((inner for inner in fused if inner.is_root), None)
     if root is None:
         return 0
-    results = [root]
-    if root.op == "tuple":
-        results = [by_name[name] for name in root.operands]
-    return sum(_written(result, by_name) for result in results)
+    if root.op != "tuple":
+        return min(_written(root, by_name, program), _size(i))
+    written = 0
+    for name, array in zip(root.operands, layouts.arrays(i.result), strict=False):
+        written += min(_written(by_name[name], by_name, program), array.bits_in_memory // 8)
+    return written
 
 
-def _written(result: Instruction, by_name: Mapping[str, Instruction]) -> int:
+def _written(result: Instruction, by_name: Mapping[str, Instruction], program: Program) -> int:
+    """Return the bytes that a fusion writes of a result: all of it, or its update in place."""
     source = result
     while source.op in RENAMES and source.operands[0] in by_name:
         source = by_name[source.operands[0]]
     if source.op == "dynamic-update-slice":
-        return _size(by_name[source.operands[1]])
-    return _size(result)
+        return _padded(by_name[source.operands[1]])
+    inner = {i.name: i for i in _fused(source, program)}
+    root = next((i for i in inner.values() if i.is_root and i.op != "tuple"), None)
+    if root is not None:
+        return min(_padded(result), _written(root, inner, program))
+    return _padded(result)
 
 
 def _flops(i: Instruction, body: Mapping[str, Instruction], program: Program) -> float:
@@ -266,4 +325,4 @@ def _flops(i: Instruction, body: Mapping[str, Instruction], program: Program) ->
     if not fused:
         return hlo.flops(i, body)
     by_name = {inner.name: inner for inner in fused}
-    return sum(hlo.flops(inner, by_name) for inner in fused)
+    return sum(_flops(inner, by_name, program) for inner in fused)
