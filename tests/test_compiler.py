@@ -14,6 +14,8 @@ from tests.support.processes import run
 
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
 SLICES = "xla_gpu_enable_dynamic_slice_fusion"
+SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+SEVERAL = {SCHEDULER: True, SCATTERS: 0, MERGER: 0}  # for more than one GPU
 
 
 @pytest.mark.usefixtures("libtpu")
@@ -34,14 +36,13 @@ def test_libtpu_knows_every_option_of_the_table(target):
 
 def test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the_table():
     cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
-    assert xla_options.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
+    assert xla_options.options({}, kind, count=8, device=cpu) == SEVERAL
     assert xla_options.options({}, kind, count=1, device=cpu) == {MERGER: 0}, (
         "one GPU moves nothing"
     )
-    assert xla_options.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {
-        SCHEDULER: False,
-        MERGER: 0,
-    }
+    own = {SCHEDULER: "false"}
+    off = {**SEVERAL, SCHEDULER: False}
+    assert xla_options.options(own, kind, count=8, device=cpu) == off
     with pytest.raises(
         config.ConfigError,
         match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*omit",
@@ -76,10 +77,8 @@ def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_tol
         (*xla_options.TABLE, xla_options.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",))),
     )
     with caplog.at_level("INFO", "jaxtrain"):
-        assert xla_options.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {
-            SCHEDULER: True,
-            MERGER: 0,
-        }
+        options = xla_options.options({}, "NVIDIA H100", count=8, device=jax.devices()[0])
+    assert options == SEVERAL
     assert "compiled without xla_gpu_of_tomorrow" in caplog.text
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.parallel import replicas
+from jaxtrain.parallel.layout import DATA, manual_axes
 from jaxtrain.types import Array, PyTree, Shard, T
 
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
@@ -89,6 +91,7 @@ def scan(
     unroll: int = 1,
     shard: Shard | None = None,
     kernels: Mapping[str, Callable[[str], bool]] | None = None,
+    once: bool = False,
 ) -> tuple[T, PyTree]:
     """Carry ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis.
 
@@ -98,7 +101,11 @@ def scan(
       unroll, shard: as in `layers_at_once`.
       kernels: by a name of activations, tells whether a kernel's results are kept with them. The
         backward pass of a kernel reads more than its result, and only the kernel could name that.
+      once: whether a loss runs through the stack once. Then replicas sum up the gradients of each
+        layer while the backward pass computes those of the next (`replicas.by_layer`).
     """
+    if once and DATA in manual_axes():
+        layer, stack = replicas.by_layer(layer, stack)
     if policy != "none":
         layer = jax.checkpoint(layer, policy=_checkpoint_policy(policy, kernels or {}))
     depth = len(jax.tree.leaves(stack)[0])

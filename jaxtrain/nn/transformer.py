@@ -369,7 +369,14 @@ def decode(c: Decoder, params: PyTree, batch: Batch, shard: Shard) -> Array:
     mix = mixer(c, batch.get("segments"), shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mix)
     x_btd, _ = remat.scan(
-        body, x_btd, params["blocks"], c.remat, unroll=c.unroll, shard=shard, kernels=KERNELS
+        body,
+        x_btd,
+        params["blocks"],
+        c.remat,
+        unroll=c.unroll,
+        shard=shard,
+        kernels=KERNELS,
+        once=True,
     )
     return norm(c, params, "", x_btd, shard)
 

@@ -5,8 +5,12 @@ scan runs under `jax.shard_map`, manual over "data" alone. Each group of devices
 which are reduced after the scan. For that the parameters are first cast to varying over "data".
 Without the cast, the transpose of their broadcast puts the reduction back inside. The axes "fsdp"
 and "model" stay automatic.
+
+With one microbatch there is nothing to add up before, and each gradient is reduced as early as the
+model allows (`jaxtrain.parallel.replicas`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.layout import DATA, Layout
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
@@ -31,7 +36,10 @@ def gradients(
     # A CPU divides the loss by its weight where it can, which saves a pass over the gradients. GPUs
     # and TPUs keep the step whose memory was checked against their compilers.
     divides_loss = layout.devices.platform == "cpu" and is_whole
-    of_microbatch = functools.partial(_microbatch, task, layout, divided=divides_loss)
+    sums_early = has_replicas and accumulate == 1
+    of_microbatch = functools.partial(
+        _microbatch, task, layout, divided=divides_loss, sums_early=sums_early
+    )
     if has_replicas:
         over_data = _over_data(task, layout, of_microbatch, accumulate)
         grads, out = over_data(variables, batch, key)
@@ -54,12 +62,19 @@ def _microbatch(
     key: Key,
     *,
     divided: bool,
+    sums_early: bool,
 ) -> tuple[PyTree, LossOut]:
-    """Gradients of the sum of losses, or of their mean if ``divided``, and the sums."""
+    """Gradients of the sum of losses, or of their mean if ``divided``, and the sums.
+
+    The gradients are those of all replicas if ``sums_early``, else those of this one.
+    """
 
     def total(params: PyTree) -> tuple[Array, LossOut]:
-        with_params = variables._replace(params=params)
-        out = task.loss(with_params, rows, key)
+        with contextlib.ExitStack() as stack:
+            if sums_early:
+                own = replicas.shared(layout, params, task.specs.params)
+                params = stack.enter_context(own)
+            out = task.loss(variables._replace(params=params), rows, key)
         if not _is_sum(out):
             _raise_for_loss(out)
         return out.loss.total, out
@@ -77,22 +92,27 @@ def _microbatch(
 
 
 def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: int) -> Summed:
-    """Sum over the rows of each data group, then reduce once over "data", which is manual here."""
+    """Sum over the rows of each data group, then reduce once over "data", which is manual here.
+
+    One microbatch reduces its gradients itself.
+    """
     partitions = _state_partitions(task)
 
     def of_group(variables: Variables, batch: Batch, key: Key) -> tuple[PyTree, LossOut]:
-        identical = (variables.params, variables.frozen, key)
-        params, frozen, key = jax.lax.pcast(identical, (DATA,), to="varying")
+        params = variables.params
+        frozen, key = jax.lax.pcast((variables.frozen, key), (DATA,), to="varying")
         model_state = jax.tree.map(_varying, variables.model_state)
-        varying = Variables(params, frozen, model_state)
         if accumulate > 1:
+            params = jax.lax.pcast(params, (DATA,), to="varying")
+            varying = Variables(params, frozen, model_state)
             grads, out = _accumulated(
                 task, of_microbatch, accumulate, varying, batch, key, cast=_varying
             )
+            grads = jax.lax.psum(grads, DATA)
         else:
-            grads, out = of_microbatch(varying, batch, key)
-        of_this_group = (grads, out.loss, out.metrics, out.sparse_rows)
-        grads, loss, metrics, sparse_rows = jax.lax.psum(of_this_group, DATA)
+            grads, out = of_microbatch(Variables(params, frozen, model_state), batch, key)
+        of_this_group = (out.loss, out.metrics, out.sparse_rows)
+        loss, metrics, sparse_rows = jax.lax.psum(of_this_group, DATA)
         if out.model_state is None:
             # the loss does not touch it: it is identical on every group already
             model_state = variables.model_state

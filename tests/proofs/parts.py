@@ -78,7 +78,8 @@ PARTS = {
     ),
     "matrix": Part(
         "every workload on every mesh, in one process",
-        "test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device optim/test_open.py",
+        "test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device optim/test_open.py"
+        " parallel/test_replicas.py",
         workers=2,
     ),
     "processes": Part(

@@ -361,6 +361,7 @@ def _decode(
         unroll=c.unroll,
         shard=shard,
         kernels=transformer.KERNELS,
+        once=True,
     )
     return transformer.norm(c, params, "", x_bud), kv
 

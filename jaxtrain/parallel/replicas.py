@@ -1,0 +1,101 @@
+"""Gradients that replicas sum up early: in the backward pass, each where it is there.
+
+Under `jax.shard_map` over "data", a parameter is one value for all replicas, and each of them uses
+it for rows of its own. `shared` makes this change for all parameters at the top, so that the sum of
+a gradient follows the whole backward pass. The loop over a stack's layers makes it for a layer at a
+time instead (`by_layer`). Then the sum of one layer overlaps the backward pass of the next.
+
+A model may read its parameters in any way: only a loop that asks for it has them unchanged.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+
+from jaxtrain.parallel.layout import DATA, Layout
+from jaxtrain.types import Array, Axes, PyTree, T
+
+
+class _Shared(NamedTuple):
+    value: Array  # the same on all replicas
+    own: Array  # the same numbers, as a value of each replica
+    axes: Axes
+    layout: Layout
+
+
+# By the identity of `_Shared.own`, while a loss is traced.
+_SHARED: contextvars.ContextVar[Mapping[int, _Shared] | None] = contextvars.ContextVar(
+    "shared", default=None
+)
+
+
+@contextlib.contextmanager
+def shared(layout: Layout, params: PyTree, table: PyTree) -> Iterator[PyTree]:
+    """Give parameters that all replicas share as values of each, under a shard_map over "data".
+
+    Their derivatives are sums over the replicas, of which each device sums up its own shard alone.
+
+    Args:
+      table: the parameters' `Spec`.
+    """
+    known: dict[int, _Shared] = {}
+
+    def own(value: Array, axes: Axes) -> Array:
+        x = layout.shard(_as_own(value), *axes)
+        known[id(x)] = _Shared(value, x, axes, layout)
+        return x
+
+    owned = jax.tree.map(lambda value, spec: own(value, spec.axes), params, table)
+    token = _SHARED.set(known)
+    try:
+        yield owned
+    finally:
+        _SHARED.reset(token)
+
+
+def by_layer(
+    layer: Callable[[T, PyTree], tuple[T, PyTree]], stack: PyTree
+) -> tuple[Callable[[T, PyTree], tuple[T, PyTree]], PyTree]:
+    """Return a loop's body and its stack, so that each layer's gradients are summed in the body.
+
+    It changes nothing without `shared` parameters. The loss must run through the stack once: each
+    loop sends the sums of its own gradients.
+    """
+    known = _SHARED.get() or {}
+    leaves, tree = jax.tree.flatten(stack)
+    shares = [known.get(id(x)) for x in leaves]
+    if not any(shares):
+        return layer, stack
+    values = [x if share is None else share.value for x, share in zip(leaves, shares, strict=True)]
+
+    def summing_layer(x: T, w: PyTree) -> tuple[T, PyTree]:
+        of_layer = [
+            value if share is None else _entering(share, value)
+            for value, share in zip(jax.tree.leaves(w), shares, strict=True)
+        ]
+        return layer(x, jax.tree.unflatten(tree, of_layer))
+
+    return summing_layer, jax.tree.unflatten(tree, values)
+
+
+def _entering(share: _Shared, w: Array) -> Array:
+    """Give a layer's entry of a shared parameter as a value of each replica."""
+    enter = jax.custom_vjp(_as_own)
+    enter.defvjp(lambda w: (_as_own(w), None), functools.partial(_summed, share))
+    entered: Array = enter(w)
+    return entered
+
+
+def _summed(share: _Shared, _: None, gradient: Array) -> tuple[Array]:
+    _, *axes = share.axes
+    # Without it, XLA would sum up the gradient before it is split over "fsdp".
+    gradient = share.layout.shard(gradient, *axes)
+    return (jax.lax.psum(gradient, DATA),)
+
+
+def _as_own(x: Array) -> Array:
+    return jax.lax.pcast(x, (DATA,), to="varying")

@@ -1,0 +1,95 @@
+"""Sums of gradients over replicas, layer by layer, against those after the backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.nn import remat
+from jaxtrain.nn.layers import product
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan import hlo
+from jaxtrain.specs import fan_in
+from jaxtrain.step.accumulate import gradients
+from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
+from tests.support.cases import SOON, initial
+
+DEPTH, EMBED, MLP, ROWS = 3, 16, 32, 16
+TABLE = {
+    "w_in": Spec((EMBED, EMBED), (None, "embed"), fan_in(EMBED)),
+    "stack": {
+        "w_up": Spec((DEPTH, MLP, EMBED), ("layer", "mlp", "embed"), fan_in(EMBED)),
+        "w_down": Spec((DEPTH, EMBED, MLP), ("layer", "embed", "mlp"), fan_in(MLP)),
+    },
+}
+STACK = sum(np.prod(spec.shape) for spec in TABLE["stack"].values())
+
+
+def loss(shard, dtype, policy, once, variables, batch, key):
+    params = variables.params
+
+    def layer(x_nd, w):
+        y_nm = jnp.tanh(product("nd,md->nm", x_nd, w["w_up"], shard))
+        return shard(x_nd + product("nm,dm->nd", y_nm, w["w_down"], shard), "batch", None), None
+
+    x_nd = shard(
+        product("nd,ed->ne", batch["x"].astype(dtype), params["w_in"], shard), "batch", None
+    )
+    x_nd, _ = remat.scan(layer, x_nd, params["stack"], policy, shard=shard, once=once)
+    per_row = jnp.square(x_nd.astype(jnp.float32)).mean(-1)
+    return LossOut(Mean((per_row * batch["weight"]).sum(), batch["weight"].sum()), {})
+
+
+def run(sizes, dtype, *, policy="none", once=True, accumulate=1):
+    """Gradients, and the collectives of their program."""
+    devices = jax.devices()[: int(np.prod(sizes))]
+    layout = layout_lib.make_layout(layout_lib.make_mesh(*sizes, devices=devices), {})
+    task = Task(
+        specs=Variables(TABLE),
+        loss=functools.partial(loss, layout.shard, jnp.dtype(dtype), policy, once),
+        evaluate=lambda variables, batch: {},
+        axes={"x": ("batch", None), "weight": ("batch",)},
+        flops=0,
+    )
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(ROWS, EMBED)).astype("f4"), "weight": rng.random(ROWS, "f4")}
+
+    def put(x, axes):
+        return jax.device_put(x, layout.sharding(axes, x.shape))
+
+    params = jax.tree.map(lambda x, spec: put(x, spec.axes), initial(TABLE), TABLE)
+    batch = {name: put(x, task.axes[name]) for name, x in batch.items()}
+    step = functools.partial(gradients, task, layout, accumulate=accumulate)
+    compiled = jax.jit(step).lower(Variables(params), batch, jax.random.key(0)).compile(SOON)
+    grads, _ = compiled(Variables(params), batch, jax.random.key(0))
+    collectives = hlo.collectives(compiled.as_text())
+    mesh = layout.mesh.shape
+    return jax.tree.map(np.asarray, grads), [c for c in collectives if "data" in c.axes(mesh)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        ("bfloat16", "none"),
+        pytest.param("float32", "none", marks=SLOW),
+        pytest.param("bfloat16", "full", marks=SLOW),
+    ],
+)
+def test_sums_of_each_layer_have_the_bits_and_bytes_of_those_after_the_loop(dtype, policy):
+    late, after = run((2, 2, 1), dtype, policy=policy, once=False)
+    early, during = run((2, 2, 1), dtype, policy=policy)
+    jax.tree.map(np.testing.assert_array_equal, early, late)
+    assert sum(c.sent for c in during) == sum(c.sent for c in after)
+    # in float32, and only of the shard that a device has
+    assert sum(c.times * c.bytes for c in during if c.in_loop) == 4 * STACK / 2
+    assert not [c for c in after if c.in_loop]
+
+
+def test_microbatches_are_added_up_before_they_are_sent():
+    _, collectives = run((2, 2, 1), "float32", accumulate=4)
+    assert not [c for c in collectives if c.in_loop]
