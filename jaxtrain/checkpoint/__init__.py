@@ -9,6 +9,6 @@ disk_usage       bytes of the checkpoints on disk
 """
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
-from jaxtrain.checkpoint.history import CheckpointError, History
+from jaxtrain.checkpoint.history import CheckpointError, History, SaveError
 
-__all__ = ["CheckpointError", "Checkpointer", "History", "Restored", "Saved"]
+__all__ = ["CheckpointError", "Checkpointer", "History", "Restored", "SaveError", "Saved"]

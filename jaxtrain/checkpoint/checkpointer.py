@@ -40,7 +40,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.arrays import checksums, orbax_steps, quiet_orbax, stored
 from jaxtrain.checkpoint import disk_usage, joint_failure
-from jaxtrain.checkpoint.history import CheckpointError, History, Scores
+from jaxtrain.checkpoint.history import CheckpointError, History, SaveError, Scores
 from jaxtrain.parallel import cluster, jax_options
 from jaxtrain.types import Task
 from loaders.io import files
@@ -100,11 +100,18 @@ class _Read(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the steps of a workdir. All processes call all in the same order."""
+    """Saves and restores the steps of a workdir. All processes call all in the same order.
 
-    def __init__(self, config: config_lib.Config, task: Task):
+    Args:
+      goes_on: whether a save may fail, also with config.checkpoint.on_error="stop". If the last one
+        of a run has, `close` raises the error.
+    """
+
+    def __init__(self, config: config_lib.Config, task: Task, *, goes_on: bool = False):
         quiet_orbax.keep_quiet()
         self._config = config
+        self._goes_on = goes_on
+        self._unsaved = ""  # why the last save failed, if it has
         self._meta = {
             "format": stored.FORMAT,
             "config": json.loads(config_lib.to_json(config)),
@@ -145,7 +152,7 @@ class Checkpointer:
     ) -> Saved:
         """Start to save ``state``, unless ``step`` is saved. First wait for the previous save.
 
-        Raises CheckpointError when that one failed, or this one fails at once, unless
+        Raises SaveError when that one failed, or this one fails at once, unless
         config.checkpoint.on_error is "continue".
         """
         began = time.perf_counter()
@@ -264,9 +271,11 @@ class Checkpointer:
             self._settle()
 
     def close(self) -> None:
-        """Wait for a save in flight. Raises CheckpointError when it failed."""
+        """Wait for a save in flight. Raises SaveError when it failed."""
         try:
             self._settle()
+            if self._goes_on and self._unsaved:
+                raise SaveError(self._unsaved)
         finally:
             self._manager.close()
             self._remove_parts()
@@ -288,6 +297,7 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
             self._saving = None
+            self._unsaved = ""
         except Exception as error:  # noqa: BLE001  a disk raises many kinds
             self._fail(error, step)
 
@@ -301,9 +311,13 @@ class Checkpointer:
         complete = self._manager.all_steps()
         newest = f"the newest complete one is {max(complete)}" if complete else "there is none yet"
         message = f"checkpoint {step} could not be written: {first_line(error)}; {newest}"
+        self._unsaved = f"{message}. Make room, or fix the disk, and rerun the same command"
+        if self._goes_on:
+            log.error("%s; training continues, and the next save tries again", message)
+            return
         if self._config.checkpoint.on_error == "stop":
-            raise CheckpointError(
-                f"{message}. Make room, or fix the disk, and rerun the same command; to train on"
+            raise SaveError(
+                f"{self._unsaved}; to train on"
                 " without this checkpoint, set config.checkpoint.on_error='continue'"
             ) from error
         log.error(

@@ -30,6 +30,12 @@ class CheckpointError(UserError, RuntimeError):
     """Saved state that a run cannot resume from. It is never followed by a silent fresh start."""
 
 
+class SaveError(CheckpointError):
+    """A save that a disk refused."""
+
+    is_of_disk = True
+
+
 class History(NamedTuple):
     # batches read of earlier data, before the data were exchanged: position = step - offset
     offset: int = 0

@@ -150,13 +150,13 @@ def _start(parsed: config.Arguments) -> int:
             return _run(parsed, resolved)
     except UserError as error:
         arguments.report(error)
-        return arguments.USER_ERROR
+        return _code_of_disk() if error.is_of_disk else arguments.USER_ERROR
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or resolved is None:
             raise
         where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
         arguments.report(f"{where}; free some space, then rerun the same command to resume")
-        return arguments.USER_ERROR
+        return _code_of_disk()
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
             raise
@@ -167,6 +167,14 @@ def _start(parsed: config.Arguments) -> int:
         reason = str(error) or "ended by Ctrl-C"
         print(f"{reason}; rerun the same command to resume", file=sys.stderr)
         return arguments.INTERRUPTED
+
+
+def _code_of_disk() -> int:
+    """Return the exit code after an error of a disk: a supervisor tries again."""
+    from jaxtrain.parallel import supervised_attempt
+
+    is_supervised = supervised_attempt.from_environment().is_supervised
+    return supervised_attempt.DISK if is_supervised else arguments.USER_ERROR
 
 
 def _supervise(parsed: config.Arguments, run: config.Config) -> int:

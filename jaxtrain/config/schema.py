@@ -480,7 +480,8 @@ class Checkpoint(Section):
     best: str = ""
     # [name] content of the last step: resumable, or weights (which nothing can resume from)
     final: str = "resumable"
-    # [name] reaction to a save that fails: stop the run, or continue without it
+    # [name] reaction to a save that fails: stop the run, or continue without it, as a supervised
+    # run does in any case
     on_error: str = "stop"
 
     def validate(self) -> Problems:

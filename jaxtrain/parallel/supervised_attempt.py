@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 VARIABLE = "JAXTRAIN_SUPERVISOR"
+# The exit code of a supervised process that a disk refused, which may pass (EX_IOERR of sysexits).
+DISK = 74
 
 
 class Attempt(NamedTuple):

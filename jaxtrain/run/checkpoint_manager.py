@@ -38,9 +38,11 @@ class CheckpointManager:
         self._data = data
         self._process = process
         self._clock = process.clock
-        self._checkpointer = Checkpointer(assembly.config, assembly.task)
-        self._memory: steps_in_memory.Memory | None = None
         attempt = supervised_attempt.from_environment()
+        self._checkpointer = Checkpointer(
+            assembly.config, assembly.task, goes_on=attempt.is_supervised
+        )
+        self._memory: steps_in_memory.Memory | None = None
         if assembly.config.checkpoint.memory_every:
             if not attempt.memory:
                 raise steps_in_memory.SharedMemoryError(
@@ -119,12 +121,16 @@ class CheckpointManager:
         history = History(**found.note["history"])
         return Restored(state, found.step, history, epath.Path(self._memory.folder))
 
-    def remember(self, step: int, state: TrainState, history: History) -> None:
-        """Copy a state into the memory of the hosts. It is not saved by that."""
+    def remember(self, step: int, state: TrainState, history: History, *, recorded: bool) -> None:
+        """Copy a state into the memory of the hosts. It is not saved by that.
+
+        ``recorded``: whether this process has written all records until ``step``. If one has not,
+        because its disk is full, no step is copied: a restart would resume behind lost records.
+        """
         assert self._memory
         with self._clock.during(goodput.SAVES):
             note = {**self._note(), "history": history._asdict()}
-            self._memory.save(step, saved_parts(state), note)
+            self._memory.save(step, saved_parts(state), note, recorded=recorded)
 
     def _note(self) -> dict[str, str]:
         """Return digests of all that a step in memory has to have in common with this attempt.

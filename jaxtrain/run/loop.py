@@ -158,7 +158,8 @@ def run(
                 state, history = checkpoints.rewind(state, step, skipped, history)
                 metrics_logger.rewound(batch, state)
             if now.remember:
-                checkpoints.remember(step, state, history)
+                recorded = metrics_logger.write_waiting()
+                checkpoints.remember(step, state, history, recorded=recorded)
             # 5. Save, then evaluate: a kill between the two costs one evaluation.
             if now.save and now.resumable:
                 metrics_logger.saved(step, checkpoints.save(step, state, history))

@@ -76,8 +76,8 @@ class MetricsLogger:
         if config.metrics.digest:
             self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
         process.confirm()
-        self._records: list[writers.Writer] = []
-        self._digests: list[writers.Writer] = []
+        self._records: list[writers.JsonlWriter] = []
+        self._digests: list[writers.JsonlWriter] = []
         if cluster.is_main():
             _write_config(config)
             _write_sources(config.workdir, data)
@@ -306,6 +306,14 @@ class MetricsLogger:
         }
         self._write(step, "save", record)
         self._process.beat(f"step {step + 1}")
+
+    def write_waiting(self) -> bool:
+        """Try again to write what a full disk refused. Return whether all is written."""
+        is_written = False
+        with self._process.writing():
+            files = (*self._records, *self._digests, self._lines)
+            is_written = all([file.flush() for file in files])
+        return is_written
 
     def verified(self, step: int, *, wrong: bool) -> None:
         self._write(step, "verify", {"miscomputed": float(wrong)})

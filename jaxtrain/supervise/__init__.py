@@ -3,6 +3,7 @@
 supervisor        starts a process, waits for its end, agrees with others on the next start
 attempts          the rules: which ends are final, the cause of an end, when a run is given up
 warm_process      the supervisor's side of a process that is started without its imports
+full_disk         a wait for room
 template          the other side: a process with the imports done, whose forks train
 steps_in_memory   the last steps of each process, in shared memory of its host
 parts             the parts of arrays that a process holds, also from those of another mesh

@@ -12,6 +12,10 @@ After every other end, all processes are started again, unless
 
 1. the last config.supervise.idle attempts made no step that was new, or
 2. config.supervise.restarts attempts ended within the last hour.
+
+An end with the code `supervised_attempt.DISK` (a full disk) does not count for rule 1, and a
+supervisor waits after it, each time in a row for twice as long, at most for most of
+config.distributed.init_timeout. The wait ends once there is room again.
 """
 
 import signal
@@ -24,6 +28,7 @@ from jaxtrain.config import Config
 ENDED, USER_ERROR, LOST, INTERRUPTED = 0, 2, 70, 130
 GIVEN_UP = 1
 HOUR = 3600.0
+FIRST_WAIT = 5.0  # [s] for a disk
 
 
 class Report(NamedTuple):
@@ -33,6 +38,7 @@ class Report(NamedTuple):
     cause: str = ""  # the end of its process; "" if it has started none yet
     rank: int = 9  # the lower, the less the end can be a consequence of another one
     run: str = ""  # the name of the run's steps in memory, once it has one
+    of_disk: bool = False  # its process ended because a disk refused it
 
 
 class Past(NamedTuple):
@@ -42,6 +48,7 @@ class Past(NamedTuple):
     ended: float  # [s since 1970]
     step: int  # the highest one so far
     cause: str
+    of_disk: bool = False
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S UTC", time.gmtime(self.ended))
@@ -92,7 +99,7 @@ def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
     idle = 0
     best_step = 0
     for attempt in past:
-        idle = 0 if attempt.step > best_step else idle + 1
+        idle = 0 if attempt.step > best_step else idle + (not attempt.of_disk)
         best_step = max(best_step, attempt.step)
     if idle >= rules.idle:
         return f"{idle} attempts in a row made no new step (config.supervise.idle)"
@@ -100,3 +107,16 @@ def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
     if recent > rules.restarts:
         return f"{rules.restarts} restarts within an hour (config.supervise.restarts)"
     return ""
+
+
+def wait_for_disk(n: int, config: Config) -> float:
+    """Return the longest wait [s] after ``n`` ends in a row because of a disk.
+
+    The other supervisors wait for one that waits.
+    """
+    return float(min(FIRST_WAIT * 2 ** min(n - 1, 20), longest_wait(config)))
+
+
+def longest_wait(config: Config) -> float:
+    """Return the longest wait [s] for a disk, during which the other supervisors stay."""
+    return 0.8 * config.distributed.init_timeout

@@ -48,6 +48,7 @@ log = logging.getLogger("jaxtrain")
 PARENT = pathlib.Path("/dev/shm")
 HOLDER = "holder.json"
 STEMS = ("0", "1")
+WRITTEN, RECORDED = 1, 2  # answers of a process before a step is copied
 PIECE = 16 << 20  # [bytes] that are sent to a process at once
 LEFT_BEHIND = 3600.0  # [s] that the memory of a supervisor that was killed waits for its successor
 Moment = tuple[int, int]  # step and attempt: on another mesh a step has other bits
@@ -168,13 +169,19 @@ class Memory:
             self._secret = secret.encode()
             log.info("process %d takes copies of steps in memory", partner)
 
-    def save(self, step: int, parts: PyTree, note: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, parts: PyTree, note: Mapping[str, Any], *, recorded: bool = True
+    ) -> None:
         """Copy a computed step. Its checksum is computed behind the steps that follow.
 
         It takes the place of the older step, or of the newer one if that is not whole everywhere.
+        ``recorded``: whether a restart may resume from it. All processes have to agree.
         """
-        if all(cluster.gather(int(self._is_written()))):
+        answers = cluster.gather(WRITTEN * self._is_written() + RECORDED * recorded)
+        if all(answer & WRITTEN for answer in answers):
             self._stem = _other(self._stem)
+        if not all(answer & RECORDED for answer in answers):
+            return
         self._json(self._stem).unlink(missing_ok=True)
         with self._mapped(self._stem, self._size, writable=True) as content:
             for part, data in zip(self._parts, parts_lib.data_of(parts), strict=True):

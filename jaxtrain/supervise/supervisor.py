@@ -33,12 +33,12 @@ from jaxtrain.parallel import cluster, supervised_attempt
 from jaxtrain.parallel.cluster import addresses, discover, rendezvous
 from jaxtrain.parallel.cluster.links import Links, Loss
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.supervise import attempts, steps_in_memory
+from jaxtrain.supervise import attempts, full_disk, steps_in_memory
 from jaxtrain.supervise.attempts import Past, Report
 from jaxtrain.supervise.warm_process import Ended, WarmProcess
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import run as run_lib
-from loaders.io import machine
+from loaders.io import atomic_write, machine
 
 log = logging.getLogger("jaxtrain")
 
@@ -148,6 +148,7 @@ class Supervisor:
         self._past: list[Past] = []
         self._closing = contextlib.ExitStack()
         self._lease: Lease | None = None
+        self._refusals = 0  # ends of the process in a row because a disk refused it
 
     def run(self) -> int:
         with self._closing as closing:
@@ -164,22 +165,46 @@ class Supervisor:
                         links.close(code=1)
                         return outcome.code
                 report = outcome.report
+                self._await_disk(report)
 
     def _take_lease(self, closing: contextlib.ExitStack) -> str:
         """Take the lease of the workdir for the processes. Return the refusal, for all."""
         if self._membership.process:
             return ""
-        config = self._config
-        folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
-        lease = Lease(folders, leave=self._leave)
+        lease = Lease(self._folders(), leave=self._leave)
         try:
-            closing.enter_context(lease)
+            self._enter(lease, closing)
         except WorkdirError as error:
             if self._membership.processes == 1:
                 raise
             return str(error)
         self._lease = lease
         return ""
+
+    def _enter(self, lease: Lease, closing: contextlib.ExitStack) -> None:
+        """Take the lease, if need be after a wait for room: its holder may have been killed."""
+        longest = attempts.longest_wait(self._config)
+        deadline = time.monotonic() + longest
+        while True:
+            try:
+                closing.enter_context(lease)
+                return
+            except OSError as error:
+                if not atomic_write.is_full(error) or time.monotonic() > deadline:
+                    raise
+                full_disk.wait(self._folders(), longest, self._signals.came)
+                self._leave()
+
+    def _folders(self) -> list[str]:
+        config = self._config
+        return [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
+
+    def _await_disk(self, report: Report) -> None:
+        """Wait after an end because of a disk, as `attempts` says."""
+        self._refusals = self._refusals + 1 if report.of_disk else 0
+        if report.of_disk:
+            seconds = attempts.wait_for_disk(self._refusals, self._config)
+            full_disk.wait(self._folders(), seconds, self._signals.came)
 
     def _leave(self) -> None:
         if self._signals.came():
@@ -232,7 +257,8 @@ class Supervisor:
         if attempt >= 0:
             cause = attempts.first_cause(each)
             step = run_lib.Run(pathlib.Path(self._config.workdir), "").step
-            past = Past(attempt, time.time(), step, cause)
+            of_disk = any(report.of_disk for report in each)
+            past = Past(attempt, time.time(), step, cause, of_disk)
             self._past.append(past)
             if rule := attempts.why_given_up(self._past, self._config, time.time()):
                 text = "\n  ".join([f"the run is given up: {rule}", *map(str, self._past)])
@@ -287,7 +313,8 @@ class Supervisor:
             if start.began >= began - 1:
                 last_words = start.end
         cause = attempts.describe(self._name, code, last_words)
-        report = Report(number, cause, attempts.rank_of(code), decision["run"])
+        rank, of_disk = attempts.rank_of(code), code == supervised_attempt.DISK
+        report = Report(number, cause, rank, decision["run"], of_disk)
         if loss:
             report = report._replace(cause=loss.reason, rank=report.rank + 1)
         return Outcome(report, self._final(code, cause, loss, links))

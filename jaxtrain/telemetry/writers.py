@@ -87,6 +87,11 @@ class JsonlWriter(Writer):
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
+    def flush(self) -> bool:
+        """Try again to write waiting lines. Return whether all are written."""
+        self._file.flush()
+        return not self._file.waiting
+
     def _confirm(self) -> None:
         if not jsonl.is_there(self._path, self._file.file.fileno()):
             raise WorkdirError(
@@ -152,8 +157,11 @@ class Lines:
         self._waiting.append((name, step, lines))
         self.flush()
 
-    def flush(self) -> None:
-        """Try again to write the waiting lines. Raises WorkdirError as `jsonl.read`."""
+    def flush(self) -> bool:
+        """Try again to write waiting lines. Return whether all are written.
+
+        Raises WorkdirError as `jsonl.read`.
+        """
         try:
             while self._waiting:
                 write_lines(self._workdir, *self._waiting[0])
@@ -170,6 +178,7 @@ class Lines:
                     error.strerror,
                 )
             self._warned = True
+        return not self._waiting
 
     def close(self) -> None:
         self.flush()

@@ -28,7 +28,12 @@ class UserError(Exception):
 
     ``listed``: every error, a line each, if the message names the first ones alone. A command
     writes them into the file of --errors.
+
+    Attributes:
+      is_of_disk: whether a disk refused a file, which may pass: it was full, perhaps.
     """
+
+    is_of_disk = False
 
     def __init__(self, *args: object, listed: Sequence[str] = ()):
         super().__init__(*args)

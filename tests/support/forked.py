@@ -104,6 +104,11 @@ class Process:
             time.sleep(0.01)
         return self.returncode
 
+    @property
+    def text(self) -> bytes:
+        """Its output until now."""
+        return self._text
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Its output until its end. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)

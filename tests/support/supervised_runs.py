@@ -42,8 +42,13 @@ def reaches(folder, step, watch):
 
 def saves(folder, watch):
     """Wait for a checkpoint."""
-    folder = folder / "runs" / "toy" / "checkpoints"
-    wait_for(lambda: list(folder.glob("*/manifest.json")), watch=watch, seconds=300)
+    wait_for(lambda: has_saved(folder / "runs" / "toy"), watch=watch, seconds=300)
+
+
+def has_saved(workdir):
+    """Whether there is a complete checkpoint, under its last name."""
+    paths = workdir.glob("checkpoints/*/manifest.json")
+    return any(path.parent.name.isdecimal() for path in paths)
 
 
 def outputs_of(processes, seconds=240):
