@@ -25,7 +25,7 @@ CASES = {
     for name, case in importlib.import_module(f"tests.support.cases.{each}").MATRIX.items()
 }
 # the others run in `make test` in parts, each in a file of its own
-SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}
+SOON = {("bird", (2, 2, 2))}
 SLOW = pytest.mark.slow
 MATRIX = [
     pytest.param(
