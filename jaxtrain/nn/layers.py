@@ -124,12 +124,72 @@ def product(
     """Compute the einsum of activations and one matrix, in the activations' dtype.
 
     No product of a model has a batch dimension. GPUs and TPUs take several dimensions as they are,
-    and under FSDP the partitioner exchanges less with them.
+    and under FSDP the partitioner exchanges less with them. A float32 matrix whose gradient devices
+    add up (`sums_gradients`) has a float32 gradient of 16-bit operands.
     """
+    if sums_gradients(shard) and w.dtype == jnp.float32 and x.dtype.itemsize < 4:
+        return _summed_product(equation, precision, x, w)
     w = w.astype(x.dtype)
     if shard.devices[0] == "cpu":
         return cpu.product(equation, x, w, shard, precision)
     return jnp.einsum(equation, x, w, precision=precision)
+
+
+def sums_gradients(shard: Shard) -> bool:
+    """Whether devices add up gradients, each of them those of its own rows.
+
+    These sums are in float32 over every axis. Over "fsdp" the partitioner sends a gradient in the
+    type that a product or a sum gives it, so that 16 bits would be rounded by each device of a
+    ring, and over "data" before it is sent.
+    """
+    mesh = shard.mesh
+    return mesh is not None and mesh.size > mesh.shape.get("model", 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed_product(
+    equation: str, precision: jax.lax.Precision | None, x: Array, w: Array
+) -> Array:
+    return jnp.einsum(equation, x, w.astype(x.dtype), precision=precision)
+
+
+def _summed_forward(
+    equation: str, precision: jax.lax.Precision | None, x: Array, w: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    w = w.astype(x.dtype)
+    return jnp.einsum(equation, x, w, precision=precision), (x, w)
+
+
+def _summed_backward(
+    equation: str,
+    precision: jax.lax.Precision | None,
+    factors: tuple[Array, Array],
+    dy: Array,
+) -> tuple[Array, Array]:
+    x, w = factors
+    operands, of_y = equation.split("->")
+    of_x, of_w = operands.split(",")
+    dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, w, precision=precision)
+    left, right = (of_y, of_x) if of_w[0] in of_y else (of_x, of_y)
+    factor_of = {of_x: x, of_y: dy}
+    dw = jnp.einsum(
+        f"{left},{right}->{of_w}",
+        factor_of[left],
+        factor_of[right],
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return dx, dw
+
+
+_summed_product.defvjp(_summed_forward, _summed_backward)
+
+
+def biases(b: Array, y: Array, shard: Shard) -> Array:
+    """Broadcast a bias to y's shape and dtype. Its gradient is summed up in its own dtype."""
+    if sums_gradients(shard):
+        return spread(b, y.shape, shard).astype(y.dtype)
+    return spread(b.astype(y.dtype), y.shape, shard)
 
 
 def product_in_float32(equation: str, x: Array, w: Array, shard: Shard) -> Array:

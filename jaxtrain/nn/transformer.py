@@ -24,6 +24,7 @@ from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat, ring
 from jaxtrain.nn.layers import (
     Rope,
+    biases,
     gelu,
     layer_norm,
     lookup,
@@ -32,7 +33,6 @@ from jaxtrain.nn.layers import (
     rms_norm,
     rope_angles,
     rotate,
-    spread,
 )
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard, Spec
@@ -265,7 +265,7 @@ def _laid_out(z_bthk: Array, b_hk: Array | None, heads: str, shard: Shard) -> Ar
 
 
 def _add_bias(y: Array, b: Array, shard: Shard) -> Array:
-    return y + spread(b.astype(y.dtype), y.shape, shard)
+    return y + biases(b, y, shard)
 
 
 def _subset(w: Weights, *names: str) -> Weights:

@@ -102,6 +102,7 @@ class Collective(NamedTuple):
     times: int  # how often a step executes it: loops around it counted
     in_loop: bool
     is_async: bool = False  # it overlaps computation: it ends later, or is a part of a product
+    dtypes: tuple[str, ...] = ()  # of its results
 
     @property
     def sent(self) -> float:
@@ -156,9 +157,9 @@ class Program:
         self.started: set[str] = set()  # that begin at one place and are waited for at another
         self.fused: set[str] = set()  # of a single kernel
         self.inlined: set[str] = set()  # a part of a kernel, or applied by one to each number
-        for entry, name, _ in parts:
-            if entry:
-                self._visit(name, 1, False)
+        self.entries = [name for entry, name, _ in parts if entry]
+        for name in self.entries:
+            self._visit(name, 1, False)
         for name in self.fused | self.inlined:
             self._inline(name)
 
@@ -321,28 +322,31 @@ def _pairs(sizes: _Sizes, window: tuple[tuple[str, int], ...]) -> int:
 
 def collectives(text: str | Program) -> list[Collective]:
     program = text if isinstance(text, Program) else Program(text)
-    every_collective = []
-    for computation, i in program.executed():
-        kind = i.op.removesuffix("-start")
-        if kind not in KINDS:
-            continue
-        results = _results(i, kind)
-        # on TPUs a fusion of a sum and each device's part
-        if computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"
-            results = program.bodies[computation][-1].shapes[:1]
-        sizes = [math.prod(dims) * bits(dtype) // 8 for dtype, dims in results]
-        collective = Collective(
-            kind,
-            shapes=tuple(dims for _, dims in results),
-            bytes=sum(sizes),
-            groups=groups(i.line, program.devices),
-            times=program.times[computation],
-            in_loop=computation in program.loops,
-            is_async=_is_async(program, computation, i),
-        )
-        every_collective.append(collective)
-    return every_collective
+    found = (collective(program, computation, i) for computation, i in program.executed())
+    return [each for each in found if each is not None]
+
+
+def collective(program: Program, computation: str, i: Instruction) -> Collective | None:
+    """Read an instruction of an executed computation, None if it is no collective."""
+    kind = i.op.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    results = _results(i, kind)
+    # on TPUs a fusion of a sum and each device's part
+    if computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"
+        results = program.bodies[computation][-1].shapes[:1]
+    sizes = [math.prod(dims) * bits(dtype) // 8 for dtype, dims in results]
+    return Collective(
+        kind,
+        shapes=tuple(dims for _, dims in results),
+        bytes=sum(sizes),
+        groups=groups(i.line, program.devices),
+        times=program.times[computation],
+        in_loop=computation in program.loops,
+        is_async=_is_async(program, computation, i),
+        dtypes=tuple(dtype for dtype, _ in results),
+    )
 
 
 def _results(i: Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:

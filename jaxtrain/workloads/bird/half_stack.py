@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import gelu, layer_norm, rotate
+from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, sums_gradients
 from jaxtrain.types import Array, PyTree, Shard
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run_stack(
         return shard(x_nd, "batch", None), None
 
     with jax.named_scope("fold"):
-        folded = fold(s, stack)
+        folded = fold(s, stack, is_summed=sums_gradients(shard))
     x_nd = jnp.pad(x_btd.astype(s.dtype), filling).reshape(tokens.rows, d)
     x_nd = shard(x_nd, "batch", None)
     x_nd, _ = remat.scan(layer, x_nd, folded, s.remat, unroll=s.unroll or s.depth)
@@ -89,8 +89,12 @@ def padded_length(b: int, t: int) -> int:
     return -(-t // multiple) * multiple
 
 
-def fold(s: "Stack", stack: PyTree) -> dict[str, Array]:
-    """Return the matrices and biases of all layers, in the stack's dtype, and norms of q and k."""
+def fold(s: "Stack", stack: PyTree, *, is_summed: bool = False) -> dict[str, Array]:
+    """Return the matrices and biases of all layers, in the stack's dtype, and norms of q and k.
+
+    ``is_summed``: they stay in float32, in which devices then add up their gradients. Each product
+    rounds them.
+    """
     l, d, p = s.depth, s.embed, s.embed
     folded: dict[str, Array] = {}
     w_qkv = stack["w_qkv"].reshape(l, d, 3, p)
@@ -111,9 +115,10 @@ def fold(s: "Stack", stack: PyTree) -> dict[str, Array]:
     if s.layer_scale:
         _multiply(folded, stack["scale_added_attention"], "w_out", "b_out")
         _multiply(folded, stack["scale_added_mlp"], "w_down", "b_down")
-    halves = {name: x.astype(s.dtype) for name, x in folded.items()}
+    if not is_summed:
+        folded = {name: x.astype(s.dtype) for name, x in folded.items()}
     norms = {name: stack[name] for name in stack if name.endswith(("_q", "_k"))}
-    return halves | norms
+    return folded | norms
 
 
 def _with_norm(norm: tuple[Array, Array], w_ldm: Array) -> tuple[Array, Array]:
@@ -147,7 +152,7 @@ def attend(s: "Stack", w: PyTree, x_nd: Array, shard: Shard, tokens: Tokens) -> 
             k_bthk = placed(s, k_bthk, (w.get("scale_k"), w.get("bias_k")), tokens.turns)
         length = tokens.length if tokens.length < tokens.padded else 0
         y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, length=length, policy=s.remat)
-        y_nd = y_bthk.reshape(tokens.rows, s.embed) @ w["w_out"]
+        y_nd = product("np,pd->nd", y_bthk.reshape(tokens.rows, s.embed), w["w_out"], shard)
         y_nd = remat.name(y_nd + _row(w["b_out"], y_nd), "attention")
         return x_nd + y_nd
 
@@ -172,7 +177,7 @@ def feed_forward(s: "Stack", w: PyTree, x_nd: Array, shard: Shard) -> Array:
 
 
 def _row(b_d: Array, y_nd: Array) -> Array:
-    return jnp.broadcast_to(b_d, y_nd.shape)
+    return jnp.broadcast_to(b_d, y_nd.shape).astype(y_nd.dtype)
 
 
 def placed(
@@ -202,7 +207,7 @@ def normed_products(eps: float, x_nd: Array, matrices: Matrices) -> list[Array]:
     """Multiply (x - mean) / sqrt(var + eps) of each row by each of the matrices."""
     unit_nd, _ = _unit(eps, x_nd)
     unit_nd = unit_nd.astype(x_nd.dtype)
-    return [unit_nd @ w for w in matrices]
+    return [unit_nd @ w.astype(x_nd.dtype) for w in matrices]
 
 
 def _unit(eps: float, x_nd: Array) -> tuple[Array, Array]:
@@ -233,13 +238,18 @@ def _backward_of_norm(
     x_nd, dy = jax.lax.optimization_barrier((x_nd, dy))
     unit_nd, rate_n1 = _unit(eps, x_nd)
     half_nd = unit_nd.astype(x_nd.dtype)
-    dw = tuple(half_nd.T @ dy_nm for dy_nm in dy)
-    parts = [dy_nm @ w.T for dy_nm, w in zip(dy, matrices, strict=True)]
+    dw = tuple(_gradient(half_nd, dy_nm, w) for dy_nm, w in zip(dy, matrices, strict=True))
+    parts = [dy_nm @ w.astype(x_nd.dtype).T for dy_nm, w in zip(dy, matrices, strict=True)]
     d_unit_nd = functools.reduce(operator.add, parts).astype(jnp.float32)
     shift_n1 = d_unit_nd.mean(-1, keepdims=True)
     slope_n1 = (d_unit_nd * unit_nd).mean(-1, keepdims=True)
     dx_nd = (d_unit_nd - shift_n1 - unit_nd * slope_n1) * rate_n1
     return dx_nd.astype(x_nd.dtype), dw
+
+
+def _gradient(x_nd: Array, dy_nm: Array, w_dm: Array) -> Array:
+    """Return the gradient by a matrix, in its dtype."""
+    return jnp.matmul(x_nd.T, dy_nm, preferred_element_type=w_dm.dtype)
 
 
 normed_products.defvjp(_forward_of_norm, _backward_of_norm)
@@ -261,7 +271,8 @@ def swiglu(gate: Array, up: Array) -> Array:
 def activated_product(activation: Activation, inputs: Matrices, w_md: Array) -> Array:
     """Multiply ``activation(*inputs)``, [N, M], by a matrix."""
     # In 16 bits, XLA computes GELU by tanh within the product before it.
-    return activation(*inputs) @ w_md
+    y_nm = activation(*inputs)
+    return y_nm @ w_md.astype(y_nm.dtype)
 
 
 def _forward_of_activation(
@@ -274,14 +285,14 @@ def _backward_of_activation(
     activation: Activation, residuals: tuple[Matrices, Array], dy_nd: Array
 ) -> tuple[Matrices, Array]:
     inputs, w_md = residuals
-    dy_nm = dy_nd @ w_md.T
+    dy_nm = dy_nd @ w_md.astype(dy_nd.dtype).T
     # The barriers make one kernel of the activation and its derivatives, after dy.
     inputs, dy_nm = jax.lax.optimization_barrier((inputs, dy_nm))
     wide = [x_nm.astype(jnp.float32) for x_nm in inputs]
     y_nm, pull = jax.vjp(activation, *wide)
     d_inputs = tuple(dx_nm.astype(dy_nm.dtype) for dx_nm in pull(dy_nm.astype(jnp.float32)))
     y_nm, d_inputs = jax.lax.optimization_barrier((y_nm.astype(dy_nm.dtype), d_inputs))
-    return d_inputs, y_nm.T @ dy_nd
+    return d_inputs, _gradient(y_nm, dy_nd, w_md)
 
 
 activated_product.defvjp(_forward_of_activation, _backward_of_activation)

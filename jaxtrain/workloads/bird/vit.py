@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
+from jaxtrain.nn.layers import biases, gelu, layer_norm, product, rotate, scaled, spread
 from jaxtrain.parallel import one_device
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, PyTree, Shard, Spec
@@ -384,7 +384,7 @@ def attend(
     with jax.named_scope("attention"):
         norm = (w["scale_attention"], w["bias_attention"])
         (qkv_bt3hk,) = normed_products(s, "btd,dchk->btchk", x_btd, norm, (w["w_qkv"],), shard)
-        qkv_bt3hk += spread(w["b_qkv"].astype(dtype), qkv_bt3hk.shape, shard)
+        qkv_bt3hk += biases(w["b_qkv"], qkv_bt3hk, shard)
         qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
         q_bthk, k_bthk, v_bthk = (z[:, :, 0] for z in jnp.split(qkv_bt3hk, 3, axis=2))
         if s.qk_norm or turns is not None:
@@ -392,7 +392,7 @@ def attend(
             k_bthk = placed(s, k_bthk, (w.get("scale_k"), w.get("bias_k")), shard, turns)
         y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=s.remat)
         y_btd = product("bthk,hkd->btd", y_bthk, w["w_out"], shard)
-        y_btd += spread(w["b_out"].astype(dtype), y_btd.shape, shard)
+        y_btd += biases(w["b_out"], y_btd, shard)
         y_btd = remat.name(y_btd, "attention")
         if s.layer_scale:
             y_btd = scaled(y_btd, w["scale_added_attention"].astype(dtype), shard)
@@ -421,10 +421,10 @@ def feed_forward(s: Stack, w: PyTree, x_btd: Array, shard: Shard) -> Array:
             y_btd = remat.cheap(s.remat, activate, up_btm, gate_btm, w["w_down"])
         else:
             (up_btm,) = normed_products(s, equation, x_btd, norm, (w["w_up"],), shard)
-            up_btm += spread(w["b_up"].astype(dtype), up_btm.shape, shard)
+            up_btm += biases(w["b_up"], up_btm, shard)
             up_btm = shard(up_btm, "batch", "seq", "mlp")
             y_btd = remat.cheap(s.remat, activate, up_btm, None, w["w_down"])
-            y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
+            y_btd += biases(w["b_down"], y_btd, shard)
         y_btd = remat.name(y_btd, "mlp")
         if s.layer_scale:
             y_btd = scaled(y_btd, w["scale_added_mlp"].astype(dtype), shard)

@@ -1,0 +1,175 @@
+"""The time that a step waits for exchanges between GPUs, by the order of its compiled program.
+
+The program's text is scheduled: an exchange runs from its start to the instruction that waits for
+it, and the kernels between hide it. A walk through the text keeps a clock:
+
+    kernels     take the time of their roofline (`traffic`)
+    exchanges   take their bytes by the rate of their links, one after the other on the same links
+    waits       last until the exchange has ended. That time is exposed
+    loops       are walked through twice. The other rounds are as the second
+
+An exchange between nodes and one within a node use different links. It is an estimate for comparing
+programs and meshes, not a measurement: the kernels of an exchange also take multiprocessors and
+memory, and attention's products are in no text.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxtrain.plan import hlo, traffic
+from jaxtrain.plan.hlo import Collective, Instruction, Program
+
+# Share of the datasheet's links that rings of NCCL reach: 370 of 450 GB/s on an H100's NVLink
+# (nccl-tests, issue 212), and nearly all of a network adapter.
+RING = 0.82
+NETWORK = 45e9  # [bytes/s] sent to other nodes by each GPU, through its own adapter of 400 Gb/s
+Axes = tuple[str, ...]
+
+
+class Links(NamedTuple):
+    within: float  # [bytes/s] that a GPU sends to others of its node
+    network: float  # [bytes/s] that it sends to other nodes
+    per_node: int  # GPUs of a node
+
+    def spans_nodes(self, collective: Collective) -> bool:
+        return any(len(self._members(group)) > 1 for group in collective.groups)
+
+    def seconds(self, collective: Collective) -> float:
+        """Return the time of one execution."""
+        rate = self.within
+        for group in collective.groups:
+            members = self._members(group)
+            if len(members) > 1:  # a ring leaves each node once, over the adapters of its members
+                rate = min(rate, min(members.values()) * self.network)
+        return collective.sent / collective.times / rate
+
+    def _members(self, group: Sequence[int]) -> Mapping[int, int]:
+        """Return node -> how many of a group's GPUs it has."""
+        return collections.Counter(place // self.per_node for place in group)
+
+
+class Exchange(NamedTuple):
+    """All exchanges of a step over the same mesh axes."""
+
+    link: float  # [s] on the links
+    exposed: float  # [s] of it that no kernel hides
+
+
+class Exposure(NamedTuple):
+    computing: float  # [s] of the kernels, by the roofline
+    exchanges: dict[Axes, Exchange]  # by mesh axes, the longest first
+
+    @property
+    def exposed(self) -> float:
+        return sum(exchange.exposed for exchange in self.exchanges.values())
+
+    @property
+    def link(self) -> float:
+        return sum(exchange.link for exchange in self.exchanges.values())
+
+    @property
+    def share(self) -> float:
+        """The exposed share of the step."""
+        seconds = self.computing + self.exposed
+        return self.exposed / seconds if seconds else 0.0
+
+
+def exposure(
+    program: Program,
+    mesh: Mapping[str, int],
+    kernels: Sequence[traffic.Kernel],
+    rates: traffic.Rates,
+    links: Links,
+) -> Exposure:
+    """Estimate the exposed time of a scheduled program on a mesh (axis -> size)."""
+    seconds = {kernel.name: kernel.seconds(rates) / kernel.times for kernel in kernels}
+    walk = _Walk(program, seconds, links, mesh)
+    for name in program.entries:
+        walk.through(name)
+    exchanges = {axes: Exchange(walk.link[axes], walk.exposed[axes]) for axes in walk.link}
+    longest_first = sorted(exchanges.items(), key=lambda item: -item[1].link)
+    return Exposure(walk.computing, dict(longest_first))
+
+
+class _Running(NamedTuple):
+    axes: Axes
+    end: float  # by the clock
+
+
+class _Walk:
+    def __init__(
+        self,
+        program: Program,
+        seconds: Mapping[str, float],
+        links: Links,
+        mesh: Mapping[str, int],
+    ):
+        self._program, self._seconds, self._links, self._mesh = program, seconds, links, mesh
+        self._clock = 0.0
+        self._free = {True: 0.0, False: 0.0}  # whether between nodes -> when these links are free
+        self._weight = 1.0  # rounds that one round stands for
+        self.computing = 0.0
+        self.link: dict[Axes, float] = collections.defaultdict(float)
+        self.exposed: dict[Axes, float] = collections.defaultdict(float)
+
+    def through(self, computation: str) -> None:
+        running: dict[str, _Running] = {}
+        for i in self._program.bodies.get(computation, ()):
+            if collective := self._collective(computation, i):
+                exchange = self._begin(collective)
+                if i.op.endswith("-start") and collective.is_async:
+                    running[i.name] = exchange
+                else:
+                    self._wait(exchange)
+            elif i.op.endswith("-done"):
+                for name in i.operands:
+                    if name in running:
+                        self._wait(running.pop(name))
+            elif i.op == "while":
+                self._loop(i)
+            else:
+                self._compute(self._seconds.get(i.name, 0.0))
+                for target in self._called(i):
+                    self.through(target)
+
+    def _collective(self, computation: str, i: Instruction) -> Collective | None:
+        if i.op != "async-start":
+            return hlo.collective(self._program, computation, i)
+        for target in self._called(i):
+            for inner in self._program.bodies[target]:
+                if found := hlo.collective(self._program, target, inner):
+                    return found
+        return None
+
+    def _called(self, i: Instruction) -> Iterator[str]:
+        for _, target in i.called:
+            if target in self._program.bodies and target not in self._program.inlined:
+                yield target
+
+    def _begin(self, collective: Collective) -> _Running:
+        axes = collective.axes(self._mesh)
+        seconds = self._links.seconds(collective)
+        between = self._links.spans_nodes(collective)
+        self.link[axes] += self._weight * seconds
+        self._free[between] = max(self._free[between], self._clock) + seconds
+        return _Running(axes, self._free[between])
+
+    def _wait(self, exchange: _Running) -> None:
+        waiting = max(0.0, exchange.end - self._clock)
+        self.exposed[exchange.axes] += self._weight * waiting
+        self._clock += waiting
+
+    def _compute(self, seconds: float) -> None:
+        self._clock += seconds
+        self.computing += self._weight * seconds
+
+    def _loop(self, i: Instruction) -> None:
+        rounds = hlo.trips(i, self._program.bodies)
+        bodies = [target for role, target in i.called if role == "body"]
+        weight = self._weight
+        for of_round in (1, rounds - 1) if rounds > 1 else (rounds,):
+            self._weight = weight * of_round
+            for body in bodies:
+                self.through(body)
+        self._weight = weight
