@@ -4,7 +4,13 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh, mesh_sizes
+from jaxtrain.parallel.layout import (
+    LayoutError,
+    make_layout,
+    make_mesh,
+    mesh_sizes,
+    require_slices,
+)
 
 
 def layout(data=2, fsdp=2, model=2, **rules):
@@ -147,3 +153,26 @@ def test_shard_pins_an_array_inside_jit():
     place = layout()
     y = jax.jit(lambda x: place.shard(x * 2, "batch", "mlp"))(jax.numpy.ones((8, 4)))
     assert y.sharding.is_equivalent_to(place.sharding(("batch", "mlp"), (8, 4)), 2)
+
+
+def test_nodes_of_gpus_may_share_a_replica_and_no_part_of_model():
+    """Slices of TPUs may not, since fsdp would leave their links."""
+    for sizes in ((2, 8, 1), (1, 16, 1), (1, 8, 2)):
+        require_slices(sizes, 2, "gpu")
+    require_slices((2, 8, 1), 2, "tpu")
+    with pytest.raises(LayoutError, match="the 2 slices do not divide data=1; fsdp and model"):
+        require_slices((1, 16, 1), 2, "tpu")
+    with pytest.raises(LayoutError, match=r"4 nodes do not divide data × fsdp = 2; model must"):
+        require_slices((1, 2, 8), 4, "gpu")
+
+
+def test_a_mesh_over_nodes_has_the_gpus_of_a_node_side_by_side():
+    class Gpu:
+        def __init__(self, number, node):
+            self.id, self.slice_index, self.process_index = number, node, node
+            self.platform, self.device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+
+    gpus = [Gpu(i, i // 4) for i in range(8)]
+    mesh = make_mesh(1, 8, 1, devices=[*gpus[4:], *gpus[:4]])
+    assert [gpu.id for gpu in mesh.devices.flat] == [*range(8)]
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 8, "model": 1}

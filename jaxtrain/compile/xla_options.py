@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import ConfigError
+from jaxtrain.config.schema import COMPILER_LEVELS, LEVELS
 from loaders.io import machine
 from loaders.io.checks import first_line
 
@@ -148,7 +149,7 @@ def options(
     if problems:
         raise ConfigError(problems)
     for name, reason in refusals.items():
-        log.info("compiled without %s, which this version refuses: %s", name, reason)
+        log.warning("compiled without %s, which this version refuses: %s", name, reason)
     return {name: value for name, value in all_options.items() if name not in refusals}
 
 
@@ -192,7 +193,14 @@ def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.sta
     with warnings.catch_warnings():
         # Programs compiled for other devices can be cached, but not be read from the cache.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        return lowered.compile(compiler_options=dict(options))
+        try:
+            return lowered.compile(compiler_options=dict(options))
+        except (TypeError, ValueError):
+            if not set(COMPILER_LEVELS) & set(options):
+                raise
+            # older releases of JAX have numbers for the levels
+            numbers = {name: _number(name, value) for name, value in options.items()}
+            return lowered.compile(compiler_options=numbers)
 
 
 def _refusals(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
@@ -213,6 +221,11 @@ def _refusals(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
         return {}
     reasons = {name: refusal({name: value}) for name, value in options.items()}
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return XLA's number of a level, and any other option's value as it is."""
+    return 10 * LEVELS.index(value) + 9 if name in COMPILER_LEVELS else value
 
 
 def _value(value: Any) -> Any:

@@ -32,6 +32,8 @@ SHARES = (
 )
 # Fields that may be given as auto. `jaxtrain.plan.auto` decides them.
 AUTO = ("train.accumulate", "model.remat")
+COMPILER_LEVELS = ("optimization_level", "memory_fitting_level")  # of `Config.compiler`
+LEVELS = ("O0", "O1", "O2", "O3")
 MAX_PATTERN = 10_000  # [characters] of a regular expression
 MAX_REPLACEMENT = 200  # [characters] of a replacement
 # the ways of jaxtrain.arrays.warm_start
@@ -673,7 +675,8 @@ class Config(Section, Generic[Model, Data]):
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
     supervise: Supervise = field(default_factory=Supervise)  # [section]
-    # [option: value] options of XLA, over those of jaxtrain.compile.xla_options
+    # [option: value] options of XLA, over those of jaxtrain.compile.xla_options; also
+    # optimization_level and memory_fitting_level, O0 to O3
     compiler: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -685,11 +688,15 @@ class Config(Section, Generic[Model, Data]):
         if self.seed < 0 or self.seed >= 2**32:
             yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
         for name, value in self.compiler.items():
-            if not name.startswith("xla_"):
+            if name in COMPILER_LEVELS:
+                if value not in LEVELS:
+                    yield f"compiler.{name}", f"is {value!r}; expected one of: {', '.join(LEVELS)}"
+            elif not name.startswith("xla_"):
                 near = f"; say {name.lstrip('-')}" if name.startswith("--xla_") else ""
                 yield (
                     f"compiler.{name}",
-                    f"is not an option of XLA: their names begin with xla_{near}",
+                    "is not an option of XLA: their names begin with xla_, or are"
+                    f" {' and '.join(COMPILER_LEVELS)}{near}",
                 )
             elif not isinstance(value, bool | int | float | str):
                 text = (

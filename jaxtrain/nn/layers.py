@@ -251,6 +251,9 @@ class TableParts(NamedTuple):
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()  # that split the indices too, and exchange looked-up columns
     index_axis: int = 0  # dimension of the indices [B, T] that ``columns`` split
+    # Whether looked-up rows are rounded before the parts are added up: they are one row and zeros.
+    # XLA for CPUs fails at sums of bfloat16 over some mesh axes.
+    rounds: bool = False
 
 
 def lookup(
@@ -291,7 +294,7 @@ def _table_parts(
     n_own_rows = v // shard.size(axes[0], v) if rows else v
     if n_own_indices > n_own_rows:
         columns = ()
-    return TableParts(rows, columns, index_axis)
+    return TableParts(rows, columns, index_axis, rounds=shard.devices[0] == "gpu")
 
 
 def _exchanged_rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any) -> Array:
@@ -306,21 +309,23 @@ def _exchanged_rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any)
 
 
 def _rows(parts: TableParts, w_vd: Array, index_bt: Array, dtype: Any) -> Array:
+    dtype = dtype or w_vd.dtype
     if parts.rows:
-        rows_btd = _rows_of_part(w_vd, index_bt, parts.rows)
+        type_of_sum = dtype if parts.rounds else w_vd.dtype
+        rows_btd = _rows_of_part(w_vd, index_bt, parts.rows, type_of_sum)
     else:
         rows_btd = jnp.take(w_vd, index_bt, axis=0)
-    return rows_btd.astype(dtype or w_vd.dtype)
+    return rows_btd.astype(dtype)
 
 
-def _rows_of_part(w_vd: Array, index_bt: Array, row_parts: tuple[str, ...]) -> Array:
+def _rows_of_part(w_vd: Array, index_bt: Array, row_parts: tuple[str, ...], dtype: Any) -> Array:
     """Look up the rows that this device's part of the table has, and add up those of all parts."""
     n = w_vd.shape[0]
     own_bt = index_bt - jax.lax.axis_index(row_parts) * n
     inside = (own_bt >= 0) & (own_bt < n)
     rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-    # In the table's type: XLA for CPUs fails at sums of bfloat16 over some mesh axes.
-    sum_btd: Array = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), row_parts)
+    own_btd = jnp.where(inside[..., None], rows_btd, 0).astype(dtype)
+    sum_btd: Array = jax.lax.psum(own_btd, row_parts)
     return sum_btd
 
 

@@ -76,23 +76,22 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Make a (data, fsdp, model) mesh; one size may be -1. Raises LayoutError if they do not fit.
 
-    Neighbours in the mesh are neighbours in a slice. Slices are joined by the slower network, which
-    gradients cross once per step: they are along "data", each with whole replicas.
+    Neighbours in the mesh are neighbours in a slice. Slices, which are the nodes of GPUs, are
+    joined by the slower network (`require_slices`).
     """
     devices = jax_options.devices() if devices is None else list(devices)
     sizes = mesh_sizes((data, fsdp, model), len(devices), devices[0].device_kind)
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
-    replicas, remainder = divmod(sizes[0], len(slices))
-    if remainder:
-        raise LayoutError(
-            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not"
-            f" divide data={sizes[0]}; fsdp and model must stay within a slice"
-        )
+    require_slices(sizes, len(slices), devices_like(devices[0]).platform)
     # The types are explicit, since the default changed between JAX releases.
     types = (AxisType.Auto,) * 3
-    slice_sizes = (replicas, *sizes[1:])
+    if sizes[0] % len(slices):
+        in_order = [device for i in sorted(slices) for device in slices[i]]
+        places = np.array(in_order).reshape(sizes)
+        return jax.sharding.Mesh(places, MESH_AXES, axis_types=types)
+    slice_sizes = (sizes[0] // len(slices), *sizes[1:])
     meshes = [
         jax.make_mesh(slice_sizes, MESH_AXES, axis_types=types, devices=slices[i])
         for i in sorted(slices)
@@ -101,6 +100,28 @@ def make_mesh(
         return meshes[0]
     all_devices = np.concatenate([mesh.devices for mesh in meshes])
     return jax.sharding.Mesh(all_devices, MESH_AXES, axis_types=types)
+
+
+def require_slices(sizes: tuple[int, int, int], n_slices: int, platform: str) -> None:
+    """Raise LayoutError if a mesh needs more of the network between slices than there is.
+
+    Gradients cross it once a step if each slice has whole replicas, "data". Nodes of GPUs may also
+    share a replica, "fsdp", whose gathers then cross it in each layer. "model" must stay within a
+    slice, as its sums of activations are never hidden.
+    """
+    data, fsdp, _ = sizes
+    if data % n_slices == 0 or (platform == "gpu" and data * fsdp % n_slices == 0):
+        return
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    if platform == "gpu":
+        raise LayoutError(
+            f"mesh {mesh}: the {n_slices} nodes do not divide data × fsdp = {data * fsdp}; model"
+            " must stay within a node"
+        )
+    raise LayoutError(
+        f"mesh {mesh}: the {n_slices} slices do not divide data={data}; fsdp and model must stay"
+        " within a slice"
+    )
 
 
 def abstract_mesh(

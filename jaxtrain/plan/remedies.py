@@ -65,7 +65,7 @@ def remedies(config: config_lib.Config, target: Target, beyond: float | None = N
     def size_of(change: str) -> float:
         changed = changes[change]
         rows = config.train.accumulate / changed.train.accumulate
-        return _size(changed, target, rows * (beyond or 0.0))
+        return size(changed, target, rows * (beyond or 0.0))
 
     by_kind: dict[str, list[str]] = {}
     for change in changes:
@@ -97,7 +97,7 @@ def _last_size(changes: Sequence[str], size_of: Callable[[str], float]) -> float
     return next(size for change in reversed(changes) if not math.isnan(size := size_of(change)))
 
 
-def _size(config: config_lib.Config, target: Target, beyond: float) -> float:
+def size(config: config_lib.Config, target: Target, beyond: float) -> float:
     """Return the bytes of a step on a device, NaN if the config contradicts itself."""
     try:
         assembly = abstractly(config, target)

@@ -14,7 +14,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, hlo, traffic, worker
+from jaxtrain.plan import environment, hlo, mesh_advice, traffic, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
@@ -169,14 +169,43 @@ def _step_lines(
     jobs = [
         worker.Job(config, text, stage, has_norms) for has_norms in programs for stage in bounds
     ]
-    answers = [worker.answer(job) for job in jobs] if is_at_hand(target) else worker.ask(jobs)
-    for job, answer in zip(jobs, answers, strict=True):
+    for job, answer in zip(jobs, _answers(jobs, target), strict=True):
         title = "compiled for it"
         if job.stage is not None:
             title += f", stage {job.stage} from step {stages[job.stage]}"
         title += programs[job.has_norms]
         yield from _answer_lines(assembly, target, title, answer, bounds[job.stage], problems)
+        if answer.compiled:
+            yield from _mesh_lines(assembly, target, job, answer.compiled, bounds[job.stage])
         yield ""
+
+
+def _answers(jobs: Sequence[worker.Job], target: Target) -> list[worker.Answer]:
+    if is_at_hand(target):
+        return [worker.answer(job) for job in jobs]
+    return worker.ask(jobs)
+
+
+def _mesh_lines(
+    assembly: Assembly, target: Target, job: worker.Job, step: Compiled, needs: Bound
+) -> Iterator[str]:
+    """Yield the exposed time of exchanges between GPUs, and what would make it less."""
+    if not target.chip:
+        return
+    rates = _rates(target.chip)
+    found = mesh_advice.measure(step, assembly, target, rates)
+    if found is None:
+        return
+    yield from mesh_advice.exposure_lines(found)
+    changed = mesh_advice.changed_options(job.config, found)
+    if changed is not None:
+        [answer] = _answers([job._replace(config=changed)], target)
+        if answer.compiled:
+            better = mesh_advice.measure(answer.compiled, assembly, target, rates)
+            assert better is not None
+            yield mesh_advice.options_line(found, better, answer.compiled, target)
+    beyond = step.peak - needs.arguments - needs.temporaries
+    yield from mesh_advice.mesh_lines(assembly, target, found, beyond)
 
 
 def _bound_lines(needs: Bound, target: Target) -> Iterator[str]:

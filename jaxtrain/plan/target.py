@@ -146,4 +146,6 @@ def abstractly(config: config_lib.Config, target: Target) -> Assembly:
         devices = layout_lib.devices_like(jax.devices()[0])
     else:
         devices = layout_lib.devices_of(target.known_chip.kind)
+        made = mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["model"]
+        layout_lib.require_slices(made, target.slices, devices.platform)
     return assemble(config, mesh, devices=devices)

@@ -1,0 +1,102 @@
+"""The time that exchanges take of a scheduled program, and the better meshes that a plan names."""
+
+import pytest
+
+from jaxtrain.plan import hlo, traffic
+from jaxtrain.plan.exposure import NETWORK, Links, exposure
+
+RATES = traffic.Rates(bandwidth=1e9, flops=1e12)
+LINKS = Links(within=1e9, network=0.1e9, per_node=4)
+MESH = {"data": 2, "fsdp": 4}
+WITHIN, BETWEEN = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
+# A kernel reads and writes 4 MB each, 8 ms. A sum of 4 MB over four devices takes 6 ms, and one
+# over two nodes 40 ms.
+TEXT = """HloModule step, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%limit (t: (s32[], f32[1000000])) -> pred[] {
+  %t = (s32[], f32[1000000]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%n, %three), direction=LT
+}
+
+%round (t: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
+  %t = (s32[], f32[1000000]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %x = f32[1000000]{0} get-tuple-element(%t), index=1
+BODY
+  ROOT %out = (s32[], f32[1000000]{0}) tuple(%n, %x)
+}
+
+ENTRY %main (p: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
+  %p = (s32[], f32[1000000]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[1000000]{0}) while(%p), condition=%limit, body=%round
+}
+"""
+
+
+def start(name, groups, more=""):
+    return (
+        f"  %{name} = ((f32[1000000]{{0}}), f32[1000000]{{0}}) all-reduce-start(%x),"
+        f" replica_groups={groups}, to_apply=%sum{more}"
+    )
+
+
+def done(name):
+    return f"  %{name}-done = f32[1000000]{{0}} all-reduce-done(%{name})"
+
+
+def kernel(name):
+    return f"  %{name} = f32[1000000]{{0}} negate(%x)"
+
+
+def measured(*body):
+    program = hlo.Program(TEXT.replace("BODY", "\n".join(body)))
+    found = exposure(program, MESH, traffic.traffic(program), RATES, LINKS)
+    milliseconds = {axes: 1e3 * exchange.exposed for axes, exchange in found.exchanges.items()}
+    return found, milliseconds
+
+
+def test_kernels_between_a_start_and_its_end_hide_it():
+    found, exposed = measured(start("a", WITHIN), kernel("k"), done("a"))
+    assert exposed == {("fsdp",): 0}
+    assert 1e3 * found.link == pytest.approx(3 * 6)
+    assert 1e3 * found.computing == pytest.approx(3 * 8, rel=1e-3) and found.share == 0
+
+
+@pytest.mark.parametrize("more", ["", ', backend_config={"is_sync":true}'])
+def test_without_kernels_between_all_of_it_is_exposed(more):
+    _, exposed = measured(start("a", WITHIN, more), done("a"), kernel("k"))
+    assert exposed == pytest.approx({("fsdp",): 3 * 6})
+
+
+def test_two_exchanges_share_the_links():
+    """One kernel cannot hide 12 ms."""
+    two = start("a", WITHIN), start("b", WITHIN), kernel("k"), done("a"), done("b")
+    _, exposed = measured(*two)
+    assert exposed == pytest.approx({("fsdp",): 3 * 4})
+
+
+def test_the_network_and_the_links_of_a_node_are_apart():
+    both = start("a", BETWEEN), start("b", WITHIN), kernel("k"), done("b"), done("a")
+    found, exposed = measured(*both)
+    assert exposed == pytest.approx({("fsdp",): 0, ("data",): 3 * 32})
+    assert list(found.exchanges) == [("data",), ("fsdp",)], "the longest first"
+
+
+def test_a_ring_over_whole_nodes_leaves_each_by_all_of_its_adapters():
+    links = Links(within=370e9, network=NETWORK, per_node=8)
+
+    def seconds(group):
+        return links.seconds(hlo.Collective("all-gather", (), 16 << 30, [group], 1, False))
+
+    part = 15 / 16 * (16 << 30)
+    assert seconds([*range(16)]) == pytest.approx(part / (8 * NETWORK))
+    assert seconds([0, 8]) == pytest.approx((8 << 30) / NETWORK)
+    assert seconds([*range(8)]) == pytest.approx(7 / 8 * (16 << 30) / 370e9)
