@@ -4,60 +4,15 @@ import pytest
 
 from jaxtrain.plan import hlo, traffic
 from jaxtrain.plan.exposure import NETWORK, Links, exposure
+from tests.plan.scheduled import BETWEEN, WITHIN, done, kernel, start, text
 
 RATES = traffic.Rates(bandwidth=1e9, flops=1e12)
 LINKS = Links(within=1e9, network=0.1e9, per_node=4)
 MESH = {"data": 2, "fsdp": 4}
-WITHIN, BETWEEN = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
-# A kernel reads and writes 4 MB each, 8 ms. A sum of 4 MB over four devices takes 6 ms, and one
-# over two nodes 40 ms.
-TEXT = """HloModule step, num_partitions=8
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}
-
-%limit (t: (s32[], f32[1000000])) -> pred[] {
-  %t = (s32[], f32[1000000]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%t), index=0
-  %three = s32[] constant(3)
-  ROOT %less = pred[] compare(%n, %three), direction=LT
-}
-
-%round (t: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
-  %t = (s32[], f32[1000000]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%t), index=0
-  %x = f32[1000000]{0} get-tuple-element(%t), index=1
-BODY
-  ROOT %out = (s32[], f32[1000000]{0}) tuple(%n, %x)
-}
-
-ENTRY %main (p: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
-  %p = (s32[], f32[1000000]{0}) parameter(0)
-  ROOT %loop = (s32[], f32[1000000]{0}) while(%p), condition=%limit, body=%round
-}
-"""
-
-
-def start(name, groups, more=""):
-    return (
-        f"  %{name} = ((f32[1000000]{{0}}), f32[1000000]{{0}}) all-reduce-start(%x),"
-        f" replica_groups={groups}, to_apply=%sum{more}"
-    )
-
-
-def done(name):
-    return f"  %{name}-done = f32[1000000]{{0}} all-reduce-done(%{name})"
-
-
-def kernel(name):
-    return f"  %{name} = f32[1000000]{{0}} negate(%x)"
 
 
 def measured(*body):
-    program = hlo.Program(TEXT.replace("BODY", "\n".join(body)))
+    program = hlo.Program(text(*body))
     found = exposure(program, MESH, traffic.traffic(program), RATES, LINKS)
     milliseconds = {axes: 1e3 * exchange.exposed for axes, exchange in found.exchanges.items()}
     return found, milliseconds

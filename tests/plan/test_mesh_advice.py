@@ -11,7 +11,7 @@ from jaxtrain.plan import hlo, mesh_advice, summary, traffic, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.exposure import Exchange, Exposure
 from tests.plan.cases import load
-from tests.plan.test_exposure import TEXT, WITHIN, done, kernel, start
+from tests.plan.scheduled import WITHIN, done, kernel, start, text
 
 FSDP = (("mesh.fsdp", "8"), ("train.batch", "64"))
 ADAPTERS = (
@@ -31,9 +31,9 @@ def lines(target, config):
 
 def test_data_is_proposed_if_its_sums_are_short_and_the_state_fits(tmp_path, monkeypatch):
     config = load("language", tmp_path, monkeypatch, *FSDP)
-    text = lines("gpu:h100x8", config)
+    found = lines("gpu:h100x8", config)
     proposal = r"less: --config.mesh.data=8 --config.mesh.fsdp=1 --config.mesh.model=1, about \S+ "
-    assert re.search(proposal, text)
+    assert re.search(proposal, found)
     monkeypatch.setattr(plan.Target, "memory", 1e6)
     assert not lines("gpu:h100x8", config)
     replicas = load("language", tmp_path, monkeypatch, ("mesh.data", "8"), ("train.batch", "64"))
@@ -55,8 +55,8 @@ def test_one_microbatch_is_proposed_for_frozen_matrices_over_fsdp(tmp_path, monk
 
 
 def step(*body):
-    program = hlo.Program(text := TEXT.replace("BODY", "\n".join(body)))
-    return Compiled(10**9, 0, 10**9, None, 1.0, kernels=traffic.traffic(program), text=text)
+    kernels = traffic.traffic(hlo.Program(text(*body)))
+    return Compiled(10**9, 0, 10**9, None, 1.0, kernels=kernels, text=text(*body))
 
 
 def test_more_overlap_is_tried_if_much_is_exposed(tmp_path, monkeypatch):
@@ -75,21 +75,21 @@ def test_more_overlap_is_tried_if_much_is_exposed(tmp_path, monkeypatch):
 
         return answers
 
-    def text(first, second, config=config):
+    def printed(first, second, config=config):
         monkeypatch.setattr(summary, "_answers", answer(second))
         needs = plan.bound.Bound(0, 0, [])
         job = worker.Job(config, target.name)
         return "\n".join(summary._mesh_lines(assembly, target, job, first, needs))
 
-    found = text(exposed, hidden)
+    found = printed(exposed, hidden)
     assert re.search(r"0\.0\d ms of the links over fsdp, of which 0\.0\d ms are exposed", found)
     line = "more overlap: 0.00 ms exposed, 1.00 GB with --config.compiler.optimization_level=O1"
     assert line in found
     assert asked == [{**config.compiler, **mesh_advice.MORE_OVERLAP}]
-    assert "no gain by --config.compiler" in text(exposed, exposed)
-    assert "overlap:" not in text(hidden, hidden)
+    assert "no gain by --config.compiler" in printed(exposed, exposed)
+    assert "overlap:" not in printed(hidden, hidden)
     own = load("language", tmp_path, monkeypatch, *FSDP, ("compiler.optimization_level", "O2"))
-    assert "overlap:" not in text(exposed, hidden, own) and len(asked) == 2
+    assert "overlap:" not in printed(exposed, hidden, own) and len(asked) == 2
 
 
 @pytest.mark.parametrize("name", ["optimization_level", "memory_fitting_level"])
