@@ -175,7 +175,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it reads the trace of a run; tests/workloads/bird/test_run.py reads one by it"),
     ),
     (
-        r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
+        r"^python tools/gpu_check\.py( --only|$)|tools\.gpu_check --models",
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
     ),
     (

@@ -100,11 +100,13 @@ def measure(
 ) -> tuple[dict[str, Times], dict[str, float]]:
     """Return steps in turn: times and last losses, by name."""
     times = {name: Times([], []) for name in sides}
-    losses = {name: step() for name, step in sides.items()}  # the first step of each warms up
+    losses = {
+        name: float(step()) for name, step in sides.items()
+    }  # the first step of each warms up
     for _ in range(rounds):
         for name, step in sides.items():
             began, spent = time.perf_counter(), time.process_time()
-            losses[name] = step()
+            losses[name] = float(step())
             times[name].wall.append(time.perf_counter() - began)  # type: ignore[attr-defined]
             times[name].cpu.append(time.process_time() - spent)  # type: ignore[attr-defined]
     return times, losses
@@ -158,7 +160,7 @@ def agree(
     ours: Callable[[], float], theirs: Callable[[], float], within: float, steps: int
 ) -> bool:
     """Whether the first ``steps`` losses are equal. Print their distance, also after 20."""
-    both = [(ours(), theirs()) for _ in range(SAME)]
+    both = [(float(ours()), float(theirs())) for _ in range(SAME)]
     each = [abs(a / b - 1) for a, b in both]
     first = max(each[:steps])
     print(

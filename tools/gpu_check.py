@@ -12,14 +12,20 @@ It asks that of each workload.
                   and more (tools/chip)
     speed         steps a second, MFU, the roofline of the compiled step at the rates that this card
                   reaches, memory next to the plan's lower bound, time to compile
+    peers         the same steps by PyTorch, eager and compiled (tools/chip/peers.py)
+    bits          whether steps repeat bit for bit, by array, with and without XLA's fixed order of
+                  additions, and the cost of that order
+    kills         killed runs, and replayed steps, both ways
+    feeding       the loader by number of threads (tools/bench_feeding.py)
 
-It needs no network. "correctness", and every model of "speed", runs in a process of its own within
-a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
-table, and writes all numbers to --out after each of them. A call with the same --out, code and
-device takes over the figures there. A variant (--vary) is measured next to its case in one call,
-since cards of one kind differ. It exits with 1 if a check failed or a part could not run, with 2 if
-it was called wrongly or the card is taken, and with 3 if the time was over before all parts ran. On
-a CPU it runs its small form, which shows that it works, not how fast.
+It needs no network. Every unit runs in a process of its own within a bounded time, so that one that
+fails ends no other and keeps no memory of the device. It prints a table, and writes all numbers to
+--out after each of them. A call with the same --out, code and device takes over the figures there,
+and begins with the rest. A case that no size of fits the card is named. A variant (--vary) is
+measured next to its case in one call, since cards of one kind differ. It exits with 1 if a check
+failed or a part could not run, with 2 if it was called wrongly or the card is taken, and with 3 if
+the time was over before all parts ran. On a CPU it runs its small form, which shows that it works,
+not how fast.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
@@ -44,10 +50,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # run as a file: its folder is on the path, and the repository is not
     sys.path[0] = str(ROOT)
 
-PARTS = ("correctness", "speed")
-# [s] of a call, and of a part's process or a model's, at most; twice that on CPUs.
+PARTS = ("correctness", "speed", "peers", "bits", "kills", "feeding")
+QUICK_PARTS = PARTS[:2]
+FIXED = "-fixed"  # the end of a kind whose processes add in XLA's fixed order
+FIXED_ORDER = "--xla_gpu_deterministic_ops=true"
+# [s] of a call, and of a unit's process, at most; twice that on CPUs.
 LIMIT, QUICK_LIMIT = 520, 115
 BOUNDS = {"machine": 90, "correctness": 180, "model": 100}
+BOUNDS |= {"peers": 420, "bits": 120, "kills": 300, "feeding": 300}
+# [s] with less, a unit is left to the next call
+LEAST = {"peers": 200, "bits": 60, "kills": 150, "feeding": 200}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
@@ -64,8 +76,12 @@ CONVENTIONS = {
 class Unit(NamedTuple):
     """The task of one process."""
 
-    kind: str  # machine, correctness or model
+    kind: str  # machine, model, or a part, with "-fixed" for one in XLA's fixed order
     case: str = ""  # of a model, with the settings of a variant after its name
+
+    @property
+    def part(self) -> str:
+        return self.kind.removesuffix(FIXED)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.case}".strip()
@@ -94,7 +110,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     models = ("bird", "language", "trm", "higgs", "giblet")
     parser.add_argument(
-        "--only", type=_names(PARTS), default=PARTS, help=f"parts, of {','.join(PARTS)}"
+        "--only",
+        type=_names(PARTS),
+        help=f"parts, of {','.join(PARTS)}; default: all, with --quick {','.join(QUICK_PARTS)}",
     )
     parser.add_argument(
         "--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}"
@@ -121,6 +139,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # [bytes/s] and [FLOP/s] that the card reaches
     parser.add_argument("--rates", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.only = args.only or (QUICK_PARTS if args.quick else PARTS)
     if not args.child and not args.out.absolute().parent.is_dir():
         parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
     return args
@@ -153,10 +172,12 @@ def _variant(text: str) -> str:
 
 
 def refuse_a_taken_card() -> None:
-    """Raise ResultsError if other processes compute on a GPU of this machine."""
+    """Raise ResultsError if other processes compute on a GPU that this process may use."""
     from tools.chip import results_file
 
     command = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")  # else cards are listed that the check does not use
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -186,6 +207,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         "conventions": CONVENTIONS,
         "correctness": None,
         "models": {},
+        "more": {},  # of other kinds, by unit
         **found,
         "parts": [*found.get("parts", ()), part],
         "failures": [],
@@ -198,11 +220,11 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
             machine = part["machine"] or {}
             args.small = machine.get("platform") == "cpu"
             left = (1 + args.small) * limit - (time.time() - began)
-            if left < 5:
+            if left < LEAST.get(unit.part, 5):
                 found["left_out"].append(str(unit))
                 continue
             print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
-            bound = min((1 + args.small) * BOUNDS[unit.kind], left)
+            bound = min((1 + args.small) * BOUNDS[unit.part], left)
             result, why = run(unit, args, pathlib.Path(folder), bound)
             if unit.kind == "machine" and result:
                 results_file.refuse_another_machine(args.out, found, result)
@@ -228,11 +250,17 @@ def _add(found: dict[str, Any], part: dict[str, Any], unit: Unit, result: Any, w
         part["machine"] = result
     else:
         part["units"].append(str(unit))
+        number = len(found["parts"]) - 1
         if unit.kind == "model":
-            found["models"][unit.case] = {**result, "part": len(found["parts"]) - 1}
+            found["models"][unit.case] = {**result, "part": number}
+        elif unit.kind == "correctness":
+            found["correctness"] = result
         else:
-            found[unit.kind] = result
+            found["more"][str(unit)] = {**result, "kind": unit.kind, "part": number}
+    from tools.chip import results_rows
+
     bad = [one for one in found["correctness"] or () if not one["well"]]
+    bad += [one for one in found["more"].values() if results_rows.problems(one)]
     found["well"] = not found["failures"] and not bad
 
 
@@ -247,12 +275,17 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
         return
     if "correctness" in args.only and found["correctness"] is None:
         yield Unit("correctness")
-    if "speed" not in args.only:
-        return
+    if "speed" in args.only:
+        yield from models(args, found)
+    yield from (unit for unit in others(args, machine) if str(unit) not in found["more"])
+
+
+def models(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
+    """Yield the cases of "speed" with their variants."""
     from tools.chip.cases import CASES
 
     chosen = [case.name for case in CASES]
-    if machine["platform"] == "cpu":
+    if found["parts"][-1]["machine"]["platform"] == "cpu":
         chosen = list(SMALL_CASES)
     elif args.quick:
         chosen = list(QUICK_CASES)
@@ -267,6 +300,27 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
             yield Unit("model", case.name)
         for text in variants:
             yield Unit("model", text)
+
+
+def others(args: argparse.Namespace, machine: dict[str, Any]) -> Iterator[Unit]:
+    """Yield the units of the parts after "speed"."""
+    from tools.chip.cases import CASES
+    from tools.chip.peers import TWINS
+
+    names = {case.name: case.model for case in CASES if case.model in args.models}
+    small = [name for name in SMALL_CASES if name in names]
+    if "peers" in args.only:
+        is_cpu = machine["platform"] == "cpu"
+        for name in TWINS:
+            if name in (small if is_cpu else names):
+                yield Unit("peers", name)
+    for kind in ("bits", "kills"):
+        if kind in args.only:
+            for name in small:
+                yield Unit(kind, name)
+                yield Unit(kind + FIXED, name)
+    if "feeding" in args.only and "bird" in args.models:
+        yield Unit("feeding")
 
 
 def run(
@@ -335,8 +389,8 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     if wanted == "cpu":
         # no speed is reported, so optimising is not worth the wait
         flags.append("--xla_backend_optimization_level=0")
-    elif unit.kind == "correctness":
-        flags.append("--xla_gpu_deterministic_ops=true")
+    elif unit.kind == "correctness" or unit.kind.endswith(FIXED):
+        flags.append(FIXED_ORDER)
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
     return env
 
@@ -368,25 +422,50 @@ def platforms() -> str:
 def child(args: argparse.Namespace) -> int:
     """Return a process of `run`: one unit, whose result goes to --out."""
     kind, _, case = args.child.partition(" ")
+    of_device = {"machine", "correctness", "model", "bits", f"bits{FIXED}"}
+    result = on_device(args, kind, case) if kind in of_device else by_processes(args, kind, case)
+    args.out.write_text(json.dumps(result))
+    return 0
+
+
+def on_device(args: argparse.Namespace, kind: str, case: str) -> Any:
     import jax
 
-    from tools.chip import cases, correctness, speed
+    from tools.chip import bits, cases, correctness, speed
 
     data = cases.Data(args.folder, small=args.small)
     device = jax.devices()[0]
-    result: Any
     if kind == "machine":
-        result = machine(device)
-    elif kind == "correctness":
+        return machine(device)
+    if kind == "correctness":
         checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
-        result = correctness.record(checks)
-    else:
-        name, *settings = case.split()
-        chosen = next(one for one in cases.CASES if one.name == name)
-        more = dict(setting.split("=", 1) for setting in settings)
-        result = speed.measure(chosen, data, device, args.rates, more=more, quick=args.quick)
-    args.out.write_text(json.dumps(result))
-    return 0
+        return correctness.record(checks)
+    name, *settings = case.split()
+    chosen = next(one for one in cases.CASES if one.name == name)
+    if kind != "model":
+        return bits.measure(chosen, data, device)
+    more = dict(setting.split("=", 1) for setting in settings)
+    return speed.measure(chosen, data, device, args.rates, more=more, quick=args.quick)
+
+
+def by_processes(args: argparse.Namespace, kind: str, case: str) -> Any:
+    """Return the result of a unit whose own processes take the device, one after the other."""
+    if kind == "feeding":
+        from tools import bench_feeding
+
+        out = args.folder / "feeding.json"
+        amount = ["--seconds=1", "--rounds=2"]
+        if args.small:
+            amount = ["--codecs=wav", "--threads=1", "--seconds=1", "--rounds=1", "--recordings=8"]
+        bench_feeding.main([*amount, f"--out={out}"])
+        return {"rows": json.loads(out.read_text())}
+    from tools.chip import bits, cases, peers
+
+    if kind == "peers":
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            return peers.measure(case, pathlib.Path(folder), small=args.small)
+    chosen = next(one for one in cases.CASES if one.name == case)
+    return bits.killed(chosen, cases.Data(args.folder, small=args.small))
 
 
 def machine(device: Any) -> dict[str, Any]:

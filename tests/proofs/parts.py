@@ -134,7 +134,7 @@ PARTS = {
         "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers;"
         " skipped without)",
         "workloads/test_hugging_face.py workloads/test_lora.py workloads/bird/test_onnx.py"
-        " workloads/test_predict.py workloads/bird/test_timm.py",
+        " workloads/test_predict.py workloads/bird/test_timm.py tools/test_peers.py",
     ),
     "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),
     "alone": Part(

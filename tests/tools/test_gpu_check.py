@@ -6,14 +6,16 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
 from tools import gpu_check
-from tools.chip import cases, correctness, results_file, results_table
+from tools.chip import bits, cases, correctness, peers, results_file, results_rows, results_table
 
 ROOT = pathlib.Path(__file__).parents[2]
+REFUSE = gpu_check.refuse_a_taken_card
 
 
 def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
@@ -116,17 +118,29 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
     assert "left out" in said and "machine" in said and "the next call begins with it" in said
 
 
+BITS_AND_KILLS = [f"{kind}{end} trm" for kind in ("bits", "kills") for end in ("", gpu_check.FIXED)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "platform", "expected"),
     [
-        ([], "gpu", ["correctness", *(f"model {case.name}" for case in cases.CASES)]),
+        (
+            ["--only=correctness,speed"],
+            "gpu",
+            ["correctness", *(f"model {case.name}" for case in cases.CASES)],
+        ),
         (["--quick"], "gpu", ["correctness", "model vit-s", "model lm-1b-2k"]),
         (["--only=speed", "--models=language"], "gpu", ["model lm-1b-2k", "model lm-1b-8k"]),
         (["--only=speed"], "cpu", [f"model {name}" for name in gpu_check.SMALL_CASES]),
+        (["--only=peers"], "gpu", [f"peers {name}" for name in peers.TWINS]),
+        (["--only=peers", "--models=bird"], "cpu", ["peers vit-s"]),
+        (["--only=bits,kills", "--models=trm"], "gpu", BITS_AND_KILLS),
+        (["--only=feeding"], "gpu", ["feeding"]),
     ],
 )
 def test_only_the_selected_parts_are_run(arguments, platform, expected):
-    found = {"parts": [{"machine": machine(platform)}], "correctness": None, "models": {}}
+    found = {"parts": [{"machine": machine(platform)}], "correctness": None}
+    found |= {"models": {}, "more": {}}
     units = gpu_check.units(gpu_check.parse(arguments), found)
     assert [str(unit) for unit in units] == ["machine", *expected]
 
@@ -198,6 +212,7 @@ def found_on(platform, chip=None):
         "failures": [],
         "left_out": [],
         "models": {"vit-s": case, "vit-s model.unroll=1": variant},
+        "more": {},
     }
 
 
@@ -240,6 +255,8 @@ def measured(monkeypatch):
         asked.append(str(unit))
         if unit.kind == "machine":
             return machine("gpu", "h100"), ""
+        if unit.kind in ("peers", "bits", "kills", "feeding") or unit.kind.endswith("-fixed"):
+            return results_of(unit), ""
         if unit.kind == "correctness":
             return [{"name": "loss", "found": 0.0, "bound": 1.0, "note": "", "well": True}], ""
         return found_on("gpu", "h100")["models"]["vit-s"], ""
@@ -250,7 +267,7 @@ def measured(monkeypatch):
 
 
 def test_the_next_call_begins_with_what_the_last_one_did_not_reach(tmp_path, measured, monkeypatch):
-    out = tmp_path / "x.json"
+    out, arguments = tmp_path / "x.json", ["--only=correctness,speed", "--models=bird"]
     clock = iter([0, 0, 0, 0, 0, 0, 0])
 
     def times():  # the last two units of the first call come too late
@@ -258,17 +275,17 @@ def test_the_next_call_begins_with_what_the_last_one_did_not_reach(tmp_path, mea
 
     with monkeypatch.context() as patch:
         patch.setattr(gpu_check.time, "time", times)
-        assert gpu_check.main(["--models=bird", f"--out={out}"]) == 3
+        assert gpu_check.main([*arguments, f"--out={out}"]) == 3
     first = json.loads(out.read_text())
     reached = ["machine", "correctness", "model vit-s", "model vit-b"]
     assert measured + first["left_out"] == reached and first["left_out"]
     measured.clear()
-    assert gpu_check.main(["--models=bird", f"--out={out}"]) == 0
+    assert gpu_check.main([*arguments, f"--out={out}"]) == 0
     assert measured == ["machine", *first["left_out"]]
     found = json.loads(out.read_text())
     assert set(found["models"]) == {"vit-s", "vit-b"} and len(found["parts"]) == 2
     measured.clear()
-    assert gpu_check.main(["--models=bird", "--anew", f"--out={out}"]) == 0
+    assert gpu_check.main([*arguments, "--anew", f"--out={out}"]) == 0
     assert measured == reached
 
 
@@ -321,13 +338,149 @@ def test_figures_of_two_machines_or_codes_are_never_in_one_file(
     assert "has no figures of this check" in capsys.readouterr().err
 
 
+def nvidia_smi(folder, monkeypatch, text):
+    """Put a program of this name and output first on the path."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
 def test_a_card_that_somebody_else_uses_is_refused_with_their_processes(
     tmp_path, monkeypatch, capsys
 ):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '4711, python3, 61234 MiB'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    nvidia_smi(tmp_path, monkeypatch, "echo '4711, python3, 61234 MiB'")
     assert gpu_check.main([f"--out={tmp_path / 'x.json'}"]) == 2
     said = capsys.readouterr().err
     assert "taken by 4711, python3, 61234 MiB" in said and "CUDA_VISIBLE_DEVICES" in said
+
+
+def test_a_free_card_is_taken_though_another_one_is_used(tmp_path, monkeypatch, measured):
+    of_card_0 = 'case "$*" in *--id=1*) ;; *) echo "4711, python3, 61234 MiB";; esac'
+    nvidia_smi(tmp_path, monkeypatch, of_card_0)
+    monkeypatch.setattr(gpu_check, "refuse_a_taken_card", REFUSE)
+    arguments = ["--only=speed", "--models=giblet", f"--out={tmp_path / 'x.json'}"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert gpu_check.main(arguments) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_check.main(arguments) == 0
+
+
+def test_a_case_that_no_size_of_fits_a_smaller_card_is_named(tmp_path, monkeypatch):
+    """The largest of the others is measured with fewer rows."""
+    import jax
+
+    from tools.chip import speed
+
+    tiny = types.SimpleNamespace(memory=10_000)
+    monkeypatch.setattr(speed.plan_lib, "parse_target", lambda _: tiny)
+    bound = types.SimpleNamespace(peak=20_000)
+    config = types.SimpleNamespace(train=types.SimpleNamespace(batch=3, accumulate=1))
+    assembly = types.SimpleNamespace(config=config)
+    chosen = types.SimpleNamespace(bound=bound, assembly=assembly, choice={})
+    monkeypatch.setattr(speed.cases, "choose", lambda *_: chosen)
+    case = next(case for case in cases.CASES if case.name == "trm")
+    data = cases.Data(tmp_path, small=True)
+    one = speed.measure(case, data, jax.devices()[0], (1e9, 1e9), more={}, quick=True)
+    assert one["too_large"] == {"least": 20_000, "of": 10_000}
+    found = found_on("gpu", "h100")
+    found["models"]["giblet"] = {**one, "too_large": {"least": 33.4e9, "of": 24e9}}
+    text = results_table.text(found)
+    assert "needs 33.4 GB at least" in text and "the card has 24" in text
+
+
+def test_a_forecast_that_is_a_tenth_off_is_named():
+    found = found_on("gpu", "h100")
+    text = results_table.text(found)
+    # 73.1 ms measured, 50 by the roofline; 42 GB measured are within a tenth of 40 and 41
+    assert "vit-s: time, roofline" in text and "+46%" in text
+    assert "vit-s: memory" not in text
+    found["models"]["vit-s"]["memory"]["allocator"] = 50e9
+    text = results_table.text(found)
+    assert "vit-s: memory, least" in text and "40 GB planned, 50 measured" in text
+
+
+def results_of(unit):
+    """Figures of a unit that went well, in the form of its process."""
+    if unit.kind == "peers":
+        ours = {"units_per_second": 100.0, "rows": 8, "losses": [2.0, 1.0], "dtype": "bfloat16"}
+        side = {"units_per_second": 50.0, "rows": 8, "refused": [], "bytes": 3e9}
+        return {
+            **{"case": unit.case, "unit": "rows", "rows": 8, "ours": ours, "again": ours},
+            **{"theirs": {"eager": side}, "failures": {}, "ours_by_theirs": {"eager": 2.0}},
+            **{"losses": {"eager": 1e-3}, "bound": 2e-2},
+        }
+    if unit.part == "bits":
+        seconds = 0.3 if unit.kind.endswith("-fixed") else 0.2
+        return {
+            **{"case": unit.case, "seconds_per_step": seconds, "arrays": 30, "repeats": 4},
+            **{"differing": 0, "earliest": None},
+        }
+    if unit.part == "kills":
+        result = {"same": True, "broken": False, "lines": ["each ended with the same bits"]}
+        return {"case": unit.case, "prove": result, "replay": result}
+    ways = {"rows_per_second": 500.0, "rows_per_cpu_second": 490.0}
+    return {"rows": {"ogg spectrogram": {"1": dict.fromkeys(WAYS, ways)}}}
+
+
+WAYS = ("threads", "processes", "digests")
+
+
+def test_peers_bits_kills_and_feeding_are_in_the_table(tmp_path, measured, capsys):
+    out = tmp_path / "x.json"
+    arguments = ["--only=peers,bits,kills,feeding", "--models=bird", f"--out={out}"]
+    assert gpu_check.main(arguments) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        *("vit-b: ours ÷ PyTorch's", "eager 2.00", "losses 1.0e-03 apart", "3 GB"),
+        *("vit-s, fixed order: 300.0 ms a step", "a step takes 1.50 × that of XLA's own order"),
+        *("vit-s, XLA's order: replay", "the same bits", "500 rows/s, 490 a CPU s"),
+    ):
+        assert expected in text, expected
+    measured.clear()
+    assert gpu_check.main(arguments) == 0
+    assert measured == ["machine"], "the next call takes them over"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        ("peers", {"losses": {"eager": 0.5}}, "losses of eager are 5.0e-01 apart"),
+        ("peers", {"losses": {"eager": math.nan}}, "losses of eager are nan apart"),
+        ("bits-fixed", {"differing": 1}, "steps do not repeat in XLA's fixed order"),
+        ("bits", {"differing": 1}, ""),
+        ("kills-fixed", {"prove": {"same": False, "broken": False, "lines": ["x"]}}, "prove"),
+        ("kills", {"prove": {"same": False, "broken": False, "lines": ["x"]}}, ""),
+        ("kills", {"replay": {"same": False, "broken": True, "lines": ["x"]}}, "replay"),
+    ],
+)
+def test_bits_must_repeat_in_the_fixed_order_alone(kind, change, expected):
+    unit = gpu_check.Unit(kind, "vit-s")
+    found = results_rows.problems({**results_of(unit), **change, "kind": kind})
+    assert bool(found) == bool(expected) and expected in "".join(found)
+
+
+def test_processes_in_the_fixed_order_have_the_documented_option(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "platforms", lambda: "cuda,cpu")
+    flags = {
+        kind: gpu_check.environment(gpu_check.Unit(kind, "trm"), tmp_path)["XLA_FLAGS"]
+        for kind in ("bits", "bits-fixed", "kills-fixed", "model")
+    }
+    assert {kind for kind, text in flags.items() if gpu_check.FIXED_ORDER in text} == {
+        "bits-fixed",
+        "kills-fixed",
+    }
+    page = (ROOT / "docs" / "accelerator.md").read_text()
+    assert f"XLA_FLAGS={gpu_check.FIXED_ORDER}" in page
+
+
+def test_a_digest_by_array_names_the_layer_that_differs():
+    table = {"blocks": {"w_q": np.ones((3, 4, 4), "f4")}, "embed": np.arange(8, dtype="f4")}
+    digests = [bits.named(table)]
+    assert set(digests[0]) == {"embed", *(f"blocks/w_q[{i}]" for i in range(3))}
+    table["blocks"]["w_q"][1, 2, 3] = np.nextafter(np.float32(1), np.float32(2))
+    found = bits._first_difference(digests, [bits.named(table)])
+    assert (found["step"], found["names"], found["has_loss"]) == (1, ["blocks/w_q[1]"], False)
+    table["blocks"]["w_q"][1] = table["blocks"]["w_q"][1][::-1]
+    assert bits.named(table)["blocks/w_q[1]"] != digests[0]["blocks/w_q[1]"], "places count"
+    assert bits._first_difference(digests, digests) is None

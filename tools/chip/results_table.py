@@ -1,7 +1,10 @@
 """The numbers of a check of a card as one table on the console."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from tools.chip import results_rows
+from tools.chip.results_rows import Row
 
 # What one H100 is to reach.
 GOALS = {
@@ -14,20 +17,19 @@ HOPPER = ("h100", "h200")  # chips that these goals are for
 Found = Mapping[str, Any]
 
 
-class Row(NamedTuple):
-    part: str
-    what: str
-    figure: str
-    compared: str
-
-
 def rows(found: Found) -> Iterator[Row]:
     for number, part in enumerate(found["parts"], 1):
         if part["machine"]:
             yield ceilings(number, part)
     yield from correctness(found)
     for name, one in found["models"].items():
+        if "too_large" in one:
+            yield results_rows.too_large(name, one["too_large"])
+            continue
         yield speed(name, one, found)
+        yield from results_rows.apart(name, one)
+    for unit, one in found["more"].items():
+        yield from results_rows.rows(unit, one, found["more"])
     for failure in found["failures"]:
         yield Row("failed", failure["unit"], "did not run", failure["why"].strip().splitlines()[-1])
     for unit in found["left_out"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain import plan as plan_lib
 from jaxtrain.data import feed
 from jaxtrain.plan import hlo, traffic
 from jaxtrain.telemetry import metrics
@@ -41,12 +42,19 @@ def measure(
     more: Mapping[str, str],
     quick: bool,
 ) -> dict[str, Any]:
-    """Measure a case. A planned size that does not fit is halved.
+    """Measure a case. A planned size that does not fit is halved. If one row does not, say so.
 
     ``rates``: [bytes/s] and [FLOP/s] that the card reaches. ``more``: settings of a variant.
     """
     chosen = cases.choose(case, data, device, more)
     refused: list[dict[str, Any]] = []
+    memory = plan_lib.parse_target("").memory
+    while chosen.bound.peak > memory:  # of a smaller card than the cases are for
+        config = cases.smaller(chosen)
+        if config is None:
+            least = {"least": chosen.bound.peak, "of": memory}
+            return {"case": case.name, "settings": dict(more), "too_large": least}
+        chosen = cases.put_together(config, device, chosen.choice)
     while True:
         try:
             measured = _measure(case, chosen, device, traffic.Rates(*rates), quick=quick)

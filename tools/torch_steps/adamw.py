@@ -1,7 +1,8 @@
 """A training step by AdamW in PyTorch, and the sides of a comparison: what this folder shares."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +10,25 @@ import torch
 from jaxtrain import config as config_lib
 from tools.our_step import Ours
 
-Step = Callable[[], float]  # takes a step, waits for it and returns its loss
+Step = Callable[[], torch.Tensor]  # takes a step and returns its loss; a GPU is not waited for
+
+
+class Case(NamedTuple):
+    """A case of tools/chip/cases.py, of which a workload's `case_step` makes PyTorch's step."""
+
+    config: Any  # of the run, with everything that the data and the plan decide
+    params: Mapping[str, Any]  # ours, which the step begins with
+    model_state: Any
+    batch: Mapping[str, np.ndarray]
+    way: str  # of `WAYS`, or of the workload's own
+    whole_loss: bool = True  # a language model's logits all at once, if they fit
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.way != "eager"
+
+
+WAYS = ("eager", "compile")
 
 
 class Sides(NamedTuple):
@@ -31,8 +50,18 @@ def theirs(make: Callable[[bool], Step]) -> dict[str, Callable[[], Step]]:
     return {"PyTorch, eager": lambda: make(False), "torch.compile": lambda: make(True)}
 
 
+def tensor(x: np.ndarray) -> torch.Tensor:
+    """Return a copy on PyTorch's default device, also of bfloat16."""
+    array = np.array(x)
+    if array.dtype.name == "bfloat16":
+        copied = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        copied = torch.from_numpy(array)
+    return copied.to(torch.get_default_device())
+
+
 def parameter(x: np.ndarray) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.from_numpy(np.array(x)))
+    return torch.nn.Parameter(tensor(x))
 
 
 def linear(
@@ -57,6 +86,37 @@ def layer_norm(scale_d: np.ndarray, bias_d: np.ndarray | None, eps: float) -> to
     return norm
 
 
+class Part(NamedTuple):
+    """Parameters with one learning rate, one decay and one clip."""
+
+    decayed: list[torch.nn.Parameter]
+    others: list[torch.nn.Parameter]
+    lr: float
+    weight_decay: float
+    clip: float
+
+    def options(self) -> Iterator[dict[str, Any]]:
+        for parameters, weight_decay in ((self.decayed, self.weight_decay), (self.others, 0.0)):
+            if parameters:
+                yield {"params": parameters, "lr": self.lr, "weight_decay": weight_decay}
+
+
+def parts(model: torch.nn.Module, o: config_lib.Optim, spared: Sequence[str]) -> list[Part]:
+    """Return the parameters of each group of ``o``, by their names, and then all others."""
+    made = [Part([], [], o.lr, o.weight_decay, o.clip)]
+    for group in o.groups:
+        lr = o.lr if group.lr is None else group.lr
+        weight_decay = o.weight_decay if group.weight_decay is None else group.weight_decay
+        made.append(Part([], [], lr, weight_decay, o.clip if group.clip is None else group.clip))
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        matches = (re.search(group.match, name.replace(".", "/")) for group in o.groups)
+        part = made[next((i for i, match in enumerate(matches, 1) if match), 0)]
+        (part.decayed if p.ndim > 1 and name not in spared else part.others).append(p)
+    return [part for part in made if part.decayed or part.others]
+
+
 def adamw_step(
     model: torch.nn.Module,
     inputs: Sequence[torch.Tensor],
@@ -64,28 +124,29 @@ def adamw_step(
     *,
     compiled: bool = False,
     spared: tuple[str, ...] = (),
+    half: bool = False,
 ) -> Step:
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
-    ``o``: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters
-    by their names.
+    ``o``: lr, b1, b2, eps, weight_decay, clip and groups of it. Matrices decay but ``spared``,
+    parameters by their names. ``half``: products in bfloat16, by autocast.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in spared]
-    others = [p for p in trained.values() if not any(p is d for d in decayed)]
-    groups = [
-        {"params": decayed, "weight_decay": o.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.b1, o.b2), eps=o.eps)
+    trained = parts(model, o, spared)
+    device = next(model.parameters()).device
+    is_fused = {"fused": True} if device.type == "cuda" else {}  # one kernel for all parameters
+    options = [each for part in trained for each in part.options()]
+    adamw = torch.optim.AdamW(options, betas=(o.b1, o.b2), eps=o.eps, **is_fused)
     forward = torch.compile(model) if compiled else model
 
-    def step() -> float:
-        loss = forward(*inputs)
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss: torch.Tensor = forward(*inputs)
         adamw.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.values(), o.clip)
+        for part in trained:
+            if part.clip:
+                torch.nn.utils.clip_grad_norm_([*part.decayed, *part.others], part.clip)
         adamw.step()
-        return float(loss.item())
+        return loss.detach()
 
     return step

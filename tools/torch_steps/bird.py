@@ -59,7 +59,7 @@ class Layer(torch.nn.Module):
 
 
 class Classifier(torch.nn.Module):
-    """Encoder, head and online probe, for pool="patches" and learned positions."""
+    """Encoder, head and online probe, for learned positions and one class token."""
 
     def __init__(self, c: bird.Config, params: PyTree):
         super().__init__()
@@ -71,22 +71,40 @@ class Classifier(torch.nn.Module):
         self.layers = torch.nn.Sequential(*(Layer(c.heads, w) for w in layers))
         self.norm = adamw.layer_norm(e["scale"], e["bias"], vit.EPS)
         head, probe = params["objective"]["supervised"], params["probe"]
-        self.head, self.probe = (
-            adamw.linear(head["w"], head["b"]),
+        self.head = adamw.linear(head["w"], head["b"])
+        self.probe = torch.nn.Sequential(  # of this name, by which its own rate is found
+            adamw.layer_norm(probe["scale"], probe["bias"], vit.EPS),
             adamw.linear(probe["w"], probe["b"]),
         )
-        self.probe_norm = adamw.layer_norm(probe["scale"], probe["bias"], vit.EPS)
 
     def forward(self, x_bfw: torch.Tensor, label_b: torch.Tensor) -> torch.Tensor:
         """Return the loss: the head's, smoothed, and the probe's, which trains no encoder."""
         b, (f, w), (m, n) = len(x_bfw), self.c.patch, self.c.grid
         x_bnp = x_bfw.view(b, m, f, n, w).transpose(2, 3).reshape(b, m * n, f * w)
-        x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)
-        pooled = self.norm(self.layers(x))[:, 1:].mean(1)
+        with torch.autocast(x_bfw.device.type, enabled=False):  # the measurements stay as they are
+            x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)
+        if self.c.dtype == "bfloat16":
+            x = x.bfloat16()  # a residual stream of 16 bits, as ours
+        x = self.norm(self.layers(x).float())
+        pooled = x[:, 0] if self.c.pool == "cls" else x[:, 1:].mean(1)
         smoothed = F.cross_entropy(
             self.head(pooled), label_b, label_smoothing=self.c.supervised.label_smoothing
         )
-        return smoothed + F.cross_entropy(self.probe(self.probe_norm(pooled.detach())), label_b)
+        return smoothed + F.cross_entropy(self.probe(pooled.detach()), label_b)
+
+
+def case_step(case: adamw.Case) -> adamw.Step:
+    """Return PyTorch's step of a case, whose attention is the best of its fused kernels."""
+    c = case.config.model
+    inputs = adamw.tensor(case.batch["spectrogram"]), adamw.tensor(case.batch["label"]).long()
+    return adamw.adamw_step(
+        Classifier(c, case.params),
+        inputs,
+        case.config.optim,
+        compiled=case.is_compiled,
+        spared=("cls", "pos"),
+        half=c.dtype == "bfloat16",
+    )
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
@@ -104,7 +122,7 @@ def sides(size: Mapping[str, int]) -> adamw.Sides:
     )
     batch, o = make_batch(c, size["batch"]), config_lib.Optim(lr=1e-3, schedule="constant")
     ours = Ours(bird.make_task, c, o, batch)
-    inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
+    inputs = adamw.tensor(batch["spectrogram"]), adamw.tensor(batch["label"]).long()
     params = ours.params()
 
     def step(compiled: bool) -> adamw.Step:

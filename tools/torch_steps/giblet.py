@@ -87,7 +87,9 @@ class Autoencoder(torch.nn.Module):
         self, video: torch.Tensor, audio: torch.Tensor, text: torch.Tensor, fmri: torch.Tensor
     ) -> torch.Tensor:
         c, dtype = self.c, self.encoder["fmri"][0].weight.dtype
-        video, audio, text, fmri = (x.to(dtype) for x in (video, audio, text, fmri))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32  # of the losses
+        frames, codes, words, fmri = (x.to(wide) for x in (video, audio, text, fmri))
+        video, audio, text = (x.to(dtype) for x in (video, audio, text))
         joined = torch.cat(
             [
                 self.encoder["video"](video),
@@ -99,16 +101,23 @@ class Autoencoder(torch.nn.Module):
         bottleneck = self.encoder["trunk"](joined)
         shared = self.decoder["trunk"](bottleneck)
         start = c.frame % c.n_frames * c.frame_size
-        sound = giblet.LARGEST_CODE * self.decoder["audio"](shared).sigmoid()
+        sound = giblet.LARGEST_CODE * self.decoder["audio"](shared).to(wide).sigmoid()
+        film = self.decoder["video"](shared).to(wide).sigmoid()
         return (
-            c.weight_video
-            * mean_error(
-                self.decoder["video"](shared).sigmoid(), video[:, start : start + c.frame_size]
-            )
-            + c.weight_audio * mean_error(sound, audio)
-            + c.weight_text * mean_error(self.decoder["text"](shared), text)
-            + c.weight_fmri * mean_error(self.encoder["fmri"](bottleneck), fmri)
+            c.weight_video * mean_error(film, frames[:, start : start + c.frame_size])
+            + c.weight_audio * mean_error(sound, codes)
+            + c.weight_text * mean_error(self.decoder["text"](shared).to(wide), words)
+            + c.weight_fmri * mean_error(self.encoder["fmri"](bottleneck).to(wide), fmri)
         )
+
+
+def case_step(case: adamw.Case) -> adamw.Step:
+    """Return PyTorch's step of a case, whose parameters and moments have the type of ours."""
+    c, o = case.config.model, case.config.optim
+    inputs = tuple(adamw.tensor(case.batch[name]) for name in (*giblet.MODALITIES, "fmri"))
+    model = Autoencoder(c, case.params)
+    half = c.dtype == "bfloat16" and c.param_dtype == "float32"
+    return adamw.adamw_step(model, inputs, o, compiled=case.is_compiled, half=half)
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
@@ -116,7 +125,7 @@ def sides(size: Mapping[str, int]) -> adamw.Sides:
     o = dataclasses.replace(run.optim, schedule="constant", warmup=0)
     batch = make_batch(multimodal.element_spec(run.data), size["batch"])
 
-    inputs = tuple(torch.from_numpy(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
+    inputs = tuple(adamw.tensor(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
 
     def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[Ours, Callable[[bool], adamw.Step]]:
         ours = Ours(giblet_loss.make_task, c, o, batch)

@@ -96,7 +96,7 @@ def sides(size: Mapping[str, int]) -> adamw.Sides:
     batch = make_batch(c, size["batch"])
     ours = Ours(language_loss.make_task, c, o, batch)
     inputs = tuple(
-        torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets")
+        adamw.tensor(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets")
     )
     params = ours.params()
 

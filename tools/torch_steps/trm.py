@@ -126,10 +126,9 @@ def make_theirs(
     )
     n, dtype = len(batch["weight"]), getattr(torch, c.dtype)
     first = {
-        name: torch.from_numpy(np.array(model_state[f"init_{name[-1]}"])).to(dtype)
-        for name in ("z_h", "z_l")
+        name: adamw.tensor(model_state[f"init_{name[-1]}"]).to(dtype) for name in ("z_h", "z_l")
     }
-    rows = {name: torch.from_numpy(batch[name]).long() for name in ("inputs", "labels")}
+    rows = {name: adamw.tensor(batch[name]).long() for name in ("inputs", "labels")}
     slots = {
         **{name: torch.zeros(n, c.n_tokens, c.embed, dtype=dtype) for name in first},
         **{name: torch.zeros_like(x) for name, x in rows.items()},
@@ -149,7 +148,7 @@ def make_theirs(
             pe.lerp_(p, 1 - EMA)
             p.grad = None
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         done = slots["halted"]
         for name, start in first.items():
             slots[name] = torch.where(done[:, None, None], start, slots[name])
@@ -162,9 +161,15 @@ def make_theirs(
         least = torch.where(torch.rand(n) < c.explore, torch.randint(2, c.halt_steps + 1, (n,)), 0)
         wants = (q > 0) & (taken >= least)
         slots.update(z_h=z_h, z_l=z_l, steps=taken, halted=(taken >= c.halt_steps) | wants)
-        return float(loss.item())
+        return loss.detach()
 
     return step
+
+
+def case_step(case: adamw.Case) -> adamw.Step:
+    """Return PyTorch's step of a case without puzzle embeddings."""
+    c = case.config.model
+    return make_theirs(c, case.params, case.model_state, case.batch, compiled=case.is_compiled)
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:

@@ -1,0 +1,42 @@
+"""The twins of PyTorch at the cases' small sizes: equal weights and rows give equal losses."""
+
+import numpy as np
+import pytest
+
+from tools.chip import peers
+
+
+def test_without_pytorch_the_reason_and_the_remedy_are_its_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+    found = peers.measure("trm", tmp_path, small=True)
+    assert "PyTorch is not installed" in found["skipped"] and "pip install" in found["skipped"]
+
+
+def test_a_build_of_pytorch_without_cuda_is_named(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no CUDA" in peers.missing(is_gpu=True) and not peers.missing(is_gpu=False)
+
+
+def test_losses_are_compared_of_equal_rows_alone():
+    ours = {"rows": 8, "losses": [2.0, 1.0]}
+    assert peers._apart(ours, {"rows": 8, "losses": [2.0, 1.1]}) == pytest.approx(0.1 / 1.1)
+    assert peers._apart(ours, {"rows": 4, "losses": [2.0, 1.0]}) is None
+
+
+def test_documents_begin_with_rows_and_new_segments():
+    pytest.importorskip("torch")
+    from tools.torch_steps import packed
+
+    segments = np.array([[1, 1, 2, 0], [1, 1, 1, 1]])
+    assert packed.document_starts(segments).tolist() == [0, 2, 3, 4, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit-s", "lm-1b-2k", "trm", "giblet"])
+def test_the_twin_has_the_losses_of_the_case(name, tmp_path):
+    pytest.importorskip("torch")
+    found = peers.measure(name, tmp_path, small=True)
+    assert not found["failures"] and found["theirs"].keys() == {"eager"}
+    assert found["losses"]["eager"] <= found["bound"] == peers.LOSSES["float32"]
+    assert found["ours_by_theirs"]["eager"] > 0
