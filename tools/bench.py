@@ -5,6 +5,7 @@ train    a training step against PyTorch's on the same cores
 index    the cost of making and of opening an index
 windows  the cost of a window out of a long file, by codec
 verify   the cost of digests and of verified steps
+text     jaxtrain tokens against the batches of tokenizers
 feeding  the loader by number of threads and processes
 builds   builds of the extension against each other
 forest   a random forest on MFCC, the baseline of configs/folder.py
@@ -15,7 +16,17 @@ forest   a random forest on MFCC, the baseline of configs/folder.py
 import runpy
 import sys
 
-SUBCOMMANDS = ("loader", "train", "index", "windows", "verify", "feeding", "builds", "forest")
+SUBCOMMANDS = (
+    "loader",
+    "train",
+    "index",
+    "windows",
+    "verify",
+    "text",
+    "feeding",
+    "builds",
+    "forest",
+)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The loader by number of threads and processes: rows for each CPU second, and what is lost.
+"""The loader by number of threads and processes: rows for each CPU second.
 
     python -m tools.bench feeding  # all codecs, 1 thread to one on each core
     python -m tools.bench feeding --codecs ogg,wav --forms waveform --threads 1,2 --seconds 3
@@ -126,7 +126,7 @@ class Loading:
             next(self.loader)
 
     def rows(self) -> int:
-        """Return the rows that the workers have written, also those that nobody has taken yet."""
+        """Return the number of rows that the workers have written, taken or not."""
         return int(self.loader.diagnostics()["rows"])
 
     def advance(self) -> None:

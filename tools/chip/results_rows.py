@@ -60,7 +60,7 @@ def too_large(name: str, one: Found) -> Row:
 
 
 def apart(name: str, one: Found) -> Iterator[Row]:
-    """Name a forecast of the plan that is more than a tenth from what was measured."""
+    """Name each forecast of the plan that is more than a tenth off."""
     memory, roofline = one["memory"], one["predicted"]
     pairs = []
     if memory["allocator"]:

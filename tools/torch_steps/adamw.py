@@ -1,4 +1,4 @@
-"""A training step by AdamW in PyTorch, and the sides of a comparison: what this folder shares."""
+"""A training step by AdamW in PyTorch, and the sides of a comparison."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,0 +1,63 @@
+"""Recipes for a card: their pages, their stages, and a call that is cut off."""
+
+import json
+import re
+
+import pytest
+
+from jaxtrain import config as config_lib
+from tools import show_runs
+
+
+@pytest.mark.parametrize("name", ["sudoku-medium", "sudoku-hard"])
+def test_a_recipe_of_boards_is_a_config_without_errors(name):
+    [config] = show_runs.RECIPES[name].stages.values()
+    run = config_lib.load(config)
+    assert run.model.contract == "last" and run.model.rollouts > 1
+    assert [source.grade for source in run.data.sources] == [name.partition("-")[2]]
+
+
+def test_a_section_is_replaced_by_the_same_run_and_kept_by_others():
+    page = show_runs.with_section("# A\n\ntext\n", "birds, seed 0", "one")
+    page = show_runs.with_section(page, "birds, seed 1", "another")
+    page = show_runs.with_section(page, "birds, seed 0", r"newer \1")
+    assert page.startswith("# A\n\ntext\n") and "one" not in page
+    assert page.index("newer \\1") < page.index("another")
+
+
+def test_the_section_has_seed_curve_and_command(tmp_path):
+    records = [{"step": n, "split": "test", "cross_entropy": 2 - n / 100} for n in range(30)]
+    records.append({"step": 29, "split": "train", "loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    recipe = show_runs.RECIPES["characters"]
+    curve = show_runs.curve(tmp_path, recipe.metrics)
+    assert len(curve) <= show_runs.MAX_POINTS and curve[-1]["step"] == 29
+    text = show_runs.section("characters", recipe, 3, ["jaxtrain train"], {"a": curve}, "H100")
+    assert "seed 3" in text and "jaxtrain train" in text and "one H100" in text
+    assert re.search(r"\| 29 \| 1.7100 \|$", text, re.M), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["birds"], "birds needs the folder of ESC-10"),
+        (["birds", "--data=/no/such"], "/no/such: there is no such file or folder"),
+        (["sudoku-hard", "--small"], "give --page"),
+        (["dogs"], "invalid choice"),
+    ],
+)
+def test_bad_arguments_have_a_remedy(arguments, expected, capsys):
+    with pytest.raises(SystemExit):
+        show_runs.main(arguments)
+    assert expected in capsys.readouterr().err
+
+
+def test_a_run_whose_time_is_over_is_asked_to_save(monkeypatch, capsys):
+    """A stand-in for a run: it ends with 75 as soon as it is told to."""
+    program = "trap 'exit 75' TERM; while :; do sleep 0.1; done"
+    start = show_runs.subprocess.Popen
+    monkeypatch.setattr(
+        show_runs.subprocess, "Popen", lambda *_, **__: start(["sh", "-c", program])
+    )
+    assert show_runs.train(["jaxtrain"], 0) == 3
+    assert "the same command resumes it" in capsys.readouterr().out
