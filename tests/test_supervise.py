@@ -3,10 +3,18 @@ and ends in order when it is asked to, or cannot go on. Real processes, real kil
 
 import os
 import pathlib
+import queue
 import signal
+import socket
+import types
 
 import pytest
 
+from jaxtrain.config import Config
+from jaxtrain.parallel.cluster import Cluster, Links, rendezvous
+from jaxtrain.parallel.cluster.links import Peer
+from jaxtrain.supervise import supervisor
+from jaxtrain.supervise.attempts import Report
 from tests.support.processes import free_port, ids, records, step_of, wait_for
 from tests.support.supervised_runs import (
     ENDLESS,
@@ -144,3 +152,28 @@ def test_an_error_of_the_config_ends_all_at_once(folder):
     outputs = outputs_of(both)
     assert [process.returncode for process in both] == [2, 2], outputs
     assert "attempt 1" not in outputs[0] and "mesh" in outputs[0]
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def test_all_supervisors_learn_that_one_ended_between_the_vote_and_the_start(monkeypatch):
+    """Process 0's has a connection to the third alone, which has none to the second."""
+    ours, theirs = tcp_pair()
+    verdict = rendezvous.Verdict("", decision={"attempt": 3})
+    outcome = rendezvous.Outcome(verdict, [Peer(2, "c", ours)])
+    monkeypatch.setattr(rendezvous, "vote", lambda *given, **more: outcome)
+    events, found = queue.SimpleQueue(), queue.SimpleQueue()
+    signals = types.SimpleNamespace(came=lambda: False)
+    first = supervisor.Supervisor(
+        Config(), Cluster(3, 0, "127.0.0.1:1"), process=None, signals=signals, events=events
+    )
+    third = Links(2, [Peer(0, "a", theirs)], on_end=found.put)
+    _, links = first._agree(Report(2, "killed"), "")
+    assert events.get(timeout=10).attempt == 3
+    assert "ended as the attempt began" in found.get(timeout=10).reason
+    links.close()
+    third.close()

@@ -5,6 +5,7 @@ train    a training step against PyTorch's on the same cores
 index    the cost of making and of opening an index
 windows  the cost of a window out of a long file, by codec
 verify   the cost of digests and of verified steps
+memory   the cost of steps in memory
 text     jaxtrain tokens against the batches of tokenizers
 feeding  the loader by number of threads and processes
 builds   builds of the extension against each other
@@ -22,6 +23,7 @@ SUBCOMMANDS = (
     "index",
     "windows",
     "verify",
+    "memory",
     "text",
     "feeding",
     "builds",

@@ -77,7 +77,9 @@ def run(config: Config, argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as closing:
         signals = Signals(config, events)
         closing.callback(signals.close)
-        modules = [name for name in (config.workload, config.loader) if _is_ours(name)]
+        # those of the config, the model among them, are here already
+        names = dict.fromkeys([config.workload, config.loader, *sys.modules])
+        modules = [name for name in names if _is_ours(name)]
         process = WarmProcess(argv, modules, events)
         closing.callback(process.close)
         supervisor = Supervisor(config, membership, process, signals, events)
@@ -242,7 +244,9 @@ class Supervisor:
         name = "the supervisor of process"
         links = Links(membership.process, outcome.peers, name=name, on_end=note_loss)
         if membership.process == 0 and len(outcome.peers) < membership.processes - 1:
-            note_loss(Loss(f"{name} 1 or higher ended as the attempt began"))
+            loss = Loss(f"{name} 1 or higher ended as the attempt began")
+            links.report_loss(loss)  # the others have no connection that shows it
+            note_loss(loss)
         return decision, links
 
     def _note_loss(self, attempt: int, loss: Loss) -> None:

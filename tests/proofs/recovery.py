@@ -1,24 +1,39 @@
 """How long a run stands still after a fault: python -m tests.proofs.recovery [options]
 
-    python -m tests.proofs.recovery --faults 20 --seed 0
-    python -m tests.proofs.recovery --faults 20 --seed 0 --without-supervisors
+    python -m tests.proofs.recovery --minutes 60 --seed 0 --out results
+    python -m tests.proofs.recovery --faults 20 --seed 1 --mesh fsdp
+    python -m tests.proofs.recovery --faults 20 --without-supervisors
+    python -m tests.proofs.recovery --out results --table
 
 Four processes on two hosts (network namespaces, if this user may make them) train the bird demo of
-the soak. Faults are drawn from the seed, each some steps after the run went on, and the seconds
-from the fault to the next new step are measured:
+the soak, with a step in memory after each. Faults are drawn from the seed, each some steps after
+the run went on, and the seconds from the fault to the next new step are measured:
 
     kill         SIGKILL of one of the processes 1 to 3     coordinator  of process 0
     supervisor   SIGKILL of a supervisor, which is started again at once, as by its scheduler
-    host         SIGKILL of all on the second host, whose memory is lost; started again at once
+    host         SIGKILL of all on one host, whose memory is lost; started again at once
+    takeover     SIGKILL of a process, and within the next seconds of another, or of a supervisor
+    partners     SIGKILL of a process, of the one with the copy of its steps and of their
+                 supervisors; the memory of both is lost
+    stop         SIGSTOP of a process for 20 to 60 s: nothing is taken for dead. The seconds count
+                 from its end
+    disk         the disk of the workdir is full for 20 s: the run trains on meanwhile
+    full-kill    the same, and a process is killed meanwhile
     cut          the link between the hosts is down for 16 s
 
-Without supervisors the same command is started again as soon as all processes have ended, as by a
-scheduler without a queue. In the end an undisturbed run must have the same loss in each record.
-Prints a row for each kind, and exits with 1 if a loss differs or the run stood still.
+With --mesh=data all hosts have replicas, with --mesh=fsdp each process has its own part, and
+partners on the other host get copies. Without supervisors the same command is started again as
+soon as all processes have ended, as by a scheduler without a queue.
+
+In the end every batch's rows, every record's loss and every digest are compared with those of an
+undisturbed run, which --out keeps for the next time. Each fault is a line of faults.jsonl there. A
+seed whose faults are there goes on with the next one. Prints a row for each kind, and exits with 1
+if something differs or the run stood still.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -30,53 +45,92 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from jaxtrain.parallel.cluster import processes as cluster_processes
 from jaxtrain.supervise import steps_in_memory
 from tests.proofs import soak
 
 PROCESSES = 4
-KINDS = ("kill", "coordinator", "supervisor", "host", "cut")
-CUT = 16.0  # [s]
-STUCK = 400.0  # [s] without a new step
+KINDS = (
+    "kill",
+    "coordinator",
+    "supervisor",
+    "host",
+    "takeover",
+    "partners",
+    "stop",
+    "disk",
+    "full-kill",
+    "cut",
+)
+OF_SUPERVISORS = ("supervisor", "takeover", "partners", "disk", "full-kill")
+CUT, FULL = 16.0, 20.0  # [s]
+STOPPED = (20.0, 60.0)  # [s]
+STUCK = 600.0  # [s] without a new step
+AHEAD = 8  # [batches] that a process may have read before their step
+MESHES = {
+    "data": (),
+    "fsdp": ("--config.mesh.data=1", "--config.mesh.fsdp=4"),
+}
 RUN = (
     *soak.MODELS["bird"],
     "--config.train.steps=100000",
     "--config.metrics.every=1",
+    "--config.metrics.digest=true",
     "--config.checkpoint.every=50",
+    "--config.loader=soak_loader",
 )
 SUPERVISED = (
     "--supervise",
     "--config.checkpoint.memory_every=1",
     "--config.supervise.restarts=100000",
 )
+COMPARED = ("loss", "digest_high", "digest_low")
 
 
 class Job:
-    """The processes of a run, or their supervisors."""
+    """The processes of a run, or their supervisors. ``folder``: of logs and rows."""
 
-    def __init__(self, folder: pathlib.Path, hosts: soak.Hosts, *, supervised: bool):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        workdir: pathlib.Path,
+        hosts: soak.Hosts,
+        options: Sequence[str],
+        *,
+        starts: bool = True,
+    ):
         self.folder = folder
+        self.workdir = workdir
         self.hosts = hosts
-        self.supervised = supervised
+        self.options = options
+        self.supervised = "--supervise" in options
         self.port = random.SystemRandom().randrange(20_000, 32_000)
-        self.workdir = folder / "run"
+        self.ends: list[int] = []  # codes with which supervisors ended by themselves
+        self.processes: list[subprocess.Popen] = []
+        if starts:
+            self.start_all()
+
+    def start_all(self) -> None:
         self.processes = [self.start(i) for i in range(PROCESSES)]
 
     def start(self, process: int) -> subprocess.Popen:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
         env |= {
-            "PYTHONPATH": str(soak.ROOT),
+            "PYTHONPATH": f"{soak.ROOT}:{self.folder}",
             "JAX_PLATFORMS": "cpu",
             "NO_GCE_CHECK": "true",
+            "SOAK_LOADER": "loaders.audio.spectrogram",
+            "SOAK_ROWS": str(self.folder / f"rows-{process}.jsonl"),
             "JAXTRAIN_SECRET": "5e" * 16,
             "JAXTRAIN_COORDINATOR": self.hosts.coordinator(self.port),
             "JAXTRAIN_PROCESSES": str(PROCESSES),
             "JAXTRAIN_PROCESS": str(process),
         }
-        inside = self.hosts.inside(process * soak.HOSTS // PROCESSES)
-        command = [*inside, sys.executable, "-m", "jaxtrain.main", *RUN]
-        command += [*(SUPERVISED if self.supervised else ()), f"--config.workdir={self.workdir}"]
+        command = [*self.hosts.inside(host_of(process)), sys.executable, "-m", "jaxtrain.main"]
+        command += [*RUN, *self.options, f"--config.workdir={self.workdir}"]
         with (self.folder / f"log-{process}.txt").open("ab") as log:
             return subprocess.Popen(command, cwd=soak.ROOT, env=env, stdout=log, stderr=log)
 
@@ -88,29 +142,63 @@ class Job:
                 return
             self.port += 1  # as another job would have
         for process in ended:
+            code = self.processes[process].returncode
+            self.ends += [code] if code >= 0 else []
             self.processes[process] = self.start(process)
 
-    def pid(self, process: int) -> int:
-        """The process that trains."""
+    def heads(self, process: int) -> list[dict[str, Any]]:
+        """The starts of a process, as its goodput has them."""
         path = self.workdir / "goodput" / f"process-{process}.jsonl"
-        lines = [line for line in path.read_text().splitlines() if '"pid"' in line]
-        return int(json.loads(lines[-1])["pid"])
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if '"pid"' in line]
 
-    def losses(self) -> dict[int, float]:
+    def first_step(self) -> int:
+        """The step that the newest start resumed from."""
+        path = self.workdir / "goodput" / "process-0.jsonl"
+        lines = [line for line in path.read_text().splitlines() if '"first"' in line]
+        return int(json.loads(lines[-1])["first"])
+
+    def records(self) -> dict[int, list[float]]:
+        """Step -> its loss and digest."""
         found = {}
         path = self.workdir / "metrics.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
-            try:
+            with contextlib.suppress(ValueError):  # it is being written
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if record["split"] == "train":
-                found[record["step"]] = record["loss"]
+                if record["split"] == "train":
+                    found[record["step"]] = [record[name] for name in COMPARED]
         return found
+
+    def step(self) -> int:
+        path = self.workdir / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - 20_000, 0))
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(ValueError):
+                    return int(json.loads(line)["step"])
+        return 0
+
+    def rows(self) -> dict[tuple[int, int], str]:
+        """(Position, row) -> digest. Raises AssertionError: two contents."""
+        found: dict[tuple[int, int], str] = {}
+        for path in sorted(self.folder.glob("rows-*.jsonl")):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a kill may have cut it
+                    position, row, digest = json.loads(line)
+                    known = found.setdefault((position, row), digest)
+                    assert known == digest, f"row {row} of batch {position} has two contents"
+        return found
+
+    def position(self) -> int:
+        """The last batch that process 0 has read."""
+        lines = (self.folder / "rows-0.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])[0])
 
     def reaches(self, step: int) -> bool:
         deadline = time.monotonic() + STUCK
-        while max(self.losses(), default=0) < step:
+        while self.step() < step:
             if time.monotonic() > deadline:
                 return False
             self.start_ended()
@@ -118,109 +206,363 @@ class Job:
         return True
 
     def kill(self, process: int) -> None:
-        try:
-            os.kill(self.pid(process), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            os.kill(self.heads(process)[-1]["pid"], signal.SIGKILL)
+
+    def lose(self, process: int) -> None:
+        """Kill a process and its supervisor, whose memory is lost."""
+        self.kill(process)
+        self.processes[process].kill()
+        self.processes[process].wait()
+        for folder in steps_in_memory.PARENT.glob(f"jaxtrain-*-{process}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def end(self) -> None:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             try:
-                process.wait(60)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
+    def logs(self) -> str:
+        texts = []
+        for log in sorted(self.folder.glob("log-*.txt")):
+            texts.append(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}")
+        return "\n".join(texts)
 
-def do(kind: str, job: Job, draw: random.Random) -> float:
-    """Do a fault. Return its time."""
-    began = time.monotonic()
-    if kind == "kill":
-        job.kill(draw.randrange(1, PROCESSES))
-    elif kind == "coordinator":
-        job.kill(0)
-    elif kind == "supervisor":
-        job.processes[draw.randrange(PROCESSES)].kill()
-    elif kind == "host":
-        for process in range(PROCESSES // soak.HOSTS, PROCESSES):
-            job.kill(process)
-            job.processes[process].kill()
-            for folder in steps_in_memory.PARENT.glob(f"jaxtrain-*-{process}"):
-                shutil.rmtree(folder)
-    elif kind == "cut":
-        job.hosts.cable("down")
+
+def host_of(process: int) -> int:
+    return process * soak.HOSTS // PROCESSES
+
+
+@contextlib.contextmanager
+def full(disk: pathlib.Path) -> Iterator[None]:
+    """Keep a disk full: also what a save that failed has freed."""
+    filler = disk / "filler"
+    program = (
+        "import sys, time\n"
+        "while True:\n"
+        "    try:\n"
+        "        with open(sys.argv[1], 'ab', buffering=0) as file:\n"
+        "            while file.write(bytes(4096)): pass\n"
+        "    except OSError:\n"
+        "        time.sleep(0.02)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(filler)])
+    try:
+        deadline = time.monotonic() + 60
+        while shutil.disk_usage(disk).free >= 4096 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        filler.unlink(missing_ok=True)
+
+
+class Faults:
+    """Does faults to a job. Each returns the time from which its seconds count."""
+
+    def __init__(self, job: Job, disk: pathlib.Path, draw: random.Random):
+        self.job = job
+        self._folder = disk
+        self.draw = draw
+        self.notes: dict[str, Any] = {}
+
+    def do(self, kind: str) -> float:
+        name = kind.replace("-", "_")
+        began: float = getattr(self, name)(time.monotonic())
+        return began
+
+    def kill(self, began: float) -> float:
+        self.job.kill(self.draw.randrange(1, PROCESSES))
+        return began
+
+    def coordinator(self, began: float) -> float:
+        self.job.kill(0)
+        return began
+
+    def supervisor(self, began: float) -> float:
+        victim = self.notes["victim"] = self.draw.randrange(PROCESSES)
+        self.job.processes[victim].kill()
+        return began
+
+    def host(self, began: float) -> float:
+        host = self.notes["victim"] = self.draw.randrange(soak.HOSTS)
+        for process in range(PROCESSES):
+            if host_of(process) == host:
+                self.job.lose(process)
+        return began
+
+    def takeover(self, began: float) -> float:
+        first, second = self.draw.sample(range(PROCESSES), 2)
+        wait, of_supervisor = self.draw.uniform(0.1, 6.0), self.draw.random() < 0.5
+        self.notes |= {"victim": [first, second], "wait": wait, "supervisor": of_supervisor}
+        self.job.kill(first)
+        time.sleep(wait)
+        if of_supervisor:
+            self.job.processes[second].kill()
+        else:
+            self.job.kill(second)
+        return began
+
+    def partners(self, began: float) -> float:
+        first = self.draw.randrange(PROCESSES)
+        elsewhere = [i % PROCESSES for i in range(first + 1, first + PROCESSES)]
+        second = next(i for i in elsewhere if host_of(i) != host_of(first))
+        self.notes["victim"] = [first, second]
+        self.job.lose(first)
+        self.job.lose(second)
+        return began
+
+    def stop(self, began: float) -> float:
+        seconds = self.notes["stopped"] = self.draw.uniform(*STOPPED)
+        victim = self.draw.randrange(PROCESSES)
+        heads = [len(self.job.heads(i)) for i in range(PROCESSES)]
+        pid = self.job.heads(victim)[-1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        began = time.monotonic()
+        self.job.reaches(self.job.step() + 2)
+        if heads != [len(self.job.heads(i)) for i in range(PROCESSES)]:
+            self.notes["wrong"] = "a process that was stopped is taken for dead"
+        return began
+
+    def disk(self, began: float) -> float:
+        with full(self._folder):
+            began = time.monotonic()
+            position = self.job.position()
+            while self.job.position() < position + 2 and time.monotonic() < began + STUCK:
+                self.job.start_ended()
+                time.sleep(0.05)
+            self.notes["seconds"] = time.monotonic() - began
+            time.sleep(max(began + FULL - time.monotonic(), 0))
+        return began
+
+    def full_kill(self, began: float) -> float:
+        victim = self.notes["victim"] = self.draw.randrange(PROCESSES)
+        with full(self._folder):
+            began = time.monotonic()
+            time.sleep(self.draw.uniform(1, 8))
+            self.job.kill(victim)
+            while time.monotonic() < began + FULL:
+                self.job.start_ended()
+                time.sleep(0.1)
+        return time.monotonic()
+
+    def cut(self, began: float) -> float:
+        self.job.hosts.cable("down")
         time.sleep(CUT)
-        job.hosts.cable("up")
-    return began
+        self.job.hosts.cable("up")
+        return began
 
 
-def table(seconds: dict[str, list[float]]) -> str:
-    lines = ["| fault | n | seconds to the next new step: median, most |", "|---|---:|---:|"]
-    everything = [x for each in seconds.values() for x in each]
-    for kind, taken in [*seconds.items(), ("all", everything)]:
+class Results:
+    """Lines of faults, and of the sessions that they were done in, in a file."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self.lines = []
+        if path.exists():
+            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def done(self, chosen: dict[str, Any]) -> int:
+        """The number of faults of a seed, mesh and kind of run."""
+        same = [line for line in self.lines if "kind" in line and chosen.items() <= line.items()]
+        return len(same)
+
+    def table(self) -> str:
+        lines = [
+            "| fault | n | seconds to the next new step: median, 90 %, most"
+            " | steps again: median, most |",
+            "|---|---:|---:|---:|",
+        ]
+        by_kind = collections.defaultdict(list)
+        for line in self.lines:
+            if "kind" in line:
+                name = line["kind"] + ("" if line["supervised"] else ", without supervisors")
+                by_kind[name].append(line)
+                by_kind["all" if line["supervised"] else "all, without supervisors"].append(line)
+        for name in sorted(by_kind, key=lambda name: (name.startswith("all"), name)):
+            faults = by_kind[name]
+            seconds = sorted(fault["seconds"] for fault in faults)
+            again = [fault["again"] for fault in faults]
+            nine_tenths = seconds[min(int(0.9 * len(seconds)), len(seconds) - 1)]
+            lines.append(
+                f"| {name} | {len(seconds)} | {statistics.median(seconds):.1f}, {nine_tenths:.1f},"
+                f" {seconds[-1]:.1f} | {statistics.median(again):.0f}, {max(again)} |"
+            )
+        sessions = [line for line in self.lines if "kind" not in line]
+        totals = collections.Counter[str]()
+        for session in sessions:
+            totals.update({name: session[name] for name in ("records", "rows", "wrong")})
         lines.append(
-            f"| {kind} | {len(taken)} | {statistics.median(taken):.1f}, {max(taken):.1f} |"
+            f"\n{len(sessions)} sessions: {totals['records']} records and {totals['rows']} rows"
+            f" compared with an undisturbed run's, {totals['wrong']} differ or are missing"
         )
-    return "\n".join(lines)
+        return "\n".join(lines)
+
+
+def reference(out: pathlib.Path, mesh: str, hosts: soak.Hosts, until: int) -> Job:
+    """Return an undisturbed run of these files until a step at least. An earlier one goes on."""
+    folder = out / f"undisturbed-{mesh}"
+    version = folder / "version.txt"
+    digest = cluster_processes.digest_of_files()
+    if not version.exists() or version.read_text() != digest:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_loader(folder)
+        version.write_text(digest)
+    job = Job(folder, folder / "run", hosts, MESHES[mesh], starts=False)
+    if job.step() < until:
+        job.start_all()
+        try:
+            if not job.reaches(until):
+                raise SystemExit(f"the undisturbed run stood still:\n{job.logs()}")
+        finally:
+            job.end()
+    return job
+
+
+def write_loader(folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "soak_loader.py").write_text(soak.LOADER)
+
+
+def differences(job: Job, expected: Job) -> tuple[dict[str, int], list[str]]:
+    """Compare a disturbed run with an undisturbed one: numbers for the results, and texts."""
+    texts = []
+    records, other_records = job.records(), expected.records()
+    last = max(records, default=0)
+    for step in range(1, last + 1):
+        if records.get(step) != other_records.get(step):
+            texts.append(f"record {step}: {records.get(step)}, not {other_records.get(step)}")
+    try:
+        rows = job.rows()
+    except AssertionError as error:
+        rows = {}
+        texts.append(str(error))
+    n_rows = 0
+    for (position, row), digest in expected.rows().items():
+        if position < last:
+            n_rows += 1
+            if rows.get((position, row)) != digest:
+                texts.append(f"row {row} of batch {position}: {rows.get((position, row))}")
+    return {"records": last, "rows": n_rows, "wrong": len(texts)}, texts
+
+
+def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -> int:
+    """Do faults to one run until the time or their number is over, and compare it."""
+    hosts = soak.Hosts()
+    supervised = not args.without_supervisors
+    chosen = {"seed": args.seed, "mesh": args.mesh, "supervised": supervised}
+    results = Results(out / "faults.jsonl")
+    kinds = [kind for kind in args.kinds.split(",") if kind != "cut" or hosts.real]
+    if not supervised:
+        kinds = [kind for kind in kinds if kind not in OF_SUPERVISORS]
+    options = (*MESHES[args.mesh], *(SUPERVISED if supervised else ()))
+    deadline = time.monotonic() + 60 * args.minutes
+    write_loader(folder)
+    stuck = ""
+    pace = 1.0
+    try:
+        known = Job(
+            out / f"undisturbed-{args.mesh}",
+            out / f"undisturbed-{args.mesh}/run",
+            hosts,
+            (),
+            starts=False,
+        ).step()
+        job = Job(folder, folder / soak.DISK / "run", hosts, options)
+        try:
+            for _ in range(args.faults):
+                number = results.done(chosen)
+                draw = random.Random(f"{args.seed} {number}")
+                before, since = job.step(), time.monotonic()
+                wanted = before + draw.randint(3, 6)
+                if not job.reaches(wanted):
+                    stuck = "before a fault"
+                    break
+                if before:
+                    pace = (time.monotonic() - since) / (job.step() - before)
+                # the undisturbed run may have to make as many steps
+                late = time.monotonic() + pace * max(job.step() - known, 0) + 60 > deadline
+                if late:
+                    break
+                kind = draw.choice(kinds)
+                faults = Faults(job, folder / soak.DISK, draw)
+                step, ends = job.step(), len(job.ends)
+                began = faults.do(kind)
+                if not job.reaches(step + 2):  # the next one may have been computed before
+                    stuck = kind
+                    break
+                line = {
+                    **chosen,
+                    "kind": kind,
+                    "step": step,
+                    "seconds": time.monotonic() - began,
+                    "again": max(step - job.first_step(), 0) if kind not in ("stop", "disk") else 0,
+                    "load": os.getloadavg()[0],
+                    "ends": job.ends[ends:],
+                    **faults.notes,
+                }
+                results.add(line)
+                print(json.dumps(line), flush=True)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        finally:
+            job.end()
+        if stuck:
+            print(f"it stood still: {stuck}\n{job.logs()}")
+            return 1
+        numbers, texts = differences(job, reference(out, args.mesh, hosts, job.step()))
+        results.add({**chosen, **numbers})
+    finally:
+        hosts.close()
+    print("\n".join([*texts[:20], results.table()]))
+    wrong = [line for line in results.lines if "wrong" in line and line["wrong"]]
+    return 1 if wrong else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=20, help="default: 20")
+    parser.add_argument("--faults", type=int, default=100_000, help="default: any number")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="with the comparison; default: 60"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
+    parser.add_argument("--mesh", choices=MESHES, default="data", help="default: data")
     parser.add_argument("--without-supervisors", action="store_true", help="measure as before")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
+    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the results")
+    parser.add_argument("--table", action="store_true", help="print the results of --out alone")
     args = parser.parse_args(argv)
-    supervised = not args.without_supervisors
-    hosts = soak.Hosts()
-    kinds = [kind for kind in args.kinds.split(",") if kind != "cut" or hosts.real]
-    if not supervised:
-        kinds = [kind for kind in kinds if kind != "supervisor"]
-    draw = random.Random(args.seed)
-    seconds: dict[str, list[float]] = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        folder = pathlib.Path(name)
-        try:
-            job = Job(folder, hosts, supervised=supervised)
-            try:
-                for _ in range(args.faults):
-                    if not job.reaches(max(job.losses(), default=0) + draw.randint(3, 6)):
-                        print(f"it stood still:\n{(folder / 'log-0.txt').read_text()[-3000:]}")
-                        return 1
-                    kind = draw.choice(kinds)
-                    step = max(job.losses())
-                    began = do(kind, job, draw)
-                    if not job.reaches(step + 2):  # the next one may have been computed before
-                        print(f"{kind}: it stood still:")
-                        for log in sorted(folder.glob("log-*.txt")):
-                            print(f"{log.name}:\n{log.read_text()[-2500:]}")
-                        return 1
-                    seconds[kind].append(time.monotonic() - began)
-                    print(f"{kind} at step {step}: {seconds[kind][-1]:.1f} s", flush=True)
-            finally:
-                job.end()
-            losses = job.losses()
-            job.workdir.rename(folder / "disturbed")
-            undisturbed = Job(folder, hosts, supervised=False)
-            try:
-                undisturbed.reaches(max(losses))
-            finally:
-                undisturbed.end()
-            expected = undisturbed.losses()
-        finally:
-            hosts.close()
-    wrong = [step for step in losses if losses[step] != expected.get(step)]
-    missing = sorted(set(range(1, max(losses) + 1)) - set(losses))
-    print(table(seconds))
-    print(
-        f"{len(losses)} records, {len(wrong)} differ from the undisturbed run's, {missing} missing"
-    )
-    return 1 if wrong or missing else 0
+    if unknown := set(args.kinds.split(",")) - set(KINDS):
+        parser.error(f"--kinds names {', '.join(sorted(unknown))}; expected: {', '.join(KINDS)}")
+    with soak.place() as (folder, may_fill), tempfile.TemporaryDirectory() as temporary:
+        out = args.out or pathlib.Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        if args.table:
+            print(Results(out / "faults.jsonl").table())
+            return 0
+        if not may_fill:
+            kinds = [kind for kind in args.kinds.split(",") if kind not in ("disk", "full-kill")]
+            args.kinds = ",".join(kinds)
+        return session(args, out.resolve(), folder)
 
 
 if __name__ == "__main__":
+    # also where a shell's job in the background ignores the first
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

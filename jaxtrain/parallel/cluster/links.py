@@ -186,6 +186,14 @@ class Links:
         os._exit(EXIT_CODE)
 
 
+def notice_vanished_host(connection: socket.socket) -> None:
+    """Let the kernel close a connection whose other host no longer answers."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 class _Message(NamedTuple):
     end: str
     seconds: float
@@ -201,10 +209,7 @@ class _Reader:
         self.has_finished = False
         self._unread = b""
         peer.connection.settimeout(2)
-        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            if hasattr(socket, option):  # not on every system
-                peer.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        notice_vanished_host(peer.connection)
 
     def read(self) -> list[_Message]:
         """Return the messages that are whole. Raises OSError at the end of the connection."""

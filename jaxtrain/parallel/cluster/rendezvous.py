@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from jaxtrain.parallel.cluster import addresses, handshake
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
-from jaxtrain.parallel.cluster.links import Peer
+from jaxtrain.parallel.cluster.links import Peer, notice_vanished_host
 from loaders.io.checks import UserError, flatten
 
 MAX_UNAUTHENTICATED = 128  # peers that may be connected
@@ -233,6 +233,7 @@ class Rendezvous:
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                notice_vanished_host(connection)  # its successor could not join
                 reader, writer = await asyncio.open_connection(sock=connection)
             except OSError:  # no file descriptor is left, or the peer has gone
                 self._drop_oldest()
