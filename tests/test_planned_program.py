@@ -47,7 +47,8 @@ WORKLOADS = {
         ),
     ),
 }
-# The names of the kernels in a step. Splash supports neither 257 patches nor 16 cells.
+SHORT = {"short_attention_forward", "short_attention_backward"}
+# The names of the kernels in a step.
 KERNELS = {
     ("bird", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
     ("trm", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
@@ -56,6 +57,8 @@ KERNELS = {
         "dot_product_attention_bwd_wrapper",
     },
     ("language", "gpu:a100x8"): {"mha_forward", "mha_preprocess_backward", "mha_backward"},
+    ("bird", "tpu"): SHORT,
+    ("trm", "tpu"): SHORT,
     ("language", "tpu"): {"splash_mqa_fwd", "splash_mqa_dq", "splash_mqa_dkv"},
 }
 
@@ -80,7 +83,8 @@ def equations(jaxpr) -> collections.Counter:
 
 def kernels(found: collections.Counter) -> set[str]:
     names = {name.partition("_segmented")[0] for name, _ in found}
-    return {name for name in names if name.startswith(("dot_product_attention", "mha_", "splash_"))}
+    prefixes = ("dot_product_attention", "mha_", "splash_", "short_attention")
+    return {name for name in names if name.startswith(prefixes)}
 
 
 @pytest.mark.parametrize(

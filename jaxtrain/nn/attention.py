@@ -4,7 +4,8 @@
           refuse: for other heads, and documents on cards before Hopper or without a known bound of
           their number. Neither has an array that grows with T × S. XLA takes a window to both
           sides, and one over such documents
-    tpu   the splash kernel of Pallas (`nn.splash`), if sequences and heads fill its lanes
+    tpu   kernels of Pallas: for short rows without documents one that writes its result alone
+          (`nn.short`), else splash (`nn.splash`), if sequences and heads fill its lanes
     else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models
           compute them again in the backward pass, so that no layer keeps them. For CPUs its
           products in float32 are those of `nn.cpu`
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn import cpu, cudnn, remat
+from jaxtrain.nn.short import short, short_fits
 from jaxtrain.nn.splash import splash, splash_fits
 from jaxtrain.parallel import kernels, one_device
 from jaxtrain.parallel.layout import generation
@@ -76,7 +78,9 @@ def within(
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     masks = Masks(causal, window, segments_bt is not None, documents)
-    kernel = choose(q_bthk, shard.devices, masks)
+    kernel = choose(q_bthk, shard.devices, masks, keys=k_bsgk.shape)
+    if length and kernel == "short":
+        kernel = "xla"
     _log_refusal(q_bthk, shard.devices, masks, kernel)
     run: Callable[..., Array] = functools.partial(
         _call, kernel, shard.devices, masks, length=length, keep=keep
@@ -134,7 +138,7 @@ def attention(
     """
     devices = one_device.host() if devices is None else devices
     masks = Masks(causal, window, segments_bt is not None, documents)
-    kernel = choose(q_bthk, devices, masks)
+    kernel = choose(q_bthk, devices, masks, keys=k_bsgk.shape)
     run = functools.partial(_call, kernel, devices, masks, keep=keep)
     return run(q_bthk, k_bsgk, v_bsgk, segments_bt)
 
@@ -160,6 +164,9 @@ def _call(
         return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
     if kernel == "flash":
         return flash(*qkv, causal=causal, segments_bt=segments_bt)
+    if kernel == "short":
+        y_bthk = short(*qkv, causal=causal, window=window)
+        return remat.name(y_bthk, keep) if keep else y_bthk
     if kernel == "splash":
         return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
@@ -183,12 +190,19 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
     return jnp.broadcast_to(is_padding.astype(jnp.int32), (b, t))
 
 
-def choose(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
-    """Return the kernel for queries of this shape: "cudnn", "flash", "splash" or "xla".
+def choose(
+    q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: tuple[int, ...] | None = None
+) -> str:
+    """Return the kernel for queries of this shape: "cudnn", "flash", "short", "splash" or "xla".
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
+
+    ``keys``: their shape, None = that of the queries.
     """
     platform, capability = devices
+    is_short = q_bthk.dtype == jnp.bfloat16 and short_fits(q_bthk.shape, keys or q_bthk.shape)
+    if platform == "tpu" and is_short and not masks.packed:
+        return "short"
     if platform == "tpu" and splash_fits(q_bthk.shape):
         return "splash"
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
@@ -224,8 +238,10 @@ def _longest_head(capability: tuple[int, ...]) -> int:
 
 
 def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: str) -> None:
-    """Log the kernel in the place of cuDNN's on a GPU, once for each reason."""
+    """Log the kernel in the place of a faster one on a GPU or TPU, once for each reason."""
     is_narrow = q_bthk.dtype in (jnp.bfloat16, jnp.float16)
+    if devices[0] == "tpu" and is_narrow and kernel == "xla":
+        _log_no_kernel(q_bthk.shape[1:], "with documents" if masks.packed else "of one sequence")
     if devices[0] == "gpu" and is_narrow and kernel in INSTEAD:
         _log_once(refusal_of_cudnn(q_bthk, devices, masks), INSTEAD[kernel])
 
@@ -233,6 +249,19 @@ def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: 
 @functools.cache
 def _log_once(refusal: str, instead: str) -> None:
     log.info("cuDNN's attention does not take %s: %s is used instead", refusal, instead)
+
+
+@functools.cache
+def _log_no_kernel(shape: tuple[int, ...], rows: str) -> None:
+    tokens, heads, head_dim = shape
+    log.info(
+        "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d values: XLA's own"
+        " attention is used, which writes all pairs of tokens",
+        rows,
+        tokens,
+        heads,
+        head_dim,
+    )
 
 
 def flash(

@@ -38,6 +38,7 @@ RESULTS = {
     "layers.rotate": "b t h k",
     "ring.attention": "b t h k",
     "sampling.choose": "",
+    "short.short": "b t h k",
     "splash.splash": "b t h k",
     "transformer.decode": "b t d",
     "transformer.embed": "b t d",
@@ -131,6 +132,8 @@ def call_everything():
     how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
     jax.eval_shape(lambda *x: nn.attention.attention(*x, causal=True), q, k, v)
     jax.eval_shape(lambda *x: nn.attention.flash(*x, **how, interpret=True), q, k, v)
+    alone = dict(causal=True, window=0, interpret=True)
+    jax.eval_shape(lambda q: nn.short.short(q, q, q, **alone), q)
     jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
     jax.eval_shape(
         lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
