@@ -6,6 +6,10 @@ Choices are tried in this order, and the first that fits is taken:
                        its matrices are frozen
     train.accumulate   1 before its multiples: the matrices are read once for each microbatch
 
+If a TPU slice splits the matrices over fsdp, all policies are tried with one number of microbatches
+before the next. Each microbatch gathers the matrices again, which takes longer there than a
+recomputation.
+
 With model.unroll = 0 each is tried with layers written out (`remat.layers_at_once`), then as a
 loop. A field that is not auto keeps its value. On GPUs and TPUs the compiler has the last word. On
 CPUs nothing is compiled: a step fits if it does with the arrays of its loops counted twice.
@@ -121,7 +125,10 @@ def choices(config: config_lib.Config, target: Target) -> Iterator[Choice]:
     auto = config.train.auto
     policies = ["none", "full"] if REMAT in auto else [None]
     counts = _divisors(config, target) if ACCUMULATE in auto else [None]
-    for policy, count in itertools.product(policies, counts):
+    pairs = list(itertools.product(policies, counts))
+    if REMAT in auto and ACCUMULATE in auto and _gathers_on_tpus(config, target):
+        pairs.sort(key=lambda pair: pair[1] or 0)
+    for policy, count in pairs:
         values = {ACCUMULATE: count, REMAT: policy}
         yield Choice(tuple((path, values[path]) for path in auto))
 
@@ -132,6 +139,13 @@ def _divisors(config: config_lib.Config, target: Target) -> list[int]:
     data, fsdp, _ = layout_lib.mesh_sizes(sizes, target.count, target.name)
     rows = max(1, config.train.batch // (data * fsdp))
     return [n for n in range(1, rows + 1) if rows % n == 0]
+
+
+def _gathers_on_tpus(config: config_lib.Config, target: Target) -> bool:
+    """Tell whether each microbatch gathers matrices that are split over a TPU slice."""
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+    _, fsdp, _ = layout_lib.mesh_sizes(sizes, target.count, target.name)
+    return fsdp > 1 and _platform(target) == "tpu"
 
 
 def _platform(target: Target) -> str:

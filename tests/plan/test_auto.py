@@ -87,6 +87,22 @@ def test_less_memory_takes_smaller_microbatches_then_recomputes(language, monkey
     assert decided(config)[0] == (1, "full", 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "mesh", "order"),
+    [
+        ("tpu:v5e:2x2", "4", [(1, "none"), (1, "full"), (2, "none"), (2, "full")]),
+        ("tpu:v5e:2x2", "1", [(1, "none"), (2, "none"), (4, "none"), (8, "none")]),
+        ("gpu:h100x4", "4", [(1, "none"), (2, "none"), (4, "none"), (8, "none")]),
+    ],
+)
+def test_a_tpu_slice_recomputes_before_it_gathers_matrices_again(language, text, mesh, order):
+    rows = ("train.batch", "32"), ("mesh.fsdp", mesh), ("mesh.data", "-1")
+    config = language(*ALL, *rows)
+    choices = [dict(choice.values) for choice in auto.choices(config, plan.parse_target(text))]
+    found = [(choice["train.accumulate"], choice["model.remat"]) for choice in choices]
+    assert found[:4] == order
+
+
 def test_a_field_that_is_not_auto_keeps_its_value(language, monkeypatch):
     with_memory(monkeypatch, ROOMY)
     config = language(("train.accumulate", "auto"), ("model.remat", "full"), ("model.unroll", "3"))
