@@ -200,11 +200,8 @@ def choose(
     ``keys``: their shape, None = that of the queries.
     """
     platform, capability = devices
-    is_short = q_bthk.dtype == jnp.bfloat16 and short_fits(q_bthk.shape, keys or q_bthk.shape)
-    if platform == "tpu" and is_short and not masks.packed:
-        return "short"
-    if platform == "tpu" and splash_fits(q_bthk.shape):
-        return "splash"
+    if platform == "tpu":
+        return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape)
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     compute_capability = generation(capability)
@@ -213,6 +210,13 @@ def choose(
     if not refusal_of_cudnn(q_bthk, devices, masks):
         return "cudnn"
     return "xla" if masks.window else "flash"
+
+
+def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: tuple[int, ...]) -> str:
+    is_short = q_bthk.dtype == jnp.bfloat16 and short_fits(q_bthk.shape, keys)
+    if is_short and not masks.packed:
+        return "short"
+    return "splash" if splash_fits(q_bthk.shape) else "xla"
 
 
 def refusal_of_cudnn(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
