@@ -59,7 +59,7 @@ KERNELS = {
     ("language", "gpu:a100x8"): {"mha_forward", "mha_preprocess_backward", "mha_backward"},
     ("bird", "tpu"): SHORT,
     ("trm", "tpu"): SHORT,
-    ("language", "tpu"): {"splash_mqa_fwd", "splash_mqa_dq", "splash_mqa_dkv"},
+    ("language", "tpu"): {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"},
 }
 
 

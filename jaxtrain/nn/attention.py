@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn import cpu, cudnn, remat
 from jaxtrain.nn.short import short, short_fits
-from jaxtrain.nn.splash import splash, splash_fits
+from jaxtrain.nn.splash import document_blocks, splash, splash_fits
 from jaxtrain.parallel import kernels, one_device
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
@@ -61,6 +61,7 @@ def within(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
+    blocks: Array | None = None,
     documents: int = 0,
     length: int = 0,
     keep: str | None = None,
@@ -69,6 +70,7 @@ def within(
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
+      blocks: those of ``segments_bt`` by `blocks_of`, int32 [B, N, 4]. None = they are found here.
       documents: the most that a row of ``segments`` has, without padding. 0 = unknown.
       length: of rows without documents. The places after it are padding, which no query before it
         sees. 0 = there is none.
@@ -90,7 +92,21 @@ def within(
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         return _split_by_xla(shard, run, policy, q_bthk, k_bsgk, v_bsgk)
-    return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt)
+    if kernel != "splash":
+        blocks = None
+    return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
+
+
+def blocks_of(segments_bt: Array, *, head_dim: int, causal: bool, window: int) -> Array | None:
+    """Find the blocks of documents for the kernels of TPUs, int32 [B, N, 4], once for all layers.
+
+    None if no such kernel takes these rows.
+    """
+    b, t = segments_bt.shape
+    if not splash_fits((b, t, 1, head_dim)):
+        return None
+    with jax.named_scope("document_blocks"):
+        return document_blocks(segments_bt, causal=causal, window=window)
 
 
 def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:
@@ -100,17 +116,15 @@ def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Ar
     return remat.cheap(policy, run, *qkv)
 
 
-def _on_each_device(
-    shard: Shard, run: Callable[..., Array], *qkv_and_segments: Array | None
-) -> Array:
-    """Call a kernel on each device's own rows and heads."""
-    args = [x for x in qkv_and_segments if x is not None]
+def _on_each_device(shard: Shard, run: Callable[..., Array], *arrays: Array | None) -> Array:
+    """Call a kernel on each device's own rows and heads: of q, k, v, segments and their blocks."""
+    args = [x for x in arrays if x is not None]
     q_bthk, k_bsgk, *_ = args
     of_query: Axes = ("batch", None, "heads", None)
     of_key: Axes = ("batch", None, "kv_heads", None)
     if k_bsgk.shape[2] == q_bthk.shape[2]:
         of_key = of_query
-    axes = [of_query, of_key, of_key, ("batch", None)][: len(args)]
+    axes = [of_query, of_key, of_key, ("batch", None), ("batch", None, None)][: len(args)]
     out = shard.spec(q_bthk.shape, of_query)
     return kernels.kernel(shard, run, args, axes, out, constants=len(args) - 3)
 
@@ -151,6 +165,7 @@ def _call(
     k_bsgk: Array,
     v_bsgk: Array,
     segments_bt: Array | None = None,
+    blocks: Array | None = None,
     *,
     length: int = 0,
     keep: str | None,
@@ -168,7 +183,8 @@ def _call(
         y_bthk = short(*qkv, causal=causal, window=window)
         return remat.name(y_bthk, keep) if keep else y_bthk
     if kernel == "splash":
-        return splash(*qkv, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
+        packed = functools.partial(splash, segments_bt=segments_bt, blocks=blocks)
+        return packed(*qkv, causal=causal, window=window, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     return _by_xla(devices[0], qkv, mask_bts, keep)
 

@@ -1,7 +1,14 @@
 """Attention for TPUs by the splash kernel of Pallas, which skips blocks that the mask empties.
 
-Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension.
+For rows of documents, `document_blocks` tells once a batch which blocks have keys of a query's
+document. All layers and heads share that. The rows of a device are one sequence then, so that the
+kernel's lists of blocks are those of all rows.
+
+Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, N
+blocks of a row.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +17,47 @@ from jaxtrain.types import Array
 
 LANES = 128  # of a TPU's vector registers, which splash fills
 BLOCK = 512  # [queries or keys] of a tile, if it divides the sequence
+PADDING = 0  # the document of the places that fill a row, which are its last
 
 
 def splash_fits(shape: tuple[int, ...]) -> bool:
     """Tell whether splash takes queries of this shape [B, T, H, K]."""
     return shape[1] % LANES == 0 and shape[3] % 64 == 0
+
+
+def block_size(t: int) -> int:
+    return next(size for size in (BLOCK, 256, LANES) if t % size == 0)
+
+
+def document_blocks(segments_bt: Array, *, causal: bool, window: int) -> Array:
+    """Find the blocks with keys for each block of queries, and the queries for each of keys.
+
+    Returns int32 [B, N, 4]: the first and last block of keys, the first and last one of queries.
+    They are exact if the numbers of documents grow along a row, with `PADDING` at its end. In any
+    other order they have all that is needed and more.
+    """
+    b, t = segments_bt.shape
+    size = block_size(t)
+    largest = jnp.iinfo(jnp.int32).max
+    numbers_bns = jnp.where(segments_bt == PADDING, largest, segments_bt).reshape(b, -1, size)
+    low_bn, high_bn = numbers_bns.min(2), numbers_bns.max(2)
+    shared_bnm = low_bn[:, :, None] <= high_bn[:, None]
+    shared_bnm &= low_bn[:, None] <= high_bn[:, :, None]
+    blocks = jnp.arange(t // size)
+    back_nm = blocks[:, None] - blocks[None]
+    if causal:
+        shared_bnm &= (back_nm >= 0)[None]
+    if window:
+        # the nearest query and key of two blocks
+        shared_bnm &= ((jnp.abs(back_nm) - 1) * size + 1 < window)[None]
+    return jnp.stack([*_ends(shared_bnm), *_ends(shared_bnm.swapaxes(1, 2))], axis=2)
+
+
+def _ends(is_needed_bnm: Array) -> tuple[Array, Array]:
+    """Return the first and the last place along the last axis, int32 [B, N]."""
+    first = is_needed_bnm.argmax(2)
+    last = is_needed_bnm.shape[2] - 1 - is_needed_bnm[:, :, ::-1].argmax(2)
+    return first.astype(jnp.int32), last.astype(jnp.int32)
 
 
 def splash(
@@ -25,50 +68,110 @@ def splash(
     causal: bool,
     window: int,
     segments_bt: Array | None,
+    blocks: Array | None = None,
     interpret: bool = False,
     keep: str | None = None,
 ) -> Array:
-    """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly."""
+    """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly.
+
+    ``blocks``: those of `document_blocks`, int32 [B, N, 4]. None = they are found here.
+    """
+    b, t, h, k = q_bthk.shape
+    g = k_bsgk.shape[2]
+    scaled_bthk = (q_bthk * k**-0.5).astype(q_bthk.dtype)
+    heads = h // g if segments_bt is None else h
+    kernel = _kernel((heads, t), causal, window, interpret=interpret, keep=keep)
+    if segments_bt is not None:
+        if blocks is None:
+            blocks = document_blocks(segments_bt, causal=causal, window=window)
+        return _of_documents(kernel, scaled_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
+    q_bgrtk = scaled_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
+    k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
+    y_bgrtk = jax.vmap(jax.vmap(kernel))(q_bgrtk, k_bgsk, v_bgsk)
+    return y_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)
+
+
+def _kernel(
+    heads_and_tokens: tuple[int, int],
+    causal: bool,
+    window: int,
+    *,
+    interpret: bool,
+    keep: str | None,
+) -> Any:
+    """Make the kernel for one head of keys and values, by a mask that is the same for all rows."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernel_lib,
     )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 
-    b, t, h, k = q_bthk.shape
-    g = k_bsgk.shape[2]
+    heads, t = heads_and_tokens
     mask: mask_lib.Mask = mask_lib.FullMask((t, t))
     if window:
         ahead = 0 if causal else window - 1
         mask = mask_lib.LocalMask((t, t), (window - 1, ahead), 0)
     elif causal:
         mask = mask_lib.CausalMask((t, t))
-    n = next(size for size in (BLOCK, 256, LANES) if t % size == 0)
-    blocks = kernel_lib.BlockSizes(
-        block_q=n,
-        block_kv=n,
-        block_kv_compute=n,
-        block_q_dkv=n,
-        block_kv_dkv=n,
-        block_kv_dkv_compute=n,
-        block_q_dq=n,
-        block_kv_dq=n,
-    )
-    kernel = kernel_lib.make_splash_mqa_single_device(
-        mask_lib.MultiHeadMask([mask] * (h // g)),
-        block_sizes=blocks,
+    n = block_size(t)
+    return kernel_lib.make_splash_mqa_single_device(
+        mask_lib.MultiHeadMask([mask] * heads),
+        block_sizes=kernel_lib.BlockSizes(
+            block_q=n,
+            block_kv=n,
+            block_kv_compute=n,
+            block_q_dkv=n,
+            block_kv_dkv=n,
+            block_kv_dkv_compute=n,
+            block_q_dq=n,
+            block_kv_dq=n,
+        ),
         interpret=interpret,
         residual_checkpoint_name=keep,
     )
-    scaled_bthk = (q_bthk * k**-0.5).astype(q_bthk.dtype)
-    q_bgrtk = scaled_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
-    k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
-    if segments_bt is None:
-        segments_bt = jnp.zeros((b, t), jnp.int32)
 
-    def row(q_grtk: Array, k_gsk: Array, v_gsk: Array, segments_t: Array) -> Array:
-        segments = kernel_lib.SegmentIds(segments_t, segments_t)
-        y_grtk: Array = jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q_grtk, k_gsk, v_gsk)
-        return y_grtk
 
-    y_bgrtk = jax.vmap(row)(q_bgrtk, k_bgsk, v_bgsk, segments_bt)
-    return y_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)
+def _of_documents(
+    kernel: Any, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array, blocks: Array
+) -> Array:
+    """Call a kernel on the rows as one sequence, with lists of the blocks of their documents."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernel_lib,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    b, t, h, k = q_bthk.shape
+    has_function = kernel.kwargs["mask_function"] is not None
+    places = jnp.arange(b * t, dtype=jnp.int32) if has_function else None
+
+    def mask_info(first: Array, last: Array, *, by_keys: bool = False) -> info.MaskInfo:
+        data_next, is_active = _lists(first, last)
+        if by_keys:
+            data_next, is_active = data_next.T, is_active.T
+        return info.MaskInfo(data_next[None], None, is_active[None], None, places)
+
+    first_key, last_key, first_query, last_query = jnp.moveaxis(blocks, 2, 0)
+    of_queries = mask_info(first_key, last_key)
+    of_keys = mask_info(first_query, last_query, by_keys=True)
+    kwargs = {**kernel.kwargs, "is_mqa": False}
+    on_rows = kernel_lib.SplashAttentionKernel(of_queries, of_queries, of_keys, **kwargs)
+    # a row's blocks are whole, so that no block of queries is active with another row's keys
+    q_hnk, k_gnk, v_gnk = (
+        x.transpose(2, 0, 1, 3).reshape(-1, b * t, k) for x in (q_bthk, k_bsgk, v_bsgk)
+    )
+    ids = segments_bt.reshape(b * t)
+    y_hnk = on_rows(q_hnk, k_gnk, v_gnk, kernel_lib.SegmentIds(ids, ids))
+    return y_hnk.reshape(h, b, t, k).transpose(1, 2, 0, 3)
+
+
+def _lists(first_bn: Array, last_bn: Array) -> tuple[Array, Array]:
+    """Return the block that each step reads, and whether it is computed, both int32 [B N, N].
+
+    Steps after the last one read its block again, which moves nothing.
+    """
+    n = first_bn.shape[1]
+    first_of_row = n * jnp.arange(len(first_bn), dtype=jnp.int32)[:, None, None]
+    steps = jnp.arange(n, dtype=jnp.int32)[None, None]
+    block_bnm = first_bn[:, :, None] + steps
+    is_active = block_bnm <= last_bn[:, :, None]
+    data_next = first_of_row + jnp.minimum(block_bnm, last_bn[:, :, None])
+    return data_next.reshape(-1, n), is_active.astype(jnp.int32).reshape(-1, n)

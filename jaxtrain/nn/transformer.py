@@ -387,6 +387,9 @@ def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:
 
 def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool = True) -> Mix:
     """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
+    blocks = None
+    if segments_bt is not None and shard.devices[0] == "tpu":
+        blocks = attention_lib.blocks_of(segments_bt, head_dim=c.k, causal=causal, window=c.window)
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
         n_parts = shard.size("heads", q_bthk.shape[2])
@@ -405,6 +408,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
                 causal=causal,
                 window=c.window,
                 segments_bt=segments_bt,
+                blocks=blocks,
                 documents=c.documents or 0,
                 keep="attention",
                 policy=c.remat,

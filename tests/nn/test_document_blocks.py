@@ -1,0 +1,93 @@
+"""The blocks that attention on TPUs computes for rows of documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.nn import attention, splash
+from jaxtrain.nn.splash import LANES
+
+ROWS = {
+    "aligned": [1] * 128 + [2] * 128 + [3] * 128,
+    "across blocks": [1] * 100 + [2] * 200 + [3] * 60 + [0] * 24,
+    "mostly padding": [1] * 30 + [0] * 354,
+    "one": [1] * 384,
+    "in no order": [5] * 130 + [2] * 130 + [5] * 124,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", LANES)
+
+
+def visible_blocks(segments, *, causal, window):
+    """Whether a block of queries [N] sees a key of a block [N], by all pairs."""
+    places = jnp.arange(segments.shape[1])
+    seen = attention.visible(places, places, causal=causal, window=window)[None]
+    seen = np.asarray(seen & attention.same_segment(segments, segments))
+    b, t, _ = seen.shape
+    return seen.reshape(b, t // LANES, LANES, t // LANES, LANES).any((2, 4))
+
+
+@pytest.mark.parametrize("case", [(True, 0), (False, 0), (True, 60), (False, 129)], ids=str)
+def test_blocks_are_those_with_a_pair_that_is_seen(case):
+    causal, window = case
+    segments = jnp.asarray(list(ROWS.values()), jnp.int32)
+    blocks = splash.document_blocks(segments, causal=causal, window=window)
+    seen = visible_blocks(segments, causal=causal, window=window)
+    for name, row, seen_nm in zip(ROWS, np.asarray(blocks), seen, strict=True):
+        for (first, last), is_seen in [
+            *zip(row[:, :2], seen_nm, strict=True),
+            *zip(row[:, 2:], seen_nm.T, strict=True),
+        ]:
+            places = np.flatnonzero(is_seen)
+            assert first <= places[0] and last >= places[-1], name
+            if name != "in no order":
+                assert (first, last) == (places[0], places[-1]), name
+
+
+@pytest.mark.parametrize(
+    ("lengths", "computed"),
+    [([128] * 6, 6), ([384, 384], 12), ([768], 21), ([256, 512], 13)],
+)
+def test_steps_that_compute_are_counted_against_documents(lengths, computed):
+    """A causal document of n whole blocks has n (n + 1) / 2."""
+    numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)
+    segments = jnp.asarray(numbers, jnp.int32)[None]
+    blocks = splash.document_blocks(segments, causal=True, window=0)
+    first_key, last_key, first_query, last_query = jnp.moveaxis(blocks, 2, 0)
+    data_next, is_active = splash._lists(first_key, last_key)
+    assert int(is_active.sum()) == computed
+    assert int(splash._lists(first_query, last_query)[1].sum()) == computed
+    # steps that compute nothing read the block that is there
+    moves = (np.diff(data_next, axis=1) != 0).sum() + len(data_next)
+    assert int(moves) == computed
+
+
+def test_a_document_reads_no_block_of_another_one():
+    """Keys and values of other documents are not numbers: forward and backward."""
+    rng = np.random.default_rng(0)
+    segments = jnp.asarray([ROWS["aligned"], ROWS["one"]], jnp.int32)
+    shapes = ((2, 384, 2, 64), (2, 384, 1, 64), (2, 384, 1, 64), (2, 384, 2, 64))
+    q, k, v, dy = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    is_second = jnp.asarray(np.array([ROWS["aligned"], [0] * 384]) == 2)[:, :, None, None]
+    poisoned = [jnp.where(is_second, x, jnp.nan) for x in (k, v)]
+
+    def attend(q, k, v, blocks):
+        how = dict(causal=True, window=0, segments_bt=segments, blocks=blocks)
+        return splash.splash(q, k, v, **how, interpret=True)
+
+    @jax.jit
+    def both(q, k, v, dy, blocks):
+        y, pull = jax.vjp(lambda *qkv: attend(*qkv, blocks), q, k, v)
+        return y, *pull(dy)
+
+    blocks = splash.document_blocks(segments, causal=True, window=0)
+    seen = attention.same_segment(segments, segments) & jnp.tri(384, dtype=bool)[None]
+    y, pull = jax.vjp(lambda *qkv: attention.masked(*qkv, seen), q, k, v)
+    for ours, exact in zip(both(q, k, v, dy, blocks), (y, *pull(dy)), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-5)
+    for ours, exact in zip(both(q, *poisoned, dy, blocks), (y, *pull(dy)), strict=True):
+        np.testing.assert_allclose(ours[0, 128:256], exact[0, 128:256], rtol=0, atol=2e-5)
