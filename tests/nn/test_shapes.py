@@ -25,6 +25,7 @@ RESULTS = {
     "attention.attention": "b t h k",
     "attention.masked": "b t h k",
     "attention.within": "b t h k",
+    "attention.blocks_of": "",
     "attention.choose": "",
     "attention.visible": "t s",
     "batch_norm.member": "b g",
@@ -133,6 +134,7 @@ def call_everything():
     jax.eval_shape(lambda *x: nn.attention.attention(*x, causal=True), q, k, v)
     jax.eval_shape(lambda *x: nn.attention.flash(*x, **how, interpret=True), q, k, v)
     alone = dict(causal=True, window=0, interpret=True)
+    nn.attention.blocks_of(how["segments_bt"], head_dim=64, causal=True, window=0)
     jax.eval_shape(lambda q: nn.short.short(q, q, q, **alone), q)
     jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
     jax.eval_shape(
