@@ -8,6 +8,7 @@ from there, and deletes old steps. A workdir that was moved keeps its file, and 
 workdir was lost, a new one at the same path is the same run.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from etils import epath
 
+from jaxtrain.config import Config
 from jaxtrain.parallel.lease import WorkdirError
 from loaders.io import atomic_write, files
 
@@ -26,6 +28,12 @@ MAX_BYTES = 10_000
 class Identity(NamedTuple):
     run: str  # unique to a run
     workdir: str  # absolute, when the run last started
+
+
+def folder_elsewhere(config: Config) -> str:
+    """Return the folder of a run's checkpoints if it is not in the workdir, or a link there."""
+    in_workdir = os.path.join(config.workdir, "checkpoints")
+    return config.checkpoint.folder or (in_workdir if os.path.islink(in_workdir) else "")
 
 
 def claim(workdir: str, folder: str) -> None:
@@ -62,15 +70,17 @@ def _refuse_a_copy(ours: Identity, workdir: str, folder: str) -> None:
 
 
 def _refuse_another_workdir(workdir: str, folder: str) -> None:
-    """Refuse a folder inside the workdir of another run, whose own checkpoints are there."""
+    """Refuse a folder in the workdir of another run, also by a link: its checkpoints are there."""
     if "://" in folder:
         return
-    for above in pathlib.Path(os.path.abspath(folder)).parents:
+    places = dict.fromkeys(map(pathlib.Path, (os.path.abspath(folder), os.path.realpath(folder))))
+    for above in itertools.chain.from_iterable((place, *place.parents) for place in places):
         is_workdir = (above / "config.json").exists() and (above / "metrics.jsonl").exists()
         if is_workdir and not _is_same(above, workdir):
             raise WorkdirError(
                 f"{folder} is in the workdir of another run, {above}; choose another"
-                " config.checkpoint.folder. To resume from its checkpoints, set config.resume.path"
+                " config.checkpoint.folder, and make no link there. To resume from its checkpoints,"
+                " set config.resume.path"
             )
 
 

@@ -254,8 +254,9 @@ def _take(
     """Take the lease until ``stack`` is closed. Return the refusal, for all processes."""
     try:
         stack.enter_context(lease)
-        if config.checkpoint.folder and membership.process == 0:
-            run_identity.claim(config.workdir, config.checkpoint.folder)
+        folder = run_identity.folder_elsewhere(config)
+        if folder and membership.process == 0:
+            run_identity.claim(config.workdir, folder)
     except WorkdirError as error:
         if membership.processes == 1:
             raise

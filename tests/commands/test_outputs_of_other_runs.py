@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import run_identity
+from jaxtrain.parallel.lease import WorkdirError
 from tests.support import processes, small_runs
 from tests.support.processes import command, run
 
@@ -20,11 +21,16 @@ SMALL = ("--config.train.steps=4", "--config.checkpoint.every=2", "--config.trai
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a config of the toy that names every output."""
+    write_toy(tmp_path)
+    return tmp_path
+
+
+def write_toy(folder):
     outputs = "checkpoint=dict(every=2, folder='saves'),"
     text = small_runs.TOY.replace("checkpoint=dict(every=10),", outputs)
     assert outputs in text
-    (tmp_path / "toy.py").write_text(text)
-    return tmp_path
+    (folder / "toy.py").write_text(text)
+    return folder / "toy.py"
 
 
 def refused(folder, *overrides) -> str:
@@ -104,9 +110,39 @@ def test_a_workdir_that_was_lost_is_resumed_at_its_path(folder):
 
 def test_a_folder_in_the_workdir_of_another_run_is_refused(folder):
     run(folder, "toy.py", *SMALL, "--config.checkpoint.folder=", "--config.workdir=first")
-    inside = "--config.checkpoint.folder=first/checkpoints"
-    text = refused(folder, inside, "--config.workdir=second")
-    assert "is in the workdir of another run" in text and "config.resume.path" in text
+    (folder / "link").symlink_to(folder / "first" / "checkpoints")
+    (folder / "third").mkdir()
+    (folder / "third" / "checkpoints").symlink_to(folder / "first" / "checkpoints")
+    before = digests(folder / "first")
+    for workdir, taken in (
+        ("second", "first/checkpoints"),
+        ("second", "link"),
+        ("second", "first"),
+        ("third", ""),
+    ):
+        place = [f"--config.workdir={workdir}", f"--config.checkpoint.folder={taken}"]
+        text = refused(folder, *place)
+        assert "is in the workdir of another run" in text and "config.resume.path" in text
+    assert digests(folder / "first") == before
+
+
+def test_links_of_two_workdirs_to_one_folder_are_refused(tmp_path):
+    """Checkpoints may lie on another disk, but not those of two runs in one folder."""
+    (tmp_path / "scratch").mkdir()
+    configs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoints").symlink_to(tmp_path / "scratch")
+        overrides = [("workdir", str(tmp_path / name)), ("checkpoint.folder", "")]
+        configs.append(config_lib.load(str(write_toy(tmp_path)), overrides))
+    folders = [run_identity.folder_elsewhere(config) for config in configs]
+    assert folders[0] == str(tmp_path / "first" / "checkpoints")
+    run_identity.claim(configs[0].workdir, folders[0])
+    run_identity.claim(configs[0].workdir, folders[0])
+    with pytest.raises(WorkdirError, match="has the checkpoints of another run, .*first"):
+        run_identity.claim(configs[1].workdir, folders[1])
+    (tmp_path / "first" / "checkpoints").unlink()
+    assert run_identity.folder_elsewhere(configs[0]) == ""
 
 
 def test_a_damaged_owner_is_named(folder):
