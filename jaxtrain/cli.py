@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import jaxtrain
 from jaxtrain import commands
 from jaxtrain.commands import arguments
 from jaxtrain.workload import Command
-from loaders.io import checks
+from loaders.io import checks, machine
 
 FLAGS = ("--help", "--version", "--workload", "--errors")
 
@@ -54,6 +55,7 @@ def process(run: Callable[[], int]) -> int:
             raise
         traceback.print_exc()
         code = 1
+    _exit_at_once_on_signals(code)
     if _is_compiling():
         distributed = sys.modules["jax"].distributed
         if distributed.is_initialized():
@@ -65,6 +67,14 @@ def process(run: Callable[[], int]) -> int:
                 stream.flush()
         os._exit(code)
     return code
+
+
+def _exit_at_once_on_signals(code: int) -> None:
+    """Let Ctrl-C end the interpreter's end at once: all is saved and said by now."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in machine.signal_numbers(["SIGINT", "SIGTERM"]):
+        signal.signal(number, lambda *_: os._exit(code))
 
 
 def _is_compiling() -> bool:

@@ -869,6 +869,12 @@ def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
 
 
 def test_a_process_without_compilations_exits_normally():
-    assert cli.process(lambda: 75) == 75
     with pytest.raises(ZeroDivisionError):
         cli.process(lambda: 1 // 0)
+    program = (
+        "import atexit, os, signal, sys\nfrom jaxtrain import cli\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.exit(cli.process(lambda: 75))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, ""), "Ctrl-C as the interpreter ends"

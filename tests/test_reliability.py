@@ -195,11 +195,16 @@ def test_promise_9_two_processes_give_up_an_evaluation_together(folder):
     assert all("after step 8, saved in" in output for output in outputs)
 
 
+# What a shell does to a background job of a script.
+BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+
+
 @pytest.mark.slow
-def test_promise_9_a_hangup_is_ignored_under_nohup(folder):
-    process = command(folder, "toy.py", inside=["nohup"])
+@pytest.mark.parametrize(("inside", "name"), [(["nohup"], "SIGHUP"), (BACKGROUND, "SIGINT")])
+def test_promise_9_a_signal_that_the_shell_ignores_is_ignored(folder, inside, name):
+    process = command(folder, "toy.py", inside=inside)
     wait_for(lambda: step_of(folder / "runs" / "toy") >= 2, watch=[process])
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(getattr(signal, name))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
 

@@ -107,7 +107,7 @@ class Signals:
         self._events = events
         self.first = 0
         self._previous = {}
-        for number in (signal.SIGINT, *machine.signal_numbers(config.preemption.signals)):
+        for number in machine.signal_numbers(["SIGINT", *config.preemption.signals]):
             self._previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:

@@ -130,10 +130,14 @@ def package(name: str) -> Any:
 
 
 def signal_numbers(names: Iterable[str]) -> list[int]:
-    """Return the numbers of signals to handle: not an ignored SIGHUP, as nohup asks."""
+    """Return the numbers of signals to handle: not an ignored SIGHUP, as nohup asks.
+
+    Nor an ignored SIGINT: a shell's script asks so for its background jobs.
+    """
     numbers = [getattr(signal, name) for name in names]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        numbers = [number for number in numbers if number != signal.SIGHUP]
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if number in numbers and signal.getsignal(number) is signal.SIG_IGN:
+            numbers.remove(number)
     return numbers
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 
@@ -118,3 +119,12 @@ def test_what_the_environment_says_of_malloc_stays(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     assert not machine.keep_freed_memory()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_a_signal_that_the_shell_ignores_is_not_handled(monkeypatch, name):
+    names = ["SIGINT", "SIGTERM", "SIGHUP"]
+    assert signal.SIGTERM in machine.signal_numbers(names)
+    monkeypatch.setattr(signal, "getsignal", {getattr(signal, name): signal.SIG_IGN}.get)
+    assert getattr(signal, name) not in machine.signal_numbers(names)
+    assert len(machine.signal_numbers(names)) == 2

@@ -24,7 +24,8 @@ class StopSignals:
 
     Ctrl-C is one of them: a KeyboardInterrupt could interrupt a library in a save. A thread waits
     for the second one, because Python calls no handler while the main thread computes or compiles.
-    SIGHUP stays ignored under nohup. In another thread than the main one, Python handles no signal.
+    SIGHUP stays ignored under nohup, and SIGINT in a script's background job. In another thread
+    than the main one, Python handles no signal.
 
     Attributes:
       asked: the name of the first signal, or "".
@@ -34,7 +35,7 @@ class StopSignals:
     def __init__(self, names: Sequence[str]):
         self.asked = ""
         self.notice = ""
-        self._numbers = [signal.SIGINT, *machine.signal_numbers(names)]
+        self._numbers = machine.signal_numbers(["SIGINT", *names])
         self._asked_at = 0.0
         self._same_request = SAME_REQUEST
         if supervised_attempt.from_environment().is_supervised:
