@@ -24,6 +24,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, ParamSpec
@@ -37,6 +38,15 @@ NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROF
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 USER_ERROR = 2
+# Endings of files that commands write, and an earlier one of which a later one may replace.
+WRITTEN = {".csv", ".html", ".json", ".jsonl", ".npz", ".parquet", ".png", ".txt", ".nii", ".gz"}
+# Files of folders that commands read, with such an ending.
+RECORDS = set(
+    "classes.jsonl config.json detect.json detections.csv digests.jsonl embeddings.json errors.csv"
+    " generations.jsonl index.json jaxtrain.json lease.json manifest.json metrics.jsonl"
+    " prepared.json rows.parquet schedule.json tokenizer.json tokens.json"
+    " training_sources.csv".split()
+)
 ERRORS_HEAD = "# errors of jaxtrain: "  # begins a file of --errors, which a later call may replace
 P = ParamSpec("P")
 # The errors that the running command has noted; None: nobody asked for them.
@@ -166,7 +176,7 @@ def _replaced_inputs(parser: argparse.ArgumentParser, parsed: argparse.Namespace
             continue
         for name, value in values.items():
             others = value if isinstance(value, list | tuple) else [value]
-            if name != action.dest and any(_is_same_file(out, other) for other in others):
+            if name != action.dest and any(_is_input(out, other) for other in others):
                 yield f"{_option(action)} is {out}, which the command reads; name another file"
 
 
@@ -174,13 +184,18 @@ def _option(action: argparse.Action) -> str:
     return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
 
 
-def _is_same_file(out: pathlib.Path, other: object) -> bool:
-    if not isinstance(other, str | pathlib.Path):
+def _is_input(out: pathlib.Path, other: object) -> bool:
+    """Whether a file is another argument, or in a folder that is one, and no earlier output."""
+    if not isinstance(other, str | pathlib.Path) or not str(other):
         return False
     try:
-        return out.samefile(other)
+        if out.samefile(other):
+            return True
+        folder = pathlib.Path(other).resolve(strict=True)
     except (OSError, ValueError):  # no file, as most texts
         return False
+    may_be_replaced = out.suffix.lower() in WRITTEN and out.name not in RECORDS
+    return folder in out.resolve().parents and not may_be_replaced
 
 
 def out_folder(text: str) -> Any:
@@ -277,6 +292,21 @@ def noting_errors() -> Iterator[list[str]]:
         yield lines
     finally:
         _errors.reset(token)
+
+
+@contextlib.contextmanager
+def errors_of_process() -> Iterator[list[str]]:
+    """Yield arguments of a process whose errors are noted here, once it has ended."""
+    noted = _errors.get()
+    if noted is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "errors")
+        yield [f"--errors={path}"]
+        with contextlib.suppress(FileNotFoundError):  # it was killed
+            text = path.read_text(encoding="utf-8", errors="surrogateescape")
+            noted.extend(text.rstrip("\n").split("\n")[1:])
 
 
 def write_errors(path: str, lines: Sequence[str]) -> int:

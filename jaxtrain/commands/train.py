@@ -181,7 +181,8 @@ def _supervise(parsed: config.Arguments, run: config.Config) -> int:
     from jaxtrain import supervise
 
     overrides = [f"--config.{path}={text}" for path, text in parsed.overrides]
-    return supervise.run(run, [f"--config={parsed.source}", *overrides])
+    with arguments.errors_of_process() as flags:
+        return supervise.run(run, [f"--config={parsed.source}", *overrides, *flags])
 
 
 def _run(parsed: config.Arguments, run: config.Config) -> int:

@@ -5,6 +5,7 @@ import wave
 import pytest
 
 from jaxtrain import cli
+from jaxtrain.commands import arguments
 from tests.support.processes import run
 
 
@@ -76,6 +77,32 @@ def test_an_input_is_never_replaced_by_the_output(recordings, capsys):
     assert (recordings / "scores.csv").read_text().count("\n") == 2
 
 
+@pytest.mark.parametrize("name", ["wren/0.wav", "WREN.FLAC", "tokens.json", "page.html"])
+def test_no_file_of_an_input_folder_is_replaced_but_an_earlier_output(recordings, capsys, name):
+    (recordings / "scores.csv").write_text("file,start,end,label\nwren/0.wav,0,1,wren\n")
+    taken = recordings / "recordings" / name
+    taken.touch()
+    argv = ["review", "scores.csv", "--root", "recordings", "--out", str(taken), "--class", "no"]
+    if name == "page.html":
+        assert cli.main(argv) == 2
+        assert "has no line of the class 'no'" in capsys.readouterr().err
+        return
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert f"is {taken}, which the command reads; name another file" in capsys.readouterr().err
+
+
+def test_errors_of_a_process_are_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": 1}\n' * 30)
+    with arguments.noting_errors() as noted, arguments.errors_of_process() as flags:
+        assert cli.main(["tokens", "out", "texts.jsonl", "--tokenizer=bytes", *flags]) == 2
+        assert not noted
+    assert len(noted) == 30 and "byte" in noted[-1]
+    with arguments.errors_of_process() as flags:
+        assert not flags
+
+
 def test_rows_without_text_are_listed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n' + '{"text": 1}\n' * 30)
@@ -85,7 +112,8 @@ def test_rows_without_text_are_listed(tmp_path, capsys, monkeypatch):
     assert len(lines()) == 30 and "byte 362" in lines()[-1]
 
 
-def test_a_run_lists_every_wrong_board_of_its_data(tmp_path):
+@pytest.mark.parametrize("flags", [(), pytest.param(("--supervise",), marks=pytest.mark.slow)])
+def test_a_run_lists_every_wrong_board_of_its_data(tmp_path, flags):
     answer = "1234341221434321"
     boards = [answer, "." * 16, "12", "1" + answer[1:15] + "7"] + ["11" + answer[2:]] * 4
     rows = ["source,question,answer,rating", *(f"0,{board},{answer},0" for board in boards)]
@@ -98,7 +126,7 @@ def test_a_run_lists_every_wrong_board_of_its_data(tmp_path):
         "    return dict(workload='jaxtrain.workloads.trm', loader='loaders.sudoku.sudoku',\n"
         "                data=dict(sources=(source,)))\n"
     )
-    output = run(tmp_path, "config.py", "--errors=errors.txt", code=2)
+    output = run(tmp_path, "config.py", "--errors=errors.txt", *flags, code=2)
     assert "train.csv:3: the board has several" in output and "(6 more: --errors FILE" in output
     numbers = [int(line.split(":")[1]) for line in lines(tmp_path / "errors.txt")]
     assert numbers == [3, 4, 5, 6, 7, 8, 9]

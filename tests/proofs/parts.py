@@ -63,7 +63,7 @@ PARTS = {
         " test_supervise_full_disk.py test_steps_in_memory.py"
         " workloads/test_commands_on_full_disks.py"
         " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
-        " commands/test_launch_slurm.py proofs/test_soak.py",
+        " commands/test_launch_slurm.py commands/test_errors_file.py proofs/test_soak.py",
         workers=2,
     ),
     "damage": Part(
