@@ -303,12 +303,63 @@ NAMES_AND_VALUES = (
         "recording,site,year,month,day,hour,min,robin<Song>,wren<Call>\n"
         "a.wav,S,2024,5,23,5,30,1,---\n"
         "b.wav,S,2024,5,23,6,0,0,1\n",
-        ("a.wav 0 30 robin<Song>", "b.wav 0 30 wren<Call>", "=open-class 1"),
+        ("b.wav 0 30 wren<Call>", "=open-class 1"),
     ),
     Case(
         "kaleidoscope-bats",
         f"{KALEIDOSCOPE},Dur,Fc\n/x,A,x.wav,0,2,1,1,2,EPTFUS,,3.1,25\n",
         ("A/x.wav 2 3 EPTFUS",),
+    ),
+    Case(
+        "duration-other",
+        "file,start,end,duration,label\na.wav,2,3,1,robin\nb.wav,4,5,9,wren\n",
+        (*TWO, "=other-duration 1"),
+    ),
+    Case(
+        "duration-rounded",
+        "file,start,end,duration (ms),label\na.wav,2.04,3,1000,robin\nb.wav,4,5,1000,wren\n",
+        ("a.wav 2.04 3 robin", "b.wav 4 5 wren", "=other-duration 0"),
+    ),
+    Case(
+        "duration-of-files",
+        "file,start,end,duration,label\na.wav,2,3,30.0,robin\nb.wav,4,5,29.998,wren\n",
+        (*TWO, "=other-duration 0"),
+    ),
+    Case(
+        "band-exchanged",
+        "file,start,end,fmin,fmax,label\na.wav,2,3,400,300,robin\nb.wav,4,5,300,400,wren\n",
+        (*TWO, "=reversed-band 1"),
+    ),
+    Case(
+        "band-falls",
+        "file,start,end,start_frequency,end_frequency,label\na.wav,2,3,400,300,robin\n"
+        "b.wav,4,5,300,400,wren\n",
+        (*TWO, "=reversed-band 0"),
+    ),
+    Case(
+        "certainty",
+        "file,start,end,label,certainty\na.wav,2,3,robin,certain\nb.wav,4,5,wren,uncertain\n",
+        ("!'certainty' holds 'uncertain' in 1 lines, whose labels are uncertain",),
+    ),
+    Case(
+        "certainty-answered",
+        "file,start,end,label,certainty\na.wav,2,3,robin,certain\nb.wav,4,5,wren,uncertain\n",
+        ("a.wav 2 3 robin", "=unanswered 1"),
+        ("--answer-column=certainty",),
+    ),
+    Case(
+        "labels-open",
+        "file,start,end,label\na.wav,1,2,Passer\na.wav,2,3,wren?\nb.wav,4,5,TBD\n",
+        ("a.wav 1 2 Passer", "a.wav 2 3 wren?", "b.wav 4 5 TBD", "=open-label 2"),
+    ),
+    Case(
+        "answers-counted",
+        "file,start,end,label,status\n"
+        + "".join(
+            f"a.wav,{n},{n + 1},robin,{status}\n"
+            for n, status in enumerate("pending rejected pending ok unsure pending".split())
+        ),
+        ("!'status' holds 'pending' in 3, 'rejected' in 1, 'unsure' in 1 lines, whose labels",),
     ),
     Case("column-without-letters", "file,%,robin\na.wav,7,1\n", ("a.wav 0 30 robin",)),
     Case(

@@ -147,9 +147,42 @@ def test_a_line_that_is_dropped_makes_no_example_without_a_class(tmp_path, line,
     assert all(row[3] for row in rows)
 
 
-def test_an_open_class_that_is_dropped_takes_its_line_along(tmp_path):
+@pytest.mark.parametrize("cell", ["unknown", ""])
+def test_an_open_class_takes_its_line_and_windows_along(tmp_path, cell):
+    write_sound(tmp_path / "audio" / "a.wav", 16)
+    table = f"file,start,end,wren,owl\na.wav,1,2,1,0\na.wav,5,6,1,{cell}\na.wav,6,7,1,0\n"
+    rows, counts = index(tmp_path, table, "--windows", "4")
+    assert [(row[1], row[3]) for row in rows] == [(0.0, ("wren",)), (8.0, ()), (12.0, ())]
+    assert counts == {"open-class": 1}
+    rows, _ = index(tmp_path, table)
+    assert [row[1:3] for row in rows] == [(1, 2), (6, 7)]
+    rows, counts = index(tmp_path, table, "--windows", "4", "--on", "open-class=keep")
+    assert rows[1][3] == ("wren",) and counts == {"open-class": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("a.wav,five,6,owl,", "bad-row"),
+        ("a.wav,5,6,owl,,7", "bad-row"),
+        ("a.wav,,,owl,", "no-times"),
+        ("a.wav,5,6,owl,2024-13-40", "bad-date"),
+    ],
+)
+def test_windows_of_a_recording_with_a_dropped_line_are_not_of_no_class(tmp_path, line, kind):
+    for n, name in enumerate("ab"):
+        write_sound(tmp_path / "audio" / f"{name}.wav", 12, seed=n)
+    table = f"file,start,end,label,date\na.wav,1,2,wren,\n{line}\nb.wav,1,2,wren,2024-05-01\n"
+    rows, counts = index(tmp_path, table, "--windows", "4", "--on", f"{kind}=drop")
+    of_a = [(row[1], row[3]) for row in rows if row[0] == "a.wav"]
+    others = [(8.0, ())] if kind == "bad-date" else []  # its times are known
+    assert of_a == [(0.0, ("wren",)), *others] and counts == {kind: 1}
+    assert [row[1] for row in rows if row[0] == "b.wav"] == [0.0, 4.0, 8.0]
+
+
+def test_a_dropped_line_is_of_the_split_of_its_recording(tmp_path):
     write_sound(tmp_path / "audio" / "a.wav", 12)
-    table = "file,start,end,wren,owl\na.wav,1,2,1,0\na.wav,5,6,1,unknown\n"
-    rows, counts = index(tmp_path, table, "--windows", "4", "--on", "open-class=drop")
-    assert [(row[1], row[3]) for row in rows] == [(0.0, ("wren",)), (8.0, ())]
-    assert counts["open-class"] == 1
+    table = "file,start,end,label,split\na.wav,1,2,wren,test\na.wav,5,x,wren,\n"
+    options = ("--windows", "4", "--on", "bad-row=drop", "--split", "column=split")
+    rows, counts = index(tmp_path, table, *options)
+    assert [row[1] for row in rows] == [0.0] and counts == {"bad-row": 1}

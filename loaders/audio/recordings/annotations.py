@@ -59,7 +59,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "bad-row": (
         (
             "no number or name where one belongs, a name that --labels does not match, or no such"
-            " channel"
+            " channel; dropped: windows of its recording without a label are left out, too"
         ),
         REFUSE,
         False,
@@ -75,6 +75,16 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
     "beyond-nyquist": (
         "a frequency above half of its recording's sample rate; kept: cut there",
+        KEEP,
+        True,
+    ),
+    "reversed-band": (
+        "a lowest frequency above the highest; kept: exchanged; dropped: the line has none",
+        KEEP,
+        True,
+    ),
+    "other-duration": (
+        "a duration that is not the end minus the start; kept: the end counts",
         KEEP,
         True,
     ),
@@ -142,7 +152,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         KEEP,
         True,
     ),
-    "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
+    "open-label": (
+        "a label that says unknown, or is in doubt, such as ????, wren? or TBD; kept: as a class",
+        KEEP,
+        True,
+    ),
     "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
     "similar-labels": (
         (
@@ -153,8 +167,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         True,
     ),
     "open-class": (
-        "a line that says unknown of one of its classes; kept: as if it were absent",
-        KEEP,
+        (
+            "a line that says unknown of one of its classes, or nothing next to a 0 of others;"
+            " dropped: it and the windows that hold it; kept: as if it were absent"
+        ),
+        DROP,
         True,
     ),
     "odd-channel": ("a channel that is no number, L or R; kept: of the mean of all", KEEP, True),
@@ -234,6 +251,8 @@ class Annotation:
     nothing: bool = False  # the recording has no events, and gives windows alone
     is_name: bool = False  # its labels are names of classes, whatever marks they have
     unanswered: bool = False  # nobody has said what it is: neither a class nor none
+    # one of its classes may be there, so windows that hold it are no examples of other lines either
+    hides_others: bool = False
 
     def __str__(self) -> str:
         text = self.path

@@ -30,6 +30,8 @@ CONFIRMED = _split(
     " accept\u00e9, valid\u00e9, correcto, confirmado, aceptado, correto, aceito, validado,"
     " corretto, confermato, validato, accettato, bevestigd, goedgekeurd, juist, gevalideerd"
 )
+# Of answers in a column of certainty, which others use for other things.
+CERTAIN = _split("certain, sure, definite, sicher, seguro, certo, sicuro, zeker, s\u00fbr")
 DENIED = _split(
     "rejected, denied, wrong, invalid, fp, false positive, discarded, deleted, disagree,"
     " disagreed, not ok, nok, not confirmed, abgelehnt, verworfen, ung\u00fcltig, nicht"

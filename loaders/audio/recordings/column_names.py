@@ -134,6 +134,12 @@ DOUBTFUL = set(
     " confirmado verificado manualcheck check modelpresence thresholdpresence presenceabsence"
     " presenceorabsence istp istruepositive isfp isfalsepositive".split()
 )
+# Words of names of columns that may say that a label is in doubt.
+CERTAINTY = set(
+    "certain certainty uncertain uncertainty sure unsure doubt doubtful sicher sicherheit unsicher"
+    " unsicherheit certitude incertitude certeza incerteza duda certezza incertezza zekerheid"
+    " twijfel".split()
+)
 # such a name's last word
 VERDICTS = set("verified confirmed validated reviewed checked approved accepted rejected".split())
 DENYING = set(
@@ -272,6 +278,11 @@ def is_other(name: str) -> bool:
 def may_deny(name: str) -> bool:
     """Whether a column's name says that its cells may deny labels."""
     return plain(name) in DOUBTFUL or bool(VERDICTS & set(words(name)[-1:]))
+
+
+def may_doubt(name: str) -> bool:
+    """Whether a column's name says that its cells may call labels uncertain."""
+    return not CERTAINTY.isdisjoint(words(name))
 
 
 def is_absent(name: str, text: str) -> bool | None:

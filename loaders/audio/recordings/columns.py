@@ -9,6 +9,7 @@ is recognised. Every option for a column also takes "none".
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from loaders.audio.recordings import class_names, column_values, values
@@ -33,6 +34,7 @@ from loaders.audio.recordings.column_names import (
     is_of_program,
     is_other,
     may_deny,
+    may_doubt,
     meaning_of,
     plain,
     says_time,
@@ -87,6 +89,7 @@ class Layout:
     classes: list[str]  # columns of 0 and 1, whose names are labels
     ignored: list[str]
     unused: dict[str, str]  # columns that look like times or labels, and as what
+    durations: str = ""  # a column of them next to the ends, which count
 
     def column(self, meaning: str) -> str | None:
         return next(iter(self.by_meaning.get(meaning, ())), None)
@@ -122,6 +125,7 @@ class Layout:
 
 
 NO_SEPARATOR = "none"
+SHOWN_VALUES = 4  # that a message counts one by one
 UNITS = {1e-3: " [ms]", 60.0: " [min]", 3600.0: " [h]", 1e3: " [kHz]"}
 FLAGS = {
     "file": "--file-column",
@@ -154,12 +158,12 @@ def find(table: Table, options: Options) -> Layout:
         classes = column_values.classes(table, by_meaning, options.optional)
         _remove_columns(by_meaning, classes)
     _choose_boxes(table, by_meaning)
-    _choose_times(table, by_meaning, options, scales)
+    durations = _choose_times(table, by_meaning, options, scales)
     _choose_dates(table, by_meaning, options)
     if not options.split_column:
         column_values.choose_split(table, by_meaning, classes)
     ignored, unused = _sort_leftovers(table, by_meaning, classes)
-    layout = Layout(table, by_meaning, scales, classes, ignored, unused)
+    layout = Layout(table, by_meaning, scales, classes, ignored, unused, durations)
     if lists_recordings:
         _refuse_lost_times(layout, options)
         _refuse_lost_labels(layout, options)
@@ -288,8 +292,11 @@ def _named_columns(table: Table, option: str, flag: str) -> list[str]:
 
 def _choose_times(
     table: Table, by_meaning: ByMeaning, options: Options, scales: Mapping[str, float]
-) -> None:
-    """Decide which columns are start, end and duration. Raises DataError if two differ."""
+) -> str:
+    """Decide which columns are start, end and duration. Raises DataError if two differ.
+
+    Returns the column of durations if there are ends, which count, too, or "".
+    """
     # Kaleidoscope's Dur is of a bat's pulses
     if "infile" in map(plain, by_meaning["file"]):
         by_meaning["duration"] = [
@@ -298,12 +305,17 @@ def _choose_times(
     for meaning in ("start", "end", "duration"):
         _choose_time(table, by_meaning, meaning, scales)
     _place_offset(by_meaning, options)
+    durations = ""
+    if by_meaning["end"] and by_meaning["start"]:
+        durations = next(iter(by_meaning["duration"]), "")
     if by_meaning["end"] or not (by_meaning["start"] or by_meaning["file offset"]):
         by_meaning["duration"] = []
     _refuse_joined_files(table, by_meaning, options)
     if _times_elsewhere(by_meaning) and not _names_times(options):
         # then a user has the whole recordings
         by_meaning |= {"start": [], "end": [], "duration": [], "file offset": []}
+        return ""
+    return durations
 
 
 def _choose_boxes(table: Table, by_meaning: ByMeaning) -> None:
@@ -780,6 +792,9 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     _refuse_absences(layout)
     for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
+        doubts = list(filter(values.says_open, texts)) if may_doubt(name) else []
+        if doubts:
+            _refuse_doubtful(layout, name, doubts, "are uncertain")
         if not may_deny(name) and not values.are_verdicts(texts):
             continue
         if denied := _denied_cells(name, texts):
@@ -817,8 +832,12 @@ def _refuse_absences(layout: Layout) -> None:
 
 
 def _refuse_doubtful(layout: Layout, name: str, texts: Sequence[str], why: str) -> None:
+    counts = Counter(texts).most_common()
+    parts = [f"{text!r} in {n}" for text, n in counts[:SHOWN_VALUES]]
+    if len(counts) > SHOWN_VALUES:
+        n_lines = sum(n for _, n in counts[SHOWN_VALUES:])
+        parts.append(f"{len(counts) - SHOWN_VALUES} other values in {n_lines}")
     raise DataError(
-        f"{layout.table.path}: {name!r} holds {texts[0]!r} in {len(texts)} lines, whose labels"
-        f" {why}; say which: --answer-column {name!r} leaves their labels out, --answer-column none"
-        " keeps them"
+        f"{layout.table.path}: {name!r} holds {', '.join(parts)} lines, whose labels {why}; say"
+        f" which: --answer-column {name!r} leaves their labels out, --answer-column none keeps them"
     )

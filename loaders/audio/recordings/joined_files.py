@@ -29,7 +29,7 @@ def refuse(
         return
     lines_of: dict[str, list[Line]] = {}
     for line in lines:
-        if line.file and line.start is not None:
+        if line.file and line.start is not None and not line.is_dropped:
             lines_of.setdefault(line.file, []).append(line)
     if len(lines_of) < 2:
         return

@@ -49,16 +49,39 @@ class Line:
     # recording, site, date, time, latitude, longitude, time_expansion
     about: Mapping[str, str]
     row: Row
+    is_dropped: bool = False  # by an error that is counted: nobody knows what is there
 
 
 def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
-    """Yield the lines of a table. Others are errors. Raises DataError: ambiguous dates."""
+    """Yield the lines of a table, those with errors too. Raises DataError: ambiguous dates."""
     _report_table(layout, errors)
     reader = _LineReader(layout, options, errors)
+    for number, row in layout.table.wrong_rows:
+        yield _dropped(layout, f"{layout.table.path}:{number}", row)
     for number, row in reader.rows:
-        line = reader.read(f"{layout.table.path}:{number}", row)
-        if line:
-            yield line
+        yield reader.read(f"{layout.table.path}:{number}", row)
+
+
+def _dropped(
+    layout: Layout, where: str, row: Row, start: float | None = None, end: float | None = None
+) -> Line:
+    """Return a line with an error, of which the recording counts alone, and the times if known."""
+    return Line(
+        where=where,
+        file=_file(layout, row),
+        start=start,
+        end=end,
+        labels=(),
+        low=None,
+        high=None,
+        channel=None,
+        answer="skip",
+        open_classes=(),
+        split=values.split_of(layout.text(row, "split")),
+        about={},
+        row=row,
+        is_dropped=True,
+    )
 
 
 def _report_table(layout: Layout, errors: Errors) -> None:
@@ -127,9 +150,11 @@ class _LineReader:
     def _is_in_some_row(self, meaning: str) -> bool:
         return any(self._layout.text(row, meaning) for _, row in self.rows)
 
-    def read(self, where: str, row: Row) -> Line | None:
-        """Return a line, or None if an error drops it."""
+    def read(self, where: str, row: Row) -> Line:
+        """Return a line, which is dropped if an error says so."""
         layout = self._layout
+        start: float | None = None
+        end: float | None = None
         try:
             self._refuse_sheet_errors(row)
             start, end = self._times.of(row)
@@ -138,25 +163,22 @@ class _LineReader:
             about = self._about.of(row, where)
         except _WrongLine as error:
             self._errors.add("bad-row", f"{where} {error}")
-            return None
+            return _dropped(layout, where, row, start, end)
         except ValueError as error:
             self._errors.add("bad-date", f"{where}: {error}, or --date-column none")
-            return None
+            return _dropped(layout, where, row, start, end)
         is_about_file = _is_about_file(layout, row) and not start
         if is_about_file:
             start = end = None
-        open_classes = self._open_classes(row)
-        if open_classes and labels_of_row and not self._errors.add("open-class", where):
-            answer = "skip"  # what the line says of its other classes is dropped, too
         may_lack_times = is_about_file or start is not None
         if not self._keeps_labels(where, row, start, labels_of_row, may_lack_times):
-            return None
+            return _dropped(layout, where, row)
         low = high = None
         if self._has_clear_band and not is_about_file:
             low, high = _band(layout, row)
         split = values.split_of(layout.text(row, "split"))
         if self._has_splits and not split and not self._errors.add("no-split", where):
-            return None
+            return _dropped(layout, where, row, start, end)
         return Line(
             where=where,
             file=_file(layout, row),
@@ -167,18 +189,27 @@ class _LineReader:
             high=high,
             channel=self._channels.of(row, where),
             answer=answer,
-            open_classes=open_classes,
+            open_classes=self._open_classes(row, bool(labels_of_row)),
             split=split,
             about=about,
             row=row,
         )
 
-    def _open_classes(self, row: Row) -> tuple[str, ...]:
-        """Return the columns of classes that hold an answer that is none, such as unknown."""
+    def _open_classes(self, row: Row, has_labels: bool) -> tuple[str, ...]:
+        """Return the columns of classes that hold an answer that is none, such as unknown.
+
+        A blank cell and NA are one if the table has a no, and NA is in a line without a label.
+        """
         open_classes = []
         for name in self._layout.classes:
-            is_blank = self._blanks_are_open and not values.given(row[name])
-            if is_blank or answer_words.is_open(row[name]):
+            text = row[name]
+            if not values.given(text):
+                is_open = self._blanks_are_open
+            elif column_names.plain(text) == "na":
+                is_open = self._blanks_are_open or not has_labels
+            else:
+                is_open = answer_words.is_open(text)
+            if is_open:
                 open_classes.append(name)
         return tuple(open_classes)
 
@@ -567,10 +598,14 @@ def _is_about_file(layout: Layout, row: Row) -> bool:
 
 
 def _band(layout: Layout, row: Row) -> tuple[float | None, float | None]:
-    """Return the lowest and highest frequency of a line: a falling sound ends in the lowest."""
+    """Return the lowest and highest frequency of a line: a falling sound ends in the lowest.
+
+    Under names that say lowest and highest, they stay as they are: the index counts such a line.
+    """
     low = _frequency(layout, row, "low")
     high = _frequency(layout, row, "high")
-    if low is not None and high is not None and low > high:
+    is_first = not {"start", "y1"}.isdisjoint(column_names.words(layout.column("low") or ""))
+    if low is not None and high is not None and low > high and is_first:
         return high, low
     return low, high
 

@@ -221,9 +221,15 @@ def plan(
         if not of_recording and path in without_events:
             stated = without_events[path].split
             annotations_of_split[splitter.of(name, stated, about) or ""] = []
+        anywhere = []  # lines with errors, which are of the splits that the others state
         for annotation in of_recording:
+            if annotation.unanswered and not annotation.split:
+                anywhere.append(annotation)
+                continue
             split = splitter.of(name, annotation.split, about) or ""
             annotations_of_split.setdefault(split, []).append(annotation)
+        for annotations_there in annotations_of_split.values():
+            annotations_there += anywhere
         if annotations_of_split.pop("", None) is not None:
             without_value.append(path)
         if len(annotations_of_split) > 1:
@@ -388,6 +394,7 @@ def _checked(
         if end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
             return _unanswered(annotation, start, end, header)
         annotation = dataclasses.replace(annotation, end=min(end, header.seconds))
+    annotation = _with_band(annotation, where, errors)
     annotation = _within_rate(annotation, where, header, errors)
     labels = []
     for label in annotation.labels:
@@ -403,6 +410,16 @@ def _checked(
             return None
         return _unanswered(annotation, start, end, header)
     return dataclasses.replace(annotation, labels=tuple(dict.fromkeys(labels)))
+
+
+def _with_band(annotation: Annotation, where: str, errors: Errors) -> Annotation:
+    """Return an annotation whose lowest frequency is not above its highest."""
+    low, high = annotation.low, annotation.high
+    if low is None or high is None or low <= high:
+        return annotation
+    is_kept = errors.add("reversed-band", f"{where}: {low:g} to {high:g} Hz")
+    low, high = (high, low) if is_kept else (None, None)
+    return dataclasses.replace(annotation, low=low, high=high)
 
 
 def _within_rate(annotation: Annotation, where: str, header: Header, errors: Errors) -> Annotation:
@@ -647,17 +664,21 @@ def windows_of(
     labels_of: dict[int, set[int]] = defaultdict(set)  # window with events -> classes
     throughout: set[int] = set()
     unanswered: set[int] = set()  # windows
+    hidden: set[int] = set()
     for annotation in events:
         labels = {numbers[label] for label in annotation.labels}
         windows = _windows_holding(annotation, spans, options)
         if annotation.unanswered:
-            unanswered |= set(range(len(spans)) if windows is None else windows)
+            left_out = hidden if annotation.hides_others else unanswered
+            left_out.update(range(len(spans)) if windows is None else windows)
         elif windows is None:
             throughout |= labels
         else:
             for k in windows:
                 labels_of[k] |= labels
     for k, (start, end) in enumerate(spans):
+        if k in hidden:
+            continue
         labels = labels_of.get(k, set()) | throughout
         if labels or (options.empty and k not in unanswered):
             yield Part(start, end, tuple(sorted(labels)), None, None, None)

@@ -12,6 +12,7 @@ from loaders.audio import shards
 from loaders.audio.recordings import (
     column_names,
     columns,
+    durations,
     joined_files,
     lines,
     tables,
@@ -514,7 +515,7 @@ def _read_table(
         note(description)
     names_files = bool(layout.by_meaning["file"])
     has_times = bool(layout.by_meaning["start"])
-    if not table.rows() and (has_times or not (names_files or table.wrong)):
+    if not table.rows() and not table.wrong and (has_times or not names_files):
         without_events = _without_events(table.path, finder)
         if without_events:
             yield without_events
@@ -523,15 +524,16 @@ def _read_table(
     quiet_finder = Finder(finder.folder, Errors())
     seconds = functools.partial(_seconds, table.path, quiet_finder)
     joined_files.refuse(layout, options, read_lines, seconds)
+    durations.report(layout, read_lines, seconds, errors)
     for line in read_lines:
+        finder_of_line = quiet_finder if line.is_dropped else finder
         if names_files:
-            audio = finder.find(line.file, table.path, line.where)
+            audio = finder_of_line.find(line.file, table.path, line.where)
         else:
-            audio = finder.next_to(table.path, line.where)
-        if _is_unanswered(line):
-            errors.add("unanswered", line.where)
+            audio = finder_of_line.next_to(table.path, line.where)
+        is_unanswered = _is_unanswered(line, errors)
         if audio:
-            annotation = _of_line(line, audio, has_times)
+            annotation = _of_line(line, audio, has_times, is_unanswered)
             annotation.is_name = bool(layout.by_meaning.get("asked"))  # of jaxtrain review
             yield annotation
 
@@ -541,14 +543,19 @@ def _seconds(table: pathlib.Path, finder: Finder, line: lines.Line) -> float:
     return joined_files.seconds_of(path) if path else 0.0
 
 
-def _is_unanswered(line: lines.Line) -> bool:
-    return line.answer == "skip" or bool(line.open_classes and not line.labels)
+def _is_unanswered(line: lines.Line, errors: Errors) -> bool:
+    """Count a line of whose classes some are unknown. Return whether it is none of its labels."""
+    if line.is_dropped:
+        return True
+    if line.answer == "skip" or (line.open_classes and not line.labels):
+        errors.add("unanswered", line.where)
+        return True
+    return bool(line.open_classes) and not errors.add("open-class", line.where)
 
 
-def _of_line(line: lines.Line, audio: str, has_times: bool) -> Annotation:
+def _of_line(line: lines.Line, audio: str, has_times: bool, is_unanswered: bool) -> Annotation:
     """Return the annotation of a line of a table, which may have a column of times."""
     says_nothing = all(map(values.says_none, line.labels))
-    is_unanswered = _is_unanswered(line)
     return Annotation(
         audio,
         start=line.start,
@@ -562,6 +569,7 @@ def _of_line(line: lines.Line, audio: str, has_times: bool) -> Annotation:
         about=line.about,
         nothing=has_times and line.start is None and says_nothing and not is_unanswered,
         unanswered=is_unanswered,
+        hides_others=is_unanswered and bool(line.open_classes),
     )
 
 
@@ -581,6 +589,7 @@ def _read_audacity(
         numbers = _audacity_numbers(fields)
         if error := _audacity_error(fields, numbers, where, line):
             errors.add("bad-row", error)
+            yield Annotation(audio, where=where, unanswered=True)
         elif fields[0] != AUDACITY_BAND:
             if latest:
                 yield latest

@@ -174,6 +174,7 @@ class Table:
         self.encoding = encoding
         self.comments: list[int] = []  # numbers of lines
         self.wrong: list[str] = []  # lines with too many or too few cells
+        self.wrong_rows: list[tuple[int, Mapping[str, str]]] = []  # as far as they have cells
         lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
         stated = stated_separator(lines[0])
         header_start = self._skip_comments(lines, stated)
@@ -237,6 +238,9 @@ class Table:
                 self.wrong.append(
                     f"{self.path}:{number} has {len(cells)} cells, and the header {n_columns}"
                 )
+                padded_cells = [*cells, *[""] * n_columns][:n_columns]
+                row = dict(zip(self.columns, padded_cells, strict=True))
+                self.wrong_rows.append((number, row))
 
     def _has_row_names(self, rows: Sequence[tuple[int, list[str]]]) -> bool:
         """Return whether rows begin with R's names, which have no name in the header."""

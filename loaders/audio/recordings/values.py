@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime
 
 from loaders.audio.recordings.answer_words import (
+    CERTAIN,
     CONFIRMED,
     DENIED,
     JUDGEMENTS,
@@ -35,6 +36,7 @@ UNKNOWN = set(
     "unknown unk unid unidentified undetermined unidentifiable unknownbird unknownbat"
     " unknownspecies unknowncall unbekannt inconnu inconnue desconocido desconocida indet".split()
 )
+OPEN_NAMES = {"passer"}  # of a genus, and an answer that is none in a column of answers
 SLASHED = re.compile(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)")
 CLOCK = r"(?:[T ,_]+(?P<clock>.*))?"  # after a date
 # A begin, and an end that has a date of its own.
@@ -274,7 +276,7 @@ def verdict(text: str, letters: bool = False) -> str | None:
         return "skip"
     bare = " ".join(re.findall(r"[^\W_]+", folded))  # of true_positive
     judgement = bare if bare in JUDGEMENTS else folded
-    if judgement in CONFIRMED:
+    if judgement in CONFIRMED or folded in CERTAIN:
         return "yes"
     if judgement in DENIED:
         return "no"
@@ -333,8 +335,9 @@ def says_none(label: str) -> bool:
 
 
 def says_unknown(label: str) -> bool:
-    """Whether a label says that the call could not be named: unknown, Unid., ????."""
-    return _letters(label) in UNKNOWN or (bool(label) and not label.strip("? ()"))
+    """Whether a label says that the call could not be named: unknown, Unid., ????, wren?, TBD."""
+    letters = _letters(label)
+    return letters in UNKNOWN or (is_open(label) and letters not in OPEN_NAMES)
 
 
 def _letters(label: str) -> str:

@@ -23,6 +23,7 @@ from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from loaders.audio.recordings import (
     class_names,
     columns,
+    durations,
     grid,
     joined_files,
     lines,
@@ -307,6 +308,7 @@ def _read(
     parts: list[Part] = []
     read_lines = list(lines.read(layout, reading, errors))
     joined_files.refuse(layout, reading, read_lines, seconds)
+    durations.report(layout, read_lines, seconds, errors)
     for line in read_lines:
         start = line.start or 0.0
         end = float("inf") if line.end is None else line.end
@@ -315,7 +317,7 @@ def _read(
                 f"{line.where}: the times {start:g} to {end:g} s are no part of a recording;"
                 " correct the line"
             )
-        if line.answer == "skip" or line.open_classes:
+        if (line.answer == "skip" or line.open_classes) and not line.is_dropped:
             errors.add("unanswered", line.where)
         if not _is_kept(line, errors):
             continue

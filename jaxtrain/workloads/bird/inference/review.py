@@ -241,7 +241,7 @@ def read(
     places = _Places(path, root)
     items = []
     wrong_lines = []
-    read_lines = list(lines.read(layout, reading, errors))
+    read_lines = [line for line in lines.read(layout, reading, errors) if not line.is_dropped]
 
     def seconds(line: lines.Line) -> float:
         folder = layout.text(line.row, "embeddings")
