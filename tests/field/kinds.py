@@ -328,13 +328,29 @@ NAMES_AND_VALUES = (
     Case(
         "band-exchanged",
         "file,start,end,fmin,fmax,label\na.wav,2,3,400,300,robin\nb.wav,4,5,300,400,wren\n",
-        (*TWO, "=reversed-band 1"),
+        (*TWO, "=odd-band 1"),
+    ),
+    Case(
+        "band-below-0",
+        "file,start,end,fmin,fmax,label\na.wav,2,3,-1,400,robin\nb.wav,4,5,0,400,wren\n",
+        (*TWO, "=odd-band 1"),
+    ),
+    Case(
+        "duration-option-next-to-ends",
+        "file,start,end,label\na.wav,2,3,robin\nb.wav,4,5,wren\n",
+        (*TWO, "=other-duration 2"),
+        ("--duration-column=5s",),
+    ),
+    Case(
+        "time-expansion-x",
+        "file,start,end,label,TE\na.wav,2,3,robin,x10\nb.wav,4,5,wren,10x\n",
+        (*TWO, "=time-expansion 2"),
     ),
     Case(
         "band-falls",
         "file,start,end,start_frequency,end_frequency,label\na.wav,2,3,400,300,robin\n"
         "b.wav,4,5,300,400,wren\n",
-        (*TWO, "=reversed-band 0"),
+        (*TWO, "=odd-band 0"),
     ),
     Case(
         "certainty",

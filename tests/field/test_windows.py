@@ -166,6 +166,7 @@ def test_an_open_class_takes_its_line_and_windows_along(tmp_path, cell):
         ("a.wav,five,6,owl,", "bad-row"),
         ("a.wav,5,6,owl,,7", "bad-row"),
         ("a.wav,,,owl,", "no-times"),
+        ("a.wav,50,60,owl,", "outside-recording"),
         ("a.wav,5,6,owl,2024-13-40", "bad-date"),
     ],
 )

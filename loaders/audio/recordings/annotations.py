@@ -71,15 +71,25 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         True,
     ),
     "reversed-times": ("an end that is not after its start", REFUSE, False),
-    "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
+    "outside-recording": (
+        (
+            "a start after the recording's end, or before 0; dropped: windows of its recording"
+            " without a label are left out, too"
+        ),
+        REFUSE,
+        False,
+    ),
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
     "beyond-nyquist": (
         "a frequency above half of its recording's sample rate; kept: cut there",
         KEEP,
         True,
     ),
-    "reversed-band": (
-        "a lowest frequency above the highest; kept: exchanged; dropped: the line has none",
+    "odd-band": (
+        (
+            "a lowest frequency above the highest, or below 0; kept: exchanged, from 0; dropped:"
+            " the line has none"
+        ),
         KEEP,
         True,
     ),

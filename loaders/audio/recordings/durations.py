@@ -4,14 +4,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from loaders.audio.recordings import values
 from loaders.audio.recordings.annotations import Errors
-from loaders.audio.recordings.columns import Layout
+from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.audio.recordings.lines import Line
 
 TOLERANCE = 0.05  # [s] by which programs round times
 
 
 def report(
-    layout: Layout, lines: Iterable[Line], seconds: Callable[[Line], float], errors: Errors
+    layout: Layout,
+    options: Options,
+    lines: Iterable[Line],
+    seconds: Callable[[Line], float],
+    errors: Errors,
 ) -> None:
     """Count the lines whose duration is not their end minus their start.
 
@@ -19,20 +23,22 @@ def report(
     length is no error.
     """
     name = layout.durations
-    if not name:
+    length_of_all = fixed_length(layout.table, options) if layout.column("end") else None
+    if not name and length_of_all is None:
         return
     timed_lines = [line for line in lines if line.start is not None and line.end is not None]
     tolerance = _tolerance(layout, timed_lines)
     seconds_by_file: dict[str, float] = {}
     for line in timed_lines:
-        duration = _duration(layout, line.row)
+        duration = _duration(layout, line.row) if name else length_of_all
         length = (line.end or 0.0) - (line.start or 0.0)
         if duration is None or abs(duration - length) <= tolerance:
             continue
         if line.file not in seconds_by_file:
             seconds_by_file[line.file] = seconds(line)
         if abs(duration - seconds_by_file[line.file]) > max(0.5, tolerance):
-            text = f"{line.where}: {name!r} is {duration:g} s, and end - start {length:g} s"
+            shown_name = name or options.duration_column
+            text = f"{line.where}: {shown_name!r} is {duration:g} s, and end - start {length:g} s"
             errors.add("other-duration", text)
 
 

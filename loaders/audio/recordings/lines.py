@@ -689,8 +689,14 @@ class _About:
         return {key: value for key, value in about.items() if value}
 
     def _time_expansion(self, row: Row) -> str:
+        # of x10, 10x and 1:10, too
+        text = re.sub(
+            r"^\s*(?:1\s*:|[x\u00d7])\s*|\s*[x\u00d7]\s*$",
+            "",
+            self._layout.text(row, "time expansion").casefold(),
+        )
         with contextlib.suppress(ValueError):
-            number = values.number(self._layout.text(row, "time expansion"))
+            number = values.number(text)
             if number and number > 0:
                 return f"{number:g}"
         return ""

@@ -390,7 +390,7 @@ def _checked(
         times += f" of a recording of {header.seconds:.3f} s"
         if start < 0 or start >= header.seconds:
             errors.add("outside-recording", times)
-            return None
+            return _anywhere(annotation)
         if end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
             return _unanswered(annotation, start, end, header)
         annotation = dataclasses.replace(annotation, end=min(end, header.seconds))
@@ -413,12 +413,18 @@ def _checked(
 
 
 def _with_band(annotation: Annotation, where: str, errors: Errors) -> Annotation:
-    """Return an annotation whose lowest frequency is not above its highest."""
-    low, high = annotation.low, annotation.high
-    if low is None or high is None or low <= high:
+    """Return an annotation whose lowest frequency is neither above its highest nor below 0."""
+    stated = [frequency for frequency in (annotation.low, annotation.high) if frequency is not None]
+    if not stated or (stated == sorted(stated) and stated[0] >= 0):
         return annotation
-    is_kept = errors.add("reversed-band", f"{where}: {low:g} to {high:g} Hz")
-    low, high = (high, low) if is_kept else (None, None)
+    text = f"{where}: {' to '.join(f'{frequency:g}' for frequency in stated)} Hz"
+    if not errors.add("odd-band", text) or max(stated) <= 0:
+        return dataclasses.replace(annotation, low=None, high=None)
+    low, high = annotation.low, annotation.high
+    if low is not None and high is not None:
+        low, high = min(stated), max(stated)
+    if low is not None:
+        low = max(low, 0.0)
     return dataclasses.replace(annotation, low=low, high=high)
 
 
@@ -436,6 +442,13 @@ def _within_rate(annotation: Annotation, where: str, header: Header, errors: Err
     if high is not None:
         high = min(high, most)
     return dataclasses.replace(annotation, low=low, high=high)
+
+
+def _anywhere(annotation: Annotation) -> Annotation:
+    """Return a dropped line of which nobody knows where in its recording it is."""
+    return dataclasses.replace(
+        annotation, start=None, end=None, labels=(), channel=None, unanswered=True
+    )
 
 
 def _unanswered(

@@ -524,7 +524,7 @@ def _read_table(
     quiet_finder = Finder(finder.folder, Errors())
     seconds = functools.partial(_seconds, table.path, quiet_finder)
     joined_files.refuse(layout, options, read_lines, seconds)
-    durations.report(layout, read_lines, seconds, errors)
+    durations.report(layout, options, read_lines, seconds, errors)
     for line in read_lines:
         finder_of_line = quiet_finder if line.is_dropped else finder
         if names_files:

@@ -308,7 +308,7 @@ def _read(
     parts: list[Part] = []
     read_lines = list(lines.read(layout, reading, errors))
     joined_files.refuse(layout, reading, read_lines, seconds)
-    durations.report(layout, read_lines, seconds, errors)
+    durations.report(layout, reading, read_lines, seconds, errors)
     for line in read_lines:
         start = line.start or 0.0
         end = float("inf") if line.end is None else line.end
