@@ -70,7 +70,7 @@ def process(run: Callable[[], int]) -> int:
 
 
 def _exit_at_once_on_signals(code: int) -> None:
-    """Let Ctrl-C end the interpreter's end at once: all is saved and said by now."""
+    """Let Ctrl-C end the interpreter's end at once: all is saved and printed by now."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in machine.signal_numbers(["SIGINT", "SIGTERM"]):

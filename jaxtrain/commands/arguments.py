@@ -39,14 +39,9 @@ INTERRUPTED = 130
 HELP = {"-h", "--help"}
 USER_ERROR = 2
 # Endings of files that commands write, and an earlier one of which a later one may replace.
-WRITTEN = {".csv", ".html", ".json", ".jsonl", ".npz", ".parquet", ".png", ".txt", ".nii", ".gz"}
+WRITTEN = {".csv", ".html", ".npz", ".parquet", ".txt", ".nii", ".gz"}
 # Files of folders that commands read, with such an ending.
-RECORDS = set(
-    "classes.jsonl config.json detect.json detections.csv digests.jsonl embeddings.json errors.csv"
-    " generations.jsonl index.json jaxtrain.json lease.json manifest.json metrics.jsonl"
-    " prepared.json rows.parquet schedule.json tokenizer.json tokens.json"
-    " training_sources.csv".split()
-)
+RECORDS = {"detections.csv", "errors.csv", "rows.parquet", "training_sources.csv"}
 ERRORS_HEAD = "# errors of jaxtrain: "  # begins a file of --errors, which a later call may replace
 P = ParamSpec("P")
 # The errors that the running command has noted; None: nobody asked for them.
@@ -199,8 +194,18 @@ def _is_input(out: pathlib.Path, other: object) -> bool:
 
 
 def out_folder(text: str) -> Any:
-    """Parse the name of a folder to make, as `out_file`."""
-    return out_file(text, folder=True)
+    """Parse the name of a folder to make, as `out_file`. It is no run's, nor in its checkpoints."""
+    path = out_file(text, folder=True)
+    if not isinstance(path, pathlib.Path):
+        return path
+    place = path.resolve()
+    for above in (place, *place.parents):
+        is_workdir = (above / "config.json").exists() and (above / "metrics.jsonl").exists()
+        if is_workdir and (above == place or above / "checkpoints" in (place, *place.parents)):
+            raise argparse.ArgumentTypeError(
+                f"{text} is in the workdir of a run, {above}; name another folder"
+            )
+    return path
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:

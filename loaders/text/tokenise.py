@@ -53,6 +53,7 @@ PARTIAL = ".parts"  # folder of the entries of finished shards
 # file of a finished folder: the digest of its inputs and options, by which the same command
 # recognises it
 MADE_OF = "made_of"
+LEASE = "lease.json"  # of the process that writes there
 
 
 class TokensError(UserError, ValueError):
@@ -137,7 +138,15 @@ def _report_finished(out: pathlib.Path, plan: str) -> None:
 
 
 def _begin(out: pathlib.Path, plan: str) -> pathlib.Path:
-    """Make or enter an unfinished folder. Return the file that says what it is made of."""
+    """Make or enter an unfinished folder. Return the file that says what it is made of.
+
+    Raises TokensError: it holds other files, or was begun with other inputs.
+    """
+    if out.is_dir() and not (out / PARTIAL).exists():
+        others = sorted(path.name for path in out.iterdir() if path.is_file())
+        others = [name for name in others if name != LEASE and not name.startswith(".")]
+        if others:
+            raise TokensError(f"{out} holds other files, such as {others[0]}; name a new folder")
     (out / PARTIAL).mkdir(parents=True, exist_ok=True)
     marker = out / PARTIAL / "plan"
     if marker.exists() and marker.read_text() != plan:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from jaxtrain import cli
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import run_identity
 from jaxtrain.parallel.lease import WorkdirError
@@ -192,3 +193,31 @@ def test_points_of_a_sweep_have_folders_of_their_own(folder, monkeypatch):
     (folder / "shared.py").write_text(text + shared)
     with pytest.raises(config_lib.ConfigError, match="'one' in more than one sweep"):
         config_lib.sweeps("shared.py")
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/4"])
+def test_no_output_is_written_into_a_run(tmp_path, monkeypatch, capsys, inside):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "other" / inside
+    out.mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "other" / name).touch()
+    for argv in (
+        ["checkpoint", "export", "run"],
+        ["prove", "--minutes=0"],
+        ["replay", "run", "--step=3"],
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*argv, "--out", str(out)])
+        said = capsys.readouterr().err
+        assert f"{out} is in the workdir of a run, {tmp_path}/other; name another folder" in said
+
+
+def test_tokens_are_not_written_among_other_files(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("a text")
+    argv = ["tokens", str(tmp_path), str(tmp_path / "notes.txt"), "--tokenizer=bytes"]
+    assert cli.main(argv) == 2
+    assert "holds other files, such as notes.txt; name a new folder" in capsys.readouterr().err
+    (tmp_path / "train").mkdir()
+    argv[1] = str(tmp_path / "train")
+    assert cli.main(argv) == 0
