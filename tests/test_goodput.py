@@ -254,7 +254,8 @@ def test_restarts_of_a_supervisor_have_a_cause_and_a_price(tmp_path):
     """Two restarts by one cause, and one by hand, which a supervisor did not make."""
     killed = "process 1 (node7) was killed by SIGKILL"
     causes = [{"attempt": 0, "cause": ""}, {"attempt": 1, "cause": killed}, {}]
-    causes += [{"attempt": 0, "cause": ""}, {"attempt": 1, "cause": killed}]
+    hosts = ["node0", "node7", "node7"]
+    causes += [{"attempt": 0, "cause": ""}, {"attempt": 1, "cause": killed, "hosts": hosts}]
     causes += [{"attempt": "2", "cause": killed}, {"attempt": 2, "cause": 3}]  # of nobody's
     lines = []
     for number, facts in enumerate(causes):
@@ -276,3 +277,4 @@ def test_restarts_of_a_supervisor_have_a_cause_and_a_price(tmp_path):
     assert goodput.seconds_by_cause(starts) == {killed: 34.0}
     page = timeline._restarts(starts)
     assert page.count(killed) == 3 and "34.0 s because" in page
+    assert "node0, node7<" in page, "the hosts that took part"

@@ -623,16 +623,20 @@ class Distributed(Section):
 
 @dataclass(frozen=True)
 class Supervise(Section):
-    """When `jaxtrain train --supervise` gives up a run instead of restarting its processes."""
+    """When `jaxtrain train --supervise` gives up a run, or trains on without a lost host."""
 
     on_resume = OnResume(FREE)
 
     restarts: int = 20  # [times] restarts within an hour, after which the run is given up
     # [attempts] attempts in a row without a new step, after which the run is given up
     idle: int = 3
+    # [s] time for a lost host to return, after which the others train without it, and take it back
+    # once it does; 0 = they do not
+    wait: int = 0
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "restarts", "idle")
+        yield from checks.not_negative(self, "wait")
 
 
 Model = TypeVar("Model", bound=ModelSection, default=Any)

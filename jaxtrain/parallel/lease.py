@@ -9,6 +9,7 @@ object stores, on condition that nobody else wrote it since it was read. A conte
   a holder that was paused for longer finds the other lease when it confirms its own, and ends.
 
 A supervisor (`jaxtrain.supervise`) holds the lease for its processes, which know it by its token.
+Its lease also has a note: the address at which other supervisors of the run find it.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loaders.io import atomic_write, files
@@ -107,11 +109,28 @@ def parse(content: bytes) -> Process:
     return Process("", "an unknown host", 0, "", "", "an unknown time", 0, 0)
 
 
+def note_in(folder: str) -> dict[str, Any]:
+    """Return the note in the lease of a folder, {} if there is none or it cannot be read."""
+    import tensorstore as ts
+
+    path = folder if "://" in folder else os.path.realpath(files.expanded(folder))
+    spec: Any = f"{path.rstrip('/')}/"
+    if "://" not in folder:
+        spec = {"driver": "file", "path": spec}
+    try:
+        store: Any = ts.KvStore.open(spec).result(STORE_TIMEOUT)
+        note = json.loads(store.read(NAME).result(STORE_TIMEOUT).value or b"{}").get("note")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
 class Folder:
     """A folder on a disk or in an object store, and its lease."""
 
-    def __init__(self, name: str, me: Process, choose: str, token: str):
+    def __init__(self, name: str, me: Process, choose: str, token: str, note: Mapping[str, Any]):
         self.name = name
+        self._note = dict(note)
         self._token = token
         self.path = f"{name.rstrip('/')}/{NAME}"
         self.is_disk = "://" not in name
@@ -229,7 +248,8 @@ class Folder:
 
     def _write(self, version: bytes) -> bool:
         """Write the lease if it still has this version. False if another process wrote it."""
-        content = json.dumps(self._me._asdict() | {"renewed": time.time()}).encode()
+        fields = {"renewed": time.time(), "note": self._note}
+        content = json.dumps(self._me._asdict() | fields).encode()
         stamp = self._store.write(NAME, content, if_equal=version).result(STORE_TIMEOUT)
         holder: Process | None = self._me
         version = stamp.generation
@@ -244,7 +264,8 @@ class Lease:
 
     Entering raises WorkdirError, with the remedy, if another run holds one. ``leave`` is called
     while another lease expires, and may raise. ``choose`` names a folder for the message.
-    ``token``: of the supervisor that holds the folders for this process, if there is one.
+    ``token``: of the supervisor that holds the folders for this process, if there is one. ``note``:
+    for readers of the lease.
     """
 
     def __init__(
@@ -254,11 +275,12 @@ class Lease:
         leave: Callable[[], Any] = lambda: None,
         choose: str = "config.workdir",
         token: str = "",
+        note: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         me, self._leave, self._closed = this_process(), leave, threading.Event()
         self.token = me.token
         paths = [f if "://" in f else os.path.realpath(files.expanded(f)) for f in folders]
-        self._folders = [Folder(path, me, choose, token) for path in dict.fromkeys(paths)]
+        self._folders = [Folder(path, me, choose, token, note) for path in dict.fromkeys(paths)]
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":

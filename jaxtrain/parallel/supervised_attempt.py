@@ -1,13 +1,13 @@
 """The attempt of a process that a supervisor started (`jaxtrain.supervise`): JAXTRAIN_SUPERVISOR.
 
 The variable is JSON: {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "lease":
-"…", "run": "…", "memory": "/dev/shm/…"}. Without a supervisor there is none, and
-`from_environment` returns attempt -1.
+"…", "run": "…", "memory": "/dev/shm/…", "coordinator": "node6:23456", "members": [0, 2], "hosts":
+[…]}. Without a supervisor there is none, and `from_environment` returns attempt -1.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 VARIABLE = "JAXTRAIN_SUPERVISOR"
@@ -23,6 +23,9 @@ class Attempt(NamedTuple):
     lease: str = ""  # the token of the supervisor that holds the workdir
     run: str = ""  # the name of the run's steps in memory
     memory: str = ""  # their folder; "" without config.checkpoint.memory_every
+    coordinator: str = ""  # host:port at which the processes meet; "" if there is only one
+    members: Sequence[int] = ()  # the launcher's numbers of the processes that take part
+    hosts: Sequence[str] = ()  # theirs
 
     @property
     def is_supervised(self) -> bool:

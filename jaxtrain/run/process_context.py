@@ -285,8 +285,12 @@ def _connect(
 def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a start, for the report."""
     attempt = supervised_attempt.from_environment()
+    supervised: dict[str, Any] = {}
+    if attempt.is_supervised:
+        hosts = list(attempt.hosts)
+        supervised = {"attempt": attempt.attempt, "cause": attempt.cause, "hosts": hosts}
     return {
-        **({"attempt": attempt.attempt, "cause": attempt.cause} if attempt.is_supervised else {}),
+        **supervised,
         "versions": cluster.versions(),
         "commit": cluster.commit(),
         "devices": cluster.devices(),

@@ -1,7 +1,9 @@
 """`jaxtrain train --supervise`: processes that are restarted when one of them ends.
 
 supervisor        starts a process, waits for its end, agrees with others on the next start
+leader            the supervisor that decides, and its successor
 attempts          the rules: which ends are final, the cause of an end, when a run is given up
+fewer             the mesh of a run on fewer of its processes
 warm_process      the supervisor's side of a process that is started without its imports
 full_disk         a wait for room
 template          the other side: a process with the imports done, whose forks train

@@ -39,6 +39,7 @@ class Report(NamedTuple):
     rank: int = 9  # the lower, the less the end can be a consequence of another one
     run: str = ""  # the name of the run's steps in memory, once it has one
     of_disk: bool = False  # its process ended because a disk refused it
+    host: str = ""
 
 
 class Past(NamedTuple):

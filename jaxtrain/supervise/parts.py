@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Filling:
-    """The parts of this process, which are filled from those that other processes hold."""
+    """The parts of this process, which are filled from parts of other processes."""
 
     def __init__(self, parts: Sequence[Part]):
         self._parts = parts

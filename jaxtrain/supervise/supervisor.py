@@ -2,14 +2,20 @@
 
 There is one for each process that a launcher would start, by the launcher's own variables. At every
 start the supervisors come together at the coordinator's address (`rendezvous.vote`), report how
-their processes have ended, and get the decision of process 0's supervisor:
+their processes have ended, and get the decision of the one that leads (`leader`), at first process
+0's:
 
-    {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL",
-     "coordinator": "node6:23456", "run": "6f1c…", "code": 0, "text": ""}
+    {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "members": [0, 1],
+     "hosts": ["node6", "node7"], "argv": [], "coordinator": "node6:23456", "run": "6f1c…",
+     "code": 0, "text": ""}
 
 The processes meet at that address, with a new port for each attempt. A code and a text end the run
 for good. During an attempt the supervisors have `links`, by which the end of a process, or of a
 supervisor, ends the attempt of all. `attempts` has the rules.
+
+With config.supervise.wait the members may be fewer than all, and argv has their mesh (`fewer`). One
+that returns waits at the leader's address (`waiting_room`). Then the leader asks its process to
+stop. All processes save, and the next attempt has one member more.
 """
 
 import contextlib
@@ -25,16 +31,18 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.config import Config
-from jaxtrain.parallel import cluster, supervised_attempt
-from jaxtrain.parallel.cluster import addresses, discover, rendezvous
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import addresses, discover, rendezvous, waiting_room
 from jaxtrain.parallel.cluster.links import Links, Loss
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.supervise import attempts, full_disk, steps_in_memory
+from jaxtrain.parallel.supervised_attempt import DISK, Attempt
+from jaxtrain.supervise import attempts, fewer, full_disk, steps_in_memory
 from jaxtrain.supervise.attempts import Past, Report
+from jaxtrain.supervise.leader import Leader
 from jaxtrain.supervise.warm_process import Ended, WarmProcess
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import run as run_lib
@@ -42,7 +50,7 @@ from loaders.io import atomic_write, machine
 
 log = logging.getLogger("jaxtrain")
 
-GRACE = 3.0  # [s] for a process to end by itself after another one has
+SAVING = 600.0  # [s] for the processes to save and end when a host has returned
 KILLED = 10.0  # [s] for a killed process to end
 
 
@@ -54,6 +62,13 @@ class Stop(NamedTuple):
 
 class Lost(NamedTuple):
     """The end of a process, or of a supervisor, elsewhere."""
+
+    attempt: int
+    loss: Loss
+
+
+class Back(NamedTuple):
+    """The return of hosts, which ends an attempt without them once it has saved."""
 
     attempt: int
     loss: Loss
@@ -118,6 +133,11 @@ class Signals:
         return bool(self.first)
 
     @property
+    def saves(self) -> int:
+        """The number of a signal after which a process saves and ends."""
+        return next(iter(machine.signal_numbers(self._config.preemption.signals)), signal.SIGINT)
+
+    @property
     def code(self) -> int:
         """The exit code of a run that a signal ends while no process runs."""
         if self.first == signal.SIGINT:
@@ -130,7 +150,7 @@ class Signals:
 
 
 class Supervisor:
-    """One of the supervisors of a run. Process 0's holds the lease of the workdir and decides."""
+    """One of the supervisors of a run."""
 
     def __init__(
         self,
@@ -151,11 +171,16 @@ class Supervisor:
         self._closing = contextlib.ExitStack()
         self._lease: Lease | None = None
         self._refusals = 0  # ends of the process in a row because a disk refused it
+        self._job = membership.job or f"the run in {os.path.abspath(config.workdir)}"
+        self._expected = set(range(membership.processes))  # whose return is waited for
+        self._led_by = 0
+        changes = config.supervise.wait > 0
+        self._leader = Leader(membership, self._folders(), self._job, changes=changes)
 
     def run(self) -> int:
         with self._closing as closing:
             refusal = self._take_lease(closing)
-            report = Report()
+            report = Report(host=self._host)
             while True:
                 decision, links = self._agree(report, refusal)
                 if decision["code"]:
@@ -171,9 +196,9 @@ class Supervisor:
 
     def _take_lease(self, closing: contextlib.ExitStack) -> str:
         """Take the lease of the workdir for the processes. Return the refusal, for all."""
-        if self._membership.process:
+        if not self._leader.is_here:
             return ""
-        lease = Lease(self._folders(), leave=self._leave)
+        lease = self._leader.make_lease(self._leave)
         try:
             self._enter(lease, closing)
         except WorkdirError as error:
@@ -215,23 +240,13 @@ class Supervisor:
             )
 
     def _agree(self, report: Report, refusal: str) -> tuple[Mapping[str, Any], Links]:
-        """Return process 0's decision after all reports, and the links of the coming attempt."""
-        membership, config = self._membership, self._config
+        """Return the leader's decision after all reports, and the links of the coming attempt."""
+        membership = self._membership
         if membership.processes == 1:
             self._leave()
-            return self._decide([report]), Links(0, [])
-        job = membership.job or f"the run in {os.path.abspath(config.workdir)}"
+            return self._decide({0: report}), Links(0, [])
         try:
-            outcome = rendezvous.vote(
-                membership,
-                rendezvous.Vote(report, self._decide),
-                job=f"the supervisors of {job}",
-                facts={"launcher": membership.launcher},
-                timeout=config.distributed.init_timeout,
-                leave=self._signals.came,
-                secret=discover.secret_of(os.environ, membership.coordinator),
-                refusal=refusal,
-            )
+            outcome = self._vote(report, refusal)
         except rendezvous.Stopped:
             raise
         except rendezvous.RendezvousError as error:
@@ -242,27 +257,111 @@ class Supervisor:
         decision: Mapping[str, Any] = outcome.verdict.decision
         note_loss = functools.partial(self._note_loss, int(decision["attempt"]))
         name = "the supervisor of process"
-        links = Links(membership.process, outcome.peers, name=name, on_end=note_loss)
-        if membership.process == 0 and len(outcome.peers) < membership.processes - 1:
-            loss = Loss(f"{name} 1 or higher ended as the attempt began")
+        members = decision["members"]
+        self._expected = set(members)
+        self._led_by = members[0]
+        peers = outcome.peers
+        if not self._leader.is_here:
+            peers = [peer._replace(process=members[0]) for peer in peers]
+        # The leader is the first member, and sends on what the others report.
+        links = Links(members.index(membership.process), peers, name=name, on_end=note_loss)
+        if self._leader.is_here and len(peers) < len(members) - 1:
+            loss = Loss(f"{name} {members[1]} or higher ended as the attempt began")
             links.report_loss(loss)  # the others have no connection that shows it
             note_loss(loss)
         return decision, links
 
+    def _vote(self, report: Report, refusal: str) -> rendezvous.Outcome:
+        """Meet the others at the leader's address, or become the leader if nothing answers there.
+
+        Raises as `rendezvous.vote` does.
+        """
+        config, leader = self._config, self._leader
+        timeout = config.distributed.init_timeout
+        deadline = time.monotonic() + timeout
+        wait = config.supervise.wait
+        may_lead = wait > 0 and (report.attempt >= 0 or not self._membership.process)
+        while True:
+            address = leader.address()
+            ballot = rendezvous.Vote(
+                report,
+                self._decide,
+                self._objection if wait else None,
+                leads=leader.is_here,
+                where=leader.address,
+                patience=min(wait, timeout) if may_lead else None,
+            )
+            try:
+                return rendezvous.vote(
+                    self._membership._replace(coordinator=address),
+                    ballot,
+                    job=f"the supervisors of {self._job}",
+                    facts=cluster.facts_of(self._membership, config),
+                    timeout=timeout,
+                    leave=self._signals.came,
+                    secret=discover.secret_of(os.environ, self._membership.coordinator),
+                    refusal=refusal,
+                )
+            except rendezvous.UnreachableError:
+                if not may_lead or time.monotonic() > deadline:
+                    raise
+            enter = functools.partial(self._enter, closing=self._closing)
+            self._lease = leader.succeed(enter, self._leave)
+            if self._lease:
+                self._expected.discard(self._led_by)
+                log.warning("%s leads: nothing answered at %s", self._name, address)
+
     def _note_loss(self, attempt: int, loss: Loss) -> None:
         self._events.put(Lost(attempt, loss))
 
-    def _decide(self, reports: Sequence[Any]) -> dict[str, Any]:
-        """Decide on the next attempt, or on the end, as process 0's supervisor."""
-        each = [Report(*report) for report in reports]
+    def _objection(self, reports: Mapping[int, Any], seconds: float) -> str:
+        """Return why the supervisors that have come do not go on without the others, or ""."""
+        if all(Report(*report).attempt < 0 for report in reports.values()):
+            return "the run has not begun"
+        wait = self._config.supervise.wait
+        if seconds < wait and not self._expected <= reports.keys():
+            return f"they wait for {wait} s (config.supervise.wait)"
+        whole = self._whole_run()
+        if not whole:
+            return "no attempt has recorded its devices yet"
+        return whole.objection(len(reports))
+
+    def _whole_run(self) -> fewer.Run | None:
+        """Return the run with the devices of each process, as an attempt has recorded them."""
+        for start in reversed(self._starts()):
+            count = str(start.facts.get("devices", "")).partition(" ")[0]
+            if count.isdecimal() and start.processes:
+                devices = int(count) // start.processes
+                return fewer.Run(self._config, self._membership.processes, devices)
+        return None
+
+    def _split(self, members: int) -> list[str]:
+        """Return the arguments by which fewer processes than all train. Name them in the log."""
+        whole = self._whole_run()
+        if members == self._membership.processes or not whole:
+            return []
+        split = whole.split(members)
+        assert split
+        log.warning(
+            "%d of %d processes go on, with the same batches on %s: sums have other last bits",
+            members,
+            self._membership.processes,
+            split,
+        )
+        return split.overrides(self._config)
+
+    def _decide(self, reports: Mapping[int, Any]) -> dict[str, Any]:
+        """Decide on the next attempt, or on the end, as the leader."""
+        own = self._membership.process
+        members = [own, *(process for process in reports if process != own)]
+        each = [Report(*reports[process]) for process in members]
         attempt = max(report.attempt for report in each)
         cause = ""
         text = ""
         if attempt >= 0:
             cause = attempts.first_cause(each)
-            step = run_lib.Run(pathlib.Path(self._config.workdir), "").step
             of_disk = any(report.of_disk for report in each)
-            past = Past(attempt, time.time(), step, cause, of_disk)
+            past = Past(attempt, time.time(), self._step(), cause, of_disk)
             self._past.append(past)
             if rule := attempts.why_given_up(self._past, self._config, time.time()):
                 text = "\n  ".join([f"the run is given up: {rule}", *map(str, self._past)])
@@ -271,24 +370,27 @@ class Supervisor:
         return {
             "attempt": attempt + 1,
             "cause": cause,
-            "coordinator": self._free_address(),
+            "coordinator": self._free_address(len(each)),
+            "members": members,
+            "hosts": [report.host for report in each],
+            "argv": self._split(len(each)),
             "run": next((report.run for report in each if report.run), uuid.uuid4().hex),
             "code": attempts.GIVEN_UP if text else 0,
             "text": text,
         }
 
-    def _starts(self) -> list[goodput.Start]:
-        """Return the starts of this supervisor's process, as they are recorded."""
-        name = f"process-{self._membership.process}.jsonl"
+    def _starts(self, process: int = 0) -> list[goodput.Start]:
+        """Return the starts of a process, by its number in the attempt, as they are recorded."""
+        name = f"process-{process}.jsonl"
         try:
             return goodput.starts(pathlib.Path(self._config.workdir, goodput.FOLDER, name))
         except (OSError, WorkdirError):
             return []
 
-    def _free_address(self) -> str:
-        """Return an address of process 0 with a port on which nothing listens."""
-        host = self._membership.coordinator.rpartition(":")[0]
-        if not host:
+    def _free_address(self, members: int) -> str:
+        """Return an address of this host with a port on which nothing listens."""
+        host = self._leader.address().rpartition(":")[0]
+        if members == 1:
             return ""
         places = addresses.on_this_machine(host.strip("[]"), 0)
         while True:
@@ -303,22 +405,27 @@ class Supervisor:
         number = int(decision["attempt"])
         token = self._lease.token if self._lease else ""
         folder = self._memory_folder(decision["run"])
-        attempt = supervised_attempt.Attempt(
-            number, decision["cause"], token, decision["run"], folder
+        attempt = Attempt(
+            number,
+            decision["cause"],
+            token,
+            decision["run"],
+            folder,
+            decision["coordinator"],
+            decision["members"],
+            decision["hosts"],
         )
-        environment = attempt.to_environment()
-        if decision["coordinator"]:
-            environment[discover.VARIABLES[0]] = decision["coordinator"]
         began = time.time()
-        self._process.start(environment)
-        code, loss = self._wait(number)
+        self._process.start(attempt.to_environment(), decision["argv"])
+        with self._waiting_room(attempt):
+            code, loss = self._wait(number, links)
         last_words = ""
-        for start in self._starts():
-            if start.began >= began - 1:
+        for start in self._starts(attempt.members.index(self._membership.process)):
+            if start.began >= began - 1 and start.host == self._host:
                 last_words = start.end
         cause = attempts.describe(self._name, code, last_words)
-        rank, of_disk = attempts.rank_of(code), code == supervised_attempt.DISK
-        report = Report(number, cause, rank, decision["run"], of_disk)
+        rank, of_disk = attempts.rank_of(code), code == DISK
+        report = Report(number, cause, rank, decision["run"], of_disk, self._host)
         if loss:
             report = report._replace(cause=loss.reason, rank=report.rank + 1)
         return Outcome(report, self._final(code, cause, loss, links))
@@ -331,7 +438,41 @@ class Supervisor:
         self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
         return str(folder)
 
-    def _wait(self, attempt: int) -> tuple[int, Loss | None]:
+    @contextlib.contextmanager
+    def _waiting_room(self, attempt: Attempt) -> Iterator[None]:
+        """Receive supervisors that come during an attempt, as the leader."""
+        membership = self._membership
+        if not self._leader.is_here or membership.processes == 1:
+            yield
+            return
+        membership = membership._replace(coordinator=self._leader.address())
+        room = waiting_room.WaitingRoom(
+            membership,
+            job=f"the supervisors of {self._job}",
+            facts=lambda: cluster.facts_of(membership, self._config),
+            secret=discover.secret_of(os.environ, membership.coordinator),
+            members=attempt.members,
+            on_arrival=functools.partial(self._take_back, attempt, self._step()),
+        )
+        with contextlib.closing(room):
+            yield
+
+    def _take_back(self, attempt: Attempt, first: int, hosts: Mapping[int, str]) -> None:
+        """End an attempt that has made a step after ``first``, if it can go on with ``hosts``."""
+        whole = self._whole_run()
+        if self._expected >= hosts.keys() or not whole or self._step() <= first:
+            return
+        if whole.objection(len(attempt.members) + len(hosts)):
+            return
+        self._expected |= hosts.keys()
+        names = " and ".join(f"process {number} ({host})" for number, host in hosts.items())
+        log.warning("%s came back: all save, and go on together", names)
+        self._events.put(Back(attempt.attempt, Loss(f"{names} came back", grace=SAVING)))
+
+    def _step(self) -> int:
+        return run_lib.Run(pathlib.Path(self._config.workdir), "").step
+
+    def _wait(self, attempt: int, links: Links) -> tuple[int, Loss | None]:
         """Return the process's exit code, and the loss that ended the attempt before, if any."""
         loss: Loss | None = None
         deadline = float("inf")
@@ -347,9 +488,12 @@ class Supervisor:
                 return event.code, loss
             if isinstance(event, Stop):
                 self._process.signal(event.number)
-            elif loss is None and event.attempt == attempt:
+            elif event.attempt == attempt and (loss is None or event.loss.grace < loss.grace):
                 loss = event.loss
-                deadline = time.monotonic() + GRACE
+                deadline = time.monotonic() + loss.grace
+                if isinstance(event, Back):
+                    links.report_loss(loss)
+                    self._process.signal(self._signals.saves)
 
     def _final(self, code: int, cause: str, loss: Loss | None, links: Links) -> int | None:
         """Return the code with which the run ends for good, if it does, and tell the others."""

@@ -3,7 +3,7 @@
 A is the descriptor of a socket to the supervisor. The messages are lines of JSON:
 
     ← {"path": […], "argv": […], "modules": […]}      sys.path, the arguments of `jaxtrain train`
-    ← {"environment": {…}}                            start a fork with these variables, too
+    ← {"environment": {…}, "argv": […]}               start a fork with these, too
     → {"pid": 123}                                    it is started
     → {"stale": true}                                 instead: files of jaxtrain have changed since
     → {"pid": 123, "code": -9}                        it has ended
@@ -55,7 +55,7 @@ def main() -> int:
         if not pid:
             os.close(server.detach())  # `messages` would keep a closed socket open
             os.environ.update(request["environment"])
-            _train(setup["argv"], lifeline)
+            _train([*setup["argv"], *request["argv"]], lifeline)
         _send(server, {"pid": pid})
         code = _wait(pid, server)
         if code is None:

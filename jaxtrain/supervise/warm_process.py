@@ -45,11 +45,11 @@ class WarmProcess:
         self._send(self._setup)
         threading.Thread(target=self._read, name="warm process", daemon=True).start()
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start a process of the run with these variables in its environment, too."""
+    def start(self, environment: Mapping[str, str], argv: Sequence[str] = ()) -> None:
+        """Start a process of the run with more variables in its environment, and arguments."""
         with self._lock:
             self._signals = []
-            self._request = {"environment": dict(environment)}
+            self._request = {"environment": dict(environment), "argv": list(argv)}
             if self._template.poll() is None:
                 self._send(self._request)
             else:

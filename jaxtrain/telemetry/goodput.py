@@ -345,6 +345,8 @@ class Restart(NamedTuple):
     began: float  # [s since 1970]
     cause: str
     seconds: float  # stopped, starting, and making steps again
+    processes: int
+    hosts: tuple[str, ...]  # one for each process; () if they are unknown
 
 
 def supervised_restarts(every_start: Sequence[Start]) -> list[Restart]:
@@ -356,7 +358,10 @@ def supervised_restarts(every_start: Sequence[Start]) -> list[Restart]:
             continue
         seconds = max(start.began - before.now, 0.0)
         seconds += sum(start.seconds.get(phase, 0.0) for phase in (*STARTING, AGAIN))
-        listed.append(Restart(attempt, start.began, cause[:300], seconds))
+        hosts = start.facts.get("hosts")
+        names = tuple(map(str, hosts)) if isinstance(hosts, list) else ()
+        restart = Restart(attempt, start.began, cause[:300], seconds, start.processes, names)
+        listed.append(restart)
     return listed
 
 

@@ -3,6 +3,7 @@
 discover      environment -> Cluster, a pure function
 rendezvous    the processes come together here before JAX joins them
 addresses     the addresses of a host, and the sockets that listen there
+waiting_room  supervisors that come during an attempt wait here for its end
 links         connections during a run, which show at once that a process has ended
 handshake     the proof at both ends of its connections that they know the job's secret
 processes     joining the processes, and exchanges between them
@@ -22,6 +23,7 @@ from jaxtrain.parallel.cluster.processes import (
     commit,
     compare,
     devices,
+    facts_of,
     find,
     gather,
     gather_texts,
@@ -53,6 +55,7 @@ __all__ = (
     "commit",
     "compare",
     "devices",
+    "facts_of",
     "find",
     "gather",
     "gather_texts",

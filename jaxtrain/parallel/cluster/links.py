@@ -1,7 +1,7 @@
 """Connections that stay open during a run, and show at once that a process has ended.
 
 They are the rendezvous's connections, between process 0 and each other process. The kernel closes
-them when their process ends, whatever ended it, and its keepalive notices within 15 s that a host
+them when their process ends for any reason, and its keepalive notices within 15 s that a host
 has vanished. A process that is stopped or busy for minutes is not taken for dead, because the
 kernel of its host still answers.
 
@@ -50,6 +50,7 @@ class Loss(NamedTuple):
 
     reason: str
     code: int = 0  # of the whole run's end, if it ends for good
+    grace: float = 3.0  # [s] for a process to end by itself before its supervisor kills it
 
 
 class Links:
@@ -122,6 +123,7 @@ class Links:
 
     def _send(self, loss: Loss, seconds: float) -> None:
         fields = {"end": loss.reason[: MAX_MESSAGE // 8], "seconds": seconds, "code": loss.code}
+        fields["grace"] = loss.grace
         body = json.dumps(fields).encode()
         message = len(body).to_bytes(4, "big") + body
         with self._sending:
@@ -147,7 +149,7 @@ class Links:
         return max(0.0, self._deadline - time.monotonic())
 
     def _read(self, reader: "_Reader") -> bool:
-        """Read what a process sent. False if its connection is at its end."""
+        """Read the messages of a process. False if its connection is at its end."""
         try:
             messages = reader.read()
         except OSError as error:
@@ -160,7 +162,8 @@ class Links:
             reader.has_left = True
             reader.has_finished |= message.code != 0
             if message.end:
-                self._lose(Loss(message.end, message.code), message.seconds)
+                loss = Loss(message.end, message.code, message.grace)
+                self._lose(loss, message.seconds)
         return True
 
     def _lose(self, loss: Loss, seconds: float) -> None:
@@ -198,6 +201,7 @@ class _Message(NamedTuple):
     end: str
     seconds: float
     code: int = 0
+    grace: float = 3.0
 
 
 class _Reader:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxtrain
 from jaxtrain.config import Config, to_json
-from jaxtrain.parallel import jax_options
+from jaxtrain.parallel import jax_options, supervised_attempt
 from jaxtrain.parallel.cluster import addresses, discover, links, notices, rendezvous
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.links import Links
@@ -35,10 +35,34 @@ VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def find() -> Cluster:
-    """Return the cluster that this machine's environment describes. Raises ClusterError."""
+    """Return the cluster that this machine's environment describes. Raises ClusterError.
+
+    In an attempt of a supervisor it is that of the processes that take part.
+    """
     gpus = sum(path.name.startswith("nvidia") for path in machine.accelerators())
     metadata = notices.tpu_metadata(os.environ)
-    return discover.from_environment(os.environ, gpus=gpus, metadata=metadata)
+    membership = discover.from_environment(os.environ, gpus=gpus, metadata=metadata)
+    attempt = supervised_attempt.from_environment()
+    if not attempt.members:
+        return membership
+    return membership._replace(
+        processes=len(attempt.members),
+        process=attempt.members.index(membership.process),
+        coordinator=attempt.coordinator,
+    )
+
+
+def facts_of(membership: Cluster, config: Config) -> dict[str, Any]:
+    """Return the facts that have to be equal in all processes of a run."""
+    return {
+        "config": json.loads(to_json(config)),
+        "versions": versions(),
+        "environment": jax_options.recorded(),
+        # The extension may differ, since each host may build it.
+        "the digest of jaxtrain's files": digest_of_files(),
+        "launcher": membership.launcher,
+        "gpus": len(membership.local_devices),
+    }
 
 
 def await_peers(
@@ -58,15 +82,7 @@ def await_peers(
     return rendezvous.await_peers(
         membership,
         job=membership.job or f"the run in {os.path.abspath(config.workdir)}",
-        facts={
-            "config": json.loads(to_json(config)),
-            "versions": versions(),
-            "environment": jax_options.recorded(),
-            # The extension may differ, since each host may build it.
-            "the digest of jaxtrain's files": digest_of_files(),
-            "launcher": membership.launcher,
-            "gpus": len(membership.local_devices),
-        },
+        facts=facts_of(membership, config),
         timeout=config.distributed.init_timeout,
         leave=leave,
         secret=discover.secret_of(os.environ, membership.coordinator),

@@ -9,8 +9,8 @@ message, and gets the verdict once the rendezvous is over:
     → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {…}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
-Supervisors (`jaxtrain.supervise`) also send a report, and get what process 0 decides from all of
-them.
+Supervisors (`jaxtrain.supervise`) also send a report, and get the decision of process 0 about
+all reports. It may decide to begin without the missing processes.
 
 If the run begins, the connections stay open until its end, and show when a process dies (`links`).
 
@@ -25,7 +25,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.parallel.cluster import addresses, handshake
@@ -37,6 +37,7 @@ from loaders.io.checks import UserError, flatten
 MAX_UNAUTHENTICATED = 128  # peers that may be connected
 PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
 CONNECTING = 5.0  # [s] for a connection to process 0, and for its proof
+REPLYING = 5.0  # [s] for a verdict to be sent
 POLL = 0.1  # [s]
 MAX_NAMED = 16  # processes that a message lists by number
 # The fields of a message. Exactly these types: True, 0.5 and 1.0 are not the number of a process.
@@ -49,6 +50,10 @@ class RendezvousError(UserError, RuntimeError):
     """The processes did not all connect, or they differ."""
 
 
+class UnreachableError(RendezvousError):
+    """Nothing answers at the address of process 0."""
+
+
 class Stopped(RendezvousError):
     """A process was asked to stop while it waited for the others."""
 
@@ -59,6 +64,7 @@ class Verdict(NamedTuple):
     error: str  # "" if all are present and agree
     stopped: bool = False
     decision: Any = None  # by process 0's `Vote`
+    waits: bool = False  # it is not the end yet: the process is to wait on (`waiting_room`)
 
 
 class Outcome(NamedTuple):
@@ -69,10 +75,17 @@ class Outcome(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A decision by process 0 about reports of all processes, once they are present and agree."""
+    """A decision by process 0 about reports of processes, once they are present and agree."""
 
     report: Any = None  # of this process, as JSON
-    decide: Callable[[list[Any]], Any] = len  # of the reports, by process; process 0 calls it
+    decide: Callable[[Mapping[int, Any]], Any] = len  # of process -> report; process 0 calls it
+    # Why the present ones do not begin without the others, by their reports and the seconds of the
+    # wait, or "". Without it all are needed.
+    objection: Callable[[Mapping[int, Any], float], str] | None = None
+    leads: bool | None = None  # this process takes process 0's part; None = if it is process 0
+    # host:port of the process that leads, if that may change; the membership's by default
+    where: Callable[[], str] | None = None
+    patience: float | None = None  # [s] until the leader is unreachable; the timeout by default
 
 
 def await_peers(
@@ -128,21 +141,17 @@ def vote(
     Raises RendezvousError: ``refusal``, a taken port, processes that did not connect or differ, by
     number; Stopped: ``leave`` returned true, here or in another process.
     """
-    hello = {
-        "job": job,
-        "process": membership.process,
-        "processes": membership.processes,
-        "host": socket.gethostname(),
-        "facts": facts,
-        "report": ballot.report,
-    }
+    hello = hello_of(membership, job, facts) | {"report": ballot.report}
     key = secret.encode()
     work: Coroutine[Any, Any, Outcome]
-    if membership.process == 0:
-        rendezvous = Rendezvous(hello, key, timeout, leave, refusal, ballot.decide)
+    leads = membership.process == 0 if ballot.leads is None else ballot.leads
+    if leads:
+        rendezvous = Rendezvous(hello, key, timeout, leave, refusal, ballot)
         work = rendezvous.hold(membership.coordinator)
     else:
-        work = _report(hello, membership.coordinator, key, timeout, leave)
+        where = ballot.where or (lambda: membership.coordinator)
+        patience = timeout if ballot.patience is None else ballot.patience
+        work = _report(hello, where, key, _Patience(patience, timeout), leave)
     outcome = asyncio.run(work)
     verdict = outcome.verdict
     if verdict.stopped:
@@ -152,7 +161,18 @@ def vote(
     return outcome
 
 
-def _host_and_port(coordinator: str) -> tuple[str, int]:
+def hello_of(membership: Cluster, job: str, facts: Mapping[str, Any]) -> Message:
+    """Return the first message of a process."""
+    return {
+        "job": job,
+        "process": membership.process,
+        "processes": membership.processes,
+        "host": socket.gethostname(),
+        "facts": facts,
+    }
+
+
+def host_and_port(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -166,11 +186,11 @@ class Rendezvous:
         secret: bytes,
         timeout: float,
         leave: Leave,
-        refusal: str,
-        decide: Callable[[list[Any]], Any],
+        refusal: str = "",
+        ballot: Vote | None = None,
     ):
         self._hello = hello
-        self._decide = decide
+        self._ballot = ballot or Vote()
         self._secret = secret
         self._timeout = timeout
         self._leave = leave
@@ -182,46 +202,70 @@ class Rendezvous:
 
     async def hold(self, coordinator: str) -> Outcome:
         """Wait for all others, and reply to them with the verdict, which is returned."""
-        host, port = _host_and_port(coordinator)
+        host, port = host_and_port(coordinator)
         deadline = time.monotonic() + self._timeout
-        verdict = Verdict(f"process 0 ({self._hello['host']}) has failed")
+        own = self._hello["process"]
+        verdict = Verdict(f"process {own} ({self._hello['host']}) has failed")
         peers = []
-        listeners = await _listen(host, port, min(deadline, time.monotonic() + 10), self._leave)
+        async with self._listening(host, port, min(deadline, time.monotonic() + 10)):
+            try:
+                verdict = await self._wait(port, deadline)
+            finally:
+                replies = [_reply(*present, verdict) for present in self._present.values()]
+                for peer in await asyncio.gather(*replies):
+                    peers += [peer] if peer else []
+        return Outcome(verdict, peers)
+
+    @contextlib.asynccontextmanager
+    async def _listening(self, host: str, port: int, deadline: float) -> AsyncIterator[None]:
+        listeners = await _listen(host, port, deadline, self._leave)
         for listener in listeners:
             self._start(self._accept(listener))
         try:
-            verdict = await self._wait(port, deadline)
+            yield
         finally:
-            replies = [_reply(*present, verdict) for present in self._present.values()]
-            for peer in await asyncio.gather(*replies):
-                peers += [peer] if peer else []
-            for task in self._tasks:
-                task.cancel()
             for listener in listeners:
                 listener.close()
-        return Outcome(verdict, peers)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _wait(self, port: int, deadline: float) -> Verdict:
         host = self._hello["host"]
         processes = self._hello["processes"]
-        others = set(range(1, processes))
+        own = self._hello["process"]
+        others = set(range(processes)) - {own}
+        began = time.monotonic()
         while missing := sorted(others - set(self._present)):
             stopped = f"process {self._stopped}" if self._stopped is not None else ""
             if not stopped and self._leave():
-                stopped = f"process 0 ({host})"
+                stopped = f"process {own} ({host})"
             if stopped:
                 text = f"{stopped} was asked to stop while it waited for others"
                 return Verdict(text, stopped=True)
             if time.monotonic() > deadline:
                 late = f"{_numbered(missing)} of {processes} did not connect to {host}:{port}"
-                return Verdict(self._refusal or f"{late} within {self._timeout:g} s")
+                late = f"{late} within {self._timeout:g} s"
+                if objection := self._objection(time.monotonic() - began):
+                    late = f"{late}, and the others do not go on alone: {objection}"
+                return Verdict(self._refusal or late)
+            if self._objection(time.monotonic() - began) == "":
+                break
             await asyncio.sleep(POLL)
-        others_by_number = sorted(self._present.items())
-        messages = [self._hello, *(message for _, (message, _) in others_by_number)]
-        if problem := self._refusal or differences(messages):
+        messages = self._messages()
+        if problem := self._refusal or differences(list(messages.values())):
             return Verdict(problem)
-        reports = [message.get("report") for message in messages]
-        return Verdict("", decision=self._decide(reports))
+        return Verdict("", decision=self._ballot.decide(_reports(messages)))
+
+    def _messages(self) -> dict[int, Message]:
+        others = {process: message for process, (message, _) in self._present.items()}
+        return dict(sorted({**others, self._hello["process"]: self._hello}.items()))
+
+    def _objection(self, seconds: float) -> str | None:
+        """Return why those present do not begin without the others. None: all are needed."""
+        if not self._ballot.objection:
+            return None
+        return self._ballot.objection(_reports(self._messages()), seconds)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -267,7 +311,7 @@ class Rendezvous:
             self._stopped = process
         except OSError:
             if process is not None:
-                del self._present[process]
+                self._present.pop(process, None)
         finally:
             self._unauthenticated.pop(writer, None)
             writer.close()
@@ -277,7 +321,7 @@ class Rendezvous:
         if not _is_hello(message):
             return "this was not a process of a run"
         hello = self._hello
-        process_0 = f"process 0 ({hello['host']})"
+        process_0 = f"process {hello['process']} ({hello['host']})"
         number, host = message["process"], message["host"]
         if message["job"] != hello["job"]:
             jobs = f"{hello['job']}, not {message['job']}"
@@ -287,11 +331,16 @@ class Rendezvous:
             return (
                 f"process {number} ({host}) {run}, and {process_0} to one of {hello['processes']}"
             )
-        if number in self._present or not 0 < number < hello["processes"]:
+        is_own = number == hello["process"]
+        if number in self._present or is_own or not 0 <= number < hello["processes"]:
             first, _ = self._present.get(number, (hello, None))
             hosts = f"one on {first['host']}, one on {host}"
             return f"two processes have the number {number}: {hosts}"
         return ""
+
+
+def _reports(messages: Mapping[int, Message]) -> dict[int, Any]:
+    return {process: message.get("report") for process, message in messages.items()}
 
 
 def _is_hello(message: Any) -> bool:
@@ -324,7 +373,7 @@ async def _reply(hello: Message, line: Line, verdict: Verdict) -> Peer | None:
     """Send the verdict to a process. Return it if the run begins, and it is still there."""
     peer = None
     with contextlib.suppress(OSError):  # it has left; the others still get their reply
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(REPLYING):
             await line.send(verdict._asdict())
             if not verdict.error:
                 peer = Peer(hello["process"], hello["host"], line.connection())
@@ -333,19 +382,29 @@ async def _reply(hello: Message, line: Line, verdict: Verdict) -> Peer | None:
     return peer
 
 
+class _Patience(NamedTuple):
+    connecting: float  # [s] to a process 0 that does not answer
+    verdict: float  # [s]
+
+
 async def _report(
-    hello: Message, coordinator: str, secret: bytes, timeout: float, leave: Leave
+    hello: Message,
+    where: Callable[[], str],
+    secret: bytes,
+    patience: _Patience,
+    leave: Leave,
 ) -> Outcome:
     """Report to process 0, as any other process, and return its verdict."""
-    host, port = _host_and_port(coordinator)
+    timeout = patience.connecting
     name = f"process {hello['process']} ({hello['host']})"
     last_error = OSError("no answer")
     deadline = time.monotonic() + timeout
     while not leave():
+        host, port = host_and_port(where())
         if time.monotonic() > deadline:
             reason = last_error.strerror or str(last_error) or type(last_error).__name__
             text = f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}"
-            raise RendezvousError(text) from last_error
+            raise UnreachableError(text) from last_error
         try:
             reader, writer = await _connect(host, port)
             with contextlib.closing(writer):
@@ -353,7 +412,7 @@ async def _report(
                     line = await handshake.prove(reader, writer, secret)
                     await line.send(hello)
                 # Process 0 names those late. It may have begun to wait later than this process.
-                if verdict := await _verdict(line, deadline + 10, leave):
+                if verdict := await _verdict(line, patience.verdict + 10, leave):
                     peers = [] if verdict.error else [Peer(0, host, line.connection())]
                     return Outcome(verdict, peers)
                 if leave():
@@ -375,9 +434,10 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     return await asyncio.open_connection(sock=connection)
 
 
-async def _verdict(line: Line, deadline: float, leave: Leave) -> Verdict | None:
+async def _verdict(line: Line, timeout: float, leave: Leave) -> Verdict | None:
     """Wait for the verdict. None if the time is up, or this process leaves, which it reports."""
     answer: asyncio.Task[Message] = asyncio.ensure_future(line.receive())
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if leave():
             answer.cancel()
@@ -385,7 +445,11 @@ async def _verdict(line: Line, deadline: float, leave: Leave) -> Verdict | None:
             return None
         finished, _ = await asyncio.wait([answer], timeout=POLL)
         if finished:
-            return Verdict(**answer.result())
+            verdict = Verdict(**answer.result())
+            if not verdict.waits:
+                return verdict
+            answer = asyncio.ensure_future(line.receive())
+            deadline = time.monotonic() + timeout
     answer.cancel()
     return None
 

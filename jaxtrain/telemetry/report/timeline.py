@@ -36,6 +36,7 @@ TRACED = {
     "gaps": "#b8432f",
 }
 WIDTH, ROW = 1000, 20
+MAX_HOSTS = 300  # [characters] of their names
 STARTS = (
     ("start", "n"),
     ("began", ""),
@@ -50,6 +51,8 @@ RESTARTS = (
     ("began", ""),
     ("because", ""),
     ("until as far again", "n"),
+    ("processes", "n"),
+    ("on", ""),
 )
 PROCESSES = (
     ("process", "n"),
@@ -132,9 +135,11 @@ def _restarts(starts: Sequence[goodput.Start]) -> str:
     if not restarts:
         return ""
     rows = []
-    for attempt, seconds_since_1970, cause, seconds in restarts[-MAX_STARTS:]:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds_since_1970))
-        rows.append([str(attempt), began, esc(cause), duration(seconds)])
+    for restart in restarts[-MAX_STARTS:]:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(restart.began))
+        row = [str(restart.attempt), began, esc(restart.cause), duration(restart.seconds)]
+        hosts = ", ".join(dict.fromkeys(restart.hosts))
+        rows.append([*row, str(restart.processes), esc(hosts[:MAX_HOSTS])])
     costs = ""
     for cause, seconds in list(goodput.seconds_by_cause(starts).items())[:3]:
         costs += f"{'; ' * bool(costs)}{duration(seconds)} because {esc(cause)}"

@@ -1,0 +1,162 @@
+"""A supervised run that loses a host trains on without it, and takes it back. Real processes, each
+of which stands for a host."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from jaxtrain.config import Config, Mesh, Train
+from jaxtrain.supervise import fewer, steps_in_memory
+from loaders.base import Rows
+from tests.support import toy_rows
+from tests.support.processes import free_port, records, step_of, wait_for
+from tests.support.supervised_runs import (
+    ENDLESS,
+    outputs_of,
+    reaches,
+    starts,
+    supervised,
+)
+
+BATCH = 8
+WAIT = ("--config.supervise.wait=2",)
+MEMORY = ("--config.checkpoint.memory_every=1", "--config.checkpoint.every=100000")
+
+
+def run_of(processes=4, devices=2, *, batch=48, accumulate=1, mesh=(-1, 1, 1), auto=()):
+    config = Config(mesh=Mesh(*mesh), train=Train(batch=batch, accumulate=accumulate, auto=auto))
+    return fewer.Run(config, processes, devices)
+
+
+def test_fewer_processes_keep_the_batch_and_the_rows_that_a_device_has_at_once():
+    assert run_of().split(4) == fewer.Split(8, 1, 1, 1)
+    assert run_of().split(3) == fewer.Split(6, 1, 1, 2), "6 rows before, 4 twice: 8 do not fit"
+    assert run_of(accumulate=2).split(2) == fewer.Split(4, 1, 1, 4)
+    assert run_of(mesh=(2, 4, 1)).split(2) == fewer.Split(1, 4, 1, 2)
+    assert run_of(mesh=(1, 8, 1)).split(2) == fewer.Split(1, 4, 1, 2)
+    assert run_of(mesh=(1, 8, 1)).split(3) == fewer.Split(3, 2, 1, 2), "8 shards become 2"
+    assert run_of(mesh=(1, 4, 2)).split(2) == fewer.Split(1, 2, 2, 2)
+    arguments = run_of().split(2).overrides(run_of().config)
+    assert "--config.mesh.data=4" in arguments and "--config.train.accumulate=2" in arguments
+    auto = run_of(auto=("train.accumulate",))
+    assert "accumulate" not in str(auto.split(2).overrides(auto.config)), "the plan chooses it"
+
+
+def test_a_number_of_processes_that_cannot_go_on_names_those_that_can():
+    run = run_of(batch=16)
+    assert run.objection(2) == ""
+    assert "train.batch=16 and the mesh cannot be split over 3 of 4 processes" in run.objection(3)
+    assert run.objection(3).endswith("1, 2, 4 can")
+    assert run_of(mesh=(-1, 1, 4)).objection(3).endswith("2, 4 can"), "4 places of model"
+
+
+class Job:
+    """Supervisors of a run, each on a host of its own."""
+
+    def __init__(self, folder, ending, *overrides, processes=2):
+        self.folder = folder
+        self.workdir = folder / "runs" / "toy"
+        self._ending = ending
+        self._overrides = (*ENDLESS, *WAIT, *overrides)
+        self._processes = processes
+        self._port = free_port()
+        self.supervisors = {}
+        for process in range(processes):
+            self.start(process)
+
+    def start(self, process, *overrides):
+        supervisor = supervised(
+            self.folder,
+            *self._overrides,
+            *overrides,
+            port=self._port,
+            process=process,
+            processes=self._processes,
+        )
+        self.supervisors[process] = supervisor
+        self._ending.append(supervisor)
+        return supervisor
+
+    def lose(self, *processes):
+        """Kill whole hosts: their supervisors, with them their processes, and their memory."""
+        for process in processes:
+            lost = self.supervisors.pop(process)
+            lost.kill()
+            lost.communicate()
+            for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
+                if json.loads(holder.read_text())["pid"] == lost.pid:
+                    shutil.rmtree(holder.parent)
+
+    @property
+    def watch(self):
+        return list(self.supervisors.values())
+
+    def goes_on(self, members):
+        """Wait for an attempt of so many processes, and for steps of it."""
+        wait_for(lambda: starts(self.folder)[-1].processes == members, watch=self.watch)
+        reaches(self.folder, step_of(self.workdir) + 3, self.watch)
+
+    def end(self):
+        self.watch[0].send_signal(signal.SIGTERM)
+        outputs = outputs_of(self.watch)
+        assert {supervisor.returncode for supervisor in self.watch} == {75}, outputs
+        steps = list(records(self.workdir, "train"))
+        assert steps == list(range(1, len(steps) + 1))
+        self.has_one_sequence(steps[-1])
+        return outputs
+
+    def has_one_sequence(self, steps):
+        """Every row of every batch is the one of a single process, however often it was read."""
+        indices = {}
+        for path in self.folder.glob("ids[0-9].jsonl"):
+            for line in path.read_text().splitlines():
+                _, position, rows, index, *_ = json.loads(line)
+                for row, number in zip(range(*rows), index, strict=True):
+                    assert indices.setdefault((position, row), number) == number
+        whole = toy_rows.make_loader(
+            toy_rows.Config(), split="train", rows=Rows(BATCH, ((0, BATCH),)), seed=0
+        )
+        for _ in range(steps):
+            position, batch = next(whole)
+            for row, number in enumerate(np.concatenate(batch["index"]).tolist()):
+                assert indices[position, row] == number, (position, row)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(folder, ending):
+    job = Job(folder, ending, *MEMORY)
+    reaches(folder, 3, job.watch)
+    job.lose(1)
+    job.goes_on(members=1)
+    job.start(1)
+    job.goes_on(members=2)
+    outputs = job.end()
+    assert "1 of 2 processes go on, with the same batches on mesh 1 × 1 × 1" in outputs[0]
+    assert "process 1 (" in outputs[0] and "came back: all save, and go on together" in outputs[0]
+    every_start = starts(folder)
+    assert [start.processes for start in every_start] == [2, 1, 2]
+    assert [len(start.facts["hosts"]) for start in every_start] == [2, 1, 2]
+    assert "the supervisor of process 1" in every_start[1].facts["cause"]
+    assert "came back" in every_start[2].facts["cause"]
+    assert every_start[1].first > 0, "from memory: nothing was saved"
+    assert every_start[2].first == every_start[1].step, "all was saved before it was taken back"
+
+
+@pytest.mark.slow
+def test_another_leads_after_process_0s_host_is_lost_and_that_one_follows_when_it_returns(
+    folder, ending
+):
+    job = Job(folder, ending, *MEMORY)
+    reaches(folder, 3, job.watch)
+    job.lose(0)
+    job.goes_on(members=1)
+    job.start(0)
+    job.goes_on(members=2)
+    outputs = job.end()
+    assert "leads: nothing answered at 127.0.0.1" in outputs[0], "of process 1's supervisor"
+    assert "process 0 (" in outputs[0] and "came back: all save, and go on together" in outputs[0]
+    assert [start.processes for start in starts(folder)] == [2, 1, 2]
+    assert not list(job.workdir.glob("lease.json")), "the leader gave it back"
