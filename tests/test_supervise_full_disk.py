@@ -1,7 +1,6 @@
 """A supervised run on a disk that is full trains on, and a kill meanwhile loses no record."""
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -12,7 +11,7 @@ from jaxtrain.config import Config
 from jaxtrain.supervise import attempts
 from jaxtrain.supervise.attempts import Past
 from tests.support.processes import ids, records, step_of, wait_for
-from tests.support.supervised_runs import has_saved, outputs_of, supervised
+from tests.support.supervised_runs import has_saved, outputs_of, pid_in, supervised
 
 SAVING = (
     "--config.train.steps=100000",
@@ -26,11 +25,6 @@ def fill(disk):
     with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-
-
-def pid_in(workdir):
-    lines = (workdir / "goodput" / "process-0.jsonl").read_text().splitlines()
-    return [json.loads(line)["pid"] for line in lines if '"pid"' in line][-1]
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@ cuts short."""
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import pytest
 from jaxtrain import config as config_lib
 from tests.support import small_runs
 from tests.support.processes import ROOT, cluster, hashes, records, step_of, xla_flags
+from tests.support.supervised_runs import pid_in
 from tests.support.xla import KEEPS_PROGRAMS
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
@@ -381,7 +384,7 @@ def log_of(folder, job):
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def until(condition, folder, job, *, seconds=240):
+def until(condition, folder, job, *, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
         state = launch_command.state_of(job)
@@ -413,20 +416,29 @@ def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):
 
 @ON_SLURM
 @pytest.mark.slow
-def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(
+def test_a_job_that_is_killed_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(
     folder, corpus, capsys, slurm
 ):
+    """A kill is its supervisors', within the job, and SLURM requeues it after the signals."""
     overrides = (
         "--config.train.steps=40",
         "--config.train.eval_every=0",
         "--config.checkpoint.every=1000",
     )
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
-    job = slurm(f"--config={source}", *overrides, "--time=10", pause=0.3)
+    in_memory = "--config.checkpoint.memory_every=1"
+    job = slurm(f"--config={source}", *overrides, in_memory, "--time=10", pause=0.3)
     until(lambda: step_of(workdir) >= 3, folder, job)
-    assert launch_command.state_of(job)["JobState"] == "RUNNING"
+    os.kill(pid_in(workdir, process=1), signal.SIGKILL)
+    killed = step_of(workdir)
+    until(lambda: "was killed by SIGKILL; attempt 1 begins" in log_of(folder, job), folder, job)
+    until(lambda: step_of(workdir) > killed + 2, folder, job)
+    state = launch_command.state_of(job)
+    assert state["JobState"] == "RUNNING" and state["Restarts"] == "0", state
+    resumed = re.findall(r"resuming from step (\d+): /dev/shm/", log_of(folder, job))
+    assert len(resumed) == 1 and int(resumed[0]) >= killed - 1, log_of(folder, job)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
-    until(lambda: "resuming from step" in log_of(folder, job), folder, job)
+    until(lambda: log_of(folder, job).count("resuming from step") == 2, folder, job)
     first = step_of(workdir)
     until(lambda: step_of(workdir) > first + 2, folder, job)
     subprocess.run(["scontrol", "requeue", job], check=True)
@@ -435,7 +447,7 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
     assert (
         "ended by SIGUSR2 after step" in log
         and "ended by SIGTERM after step" in log
-        and log.count("resuming from step") == 2
+        and log.count("resuming from step") == 3
     )
     whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
     outputs = [p.communicate(timeout=240)[0] for p in whole]

@@ -21,9 +21,10 @@ the run went on, and the seconds from the fault to the next new step are measure
     full-kill    the same, and a process is killed meanwhile
     cut          the link between the hosts is down for 16 s
 
-With --mesh=data all hosts have replicas, with --mesh=fsdp each process has its own part, and
-partners on the other host get copies. Without supervisors the same command is started again as
-soon as all processes have ended, as by a scheduler without a queue.
+With --model=toy they train a model that takes no time. With --mesh=data all hosts have replicas,
+with --mesh=fsdp each process has its own part, and partners on the other host get copies. Without
+supervisors the same command is started again as soon as all processes have ended, as by a
+scheduler without a queue.
 
 In the end every batch's rows, every record's loss and every digest are compared with those of an
 undisturbed run, which --out keeps for the next time. Each fault is a line of faults.jsonl there. A
@@ -51,6 +52,7 @@ from typing import Any
 from jaxtrain.parallel.cluster import processes as cluster_processes
 from jaxtrain.supervise import steps_in_memory
 from tests.proofs import soak
+from tests.support import small_runs
 
 PROCESSES = 4
 KINDS = (
@@ -75,13 +77,19 @@ MESHES = {
     "fsdp": ("--config.mesh.data=1", "--config.mesh.fsdp=4"),
 }
 RUN = (
-    *soak.MODELS["bird"],
-    "--config.train.steps=100000",
+    "--config.train.steps=1000000",
     "--config.metrics.every=1",
     "--config.metrics.digest=true",
     "--config.checkpoint.every=50",
     "--config.loader=soak_loader",
 )
+MODELS = {  # their options, and the loader whose batches are noted
+    "bird": (soak.MODELS["bird"], "loaders.audio.spectrogram"),
+    "toy": (
+        ("--config={folder}/toy.py", "--config.train.eval_every=0", "--config.mesh.data=4"),
+        "tests.support.toy_rows",
+    ),
+}
 SUPERVISED = (
     "--supervise",
     "--config.checkpoint.memory_every=1",
@@ -100,8 +108,10 @@ class Job:
         hosts: soak.Hosts,
         options: Sequence[str],
         *,
+        model: str,
         starts: bool = True,
     ):
+        self.model, self.loader = MODELS[model]
         self.folder = folder
         self.workdir = workdir
         self.hosts = hosts
@@ -122,7 +132,7 @@ class Job:
             "PYTHONPATH": f"{soak.ROOT}:{self.folder}",
             "JAX_PLATFORMS": "cpu",
             "NO_GCE_CHECK": "true",
-            "SOAK_LOADER": "loaders.audio.spectrogram",
+            "SOAK_LOADER": self.loader,
             "SOAK_ROWS": str(self.folder / f"rows-{process}.jsonl"),
             "JAXTRAIN_SECRET": "5e" * 16,
             "JAXTRAIN_COORDINATOR": self.hosts.coordinator(self.port),
@@ -130,6 +140,7 @@ class Job:
             "JAXTRAIN_PROCESS": str(process),
         }
         command = [*self.hosts.inside(host_of(process)), sys.executable, "-m", "jaxtrain.main"]
+        command += [option.format(folder=self.folder) for option in self.model]
         command += [*RUN, *self.options, f"--config.workdir={self.workdir}"]
         with (self.folder / f"log-{process}.txt").open("ab") as log:
             return subprocess.Popen(command, cwd=soak.ROOT, env=env, stdout=log, stderr=log)
@@ -389,9 +400,9 @@ class Results:
         by_kind = collections.defaultdict(list)
         for line in self.lines:
             if "kind" in line:
-                name = line["kind"] + ("" if line["supervised"] else ", without supervisors")
-                by_kind[name].append(line)
-                by_kind["all" if line["supervised"] else "all, without supervisors"].append(line)
+                of = f", {line['model']}" + ("" if line["supervised"] else ", without supervisors")
+                by_kind[line["kind"] + of].append(line)
+                by_kind["all" + of].append(line)
         for name in sorted(by_kind, key=lambda name: (name.startswith("all"), name)):
             faults = by_kind[name]
             seconds = sorted(fault["seconds"] for fault in faults)
@@ -412,16 +423,20 @@ class Results:
         return "\n".join(lines)
 
 
-def reference(out: pathlib.Path, mesh: str, hosts: soak.Hosts, until: int) -> Job:
-    """Return an undisturbed run of these files until a step at least. An earlier one goes on."""
-    folder = out / f"undisturbed-{mesh}"
-    version = folder / "version.txt"
+def reference(folder: pathlib.Path, args: argparse.Namespace, hosts: soak.Hosts) -> Job:
+    """Return an undisturbed run, which is not started yet."""
+    options = MESHES[args.mesh]
+    return Job(folder, folder / "run", hosts, options, model=args.model, starts=False)
+
+
+def extend(job: Job, until: int) -> None:
+    """Let an undisturbed run of these files reach a step. One of other files begins again."""
+    version = job.folder / "version.txt"
     digest = cluster_processes.digest_of_files()
     if not version.exists() or version.read_text() != digest:
-        shutil.rmtree(folder, ignore_errors=True)
-        write_loader(folder)
+        shutil.rmtree(job.folder, ignore_errors=True)
+        write_sources(job.folder)
         version.write_text(digest)
-    job = Job(folder, folder / "run", hosts, MESHES[mesh], starts=False)
     if job.step() < until:
         job.start_all()
         try:
@@ -429,11 +444,11 @@ def reference(out: pathlib.Path, mesh: str, hosts: soak.Hosts, until: int) -> Jo
                 raise SystemExit(f"the undisturbed run stood still:\n{job.logs()}")
         finally:
             job.end()
-    return job
 
 
-def write_loader(folder: pathlib.Path) -> None:
+def write_sources(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    small_runs.toy(folder)
     (folder / "soak_loader.py").write_text(soak.LOADER)
 
 
@@ -463,25 +478,21 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
     """Do faults to one run until the time or their number is over, and compare it."""
     hosts = soak.Hosts()
     supervised = not args.without_supervisors
-    chosen = {"seed": args.seed, "mesh": args.mesh, "supervised": supervised}
+    chosen = {"seed": args.seed, "mesh": args.mesh, "model": args.model}
+    chosen["supervised"] = supervised
     results = Results(out / "faults.jsonl")
     kinds = [kind for kind in args.kinds.split(",") if kind != "cut" or hosts.real]
     if not supervised:
         kinds = [kind for kind in kinds if kind not in OF_SUPERVISORS]
     options = (*MESHES[args.mesh], *(SUPERVISED if supervised else ()))
     deadline = time.monotonic() + 60 * args.minutes
-    write_loader(folder)
+    write_sources(folder)
     stuck = ""
     pace = 1.0
     try:
-        known = Job(
-            out / f"undisturbed-{args.mesh}",
-            out / f"undisturbed-{args.mesh}/run",
-            hosts,
-            (),
-            starts=False,
-        ).step()
-        job = Job(folder, folder / soak.DISK / "run", hosts, options)
+        expected = reference(out / f"undisturbed-{args.model}-{args.mesh}", args, hosts)
+        known = expected.step()
+        job = Job(folder, folder / soak.DISK / "run", hosts, options, model=args.model)
         try:
             for _ in range(args.faults):
                 number = results.done(chosen)
@@ -523,7 +534,8 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
         if stuck:
             print(f"it stood still: {stuck}\n{job.logs()}")
             return 1
-        numbers, texts = differences(job, reference(out, args.mesh, hosts, job.step()))
+        extend(expected, job.step())
+        numbers, texts = differences(job, expected)
         results.add({**chosen, **numbers})
     finally:
         hosts.close()
@@ -542,6 +554,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
     parser.add_argument("--mesh", choices=MESHES, default="data", help="default: data")
+    parser.add_argument("--model", choices=MODELS, default="bird", help="default: bird")
     parser.add_argument("--without-supervisors", action="store_true", help="measure as before")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the results")

@@ -22,6 +22,9 @@ from the seed, one after the other, each some steps after the run went on:
     host         a host is gone: the run resumes on the other alone, and after the next fault on
                  both
 
+With --supervise each process has a supervisor, and each step is kept in memory. The supervisors go
+on after a fault by themselves: a cut lasts 16 s, a full disk 20 s, and no host is gone.
+
 The first lap has no fault. Each later one must end like it: with the same rows in each batch, a
 record of every step and, unless a host was gone meanwhile, the same loss in each record and the
 same bytes in every array. Prints a row for each kind of
@@ -55,6 +58,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as config_lib
+from jaxtrain.supervise import steps_in_memory
 from jaxtrain.telemetry import goodput
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -64,6 +68,12 @@ STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
 DISK = "disk"
 SIZE = "1g"  # of that
 KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
+LASTING = {"cut": 16.0, "full": 20.0}  # [s] with supervisors, which do not end by them
+SUPERVISED = (
+    "--supervise",
+    "--config.checkpoint.memory_every=1",
+    "--config.supervise.restarts=100000",
+)
 ADDRESS = "10.78.0.{}"
 # of the cable: a step sends 4 MB over it
 SLOW = ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms")
@@ -213,7 +223,9 @@ class Job:
         *,
         alone: bool,
         loader: str,
+        supervised: bool = False,
     ):
+        self.supervised = supervised
         self.began, self.workdir = time.monotonic(), folder / DISK / f"lap{lap}"
         # of each process, and where this start's lines begin
         n = PROCESSES // HOSTS if alone else PROCESSES
@@ -246,6 +258,7 @@ class Job:
             command += [
                 *BOUNDS,
                 *config,
+                *(SUPERVISED if supervised else ()),
                 "--config.loader=soak_loader",
                 f"--config.workdir={self.workdir}",
             ]
@@ -270,11 +283,25 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             self.processes[process].send_signal(number)
 
+    def strike(self, process: int, number: int) -> None:
+        """Send a signal to a process that trains, and not to its supervisor."""
+        if not self.supervised:
+            self.signal(process, number)
+            return
+        path = self.workdir / "goodput" / f"process-{process}.jsonl"
+        starts = [line for line in path.read_text().splitlines() if '"pid"' in line]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(json.loads(starts[-1])["pid"], number)
+
     def kill(self) -> None:
         for i in range(len(self.processes)):
             self.signal(i, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        pids = [process.pid for process in self.processes]
+        for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
+            if json.loads(holder.read_text())["pid"] in pids:
+                shutil.rmtree(holder.parent)
 
 
 class Soak:
@@ -286,7 +313,9 @@ class Soak:
         hosts: Hosts,
         seed: int,
         loader: str,
+        supervised: bool = False,
     ):
+        self.supervised = supervised
         self.folder, self.config, self.kinds, self.hosts, self.loader = (
             folder,
             config,
@@ -302,7 +331,15 @@ class Soak:
         """Return a run to its end, with faults before ``until``; and whether a host was gone."""
         alone, was_alone, pending = False, False, None
         while True:
-            job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
+            job = Job(
+                self.hosts,
+                self.config,
+                self.folder,
+                number,
+                alone=alone,
+                loader=self.loader,
+                supervised=self.supervised,
+            )
             try:
                 before = job.steps()
                 if pending and not self._goes_on(job, pending, before):
@@ -364,6 +401,12 @@ class Soak:
         time.sleep(self.draw.random())
         fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
         undo = self._do(fault, job)
+        if self.supervised and fault.kind in ("kill", "coordinator", "stop", "cut", "full"):
+            time.sleep(LASTING.get(fault.kind, 0))
+            undo()
+            if self._reaches(job, fault.step + 2):  # the next one may have been computed before
+                fault.resumed = time.monotonic() - began
+            return fault  # the job goes on: if it does not, it is found out at its end
         try:
             if fault.kind == "slow":
                 time.sleep(10)
@@ -390,11 +433,11 @@ class Soak:
         kind = fault.kind
         one = self.draw.randrange(len(job.processes))
         if kind in ("kill", "coordinator"):
-            job.signal(one if kind == "kill" else 0, signal.SIGKILL)
+            job.strike(one if kind == "kill" else 0, signal.SIGKILL)
         elif kind == "term":
             job.signal(one, signal.SIGTERM)
         elif kind == "stop":
-            job.signal(one, signal.SIGSTOP)
+            job.strike(one, signal.SIGSTOP)
         elif kind == "host":
             for i in range(len(job.processes) // HOSTS, len(job.processes)):
                 job.signal(i, signal.SIGKILL)
@@ -585,6 +628,7 @@ def make_parser() -> argparse.ArgumentParser:
         " either"
     )
     parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_argument("--supervise", action="store_true", help="under supervisors")
     return parser
 
 
@@ -601,6 +645,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with place() as (folder, may_fill):
             kinds = [*KINDS, *(["cut"] if hosts.real else []), *(["full"] if may_fill else [])]
+            if args.supervise:
+                kinds.remove("host")
             if hosts.real and hosts.queue("add", *SLOW):
                 hosts.queue("del")
                 kinds.append("slow")
@@ -627,7 +673,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             print(f"each lap: {' '.join(config)}", flush=True)
             return report(
-                Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults
+                Soak(folder, config, kinds, hosts, args.seed, loader, args.supervise),
+                args.hours,
+                args.faults,
             )
     finally:
         hosts.close()

@@ -31,7 +31,11 @@ def starts(folder, process=0):
 
 def pid_of_run(folder, process=0):
     """The process id of the newest start."""
-    path = folder / "runs" / "toy" / "goodput" / f"process-{process}.jsonl"
+    return pid_in(folder / "runs" / "toy", process)
+
+
+def pid_in(workdir, process=0):
+    path = workdir / "goodput" / f"process-{process}.jsonl"
     heads = [json.loads(line) for line in path.read_text().splitlines() if '"pid"' in line]
     return heads[-1]["pid"]
 
