@@ -6,7 +6,8 @@
 #       --config=xcm:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource
-#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them
+#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them; `jaxtrain plan --config=… tpu:TYPE`
+#                        plans a run for such a pod
 #   --project=PROJECT    (default: gcloud's own)
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued

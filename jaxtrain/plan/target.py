@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 import jax
 
@@ -14,6 +15,23 @@ from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
 
 GPUS_PER_NODE = 8
+
+
+class TpuType(NamedTuple):
+    """The name of Google Cloud's accelerator types, as v4-32, before the number."""
+
+    chip: str  # as in `chips`
+    per_chip: int  # what the number counts: cores, or chips
+    dimensions: int  # of a slice's topology
+
+
+TPU_TYPES = {
+    "v4": TpuType("v4", 2, 3),
+    "v5p": TpuType("v5p", 2, 3),
+    "v5litepod": TpuType("v5e", 1, 2),
+    "v5e": TpuType("v5e", 1, 2),
+    "v6e": TpuType("v6e", 1, 2),
+}
 
 
 class PlanError(UserError, ValueError):
@@ -125,7 +143,8 @@ def _parse_gpus(text: str, devices: str) -> Target | None:
 
 
 def _parse_tpus(text: str, devices: str) -> Target | None:
-    """Parse VERSION:AxB, VERSION:AxBxC or one of them and *SLICES."""
+    """Parse VERSION:AxB, VERSION:AxBxC or Google Cloud's TYPE-NUMBER, each also with *SLICES."""
+    devices = _topology_of_type(devices)
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", devices)
     if not match or match[1] not in _names("TPU"):
         return None
@@ -136,6 +155,28 @@ def _parse_tpus(text: str, devices: str) -> Target | None:
         return None
     topology = f"{match[1]}:{match[2]}"
     return Target(text, chip, n_chips * chip.devices, False, topology, slices)
+
+
+def _topology_of_type(devices: str) -> str:
+    """Return the slice of an accelerator type, as v4:2x2x4 of v4-32. Any other text is itself.
+
+    It is the one that Google Cloud makes for the type: sides are powers of two, as even as possible
+    and the shortest first, but for 2x2x1.
+    """
+    match = re.fullmatch(r"(\w+)-(\d+)(\*\d+)?", devices)
+    if not match or match[1] not in TPU_TYPES:
+        return devices
+    of_type = TPU_TYPES[match[1]]
+    n_chips, rest = divmod(int(match[2]), of_type.per_chip)
+    doublings = n_chips.bit_length() - 1
+    if rest or not n_chips or n_chips != 1 << doublings:
+        return devices
+    n = of_type.dimensions
+    sides = [1 << (doublings + i) // n for i in range(n)]
+    if n_chips == 4 and n == 3:
+        sides = [2, 2, 1]
+    topology = "x".join(map(str, sides))
+    return f"{of_type.chip}:{topology}{match[3] or ''}"
 
 
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:

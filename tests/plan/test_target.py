@@ -21,6 +21,10 @@ def test_a_target_that_is_unknown_names_those_that_are():
         "gpu:h100x0",
         "tpu:v4:0x2",
         "tpu:v4:2x2*0",
+        "tpu:v4-33",
+        "tpu:v4-24",
+        "tpu:v6e-0",
+        "tpu:v9-8",
     ):
         with pytest.raises(
             plan.PlanError,
@@ -30,6 +34,27 @@ def test_a_target_that_is_unknown_names_those_that_are():
             ),
         ):
             plan.parse_target(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "count"),
+    [
+        ("v4-8", "v4:2x2x1", 4),
+        ("v4-16", "v4:2x2x2", 8),
+        ("v4-32", "v4:2x2x4", 16),
+        ("v4-64", "v4:2x4x4", 32),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-256", "v5p:4x4x8", 128),
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v6e-256", "v6e:16x16", 256),
+        ("v6e-8*2", "v6e:2x4", 16),
+    ],
+)
+def test_a_slice_has_the_name_that_google_cloud_gives_it(text, topology, count):
+    target = plan.parse_target(f"tpu:{text}")
+    assert (target.topology, target.count) == (topology, count)
+    assert target.name == f"tpu:{text}"
 
 
 def test_targets_know_their_devices():
