@@ -463,6 +463,7 @@ def _make_shard(job: _Job) -> None:
     sizes = []
     first_sizes = []
     counts = _Counts()
+    is_special = _special_table(encoder)
 
     def usable() -> Iterator[str]:
         for where, text in _texts(job.part, job.options):
@@ -478,7 +479,9 @@ def _make_shard(job: _Job) -> None:
             documents.append(_ended(tokens, encoder.eos))
             sizes.append(len(text.encode()))
             first_sizes.append(first_size)
-            counts += _count(tokens, encoder)
+            special = tokens[is_special[tokens]]
+            if special.size:
+                counts += _count(tokens, special, encoder)
     dtype = token_files.token_dtype(encoder.vocab)
     name = f"{job.number:05}"
     shard = token_files.write_shard(job.out, name, documents, sizes, dtype, first_sizes)
@@ -508,10 +511,15 @@ def _ended(tokens: np.ndarray, eos: int | None) -> np.ndarray:
     return np.append(tokens, eos)
 
 
-def _count(tokens: np.ndarray, encoder: "_Encoder") -> _Counts:
-    special = tokens[np.isin(tokens, [*encoder.ends, *encoder.specials])]
-    if not special.size:
-        return _Counts()
+def _special_table(encoder: "_Encoder") -> np.ndarray:
+    """Return whether each token is a special one or ends a text, bool [vocab]."""
+    special_ids = [*encoder.ends, *encoder.specials]
+    is_special = np.zeros(max([encoder.vocab - 1, *special_ids]) + 1, bool)
+    is_special[special_ids] = True
+    return is_special
+
+
+def _count(tokens: np.ndarray, special: np.ndarray, encoder: "_Encoder") -> _Counts:
     is_end = np.isin(special, encoder.ends)
     is_ended = int(tokens[-1]) in encoder.ends
     n_ends = int(is_end.sum())
