@@ -93,12 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return child(args)
     from tools.chip import results_file, results_table
 
+    # The unit's process is ended with this one: else it would hold the card.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         refuse_a_taken_card()
         found = check(args)
     except results_file.ResultsError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(results_table.text(found))
     print(f"all numbers: {args.out}")
     return 1 if not found["well"] else 3 if found["left_out"] else 0
@@ -451,10 +455,12 @@ def on_device(args: argparse.Namespace, kind: str, case: str) -> Any:
 def by_processes(args: argparse.Namespace, kind: str, case: str) -> Any:
     """Return the result of a unit whose own processes take the device, one after the other."""
     if kind == "feeding":
-        from tools import bench_feeding
+        from tools import bench_feeding, bench_loader
 
         out = args.folder / "feeding.json"
-        amount = ["--seconds=1", "--rounds=2"]
+        n_cores = len(bench_loader.cores())
+        threads = ",".join(str(n) for n in sorted({1, max(n_cores // 2, 1), n_cores}))
+        amount = ["--seconds=1", "--rounds=1", f"--threads={threads}", "--recordings=48"]
         if args.small:
             amount = ["--codecs=wav", "--threads=1", "--seconds=1", "--rounds=1", "--recordings=8"]
         bench_feeding.main([*amount, f"--out={out}"])

@@ -146,6 +146,8 @@ def show(name: str, args: argparse.Namespace, deadline: float) -> int:
     page = args.page or RESULTS / f"{kind}.md"
     text = section(name, recipe, args.seed, commands, curves, device)
     head = f"# {device}\n\nAfter this page you know how fast each workload runs on it.\n"
+    if not page.exists():
+        print(f"{page} is new: add it to docs/results/index.md and mkdocs.yml")
     before = page.read_text() if page.exists() else head
     atomic_write.write(page, with_section(before, f"{name}, seed {args.seed}", text))
     print(f"{page}: {recipe.title}, seed {args.seed}")

@@ -1,11 +1,14 @@
 """tools.gpu_check in its small form, and the parts that decide its result: bounds, processes that
 fail, the table."""
 
+import contextlib
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
+import time
 import types
 
 import numpy as np
@@ -313,6 +316,33 @@ def test_a_call_that_is_cut_off_has_written_what_it_measured(tmp_path, measured,
     with pytest.raises(KeyboardInterrupt):
         gpu_check.main(["--only=speed", "--models=bird", f"--out={out}"])
     assert set(json.loads(out.read_text())["models"]) == {"vit-s"}
+
+
+def test_a_call_that_is_terminated_ends_the_process_that_has_the_card(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    python.chmod(0o755)
+    program = (
+        f"from tools import gpu_check; gpu_check.sys.executable = {str(python)!r};"
+        f" gpu_check.refuse_a_taken_card = lambda: None; gpu_check.main(['--out={tmp_path}/x'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as call:
+        pid = eventually(lambda: (tmp_path / "pid").read_text().strip())
+        call.terminate()
+        assert call.wait(60) == 128 + 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def eventually(read, seconds=60):
+    """Return the first result that is not empty."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if result := read():
+                return result
+        time.sleep(0.05)
+    raise TimeoutError
 
 
 def test_figures_of_two_machines_or_codes_are_never_in_one_file(

@@ -77,7 +77,7 @@ def by_flex(segments_bt: np.ndarray) -> Attention:
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (segments[b, q] == segments[b, k])
 
-    mask = flex_attention.create_block_mask(mask_mod, b, None, t, t)
+    mask = flex_attention.create_block_mask(mask_mod, b, None, t, t, device=segments.device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

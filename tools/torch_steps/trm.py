@@ -93,7 +93,7 @@ class Recursive(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the loss, the new states, and the value of halting of each row."""
         c, n, dtype = self.c, len(inputs), z_h.dtype
-        padding = torch.zeros(n, c.puzzle_tokens, c.embed)
+        padding = torch.zeros(n, c.puzzle_tokens, c.embed, device=inputs.device)
         x = math.sqrt(c.embed) * torch.cat([padding, self.cells[inputs]], 1).to(dtype)
         with torch.no_grad():
             for _ in range(c.cycles_high - 1):
@@ -158,7 +158,9 @@ def make_theirs(
         loss, z_h, z_l, q = model(slots["z_h"], slots["z_l"], slots["inputs"], slots["labels"])
         loss.backward()
         update(next(counts))
-        least = torch.where(torch.rand(n) < c.explore, torch.randint(2, c.halt_steps + 1, (n,)), 0)
+        explores = torch.rand(n, device=done.device) < c.explore
+        drawn = torch.randint(2, c.halt_steps + 1, (n,), device=done.device)
+        least = torch.where(explores, drawn, 0)
         wants = (q > 0) & (taken >= least)
         slots.update(z_h=z_h, z_l=z_l, steps=taken, halted=(taken >= c.halt_steps) | wants)
         return loss.detach()
