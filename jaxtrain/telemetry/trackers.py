@@ -157,7 +157,8 @@ class Tracker(Writer):
             elif self._started.is_set() and not self._failing:
                 self._warn(f"{reason}; the run goes on, and tries again")
                 self._failing = name
-            self._reason = reason
+            # W&B's settings name the wrong one only in a later line
+            self._reason = " ".join(str(error).split())[:300] or reason
             return False
         if name == self._failing:
             self._failing = ""

@@ -72,6 +72,7 @@ def test_trackers_that_fail_at_the_start_are_errors_of_their_fields(faulty):
     for field in FIELDS:
         assert f"config.metrics.{field} is " in output
     assert output.count("which cannot be used now: ") == output.count("; or unset it") == 4
+    assert "now: wandb: broken pipe and more; or unset it" in output
     assert "parameters" not in output, "no device was read"
 
 
