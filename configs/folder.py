@@ -27,7 +27,7 @@ from loaders.io import files
 BATCH = 32  # [rows]
 CYCLES = 10
 EPOCHS = 4  # of a cycle
-STEPS_OF_CYCLE = (400, 3_000)  # at least and at most
+STEPS_OF_CYCLE = (300, 3_000)  # at least and at most
 
 
 def get_config(path: str = "") -> config_dict.ConfigDict:
@@ -57,6 +57,7 @@ def get_config(path: str = "") -> config_dict.ConfigDict:
     if len(index["classes"]) > 1:
         config.checkpoint.best = "accuracy"
         config.train.min_delta = 0.005
+        config.train.target = 1.0
         config.train.patience_from = guessing(splits["test"])
     return config
 
@@ -88,8 +89,9 @@ def recipe(path: str, *, multilabel: bool, seconds: float, n_rows: int) -> confi
         loader="loaders.audio.spectrogram",
         workdir=workdir,
         model=dict(
-            embed=128,
+            embed=96,
             depth=3,
+            unroll=3,  # on a CPU a loop over layers writes out what it keeps twice
             heads=4,
             patch=(16, 64),
             pool="patches",
@@ -106,7 +108,13 @@ def recipe(path: str, *, multilabel: bool, seconds: float, n_rows: int) -> confi
             clip_seconds=seconds,
             n_frames=32 * math.ceil(frames / 32),
         ),
-        train=dict(steps=CYCLES * cycle, batch=BATCH, eval_every=cycle, patience=3),
+        train=dict(
+            steps=CYCLES * cycle,
+            batch=BATCH,
+            accumulate=2,  # 16 rows at once fit into a CPU's cache: a fifth faster
+            eval_every=cycle,
+            patience=3,
+        ),
         optim=dict(
             lr=2e-3,
             schedule="cycle",

@@ -100,7 +100,8 @@ def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
             reply["evalue"]
             == "config.train.stepps does not exist; expected one of: steps, batch, accumulate,"
             " auto, ema, "
-            + "eval_every, eval_batches, patience, min_delta, patience_from; did you mean 'steps'?"
+            + "eval_every, eval_batches, patience, min_delta, patience_from, target; did you mean"
+            " 'steps'?"
         )
         reply, printed = run(
             "print(jaxtrain.load('runs/notebook', workload='my_workload')(x=[[0.5] * 8]).shape)"

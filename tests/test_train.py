@@ -252,6 +252,19 @@ def test_patience_does_not_count_while_a_run_only_guesses(folder):
     assert f"ended at step 8: the last of train.steps, and {reason}" in output
 
 
+def test_a_run_ends_at_once_when_it_reaches_its_target(folder):
+    fields = ["--config.train.steps=50", "--config.train.eval_every=2", "--config.train.target=0.0"]
+    args = (folder, "toy.py", *fields, "--config.checkpoint.best=accuracy")
+    output = run(*args)
+    assert "ended at step 2: accuracy has reached train.target=0; the best accuracy, " in output
+    assert "--config.train.target=None --config.train.steps=100" in output, "to train for longer"
+    again = run(*args)
+    assert "ended at step 2" in again
+    assert sorted(records(folder / "runs" / "toy", "test")) == [2]
+    longer = run(*args, "--config.train.target=None", "--config.train.steps=4")
+    assert "resuming from step 2" in longer and "ended at step" not in longer
+
+
 def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):
     output = run(folder, "toy.py", "--config.checkpoint.best=-los", code=2)
     assert "config.checkpoint.best names 'los'; expected one of: accuracy, loss" in output

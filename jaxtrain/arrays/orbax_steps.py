@@ -53,6 +53,20 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
     return folder / str(step)
 
 
+def best_step(run: epath.PathLike) -> int | None:
+    """Return the best step of a workdir by its config.checkpoint.best, or None if it keeps none.
+
+    `jaxtrain.checkpoint.history` has the form of its best.json. Raises StoredError.
+    """
+    run = stored.absolute(stored.place_of(run))
+    if _item(run) is not None or not (run / "best.json").exists():
+        return None
+    step = stored.read_object(run, "best.json").get("step")
+    folder = run / "checkpoints"
+    kept = steps_in(folder if folder.is_dir() else run)
+    return step if type(step) is int and step in kept else None
+
+
 def steps_in(folder: epath.Path) -> list[int]:
     """Return the steps that a folder of checkpoints lists, in order."""
     if not folder.is_dir():

@@ -185,9 +185,14 @@ class Checkpointer:
         self._scores.add(step, record)
 
     def stalled(self, step: int) -> bool:
-        """Whether config.train.patience evaluations in a row up to ``step`` made no progress."""
+        """Whether the run ends after ``step``, by config.train.target or config.train.patience.
+
+        The target is reached, or that many evaluations in a row made no progress.
+        """
         train = self._config.train
         last_progress = self._scores.progress
+        if self._scores.has_reached(train.target):
+            return True
         if not train.patience or last_progress is None:
             return False
         if not self._scores.has_passed(train.patience_from):
@@ -195,11 +200,13 @@ class Checkpointer:
         return (step - last_progress) // train.eval_every >= train.patience
 
     def reason_of_end(self, step: int) -> str:
-        """Return why a run with config.train.patience ends after ``step``, or "" without it."""
+        """Return why a run ends after ``step``, "" without config.train.patience and target."""
         train, metric = self._config.train, self._config.checkpoint.best
+        best = self._scores.described()
+        if self._scores.has_reached(train.target):
+            return f"{metric} has reached train.target={train.target:g}; {best}"
         if not train.patience or self._scores.progress is None:
             return ""
-        best = self._scores.described()
         if self.stalled(step):
             return f"no progress of {metric} for {train.patience} evaluations; {best}"
         if not self._scores.has_passed(train.patience_from):

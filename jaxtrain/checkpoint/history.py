@@ -119,6 +119,10 @@ class Scores:
         value = self._best.get("value")
         return value is not None and self._is_better(value, than=least)
 
+    def has_reached(self, target: float | None) -> bool:
+        """Whether the best value is ``target`` or better. None is never reached."""
+        return target is not None and (self._best.get("value") == target or self.has_passed(target))
+
     def described(self) -> str:
         """Return the best value and its step in words."""
         step, value = self._best.get("step"), self._best.get("value")

@@ -102,12 +102,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_run(
-    parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None
+    parser: argparse.ArgumentParser,
+    *,
+    ema: bool = False,
+    nargs: int | str | None = None,
+    default: str = "the newest",
 ) -> None:
-    """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
+    """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes.
+
+    ``default``: the step without --step, in words.
+    """
     text = "a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
     parser.add_argument("run", metavar="RUN", nargs=nargs, help=text)
-    parser.add_argument("--step", type=int, help="step of a workdir; default: the newest")
+    parser.add_argument("--step", type=int, help=f"step of a workdir; default: {default}")
     if ema:
         parser.add_argument(
             "--ema",

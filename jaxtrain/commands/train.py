@@ -98,10 +98,12 @@ def _train_longer(parsed: config.Arguments, run: config.Config) -> str:
     """Return the command of the run, with twice as many steps."""
     words = [f"--config={parsed.source}"]
     for path, text in parsed.overrides:
-        if path not in ("train.steps", "train.patience"):
+        if path not in ("train.steps", "train.patience", "train.target"):
             words.append(f"--config.{path}={text}")
     if run.train.patience:  # which may have ended it
         words.append("--config.train.patience=0")
+    if run.train.target is not None:
+        words.append("--config.train.target=None")
     words.append(f"--config.train.steps={2 * run.train.steps}")
     return " ".join(["jaxtrain train", *map(_quoted, words)])
 

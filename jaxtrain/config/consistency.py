@@ -132,6 +132,11 @@ def between_sections(config: Config) -> Problems:
             "train.patience",
             f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'",
         )
+    if train.target is not None and not config.checkpoint.best:
+        yield (
+            "train.target",
+            f"is {train.target:g}, and checkpoint.best names no metric, for example 'accuracy'",
+        )
     yield from _allowed_problems(config)
     yield from _schedule_problems(train, optim)
     yield from checks.under("optim", _factory_problems(optim, train.steps, config.seed))

@@ -119,6 +119,9 @@ class Train(Section):
     # [metric] value of checkpoint.best that must be passed before patience counts, as that of
     # guessing; None = it counts from the first evaluation
     patience_from: float | None = None
+    # [metric] value of checkpoint.best that ends the run when an evaluation reaches it, as an
+    # accuracy of 1 that nothing can improve; None = none does
+    target: float | None = None
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
@@ -135,6 +138,11 @@ class Train(Section):
                     f"is {self.patience}, and eval_every=0 evaluates the last step only; set"
                     " eval_every"
                 ),
+            )
+        if self.target is not None and not self.eval_every:
+            yield (
+                "target",
+                f"is {self.target:g}, and eval_every=0 evaluates the last step only; set eval_every",
             )
 
 

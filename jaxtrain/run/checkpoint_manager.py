@@ -167,11 +167,11 @@ class CheckpointManager:
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:
-        """Whether the run ends: config.train.patience evaluations in a row were no progress."""
+        """Whether the run ends early: by config.train.target or config.train.patience."""
         return self._checkpointer.stalled(step)
 
     def report_end(self, step: int) -> None:
-        """Log why the run ends after ``step``, if config.train.patience may have ended it."""
+        """Log why the run ends after ``step``, if it may have ended early."""
         reason = self._checkpointer.reason_of_end(step)
         if reason:
             log.info("ended at step %d: %s", step, reason)

@@ -231,7 +231,7 @@ def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
     if evaluated is None:
         problem = (
             f"is {wanted_metric!r}, and there is no test split; leave it unset, and"
-            " train.patience too"
+            " train.patience and train.target too"
         )
         raise ConfigError([("checkpoint.best", problem)])
     ones = {

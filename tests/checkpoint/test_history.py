@@ -42,6 +42,14 @@ def test_a_value_is_passed_by_a_better_one_alone(tmp_path):
     assert ours.described() == "the best loss, 2.0000, is of step 7, which is kept"
 
 
+def test_a_target_is_reached_by_its_own_value_or_a_better_one(tmp_path):
+    ours = scores(tmp_path)
+    assert not ours.has_reached(9.0), "before the first evaluation"
+    ours.add(7, {"loss": 2.0})
+    reached = [ours.has_reached(target) for target in (2.5, 2.0, 1.5, None)]
+    assert reached == [True, True, False, False]
+
+
 @pytest.mark.parametrize("best", ["-loss", "loss"])
 def test_a_value_that_is_not_finite_is_never_the_best_and_no_progress(tmp_path, best):
     ours, odd = scores(tmp_path, best), (math.nan, math.inf, -math.inf)

@@ -252,6 +252,14 @@ def test_a_cycle_divides_the_run_and_is_longer_than_its_warm_up():
     assert "has no cycles" in other["optim.cycle"]
 
 
+def test_a_target_without_a_metric_or_an_evaluation_is_refused():
+    best = "--config.checkpoint.best=-loss"
+    found = errors("--config.train.target=1.0", "--config.train.eval_every=0", best)
+    assert found["train.target"].startswith("is 1, and ")
+    found = errors("--config.train.target=1.0")
+    assert found["train.target"].endswith("checkpoint.best names no metric, for example 'accuracy'")
+
+
 @pytest.mark.parametrize(
     ("wrong", "rests", "others"),
     [

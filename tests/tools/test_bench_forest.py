@@ -1,5 +1,6 @@
 """The forest on MFCC that a page compares the folder's config with, and the corpora of both."""
 
+import json
 import re
 import wave
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
+from loaders.audio import demo
 from tools import bench_forest, sound_corpora
 
 
@@ -28,6 +30,16 @@ def test_a_corpus_is_the_same_every_time_and_no_file_is_another(corpora, tmp_pat
     with wave.open(str(next((corpora / kind).rglob("*.wav")))) as file:
         x = np.frombuffer(file.readframes(file.getnframes()), "<i2")
     assert abs(x).max() == 30_000
+
+
+def test_shards_become_files_of_a_table_that_index_reads(tmp_path):
+    source = demo.ensure(tmp_path / "cache", n_train=4, n_test=2)
+    sound_corpora.unpack(str(source), tmp_path / "birds", "ebird_code")
+    table = tmp_path / "birds" / "table.csv"
+    out = tmp_path / "index"
+    assert cli.main(["index", str(table), "--audio", str(table.parent), "--out", str(out)]) == 0
+    splits = json.loads((out / "index.json").read_text())["splits"]
+    assert {split: found["rows"] for split, found in splits.items()} == {"train": 4, "test": 2}
 
 
 def test_mfcc_are_the_cosine_transform_of_each_frame():

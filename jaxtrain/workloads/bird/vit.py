@@ -32,6 +32,7 @@ from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
 PATCH_EPS = 1e-2  # of patch_norm: a patch whose values differ by less than 0.1 stays nearly even
+LEVEL_STD = 0.3  # of the first weights of a patch's level, so that its pattern is most of a token
 MLP_RATIO = 4  # inner width of the MLP, over embed
 ROPE_BASE = 100.0  # longest wavelength over 2 pi, in patches, nearly
 SAVED = ("attention", "mlp")  # activations that remat may keep
@@ -91,7 +92,7 @@ class Encoder(checks.Section):
     norm: str = "tokens"
     n_cls: int = 1  # [tokens] class tokens: 1, or 0 if patches are pooled (model.pool="patches")
     # [bool] normalise the values of each patch before they become a token (Kumar et al. 2023), so
-    # that the level of a noise hides no faint sound
+    # that the level of a noise hides no faint sound; its mean and deviation are two more values
     patch_norm: bool = False
     n_registers: int = 0  # [tokens] extra tokens, which nothing reads
     # [name] kind of positions: learned, or rope (rotary along time and mel)
@@ -250,6 +251,8 @@ def make_specs(c: Encoder) -> PyTree:
         "scale": Spec((d,), ("embed",), ones),
         "bias": Spec((d,), ("embed",), zeros),
     }
+    if c.patch_norm:
+        table["w_patch_level"] = Spec((2, d), (None, "embed"), truncated_normal(LEVEL_STD))
     if c.positions == "learned":
         table["pos"] = Spec((c.n_patches, d), ("seq", "embed"), truncated_normal(0.02))
     if c.n_cls:
@@ -324,11 +327,13 @@ def embed(
     n_rows = x_bfw.shape[0]
     x_bnp = patchify(c, x_bfw)
     if c.patch_norm:
-        x_bnp = _normalised(x_bnp.astype(jnp.float32))
+        x_bnp, level_bn2 = _normalised(x_bnp.astype(jnp.float32))
     # Half precision would round the measurements at the input.
     x_bnd = product(
         "bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT
     )
+    if c.patch_norm:
+        x_bnd += product("bnl,ld->bnd", level_bn2, params["w_patch_level"], shard, precision=EXACT)
     x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
     if c.positions == "learned":
         x_bnd += spread(params["pos"], x_bnd.shape, shard)
@@ -475,11 +480,16 @@ def patchify(c: Encoder, x_bfw: Array) -> Array:
     return x.transpose(0, 1, 3, 2, 4).reshape(n_rows, c.n_patches, f * w)
 
 
-def _normalised(x_bnp: Array) -> Array:
-    """Return patches of mean 0 and of variance nearly 1."""
-    centred_bnp = x_bnp - x_bnp.mean(-1, keepdims=True)
-    variance_bn1 = jnp.square(centred_bnp).mean(-1, keepdims=True)
-    return centred_bnp * jax.lax.rsqrt(variance_bn1 + PATCH_EPS)
+def _normalised(x_bnp: Array) -> tuple[Array, Array]:
+    """Return patches of mean 0 and of variance nearly 1, and their level [B, N, 2].
+
+    The level is the mean, and the logarithm of the deviation that the values were divided by.
+    """
+    mean_bn1 = x_bnp.mean(-1, keepdims=True)
+    centred_bnp = x_bnp - mean_bn1
+    variance_bn1 = jnp.square(centred_bnp).mean(-1, keepdims=True) + PATCH_EPS
+    level_bn2 = jnp.concatenate([mean_bn1, jnp.log(variance_bn1) / 2], axis=-1)
+    return centred_bnp * jax.lax.rsqrt(variance_bn1), level_bn2
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:

@@ -111,6 +111,19 @@ def test_the_average_and_an_untrained_encoder_are_others(trained):
     )
 
 
+def test_the_best_step_is_read_if_the_run_has_one_and_no_other_is_named(trained, tmp_path, capsys):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(workdir / "checkpoints" / "1", workdir / "checkpoints" / "2")
+    best = workdir / "best.json"
+    for named, expected in ((1, "1"), (7, "2")):  # step 7 is not kept
+        best.write_text(json.dumps({"step": named, "value": 0.5, "metric": "accuracy"}))
+        assert pathlib.Path(encoder.load(str(workdir)).path).name == expected
+        line = f"step 1, the best of {workdir} by checkpoint.best\n"
+        assert capsys.readouterr().err == (line if expected == "1" else "")
+    best.write_text(json.dumps({"step": 1, "value": 0.5, "metric": "accuracy"}))
+    assert pathlib.Path(encoder.load(str(workdir), step=2).path).name == "2"
+
+
 @pytest.mark.parametrize("views", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_result(
     trained, corpus, tmp_path, views, monkeypatch

@@ -220,7 +220,7 @@ def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel
     )
 
 
-@pytest.mark.parametrize(("n_rows", "cycle"), [(300, 400), (6_400, 800), (99_000, 3_000)])
+@pytest.mark.parametrize(("n_rows", "cycle"), [(300, 300), (6_400, 800), (99_000, 3_000)])
 def test_a_cycle_of_the_folders_config_is_four_passes_within_limits(n_rows, cycle, tmp_path):
     split = {"rows": n_rows, "rows_of_each_class": [n_rows // 4, n_rows - n_rows // 4]}
     split |= {"median_seconds": 1.0}

@@ -63,9 +63,13 @@ def reference(c, params, x, visible=None):
     for i in range(c.n_patches) if visible is None else visible:
         row, column = divmod(int(i), columns)
         patch = x[row * f : row * f + f, column * w : column * w + w].astype(np.float64).ravel()
+        level = 0.0
         if c.patch_norm:
-            patch = (patch - patch.mean()) / np.sqrt(patch.var() + 0.01)
-        tokens.append(patch @ p["w_patch"] + p["b_patch"] + (p["pos"][i] if "pos" in p else 0))
+            std = np.sqrt(patch.var() + 0.01)
+            level = np.array([patch.mean(), np.log(std)]) @ p["w_patch_level"]
+            patch = (patch - patch.mean()) / std
+        token = patch @ p["w_patch"] + p["b_patch"] + level
+        tokens.append(token + (p["pos"][i] if "pos" in p else 0))
         places.append((row, column))
     tokens = [*p.get("cls", ()), *tokens, *p.get("embed_registers", ())]
     places = [None] * c.n_cls + places + [None] * c.n_registers

@@ -284,6 +284,16 @@ def _features(graph: Graph, c: Config, params: Any, x_bfw: str) -> str:
     return graph("LayerNormalization", mean, scale, bias, epsilon=c.eps, output="features")
 
 
+def _level(graph: Graph, w_ld: np.ndarray, x_bnp: str) -> str:
+    """`vit.normalised`: the part [B, N, D] of tokens that the level of patches decides."""
+    mean_bn1 = graph("ReduceMean", x_bnp, [-1], keepdims=1)
+    centred_bnp = graph("Sub", x_bnp, mean_bn1)
+    square_bnp = graph("Mul", centred_bnp, centred_bnp)
+    variance_bn1 = graph("Add", graph("ReduceMean", square_bnp, [-1], keepdims=1), vit.PATCH_EPS)
+    log_bn1 = graph("Mul", graph("Log", variance_bn1), 0.5)
+    return graph("MatMul", graph("Concat", mean_bn1, log_bn1, axis=2), w_ld)
+
+
 def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]:
     """`vit.encode`: the names of CLS [B, 1 or 0, D] and of the patches."""
     f, w = c.patch
@@ -292,9 +302,12 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     x = graph("Transpose", x, perm=[0, 1, 3, 2, 4])
     x_bnp = graph("Reshape", x, [0, c.n_patches, c.patch_size])
     if c.patch_norm:
+        level_bnd = _level(graph, params["w_patch_level"], x_bnp)
         scale, bias = np.ones(c.patch_size, np.float32), np.zeros(c.patch_size, np.float32)
         x_bnp = graph("LayerNormalization", x_bnp, scale, bias, epsilon=vit.PATCH_EPS)
     x_bnd = graph("MatMul", x_bnp, params["w_patch"])
+    if c.patch_norm:
+        x_bnd = graph("Add", x_bnd, level_bnd)
     # Places for the other tokens, and then every token's constant at once.
     x_btd = graph("Pad", x_bnd, [0, c.n_cls, 0, 0, c.n_registers, 0])
     constant_nd = params["b_patch"] + params.get("pos", 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import run_workload
+from jaxtrain.arrays import orbax_steps, run_workload
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.data import feed
 from jaxtrain.parallel.layout import make_layout, make_mesh
@@ -69,8 +70,13 @@ def load(
 ) -> Model:
     """Read the encoder of a run, a step or an export. Raises StoredError and InferenceError.
 
+    ``step``: of a run; None is the best one if the run has config.checkpoint.best, else the newest.
     ``random``: a seed, by which the run's encoder is initialised instead of read.
     """
+    if step is None:
+        step = orbax_steps.best_step(run)
+        if step is not None:
+            print(f"step {step:,}, the best of {run} by checkpoint.best", file=sys.stderr)
     source = source_lib.find(run, step)
     config = source.config(bird.__package__)
     arrays = source.parameters(ema=ema)
