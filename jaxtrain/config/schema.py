@@ -142,7 +142,7 @@ class Train(Section):
         if self.target is not None and not self.eval_every:
             yield (
                 "target",
-                f"is {self.target:g}, and eval_every=0 evaluates the last step only; set eval_every",
+                f"is {self.target:g}, and eval_every=0 evaluates the last step only; set one",
             )
 
 
