@@ -11,6 +11,7 @@ needs no such chip, has the other figures: it compiles the real step.
               changes that may make it fit     plan_cache   keeps compilers' answers
     summary   all of it, for a person          gpu_specs    GPUs that need not be here
     choices   what a config leaves to it       auto         microbatches and recomputation
+    exposure  exchanges that nothing hides     mesh_advice  a mesh that exposes less
 """
 
 from jaxtrain.plan.auto import decide, decide_once

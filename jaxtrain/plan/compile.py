@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     library_calls: Mapping[str, int] = {}  # target -> executions in a step
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
     kernels: Sequence[traffic.Kernel] = ()
+    unknown: int = 0  # loops whose rounds the program's text does not say
     text: str = ""  # of the compiled program
     again: bool = False  # an earlier plan compiled it, and its figures were kept
 
@@ -177,6 +178,7 @@ def compiled(
         library_calls=program.library_calls(),
         products=dict(products),
         kernels=traffic.traffic(program),
+        unknown=len(program.unknown),
         text=figures.text,
     )
 

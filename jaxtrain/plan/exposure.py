@@ -165,7 +165,7 @@ class _Walk:
         self.computing += self._weight * seconds
 
     def _loop(self, i: Instruction) -> None:
-        rounds = hlo.trips(i, self._program.bodies)
+        rounds = hlo.trips(i, self._program.bodies) or 1
         bodies = [target for role, target in i.called if role == "body"]
         weight = self._weight
         for of_round in (1, rounds - 1) if rounds > 1 else (rounds,):

@@ -157,6 +157,7 @@ class Program:
         self.started: set[str] = set()  # that begin at one place and are waited for at another
         self.fused: set[str] = set()  # of a single kernel
         self.inlined: set[str] = set()  # a part of a kernel, or applied by one to each number
+        self.unknown: set[str] = set()  # loops whose rounds the text does not say: they count once
         self.entries = [name for entry, name, _ in parts if entry]
         for name in self.entries:
             self._visit(name, 1, False)
@@ -170,12 +171,19 @@ class Program:
                 if target in self.bodies:
                     self._inline(target)
 
+    def _rounds(self, loop: Instruction) -> int:
+        """Return the rounds of a loop, 1 if they are unknown."""
+        n_trips = trips(loop, self.bodies)
+        if not n_trips:
+            self.unknown.add(loop.name)
+        return n_trips or 1
+
     def _visit(self, computation: str, times: int, in_loop: bool) -> None:
         self.times[computation] = self.times.get(computation, 0) + times
         if in_loop:
             self.loops.add(computation)
         for i in self.bodies.get(computation, ()):
-            n_trips = trips(i, self.bodies) if i.op == "while" else 1
+            n_trips = self._rounds(i) if i.op == "while" else 1
             for role, target in i.called:
                 if target not in self.bodies:
                     continue
@@ -402,14 +410,15 @@ def _groups_of_mesh(
 def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
     """Return the rounds of a loop of fixed length, as the compiler notes it, or from its condition.
 
-    That is its bound by the step of its counter: rings of products and gathers count by twos.
+    They are 0 if both are unclear. By the condition, they are its bound by the step of its counter:
+    rings of products and gathers count by twos.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
     parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.line))
     condition = bodies.get(parts.get("condition", ""), [])
     body = bodies.get(parts.get("body", ""), [])
-    limit = max(filter(None, map(_constant, _with_called(condition, bodies))), default=1)
+    limit = max(filter(None, map(_constant, _with_called(condition, bodies))), default=0)
     return math.ceil(limit / _step(condition, body))
 
 

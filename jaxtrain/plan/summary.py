@@ -326,6 +326,11 @@ def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
     if step.products:
         products = [f"{flops:.2e} FLOP {types}" for types, flops in _largest_first(step.products)]
         yield f"  products of matrices, by operands: {', '.join(products)}"
+    if step.unknown:
+        yield (
+            f"  {step.unknown} loops have an unknown number of rounds, and count once in all figures"
+            " but the memory"
+        )
     if step.collectives is None:
         yield "  the collectives are unknown: this jaxlib cannot read the program of a newer libtpu"
         return

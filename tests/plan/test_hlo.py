@@ -204,6 +204,22 @@ def test_a_ring_that_counts_by_twos_has_half_the_rounds():
     assert [c.times for c in hlo.collectives(RING.replace("constant(2)", "constant(3)"))] == [3, 3]
 
 
+def test_a_loop_of_unknown_length_is_counted_once_and_reported():
+    program = hlo.Program(RING.replace("constant(8)", "parameter(1)"))
+    assert program.unknown == {"loop"} and [c.times for c in hlo.collectives(program)] == [1, 1]
+    assert not hlo.Program(RING).unknown
+
+
+def test_an_all_reduce_counts_once_in_either_notation():
+    """From jax 0.11 on its start has the operands, too."""
+    for result in ("f32[8]{0}", "((f32[8]{0}), f32[8]{0})"):
+        text = RING.replace(
+            "  %one = ", f"  %sum = {result} all-reduce-start(%x), replica_groups={{}}\n  %one = "
+        )
+        [found] = [c for c in hlo.collectives(text) if c.kind == "all-reduce"]
+        assert found.bytes == 32 and found.dtypes == ("f32",)
+
+
 def test_a_gather_inside_of_a_products_kernel_overlaps_it():
     text = """HloModule step, num_partitions=8
 

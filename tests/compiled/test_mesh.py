@@ -1,0 +1,197 @@
+"""Ratchets for what a step sends between eight H100s, and what of it nothing hides.
+
+The language model is the case of tools/gpu_check.py with 4 of its 16 layers, which each send the
+same. Its figures are in docs/results/compiled-steps.md. A change lowers a bound, or says in the
+changelog why not.
+"""
+
+import collections
+import functools
+import math
+from typing import NamedTuple
+
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import plan, specs
+from jaxtrain.assembly import Assembly
+from jaxtrain.plan import hlo, mesh_advice, worker
+from jaxtrain.plan.compile import Compiled
+from jaxtrain.plan.exposure import exposure
+from jaxtrain.plan.traffic import Rates
+from jaxtrain.step import state as state_lib
+from tests.compiled import compiled_configs
+from tools.chip import cases
+
+DEPTH, BIG = 4, 1e6  # [layers], [bytes] sent by one device
+NODE, NODES = "gpu:h100x8", "gpu:h100x8*2"
+
+
+class Setting(NamedTuple):
+    target: str
+    mesh: tuple[int, int, int]
+    rows: int  # of a step
+    accumulate: int = 1
+    compiler: dict = {}
+
+
+SETTINGS = {
+    "one": Setting("gpu:h100x1", (1, 1, 1), 16),
+    "data": Setting(NODE, (8, 1, 1), 64),
+    "fsdp": Setting(NODE, (1, 8, 1), 128),
+    "both": Setting(NODE, (2, 4, 1), 128),
+    "both, in parts": Setting(NODE, (2, 4, 1), 512, 4),
+    "nodes": Setting(NODES, (2, 8, 1), 256, 1, mesh_advice.MORE_OVERLAP),
+}
+
+
+class Step(NamedTuple):
+    config: config_lib.Config
+    assembly: Assembly
+    target: plan.Target
+    compiled: Compiled
+    program: hlo.Program
+
+    @property
+    def mesh(self):
+        return dict(self.assembly.layout.mesh.shape)
+
+    def over(self, *axes):
+        """The collectives that span some of these mesh axes."""
+        found = hlo.collectives(self.program)
+        return [c for c in found if set(c.axes(self.mesh)) & set(axes)]
+
+    @property
+    def params(self):
+        return specs.count(self.assembly.task.specs.params)
+
+
+def made(config, target):
+    [answer] = worker.ask([worker.Job(config, target, worker.LAST)])
+    assert answer.compiled, answer.error
+    devices = plan.parse_target(target)
+    program = hlo.Program(answer.compiled.text)
+    return Step(config, plan.abstractly(config, devices), devices, answer.compiled, program)
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory, request):
+    """Return a function name of a setting -> its step. Each is compiled once."""
+    request.getfixturevalue("gpu_compiler")
+    data = cases.Data(tmp_path_factory.mktemp("data"), small=False)
+    case = next(case for case in cases.CASES if case.name == "lm-1b-2k")
+
+    @functools.cache
+    def step(name):
+        setting = SETTINGS[name]
+        sizes = zip(("data", "fsdp", "model"), setting.mesh, strict=True)
+        changes = {
+            "model.depth": str(DEPTH),
+            "train.batch": str(setting.rows),
+            "train.accumulate": str(setting.accumulate),
+            **{f"mesh.{axis}": str(n) for axis, n in sizes},
+            **{f"compiler.{name}": str(value) for name, value in setting.compiler.items()},
+        }
+        return made(case.config(data, case.choices[0], changes), setting.target)
+
+    return step
+
+
+def sent(collectives):
+    return sum(c.sent for c in collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", compiled_configs.WORKLOADS)
+def test_replicas_send_one_sum_of_each_gradient_in_float32(name, tmp_path, gpu_compiler):
+    compiled_configs.write_data(tmp_path)
+    step = made(compiled_configs.WORKLOADS[name].config("small", "data", 8, tmp_path), NODE)
+    sums = step.over("data")
+    assert {c.kind for c in sums} == {"all-reduce"}
+    least = 2 * 7 / 8 * 4 * step.params
+    assert least <= sent(sums) <= 1.01 * least + 1e4
+    assert {dtype for c in sums if c.sent > 1e3 for dtype in c.dtypes} == {"f32"}
+
+
+@pytest.mark.slow
+def test_a_mesh_of_replicas_and_shards_sums_what_each_device_has(language):
+    step = language("data")
+    assert sent(step.over("data")) == pytest.approx(2 * 7 / 8 * 4 * step.params, rel=1e-3)
+    step = language("both")
+    over_data = [c for c in step.over("data") if c.axes(step.mesh) == ("data",)]
+    assert sent(over_data) == pytest.approx(4 * step.params / 4, rel=0.01)
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_16_bits_twice_and_sums_float32_once(language):
+    """As a ratio to the least, (n - 1) / n × 8 bytes for each parameter."""
+    step = language("fsdp")
+    assert 0.85 <= sent(step.over("fsdp")) / (7 / 8 * 8 * step.params) <= 1.05
+    gathers = [c for c in step.over("fsdp") if c.kind == "all-gather"]
+    wide = [c for c in gathers if set(c.dtypes) == {"f32"}]
+    assert sent(wide) < 0.01 * sent(gathers)
+    sums = [c for c in step.over("fsdp") if c.kind in ("reduce-scatter", "all-reduce")]
+    assert {dtype for c in sums if c.sent > BIG for dtype in c.dtypes} == {"f32"}
+    counts = collections.Counter()
+    for c in gathers:
+        for shape in c.shapes:
+            counts[math.prod(shape)] += c.times
+    matrices = collections.Counter(
+        math.prod(spec.shape[1:])
+        for name, spec in step.assembly.task.specs.params["blocks"].items()
+        if name.startswith("w_")
+    )
+    for size, n in matrices.items():
+        assert counts[size] == 2 * DEPTH * n
+
+
+@pytest.mark.slow
+def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(language):
+    whole, parts = language("both"), language("both, in parts")
+    assert sent(parts.over("data")) == pytest.approx(sent(whole.over("data")), rel=0.01)
+    ratio = sent(parts.over("fsdp")) / sent(whole.over("fsdp"))
+    assert 3.8 <= ratio <= 4.05
+    assert not [c for c in parts.over("data") if c.in_loop]
+    assert [c for c in whole.over("data") if c.in_loop], "each layer's sum is in the loop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), [("data", 0.04), ("fsdp", 0.04), ("nodes", 0.06)])
+def test_little_is_exposed(name, most, language):
+    """With all of its layers, it is a fourth of this: the table's sum is exposed once."""
+    step = language(name)
+    chip = step.target.known_chip
+    found = exposure(
+        step.program,
+        step.mesh,
+        step.compiled.kernels,
+        Rates(chip.measured_bandwidth, chip.measured_flops),
+        mesh_advice.links_of(step.target),
+    )
+    assert found.share <= most
+    waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
+    assert not [c for c in waiting if c.sent > BIG]
+
+
+@pytest.mark.slow
+def test_norms_and_guard_send_a_few_numbers_after_the_last_product(language):
+    step = language("fsdp")
+    flops = {kernel.name: kernel.flops for kernel in step.compiled.kernels}
+    [entry] = step.program.entries
+    body = step.program.bodies[entry]
+    in_loops = [i for i, each in enumerate(body) if each.op == "while"]
+    products = [i for i, each in enumerate(body) if flops.get(each.name)]
+    after = body[max(in_loops + products) + 1 :]
+    found = [c for i in after if (c := hlo.collective(step.program, entry, i))]
+    assert len([c for c in found if c.bytes < 1e3]) <= 6
+    vocab = step.config.model.vocab
+    rest = [c for c in found if c.bytes >= 1e3]
+    assert all(vocab in (dim for shape in c.shapes for dim in shape) for c in rest)
+
+
+@pytest.mark.slow
+def test_the_state_is_split_and_a_shard_takes_no_more_memory_than_one_gpu(language):
+    step, one = language("fsdp"), language("one")
+    batch = state_lib.bytes_per_device(step.assembly.abstract.batch)
+    assert step.compiled.arguments == pytest.approx(12 * step.params / 8 + batch, rel=1e-3)
+    assert step.compiled.temporaries <= one.compiled.temporaries
