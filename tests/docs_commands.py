@@ -207,6 +207,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
     (r"^python -m tests\.proofs$", Run("--list", quick=True, says="kills +200 kills")),
     (r"^python -m tests\.proofs --list$", Run(quick=True, says="kills +200 kills")),
+    (
+        r"^jaxtrain plan --config=configs/lm\.py:llama",
+        Why("it compiles for minutes; tests/compiled/test_mesh.py compiles four of its layers"),
+    ),
     (r"^python -m tests\.support\.step_walk$", Why("tests/test_floors.py compares its tables")),
     (
         r"^python -m tests\.test_prose ",

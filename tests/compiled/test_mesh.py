@@ -6,7 +6,6 @@ changelog why not.
 """
 
 import collections
-import functools
 import math
 from typing import NamedTuple
 
@@ -66,24 +65,27 @@ class Step(NamedTuple):
         return specs.count(self.assembly.task.specs.params)
 
 
-def made(config, target):
-    [answer] = worker.ask([worker.Job(config, target, worker.LAST)])
-    assert answer.compiled, answer.error
-    devices = plan.parse_target(target)
-    program = hlo.Program(answer.compiled.text)
-    return Step(config, plan.abstractly(config, devices), devices, answer.compiled, program)
+def compiled(configs):
+    """Compile the steps of (config, target), all of them in one process."""
+    answers = worker.ask([worker.Job(config, target, worker.LAST) for config, target in configs])
+    steps = []
+    for (config, text), answer in zip(configs, answers, strict=True):
+        assert answer.compiled, answer.error
+        target = plan.parse_target(text)
+        program = hlo.Program(answer.compiled.text)
+        assembly = plan.abstractly(config, target)
+        steps.append(Step(config, assembly, target, answer.compiled, program))
+    return steps
 
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory, request):
-    """Return a function name of a setting -> its step. Each is compiled once."""
+    """Return name of a setting -> its step."""
     request.getfixturevalue("gpu_compiler")
     data = cases.Data(tmp_path_factory.mktemp("data"), small=False)
     case = next(case for case in cases.CASES if case.name == "lm-1b-2k")
 
-    @functools.cache
-    def step(name):
-        setting = SETTINGS[name]
+    def config(setting):
         sizes = zip(("data", "fsdp", "model"), setting.mesh, strict=True)
         changes = {
             "model.depth": str(DEPTH),
@@ -92,9 +94,10 @@ def language(tmp_path_factory, request):
             **{f"mesh.{axis}": str(n) for axis, n in sizes},
             **{f"compiler.{name}": str(value) for name, value in setting.compiler.items()},
         }
-        return made(case.config(data, case.choices[0], changes), setting.target)
+        return case.config(data, case.choices[0], changes)
 
-    return step
+    configs = [(config(setting), setting.target) for setting in SETTINGS.values()]
+    return dict(zip(SETTINGS, compiled(configs), strict=True))
 
 
 def sent(collectives):
@@ -102,22 +105,23 @@ def sent(collectives):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", compiled_configs.WORKLOADS)
-def test_replicas_send_one_sum_of_each_gradient_in_float32(name, tmp_path, gpu_compiler):
+def test_replicas_send_one_sum_of_each_gradient_in_float32(tmp_path, gpu_compiler):
     compiled_configs.write_data(tmp_path)
-    step = made(compiled_configs.WORKLOADS[name].config("small", "data", 8, tmp_path), NODE)
-    sums = step.over("data")
-    assert {c.kind for c in sums} == {"all-reduce"}
-    least = 2 * 7 / 8 * 4 * step.params
-    assert least <= sent(sums) <= 1.01 * least + 1e4
-    assert {dtype for c in sums if c.sent > 1e3 for dtype in c.dtypes} == {"f32"}
+    workloads = compiled_configs.WORKLOADS.values()
+    configs = [(each.config("small", "data", 8, tmp_path), NODE) for each in workloads]
+    for step in compiled(configs):
+        sums = step.over("data")
+        assert {c.kind for c in sums} == {"all-reduce"}
+        least = 2 * 7 / 8 * 4 * step.params
+        assert least <= sent(sums) <= 1.01 * least + 1e4, step.config.workload
+        assert {dtype for c in sums if c.sent > 1e4 for dtype in c.dtypes} == {"f32"}
 
 
 @pytest.mark.slow
 def test_a_mesh_of_replicas_and_shards_sums_what_each_device_has(language):
-    step = language("data")
+    step = language["data"]
     assert sent(step.over("data")) == pytest.approx(2 * 7 / 8 * 4 * step.params, rel=1e-3)
-    step = language("both")
+    step = language["both"]
     over_data = [c for c in step.over("data") if c.axes(step.mesh) == ("data",)]
     assert sent(over_data) == pytest.approx(4 * step.params / 4, rel=0.01)
 
@@ -125,7 +129,7 @@ def test_a_mesh_of_replicas_and_shards_sums_what_each_device_has(language):
 @pytest.mark.slow
 def test_fsdp_gathers_16_bits_twice_and_sums_float32_once(language):
     """As a ratio to the least, (n - 1) / n × 8 bytes for each parameter."""
-    step = language("fsdp")
+    step = language["fsdp"]
     assert 0.85 <= sent(step.over("fsdp")) / (7 / 8 * 8 * step.params) <= 1.05
     gathers = [c for c in step.over("fsdp") if c.kind == "all-gather"]
     wide = [c for c in gathers if set(c.dtypes) == {"f32"}]
@@ -147,7 +151,7 @@ def test_fsdp_gathers_16_bits_twice_and_sums_float32_once(language):
 
 @pytest.mark.slow
 def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(language):
-    whole, parts = language("both"), language("both, in parts")
+    whole, parts = language["both"], language["both, in parts"]
     assert sent(parts.over("data")) == pytest.approx(sent(whole.over("data")), rel=0.01)
     ratio = sent(parts.over("fsdp")) / sent(whole.over("fsdp"))
     assert 3.8 <= ratio <= 4.05
@@ -159,7 +163,7 @@ def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(languag
 @pytest.mark.parametrize(("name", "most"), [("data", 0.04), ("fsdp", 0.04), ("nodes", 0.06)])
 def test_little_is_exposed(name, most, language):
     """With all of its layers, it is a fourth of this: the table's sum is exposed once."""
-    step = language(name)
+    step = language[name]
     chip = step.target.known_chip
     found = exposure(
         step.program,
@@ -175,7 +179,7 @@ def test_little_is_exposed(name, most, language):
 
 @pytest.mark.slow
 def test_norms_and_guard_send_a_few_numbers_after_the_last_product(language):
-    step = language("fsdp")
+    step = language["fsdp"]
     flops = {kernel.name: kernel.flops for kernel in step.compiled.kernels}
     [entry] = step.program.entries
     body = step.program.bodies[entry]
@@ -191,7 +195,7 @@ def test_norms_and_guard_send_a_few_numbers_after_the_last_product(language):
 
 @pytest.mark.slow
 def test_the_state_is_split_and_a_shard_takes_no_more_memory_than_one_gpu(language):
-    step, one = language("fsdp"), language("one")
+    step, one = language["fsdp"], language["one"]
     batch = state_lib.bytes_per_device(step.assembly.abstract.batch)
     assert step.compiled.arguments == pytest.approx(12 * step.params / 8 + batch, rel=1e-3)
     assert step.compiled.temporaries <= one.compiled.temporaries
