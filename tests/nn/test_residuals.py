@@ -13,6 +13,7 @@ import pytest
 from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import lookup
+from jaxtrain.parallel import layout as layout_lib
 from tests.support import residuals
 from tests.support.residuals import HALF, ONE, WIDE, B, D, L, M, T, gradient, shard_on
 
@@ -131,6 +132,20 @@ def test_rows_of_a_table_split_by_columns_are_those_of_one_device(mesh, rules, v
     assert found[0].dtype == jnp.dtype(dtype or "float32")
     np.testing.assert_array_equal(found[0].astype(jnp.float32), expected[0].astype(jnp.float32))
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("gpu", "bf16"), ("cpu", "f32")])
+def test_gpus_add_up_looked_up_rows_in_the_type_of_the_result(platform, dtype):
+    """A sum of one row and zeros is exact in 16 bits, and XLA for CPUs fails at some of them."""
+    mesh = layout_lib.abstract_mesh(1, 1, 8, count=8, what="a test")
+    shard = layout_lib.make_layout(mesh, {}, devices=layout_lib.Devices(platform)).shard
+
+    def look_up(w, index):
+        return lookup(w, index, shard, axes=transformer.TABLE, dtype="bfloat16")
+
+    arguments = jax.ShapeDtypeStruct((V, 16), "f4"), jax.ShapeDtypeStruct((2, 4), "i4")
+    program = str(jax.make_jaxpr(look_up)(*arguments))
+    assert re.findall(r":(\w+)\[[\d,]+\]\S* = psum", program) == [dtype]
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 2, 4)])

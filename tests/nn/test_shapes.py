@@ -52,6 +52,7 @@ ANY = {
     "cpu.scaled",
     "cpu.spread",
     "cpu.update_in_place",
+    "layers.biases",
     "layers.gelu",
     "layers.layer_norm",
     "layers.product",
