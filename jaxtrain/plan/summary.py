@@ -328,8 +328,8 @@ def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
         yield f"  products of matrices, by operands: {', '.join(products)}"
     if step.unknown:
         yield (
-            f"  {step.unknown} loops have an unknown number of rounds, and count once in all figures"
-            " but the memory"
+            f"  {step.unknown} loops have an unknown number of rounds, and count once in all"
+            " figures but the memory"
         )
     if step.collectives is None:
         yield "  the collectives are unknown: this jaxlib cannot read the program of a newer libtpu"

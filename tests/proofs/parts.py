@@ -94,7 +94,8 @@ PARTS = {
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
-        " compiled/test_mesh.py nn/test_attention.py nn/test_attention_compiled.py test_compiler.py",
+        " compiled/test_mesh.py nn/test_attention.py nn/test_attention_compiled.py"
+        " test_compiler.py",
         workers=2,
     ),
     "newest": Part(
@@ -102,7 +103,8 @@ PARTS = {
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_encoder.py"
         " compiled/test_recursive.py compiled/test_mesh.py nn/test_attention_compiled.py"
         " plan/test_traffic.py plan/test_hlo.py plan/test_exposure.py"
-        " test_compiler.py::test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the_table",
+        " test_compiler.py::test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the"
+        "_table",
         workers=2,
         on_newest_jax=True,
     ),
