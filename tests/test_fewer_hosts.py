@@ -1,24 +1,30 @@
 """A supervised run that loses a host trains on without it, and takes it back. Real processes, each
 of which stands for a host."""
 
+import contextlib
 import json
 import shutil
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jaxtrain import supervise
 from jaxtrain.config import Config, Mesh, Train
+from jaxtrain.parallel import cluster
 from jaxtrain.supervise import fewer, steps_in_memory
 from loaders.base import Rows
+from tests.proofs import soak
 from tests.support import toy_rows
-from tests.support.processes import free_port, records, step_of, wait_for
+from tests.support.processes import at, command, free_port, records, step_of, wait_for
 from tests.support.supervised_runs import (
     ENDLESS,
+    QUIET,
     outputs_of,
     reaches,
+    saves,
     starts,
-    supervised,
 )
 
 BATCH = 8
@@ -53,11 +59,22 @@ def test_a_number_of_processes_that_cannot_go_on_names_those_that_can():
     assert run_of(mesh=(-1, 1, 4)).objection(3).endswith("2, 4 can"), "4 places of model"
 
 
+def test_the_hosts_of_a_tpu_slice_are_not_trained_without(monkeypatch):
+    for name, value in (("WORKER_HOSTNAMES", "a,b"), ("WORKER_ID", "0")):
+        monkeypatch.setenv(f"TPU_{name}", value)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    config = Config()
+    config = replace(config, supervise=replace(config.supervise, wait=60))
+    with pytest.raises(cluster.ClusterError, match="wait is 60, but the hosts of a TPU slice"):
+        supervise.run(config, [])
+
+
 class Job:
     """Supervisors of a run, each on a host of its own."""
 
-    def __init__(self, folder, ending, *overrides, processes=2):
+    def __init__(self, folder, ending, *overrides, processes=2, hosts=None):
         self.folder = folder
+        self.hosts = hosts  # network namespaces, one for each process
         self.workdir = folder / "runs" / "toy"
         self._ending = ending
         self._overrides = (*ENDLESS, *WAIT, *overrides)
@@ -68,14 +85,15 @@ class Job:
             self.start(process)
 
     def start(self, process, *overrides):
-        supervisor = supervised(
-            self.folder,
-            *self._overrides,
-            *overrides,
-            port=self._port,
-            process=process,
-            processes=self._processes,
-        )
+        environment = at(self._port, process, self._processes)
+        environment["IDS"] = str(self.folder / f"ids{process}.jsonl")
+        inside = ()
+        if self.hosts:
+            environment["JAXTRAIN_COORDINATOR"] = self.hosts.coordinator(self._port)
+            environment["JAXTRAIN_SECRET"] = "5e" * 16
+            inside = self.hosts.inside(process)
+        arguments = ("--supervise", *QUIET, *self._overrides, *overrides)
+        supervisor = command(self.folder, "toy.py", *arguments, inside=inside, **environment)
         self.supervisors[process] = supervisor
         self._ending.append(supervisor)
         return supervisor
@@ -160,3 +178,53 @@ def test_another_leads_after_process_0s_host_is_lost_and_that_one_follows_when_i
     assert "process 0 (" in outputs[0] and "came back: all save, and go on together" in outputs[0]
     assert [start.processes for start in starts(folder)] == [2, 1, 2]
     assert not list(job.workdir.glob("lease.json")), "the leader gave it back"
+
+
+@pytest.mark.slow
+def test_parts_of_a_lost_host_come_from_its_partner_and_are_put_together_on_a_smaller_mesh(
+    folder, ending
+):
+    """Two hosts in network namespaces, each with half of the parameters. Nothing is on a disk."""
+    hosts = soak.Hosts()
+    if not hosts.real:
+        pytest.skip("only root may make network namespaces")
+    with contextlib.closing(hosts):
+        halves = ("--config.mesh.fsdp=2", "--config.mesh.data=1")
+        job = Job(folder, ending, *MEMORY, *halves, hosts=hosts)
+        reaches(folder, 6, job.watch)
+        job.lose(1)
+        job.goes_on(members=1)
+        assert not list((job.workdir / "checkpoints").glob("*/manifest.json"))
+        job.start(1)
+        job.goes_on(members=2)
+        outputs = job.end()
+    assert "on mesh 1 × 1 × 1, accumulate=2" in outputs[0]
+    assert starts(folder)[1].first > 0, "from memory"
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_share_the_batch_end_with_the_numbers_that_can(folder, ending):
+    job = Job(folder, ending, "--config.distributed.init_timeout=60", processes=4)
+    saves(folder, job.watch)
+    job.lose(3)
+    outputs = outputs_of(job.watch)
+    assert {supervisor.returncode for supervisor in job.watch} == {70}, outputs
+    for output in outputs:
+        assert "process 3 of 4 did not connect" in output, output
+        assert "train.batch=8 and the mesh cannot be split over 3 of 4 processes" in output
+        assert "1, 2, 4 can" in output and "Rerun the same command to resume" in output
+
+
+@pytest.mark.slow
+def test_a_host_that_returns_with_another_config_is_refused_and_the_run_goes_on(folder, ending):
+    job = Job(folder, ending)
+    saves(folder, job.watch)
+    job.lose(1)
+    job.goes_on(members=1)
+    other = job.start(1, "--config.optim.lr=0.5")
+    output, _ = other.communicate(timeout=240)
+    assert other.returncode == 2 and "config.optim.lr is 0.5, elsewhere" in output, output
+    del job.supervisors[1]
+    job.goes_on(members=1)
+    job.end()
+    assert [start.processes for start in starts(folder)] == [2, 1]

@@ -1,6 +1,7 @@
 """The account of a run's time: one phase for each second, through kills, torn files and several
 processes."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -278,3 +279,6 @@ def test_restarts_of_a_supervisor_have_a_cause_and_a_price(tmp_path):
     page = timeline._restarts(starts)
     assert page.count(killed) == 3 and "34.0 s because" in page
     assert "node0, node7<" in page, "the hosts that took part"
+    assert "on another mesh" not in page
+    fewer = [*starts[:-1], dataclasses.replace(starts[-1], processes=2)]
+    assert "read the same batches on another mesh" in timeline._restarts(fewer)

@@ -58,8 +58,11 @@ class Leader:
 
     def make_lease(self, leave: Callable[[], Any]) -> Lease:
         """Return the lease that makes this supervisor the leader. ``leave`` as for `Lease`."""
-        note = {"job": self._job, "address": self._own_address}
-        note["process"] = self._membership.process
+        note = {
+            "job": self._job,
+            "process": self._membership.process,
+            "address": self._own_address,
+        }
         return Lease(self._folders, leave=leave, note=note)
 
     def succeed(self, enter: Callable[[Lease], None], leave: Callable[[], Any]) -> Lease | None:

@@ -88,6 +88,9 @@ def run(config: Config, argv: Sequence[str]) -> int:
     the run.
     """
     membership = cluster.find()
+    if config.supervise.wait and membership.launcher == discover.TPU_POD:
+        problem = f"config.supervise.wait is {config.supervise.wait}, but the hosts of a TPU slice"
+        raise cluster.ClusterError([f"{problem} only compute together; set it to 0"])
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with contextlib.ExitStack() as closing:
         signals = Signals(config, events)

@@ -38,6 +38,7 @@ MAX_JOB = 200  # [characters] of its name
 MAX_NODES = 1_000_000
 SECRET = "JAXTRAIN_SECRET"
 MIN_SECRET = 16  # [characters] fewer could be found by trying
+TPU_POD = "TPU pod"  # a launcher
 TPU_PORT = 8482  # JAX documents it for pods, and their firewalls leave it open
 # Below Linux's ephemeral ports, so that no other connection holds one by chance.
 PORTS = range(20_000, 32_000)
@@ -285,7 +286,7 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
         text = f"TPU worker {worker} of slice {slice_id} does not exist: {listed}"
         raise ClusterError([text])
     coordinator = f"{first}:{TPU_PORT}" if processes > 1 else ""
-    return Cluster(processes, process, coordinator, launcher="TPU pod")
+    return Cluster(processes, process, coordinator, launcher=TPU_POD)
 
 
 def _tpu_host(text: str) -> str:

@@ -36,6 +36,10 @@ TRACED = {
     "gaps": "#b8432f",
 }
 WIDTH, ROW = 1000, 20
+OTHER_MESH = (
+    "<p>Attempts with another number of processes read the same batches on another mesh. Their sums"
+    " have other last bits, so losses and digests differ from those of one mesh.</p>"
+)
 MAX_HOSTS = 300  # [characters] of their names
 STARTS = (
     ("start", "n"),
@@ -145,6 +149,8 @@ def _restarts(starts: Sequence[goodput.Start]) -> str:
         costs += f"{'; ' * bool(costs)}{duration(seconds)} because {esc(cause)}"
     total = duration(sum(restart.seconds for restart in restarts))
     text = f"<p>Restarts by its supervisor took {total}: {costs}.</p>"
+    if len({start.processes for start in starts}) > 1:
+        text += OTHER_MESH
     return text + table(RESTARTS, rows)
 
 
