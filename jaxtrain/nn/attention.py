@@ -1,18 +1,19 @@
 """Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
-    gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`), or Pallas's (`flash`) if they
-          refuse: for other heads, and documents on cards before Hopper or without a known bound of
-          their number. Neither has an array that grows with T × S. XLA takes a window to both
-          sides, and one over such documents
+    gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`), or XLA some keys at a time (`nn.ring`)
+          if they refuse: for other heads, windows to both sides, and documents on cards before
+          Hopper or without a known bound of their number. Neither has an array that grows with
+          T × S
     tpu   kernels of Pallas: for short rows without documents one that writes its result alone
           (`nn.short`), else splash (`nn.splash`), if sequences and heads fill its lanes
-    else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models
-          compute them again in the backward pass, so that no layer keeps them. For CPUs its
-          products in float32 are those of `nn.cpu`
+    else  XLA, which holds all B × H × T × S weights of a layer. On TPUs, 16-bit models compute
+          them again in the backward pass, so that no layer keeps them. For CPUs its products in
+          float32 are those of `nn.cpu`
 
 `within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention
-by itself. `nn.ring` is for sequences that are split over devices. All of them compute softmax(q k^T
-/ sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query may see:
+by itself. `nn.ring` also takes sequences that are split over devices. All of them compute
+softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query
+may see:
 
 - ``causal``: key s of query t only if s <= t
 - ``window``: and only if t - s < window (Beltagy et al. 2020), 0 for all
@@ -40,7 +41,6 @@ from jaxtrain.types import Array, Axes, Shard
 log = logging.getLogger("jaxtrain")
 # compute capability from which kernels have heads of more than 128 values, and take documents
 HOPPER = (9, 0)
-INSTEAD = {"flash": "Pallas's kernel", "xla": "XLA's own attention"}
 
 
 class Masks(NamedTuple):
@@ -75,7 +75,7 @@ def within(
       length: of rows without documents. The places after it are padding, which no query before it
         sees. 0 = there is none.
       keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
-        knows those of cuDNN and `flash`.
+        knows those of cuDNN.
       policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
@@ -177,8 +177,10 @@ def _call(
         return packed(*qkv, segments_bt, causal=causal, window=window)
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
-    if kernel == "flash":
-        return flash(*qkv, causal=causal, segments_bt=segments_bt)
+    if kernel == "chunked":
+        from jaxtrain.nn import ring  # which imports this module
+
+        return ring.whole(*qkv, segments_bt, causal=causal, window=window, keep=keep)
     if kernel == "short":
         y_bthk = short(*qkv, causal=causal, window=window)
         return remat.name(y_bthk, keep) if keep else y_bthk
@@ -209,7 +211,7 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
 def choose(
     q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: tuple[int, ...] | None = None
 ) -> str:
-    """Return the kernel for queries of this shape: "cudnn", "flash", "short", "splash" or "xla".
+    """Return the kernel for queries of this shape: "cudnn", "chunked", "short", "splash" or "xla".
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
 
@@ -220,12 +222,7 @@ def choose(
         return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape)
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
-    compute_capability = generation(capability)
-    if compute_capability < (8, 0) or q_bthk.shape[3] > _longest_head(compute_capability):
-        return "xla"
-    if not refusal_of_cudnn(q_bthk, devices, masks):
-        return "cudnn"
-    return "xla" if masks.window else "flash"
+    return "chunked" if refusal_of_cudnn(q_bthk, devices, masks) else "cudnn"
 
 
 def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: tuple[int, ...]) -> str:
@@ -258,17 +255,12 @@ def _longest_head(capability: tuple[int, ...]) -> int:
 
 
 def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: str) -> None:
-    """Log the kernel in the place of a faster one on a GPU or TPU, once for each reason."""
+    """Log the attention in the place of a faster one on a GPU or TPU, once for each reason."""
     is_narrow = q_bthk.dtype in (jnp.bfloat16, jnp.float16)
     if devices[0] == "tpu" and is_narrow and kernel == "xla":
         _log_no_kernel(q_bthk.shape[1:], "with documents" if masks.packed else "of one sequence")
-    if devices[0] == "gpu" and is_narrow and kernel in INSTEAD:
-        _log_once(refusal_of_cudnn(q_bthk, devices, masks), INSTEAD[kernel])
-
-
-@functools.cache
-def _log_once(refusal: str, instead: str) -> None:
-    log.info("cuDNN's attention does not take %s: %s is used instead", refusal, instead)
+    if kernel == "chunked":
+        _log_once(refusal_of_cudnn(q_bthk, devices, masks))
 
 
 @functools.cache
@@ -284,47 +276,17 @@ def _log_no_kernel(shape: tuple[int, ...], rows: str) -> None:
     )
 
 
-def flash(
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    *,
-    causal: bool,
-    segments_bt: Array | None,
-    interpret: bool = False,
-) -> Array:
-    """Compute self-attention [B, T, H, K] on NVIDIA GPUs by the flash kernel of Pallas.
-
-    It is for documents and heads that cuDNN's kernel does not take. cuDNN takes documents as a mask
-    [B, 1, T, S]. This kernel has no array that grows with T × S. Pallas lowers it by Triton. From
-    jax 0.11 on that raises a DeprecationWarning, which Python hides by default.
-
-    ``interpret`` runs it anywhere, slowly.
-    """
-    from jax.experimental.pallas.ops.gpu import attention as kernel_lib
-
-    b, t, h, k = q_bthk.shape
-    tile = 64 if k <= 128 else 32  # as a multiprocessor's shared memory holds
-    filling = (0, -t % tile)
-    if segments_bt is None:
-        segments_bt = jnp.zeros((b, t), jnp.int32)
-    segments_bt = jnp.pad(segments_bt, ((0, 0), filling), constant_values=cudnn.NO_DOCUMENT)
-    k_bshk, v_bshk = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k_bsgk, v_bsgk))
-    q_bthk, k_bshk, v_bshk = (
-        jnp.pad(x, ((0, 0), filling, (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk)
+@functools.cache
+def _log_once(refusal: str) -> None:
+    log.info(
+        "cuDNN's attention does not take %s: XLA's own is used instead, some keys at a time",
+        refusal,
     )
-    sizes = kernel_lib.BlockSizes(
-        block_q=tile, block_k=tile, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32
-    )
-    y_bthk: Array = kernel_lib.mha(
-        q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret
-    )
-    return y_bthk[:, :t]
 
 
 def is_forward(kernel: str) -> bool:
-    """Whether this jaxpr is the forward pass of cuDNN or `flash`. Splash names its own."""
-    return kernel in ("dot_product_attention_fwd_wrapper", "mha")
+    """Whether this jaxpr is the forward pass of cuDNN. Others name their own activations."""
+    return kernel == "dot_product_attention_fwd_wrapper"
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:

@@ -129,13 +129,9 @@ def _checkpoint_policy(
     is_kernel = [kernels[name] for name in names if name in kernels]
 
     def is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
-        kernel = primitive.name
-        # `attention.flash`: a function with a derivative of its own
-        if kernel == "custom_vjp_call":
-            kernel = params["call_jaxpr"].jaxpr.debug_info.func_name
         if has_name(primitive, *avals, **params):
             return True
-        return any(is_one(kernel) for is_one in is_kernel)
+        return any(is_one(primitive.name) for is_one in is_kernel)
 
     return is_saved
 

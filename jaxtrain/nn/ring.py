@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over devices.
+"""Attention some keys at a time, also over a sequence that is split over devices.
 
 Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, C keys
 at a time.
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import NEVER, remat
 from jaxtrain.nn.attention import same_segment, visible
+from jaxtrain.nn.cudnn import NO_DOCUMENT
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 
@@ -48,6 +49,35 @@ def attention(
     return over_mesh(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
 
 
+def whole(
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    segments_bt: Array | None,
+    *,
+    causal: bool,
+    window: int,
+    keep: str | None,
+) -> Array:
+    """Compute attention within sequences that are on one device, some keys at a time.
+
+    ``keep``: as in `nn.attention.within`.
+    """
+    b, t = q_bthk.shape[:2]
+    ring = Ring(causal=causal, window=window)
+    if segments_bt is None:
+        segments_bt = jnp.zeros((b, t), jnp.int32)
+    filling = -t % ring.chunk if t > ring.chunk else 0
+    if filling:
+        places = ((0, 0), (0, filling))
+        segments_bt = jnp.pad(segments_bt, places, constant_values=NO_DOCUMENT)
+        q_bthk, k_bsgk, v_bsgk = (
+            jnp.pad(x, (*places, (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk)
+        )
+    y_bthk = _on_one_device(ring, keep, q_bthk, k_bsgk, v_bsgk, segments_bt)
+    return y_bthk[:, :t]
+
+
 class Ring(NamedTuple):
     """Attention over a sequence whose parts lie on the devices of a mesh axis, in order.
 
@@ -60,8 +90,8 @@ class Ring(NamedTuple):
     The axis must be manual in a call.
     """
 
-    axis: str
-    size: int  # devices along it
+    axis: str = ""  # "" = the sequence is on one device
+    size: int = 1  # devices along the axis
     causal: bool = True
     window: int = 0
     chunk: int = 512
@@ -165,8 +195,7 @@ class Ring(NamedTuple):
         self, q_bgrtk: Array, segments_bt: Array, k_bcgk: Array, place_c: Array, segments_bc: Array
     ) -> Array:
         *_, t, k = q_bgrtk.shape
-        first = jax.lax.axis_index(self.axis) * t
-        place_t = first + jnp.arange(t)
+        place_t = self._index() * t + jnp.arange(t)
         seen_btc = same_segment(segments_bt, segments_bc)
         seen_tc = visible(place_t, place_c, causal=self.causal, window=self.window)
         seen_btc &= seen_tc[None]
@@ -183,7 +212,7 @@ class Ring(NamedTuple):
         n = 1
         if s % self.chunk == 0:
             n = s // self.chunk
-        device = (jax.lax.axis_index(self.axis) - i) % self.size  # that the part belongs to
+        device = (self._index() - i) % self.size  # that the part belongs to
         first = device * s
         k_nbcgk = _cut(k_bsgk, n)
         v_nbcgk = _cut(v_bsgk, n)
@@ -191,7 +220,12 @@ class Ring(NamedTuple):
         place_s = first + jnp.arange(s)
         return k_nbcgk, v_nbcgk, place_s.reshape(n, s // n), segments_nbc
 
+    def _index(self) -> Array | int:
+        return jax.lax.axis_index(self.axis) if self.axis else 0
+
     def _turn(self, tree: Any) -> Any:
+        if not self.axis:
+            return tree
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(tree, self.axis, to_next)
 
@@ -226,6 +260,28 @@ def _by_place(x_bgrtk: Array) -> Array:
     b, g, r, t, k = x_bgrtk.shape
     x_btgrk = x_bgrtk.transpose(0, 3, 1, 2, 4)
     return x_btgrk.reshape(b, t, g * r, k)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _on_one_device(ring: Ring, keep: str | None, *args: Array) -> Array:
+    return ring.forward(*args)[0]
+
+
+def _forward(ring: Ring, keep: str | None, *args: Array) -> tuple[Array, Arrays]:
+    y, log = ring.forward(*args)
+    if keep:
+        y = remat.name(y, keep)
+        log = remat.name(log, keep)
+    return y, (*args, y, log)
+
+
+def _backward(
+    ring: Ring, keep: str | None, residuals: Arrays, dy: Array
+) -> tuple[Array | None, ...]:
+    return (*ring.backward(*residuals, dy), None)
+
+
+_on_one_device.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -16,12 +16,8 @@ import pytest
 from jaxtrain.plan import environment
 
 ROOT = pathlib.Path(__file__).parents[2]
-FORWARD, BACKWARD, TRITON, TPU = (
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
-    "__gpu$xla.gpu.triton",
-    "tpu_custom_call",
-)
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+TPU = "tpu_custom_call"
 VARIANTS = (
     {},
     {"accumulate": 2},
@@ -111,17 +107,15 @@ def expected(case: dict) -> dict[str, int]:
     twice, unless its result is kept."""
     forward = 2 if case.get("remat") == "full" and case.get("train", True) else 1
     train = case.get("train", True)
-    if case.get("dtype") == "float32" or by_xla(case):
+    if case.get("dtype") == "float32" or in_chunks(case):
         return {}
-    if case.get("packed") and not case.get("documents"):
-        return {TRITON: forward + 2 * train}
     return {FORWARD: forward, **({BACKWARD: 1} if train else {})}
 
 
-def by_xla(case: dict) -> bool:
-    """Windows that no kernel supports: to both sides, or over documents of an unknown number."""
+def in_chunks(case: dict) -> bool:
+    """Whether cuDNN refuses: windows to both sides, or documents of an unknown number."""
     is_unknown = case.get("packed", False) and not case.get("documents")
-    return bool(case.get("window")) and (is_unknown or not case.get("causal", True))
+    return is_unknown or bool(case.get("window") and not case.get("causal", True))
 
 
 def right(found: dict) -> None:
@@ -129,7 +123,8 @@ def right(found: dict) -> None:
     assert "error" not in found, f"{case}: {found['error']}"
     assert found["kernels"] == expected(case), found
     assert not found["gathered"], f"{case}: q, k or v is gathered: {found['gathered']}"
-    if case.get("dtype") != "float32" and not by_xla(case):
+    # a sequence that is no longer than a chunk is computed at once
+    if case.get("dtype") != "float32" and not (in_chunks(case) and case.get("tokens", 320) <= 512):
         assert not found["square"], f"{case}: {found['square']}"
 
 

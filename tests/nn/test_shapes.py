@@ -33,11 +33,11 @@ RESULTS = {
     "cudnn.bounds": "",
     "cudnn.fused": "b t h k",
     "cudnn.packed": "b t h k",
-    "attention.flash": "b t h k",
     "cpu.heads_first": "b t h k",
     "layers.lookup": "b t d",
     "layers.rotate": "b t h k",
     "ring.attention": "b t h k",
+    "ring.whole": "b t h k",
     "sampling.choose": "",
     "short.short": "b t h k",
     "splash.splash": "b t h k",
@@ -133,7 +133,7 @@ def call_everything():
     q, k, v = arrays((B, T, 4, 64), (B, T, 2, 64), (B, T, 2, 64))
     how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
     jax.eval_shape(lambda *x: nn.attention.attention(*x, causal=True), q, k, v)
-    jax.eval_shape(lambda *x: nn.attention.flash(*x, **how, interpret=True), q, k, v)
+    jax.eval_shape(lambda *x: nn.ring.whole(*x, **how, window=0, keep=None), q, k, v)
     alone = dict(causal=True, window=0, interpret=True)
     nn.attention.blocks_of(how["segments_bt"], head_dim=64, causal=True, window=0)
     jax.eval_shape(lambda q: nn.short.short(q, q, q, **alone), q)
