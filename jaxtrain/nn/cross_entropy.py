@@ -30,6 +30,9 @@ from jaxtrain.nn.layers import shared_columns
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 
+CHUNK = 1024  # [tokens]
+CHUNK_ON_GPUS = 2048  # [tokens]
+
 
 class Sums(NamedTuple):
     """Weighted sums over all tokens. Only ``loss`` has a derivative."""
@@ -98,7 +101,7 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     smoothing: float = 0.0,
-    chunk: int = 1024,
+    chunk: int = 0,
     size: int | None = None,
     axes: Axes = ("vocab", None),
 ) -> Sums:
@@ -110,12 +113,15 @@ def cross_entropy(
     Args:
       weight_bt: float32, 0 for tokens that do not count, which may have any label.
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
-      chunk: [tokens] on each device whose logits exist at the same time.
+      chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNK_ON_GPUS` or
+        `CHUNK`. Each chunk reads the matrix and its gradient, and writes the gradient.
       size: rows of ``w_vd`` that are a vocabulary. The others fill it up, so that devices can share
         it.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
     vocab = w_vd.shape[0] if size is None else size
+    if not chunk:
+        chunk = CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK
     split = Split()
     if shard.mesh is not None and shard.mesh.size > 1:
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])

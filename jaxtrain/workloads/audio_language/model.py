@@ -59,11 +59,13 @@ class Config(transformer.Decoder):
     audio_attention: bool = False
     # [S, A, N, M, share] shapes of rows, and their share; None = the data's
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = None
-    chunk: int = 1024  # [labels] places of each device whose logits exist at the same time
+    # [labels] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, 1024
+    # elsewhere
+    chunk: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
-        yield from checks.at_least(self, 1, "chunk")
+        yield from checks.not_negative(self, "chunk")
         required = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
         for name, expected in required.items():
             value = getattr(self, name)

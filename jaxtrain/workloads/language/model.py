@@ -64,7 +64,9 @@ class Config(transformer.Decoder):
     bytes_per_token: OfData[float] = OF_DATA
     # [1] factor of the squared log normaliser of the softmax in the loss; 0 = none
     z_loss: float = 0.0
-    chunk: int = 1024  # [tokens] places of each device whose logits exist at the same time
+    # [tokens] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, 1024
+    # elsewhere
+    chunk: int = 0
     # [documents] documents held out of each source, and of several also separately; None = the
     # data's
     n_test: OfData[tuple[int, ...]] = OF_DATA
@@ -79,8 +81,7 @@ class Config(transformer.Decoder):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
-        yield from checks.at_least(self, 1, "chunk")
-        yield from checks.not_negative(self, "z_loss")
+        yield from checks.not_negative(self, "chunk", "z_loss")
         yield from checks.under("generation", checks.within(self.generation, "(0, 1]", "top_p"))
         for where, section in self._writers():
             yield from checks.under(where, checks.at_least(section, 1, "tokens"))
