@@ -58,7 +58,7 @@ def test_each_device_computes_its_rows_and_columns_of_the_formula(sizes, calls):
 
 def test_only_cycles_without_a_gradient_use_it(calls, monkeypatch):
     """The step's results and gradients are those of XLA's products."""
-    monkeypatch.setattr(tokamax_glu, "fits", lambda x, shard: True)
+    monkeypatch.setattr(tokamax_glu, "fits", lambda *_: True)
     params = specs.materialise(trm.make_specs(C), jax.random.key(0))
     rows = {
         "inputs": np.arange(32).reshape(2, 16) % 6,
@@ -82,15 +82,40 @@ def test_only_cycles_without_a_gradient_use_it(calls, monkeypatch):
 
 
 def test_it_is_for_16_bits_on_hopper_gpus():
-    mesh = layout.abstract_mesh(1, 1, 1, count=1, what="a test")
-
-    def fits(dtype, *devices):
+    def fits(dtype, *devices, parts=1, outputs=256):
+        mesh = layout.abstract_mesh(1, 1, parts, count=parts, what="a test")
         shard = make_layout(mesh, {}, devices=layout.Devices(*devices)).shard
-        return tokamax_glu.fits(jnp.zeros((2, 4, 8), dtype), shard)
+        x, w = jnp.zeros((2, 4, 8), dtype), jnp.zeros((8, 2, outputs), dtype)
+        return tokamax_glu.fits(x, w, shard, ("batch", None, "mlp"))
 
     assert fits("bfloat16", "gpu", "9.0") and not fits("float32", "gpu", "9.0")
+    assert fits("bfloat16", "gpu", "9.0", parts=2)
+    assert not fits("bfloat16", "gpu", "9.0", parts=4), "64 columns of a device"
     others = [("gpu", "8.0"), ("gpu", "10.0"), ("gpu", ""), ("cpu", ""), ("tpu", "")]
     assert not any(fits("bfloat16", *devices) for devices in others)
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_auto_takes_it_if_it_is_installed_and_says_so_once(has_it, calls, monkeypatch, caplog):
+    monkeypatch.setattr(machine, "has_package", lambda name: has_it)
+    tokamax_glu.is_installed.cache_clear()
+    mesh = layout.abstract_mesh(1, 1, 1, count=1, what="a test")
+    shard = make_layout(mesh, {}, devices=layout.Devices("gpu", "9.0")).shard
+    x = jax.ShapeDtypeStruct((2, 5, 18), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((18, 2, 128), jnp.bfloat16)
+
+    def run(x, w, kernel):
+        return trm.gated("btd,dcm->btcm", x, w, shard, "batch", "seq", "mlp", kernel=kernel)
+
+    with caplog.at_level("INFO", "jaxtrain"):
+        for _ in range(2):
+            jax.eval_shape(lambda x, w: run(x, w, "auto"), x, w)
+    tokamax_glu.is_installed.cache_clear()
+    assert len(calls) == (2 if has_it else 0)
+    [line] = caplog.messages
+    assert ("one kernel of tokamax" in line) if has_it else ("is not installed" in line)
+    jax.eval_shape(lambda x, w: run(x, w, "xla"), x, w)
+    assert len(calls) == (2 if has_it else 0)
 
 
 def test_settings_that_the_kernel_does_not_take_are_named(monkeypatch):

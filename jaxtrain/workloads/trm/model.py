@@ -38,7 +38,7 @@ POSITIONS = ("none", "rope", "learned")
 LOSSES = ("stablemax", "softmax")
 CONTRACTS = ("deep", "last")
 DTYPES = ("float32", "bfloat16")
-KERNELS = ("xla", tokamax_glu.PACKAGE)
+KERNELS = ("auto", "xla", tokamax_glu.PACKAGE)
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
@@ -50,6 +50,7 @@ Net = Callable[[PyTree, Array], Array]  # the net's weights, x [B, T, D] -> [B, 
 FREE_FIELDS = (
     "n_difficulties",
     "remat",
+    "kernel",
     "rollouts",
     "noise",
     "symmetry",
@@ -144,9 +145,9 @@ class Config(ModelSection):
     dtype: str = "bfloat16"
     # [name] recomputation in the backward pass: none, or full (each application of the net)
     remat: str = "none"
-    # [name] computation of SwiGLU and its products if no gradient is taken: xla, or tokamax, one
-    # kernel of that package for H100s
-    kernel: str = "xla"
+    # [name] computation of SwiGLU and its products if no gradient is taken: xla, tokamax (one
+    # kernel of that package for H100s), or auto (tokamax if it is installed and takes the arrays)
+    kernel: str = "auto"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "heads", "depth", "inner_multiple")
@@ -453,7 +454,8 @@ def swiglu(gate: Array, y: Array) -> Array:
 
 def gated(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None, kernel: str) -> Array:
     """Compute silu(x w_gate) (x w_up), of logical ``axes``, by one of `KERNELS`."""
-    if kernel == tokamax_glu.PACKAGE and tokamax_glu.fits(x, shard):
+    is_for_kernel = kernel != "xla" and tokamax_glu.fits(x, w, shard, axes)
+    if is_for_kernel and (kernel == tokamax_glu.PACKAGE or tokamax_glu.is_installed()):
         return tokamax_glu.swiglu(x, w, shard, axes)
     gate, y = products(equation, x, w, shard, *axes)
     return swiglu(gate, y)
@@ -505,7 +507,7 @@ def feed_forward(w: PyTree, l: int, x_btd: Array, shard: Shard, kernel: str = "x
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard, kernel: str = "xla") -> Array:
     """Apply the net to the sum of states and inputs. ``w`` has the activations' dtype.
 
-    ``kernel``: one of `KERNELS`, of which only "xla" has a derivative.
+    ``kernel``: one of `KERNELS`. Only "xla" has a derivative on all devices.
     """
     for l in range(c.depth):
         with jax.named_scope("mix"):

@@ -8,6 +8,7 @@ Shapes: B batch, M rows of an example, N = B × M, K inputs, 2 gate and up, O ou
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,7 +21,9 @@ from jax.extend import backend
 from jaxtrain.parallel import kernels, one_device
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
+from loaders.io import machine
 
+log = logging.getLogger("jaxtrain")
 PACKAGE = "tokamax"
 HOPPER = ((9, 0), (10, 0))  # compute capabilities, from and below
 ROWS, INPUTS, OUTPUTS = 256, 64, 128  # multiples that the kernel takes
@@ -36,12 +39,29 @@ class Card(NamedTuple):
     device_kind: str = "NVIDIA H100"
 
 
-def fits(x_bmk: Array, shard: Shard) -> bool:
-    """Whether the kernel computes arrays like x on the devices of ``shard``."""
+def fits(x_bmk: Array, w_k2o: Array, shard: Shard, axes: Axes) -> bool:
+    """Whether the kernel computes SwiGLU as `swiglu` on the devices of ``shard``."""
     platform, capability = shard.devices
-    is_half = x_bmk.dtype.itemsize < 4
     lowest, limit = HOPPER
-    return platform == "gpu" and is_half and lowest <= generation(capability) < limit
+    if platform != "gpu" or not lowest <= generation(capability) < limit:
+        return False
+    n_outputs = w_k2o.shape[2]
+    is_half = x_bmk.dtype.itemsize < 4
+    return is_half and n_outputs // shard.size(axes[2], n_outputs) % OUTPUTS == 0
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Whether tokamax is installed. It is logged once, since the step's program depends on it."""
+    is_here = machine.has_package(PACKAGE)
+    if is_here:
+        log.info("SwiGLU without a gradient is one kernel of tokamax")
+    else:
+        log.info(
+            "SwiGLU without a gradient is computed by XLA: tokamax, which has a kernel for this"
+            " GPU, is not installed"
+        )
+    return is_here
 
 
 def swiglu(x_bmk: Array, w_k2o: Array, shard: Shard, axes: Axes) -> Array:
