@@ -255,7 +255,7 @@ class _Parts:
             "loss": out.loss,
             **out.metrics,
             "loss_after": loss_after,
-            **update.norms("grad_norm", grads),
+            **update.norms("grad_norm", optim.square_sums(grads)),
             **updated.norms,
         }
         return grads, updated.params, numbers

@@ -118,6 +118,9 @@ class LossOut(NamedTuple):
     model_state: PyTree = ()
     # path of a table -> int32 [rows]: how often the loss read each row
     sparse_rows: Mapping[str, Array] = {}
+    # path of a parameter -> float32 [], the sum of its gradient's squares. The step fills it in, by
+    # `Task.measured`
+    square_sums: Mapping[str, Array] = {}
 
 
 class Example(NamedTuple):
@@ -261,6 +264,10 @@ class Task(NamedTuple):
     generative: tuple[GenerativeEvaluation, ...] = ()
     # metrics of a training step that add up to its loss, for the console; () = it has one term
     terms: tuple[str, ...] = ()
+    # paths of parameters whose gradient's sum of squares the backward pass finds without reading
+    # the gradient. `loss` finds zeros in ``batch["square_sums"]``, float32 [] by path, if there
+    # are no other microbatches, and their derivatives are the sums
+    measured: tuple[str, ...] = ()
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     # the same with the places that a causal mask or a window leaves out; 0 = there are none
     full_flops: int = 0

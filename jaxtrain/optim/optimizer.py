@@ -5,7 +5,7 @@ An optimizer of optax or of one's own takes the place of all that follows the cl
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jaxtrain.specs import is_spec, map_specs, path_name, paths
 from jaxtrain.types import Array, PyTree, Spec
 
 Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
+NONE_KNOWN: Mapping[str, Array] = {}
 
 
 # name of `UPDATE_RULES` -> (optim, path -> Spec of every parameter) -> the rule
@@ -221,34 +222,53 @@ def _program(function: Callable[[PyTree], Any], params: PyTree) -> tuple[str, li
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
     """Yield the clips of the global norm and of groups, so that none shrinks others' steps."""
     clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
+    frozen = {path_name(path) for path, group in jax.tree.leaves_with_path(groups) if group.freeze}
+    clip = functools.partial(_clip, frozen=frozen)
     if optim.clip:
         others = jax.tree.map(lambda g: g.clip is None, groups)
-        yield optax.masked(_clip(optim.clip), others) if clipped_alone else _clip(optim.clip)
+        yield optax.masked(clip(optim.clip), others) if clipped_alone else clip(optim.clip)
     for group in clipped_alone:
         if group.clip:
             members = jax.tree.map(lambda g, group=group: g == group, groups)
-            yield optax.masked(_clip(group.clip), members)
+            yield optax.masked(clip(group.clip), members)
 
 
-def _clip(most: float) -> optax.GradientTransformation:
-    """Scale all gradients down to a global norm of ``most``, which is summed in float32."""
+def _clip(most: float, frozen: Set[str]) -> optax.GradientTransformationExtraArgs:
+    """Scale all gradients down to a global norm of ``most``, which is summed in float32.
 
-    def clipped(grads: PyTree, params: PyTree) -> PyTree:
-        norm = global_norm(grads)
+    ``frozen``: paths whose gradients are zeros here, whatever ``square_sums`` says.
+    """
+
+    def clipped(
+        grads: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        *,
+        square_sums: Mapping[str, Array] | None = None,
+        **_: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        known = {path: x for path, x in (square_sums or {}).items() if path not in frozen}
+        norm = global_norm(grads, known)
         factor = jnp.where(norm < most, 1.0, most / norm)
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 
-    return optax.stateless(clipped)
-
-
-def global_norm(tree: PyTree) -> Array:
-    """Return the root of the sum of all squares, in float32."""
-    return root_of_sum(square_sums(tree))
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), clipped)
 
 
-def square_sums(tree: PyTree) -> PyTree:
-    """Return each array's sum of squares, in float32."""
-    return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
+def global_norm(tree: PyTree, known: Mapping[str, Array] = NONE_KNOWN) -> Array:
+    """Return the root of the sum of all squares, in float32. ``known``: as in `square_sums`."""
+    return root_of_sum(square_sums(tree, known))
+
+
+def square_sums(tree: PyTree, known: Mapping[str, Array] = NONE_KNOWN) -> PyTree:
+    """Return each array's sum of squares, in float32. ``known``: those of some paths."""
+
+    def of_array(path: tuple[Any, ...], x: Array) -> Array:
+        if known and (found := known.get(path_name(path))) is not None:
+            return found
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    return jax.tree.map_with_path(of_array, tree)
 
 
 def root_of_sum(tree: PyTree) -> Array:

@@ -12,7 +12,7 @@ model allows (`jaxtrain.parallel.replicas`).
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,7 +38,12 @@ def gradients(
     divides_loss = layout.devices.platform == "cpu" and is_whole
     sums_early = has_replicas and accumulate == 1
     of_microbatch = functools.partial(
-        _microbatch, task, layout, divided=divides_loss, sums_early=sums_early
+        _microbatch,
+        task,
+        layout,
+        divided=divides_loss,
+        sums_early=sums_early,
+        measured=task.measured if is_whole else (),
     )
     if has_replicas:
         over_data = _over_data(task, layout, of_microbatch, accumulate)
@@ -51,6 +56,8 @@ def gradients(
         out = out._replace(model_state=variables.model_state)
     if not divides_loss:  # in their own dtype: narrow ones take as many bytes as the parameters
         grads = jax.tree.map(lambda g: (g / out.loss.weight).astype(g.dtype), grads)
+        sums = jax.tree.map(lambda x: x / out.loss.weight**2, out.square_sums)
+        out = out._replace(square_sums=sums)
     return grads, out
 
 
@@ -63,32 +70,36 @@ def _microbatch(
     *,
     divided: bool,
     sums_early: bool,
+    measured: tuple[str, ...],
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the sum of losses, or of their mean if ``divided``, and the sums.
 
     The gradients are those of all replicas if ``sums_early``, else those of this one.
+    ``measured``: as in `Task`.
     """
 
-    def total(params: PyTree) -> tuple[Array, LossOut]:
+    def total(params: PyTree, zeros: Mapping[str, Array]) -> tuple[Array, LossOut]:
+        own_rows = {**rows, "square_sums": zeros} if zeros else rows
         with contextlib.ExitStack() as stack:
             if sums_early:
                 own = replicas.shared(layout, params, task.specs.params)
                 params = stack.enter_context(own)
-            out = task.loss(variables._replace(params=params), rows, key)
+            out = task.loss(variables._replace(params=params), own_rows, key)
         if not _is_sum(out):
             _raise_for_loss(out)
         return out.loss.total, out
 
-    loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
+    zeros = {path: jnp.zeros((), jnp.float32) for path in measured}
+    loss, pullback, out = jax.vjp(total, variables.params, zeros, has_aux=True)
     if divided:
         cotangent = 1 / out.loss.weight
         cotangent = cotangent.astype(loss.dtype)
     else:
         cotangent = jnp.ones_like(loss)
-    (grads,) = pullback(cotangent)
+    grads, square_sums = pullback(cotangent)
     # Sums have the sharding of the parameters: each device has a shard, not a replica.
     grads = jax.tree.map(lambda g, spec: layout.shard(g, *spec.axes), grads, task.specs.params)
-    return grads, out
+    return grads, out._replace(square_sums=square_sums)
 
 
 def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: int) -> Summed:

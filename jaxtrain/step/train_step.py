@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import Config, Guard
-from jaxtrain.optim import Optimizer, global_norm
+from jaxtrain.optim import Optimizer, root_of_sum, square_sums
 from jaxtrain.parallel.layout import Layout, LayoutError
 from jaxtrain.step import update as update_lib
 from jaxtrain.step.accumulate import gradients, require_means
@@ -105,7 +105,8 @@ def train_step(
         n_parts = config.train.accumulate
         grads, out = gradients(task, layout, variables, rows, key, accumulate=n_parts)
     with jax.named_scope("guard"):
-        norm = global_norm(grads)
+        sums = square_sums(grads, out.square_sums)
+        norm = root_of_sum(sums)
         stopped = stop.sum() > 0
         mean_loss = out.loss.total / out.loss.weight
         good, norms = accept(config.guard, state.norms, norm, mean_loss)
@@ -115,7 +116,7 @@ def train_step(
         if has_norms:
             update = update_lib.choose(layout, state.opt_state, variables.params)
         due = is_recorded(config, state.step + 1) | ~good
-        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
+        proposed = update_lib.Gradients(grads, accepted, out.sparse_rows, due, out.square_sums)
         moved = update(tx, proposed, state.opt_state, variables.params)
         model_state = task.advance(moved.params, out.model_state, state.step)
         ema = state.ema
@@ -128,7 +129,7 @@ def train_step(
         )
     own_metrics = {
         "loss": out.loss,
-        **update_lib.norms("grad_norm", grads),
+        **update_lib.norms("grad_norm", sums),
         **moved.norms,
         "skipped": _as_metric(~good),
         "stopped": _as_metric(stopped),

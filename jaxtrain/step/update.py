@@ -36,6 +36,12 @@ class Gradients(NamedTuple):
     sparse_rows: Mapping[str, Array]
     # bool [], whether the norms are read: if not, they may be NaN. None = always
     due: Array | None = None
+    square_sums: Mapping[str, Array] = {}  # as in `types.LossOut`
+
+    def update(self, tx: Optimizer, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the optimizer's updates, and its new state."""
+        known = {"square_sums": self.square_sums} if self.square_sums else {}
+        return tx.update(self.grads, opt_state, params, sparse_rows=self.sparse_rows, **known)
 
 
 class Moved(NamedTuple):
@@ -74,51 +80,51 @@ def update_without_norms(
     tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree
 ) -> Moved:
     """Apply the optimizer in one pass over its arrays, and measure nothing."""
-    grads, accepted, sparse_rows, _ = gradients
-    updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
-    return Moved(_applied(params, updates, accepted), new_state, {})
+    updates, new_state = gradients.update(tx, opt_state, params)
+    return Moved(_applied(params, updates, gradients.accepted), new_state, {})
 
 
 def update(tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
     """Apply the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
-    grads, accepted, sparse_rows, _ = gradients
-    updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
-    new_params = _applied(params, updates, accepted)
+    updates, new_state = gradients.update(tx, opt_state, params)
+    new_params = _applied(params, updates, gradients.accepted)
     return Moved(new_params, new_state, _norms_of_update(new_params, params))
 
 
 def update_on_gpu(tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
     """Measure first, then compute a repeatable update again, so that one fusion writes all."""
-    grads, accepted, sparse_rows, _ = gradients
-    updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
+    accepted = gradients.accepted
+    updates, new_state = gradients.update(tx, opt_state, params)
     measured = _norms_of_move(_applied(params, updates, accepted), params)
     accepted, opt_state, measured = jax.lax.optimization_barrier((accepted, opt_state, measured))
     if tx.repeatable:
-        updates, new_state = tx.update(grads, opt_state, params, sparse_rows=sparse_rows)
+        updates, new_state = gradients.update(tx, opt_state, params)
     new_params = _applied(params, updates, accepted)
-    return Moved(new_params, new_state, measured | norms("param_norm_after", new_params))
+    after = norms("param_norm_after", square_sums(new_params))
+    return Moved(new_params, new_state, measured | after)
 
 
 def update_on_one_cpu(
     tx: Optimizer, gradients: Gradients, opt_state: PyTree, params: PyTree
 ) -> Moved:
     """Apply the optimizer in the order of `cpu.update_in_place`."""
-    grads, accepted, sparse_rows, due = gradients
     new_params, new_state, measured = cpu.update_in_place(
-        lambda state: tx.update(grads, state, params, sparse_rows=sparse_rows),
+        lambda state: gradients.update(tx, state, params),
         lambda updates, accepted: _applied(params, updates, accepted),
         lambda new_params: _norms_of_update(new_params, params),
         opt_state,
-        accepted,
-        due=due,
+        gradients.accepted,
+        due=gradients.due,
         repeatable=tx.repeatable,
     )
     return Moved(new_params, new_state, measured)
 
 
-def norms(name: str, tree: PyTree) -> dict[str, Mean]:
-    """Return the norm of a tree, and of each top-level dict in it: ``name_encoder``, …"""
-    sums = square_sums(tree)
+def norms(name: str, sums: PyTree) -> dict[str, Mean]:
+    """Return a tree's norm, and of each top-level dict in it (``name_encoder`` …), by their sums.
+
+    ``sums``: the tree's `square_sums`.
+    """
     sums_by_name = {name: sums}
     if isinstance(sums, dict):
         for part, sums_of_part in sums.items():
@@ -137,11 +143,12 @@ def _applied(params: PyTree, updates: PyTree, accepted: Array) -> PyTree:
 
 
 def _norms_of_update(new: PyTree, old: PyTree) -> dict[str, Mean]:
-    return _norms_of_move(new, old) | norms("param_norm_after", new)
+    return _norms_of_move(new, old) | norms("param_norm_after", square_sums(new))
 
 
 def _norms_of_move(new: PyTree, old: PyTree) -> dict[str, Mean]:
     # Measured on the rounded parameters. The update itself has one reader only, its addition: with
     # another reader it would be an array as large as the gradient.
     moved = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o.astype(jnp.float32), new, old)
-    return norms("update_norm", moved) | norms("param_norm_before", old)
+    of_update = norms("update_norm", square_sums(moved))
+    return of_update | norms("param_norm_before", square_sums(old))

@@ -12,6 +12,8 @@ import pytest
 
 from jaxtrain.config import Group, Optim
 from jaxtrain.optim import OptimError, make_optimizer
+from jaxtrain.optim import optimizer as optimizer_lib
+from jaxtrain.optim.param_groups import group_of_each
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
@@ -100,6 +102,21 @@ def test_a_frozen_group_is_untouched_and_does_not_count_in_the_clip():
         np.testing.assert_array_equal(step, init["w"])
     alone = run(replace(PLAIN, clip=0.1), init, grads)
     np.testing.assert_allclose(found["head"]["w"], alone["w"], rtol=0, atol=1e-6)
+
+
+def test_a_clip_takes_sums_that_are_known_but_of_frozen_parameters():
+    params = {"base": {"w": jnp.ones(3)}, "head": {"w": jnp.ones(4)}}
+    specs = jax.tree.map(lambda x: Spec(x.shape, (None,), zeros), params)
+    optim = Optim(
+        name="sign_sgd", lr=1.0, clip=0.5, weight_decay=0.0, groups=(Group("^base/", freeze=True),)
+    )
+    clip = optax.chain(*optimizer_lib._clips(optim, group_of_each(optim, specs)))
+    grads = {"base": {"w": jnp.zeros(3)}, "head": {"w": jnp.ones(4)}}
+    known = {"base/w": jnp.float32(100.0), "head/w": jnp.float32(16.0)}
+    clipped, _ = clip.update(grads, clip.init(params), params, square_sums=known)
+    np.testing.assert_allclose(clipped["head"]["w"], 0.5 / 4)
+    clipped, _ = clip.update(grads, clip.init(params), params)
+    np.testing.assert_allclose(clipped["head"]["w"], 0.5 / 2)
 
 
 def test_a_group_with_a_clip_of_its_own_counts_in_no_other():

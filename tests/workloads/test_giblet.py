@@ -19,7 +19,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import voxels as giblet_voxels
-from tests.support.cases import Run, assert_alike, initial
+from tests.support.cases import Run, assembled, assert_alike, initial
 from tests.support.cases.giblet import CASE, ROWS, SMALL, random_batch
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
@@ -542,3 +542,52 @@ def test_products_of_float32_keep_their_bits():
     plain = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
     for ours, theirs in zip(backward(giblet.multiply), backward(plain), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_derivative_by_a_zero_is_the_sum_of_squares_of_a_gradient():
+    """The rows are alike, and their cotangents add up to 0, as batch norm makes them: the sum is
+    small against the products that it is made of."""
+    rng = np.random.default_rng(0)
+    dy = rng.standard_normal((16, 300))
+    x, w, dy = (
+        jnp.asarray(array, jnp.bfloat16)
+        for array in (
+            1 + 0.1 * rng.standard_normal((16, 200)),
+            rng.standard_normal((200, 300)),
+            dy - dy.mean(0),
+        )
+    )
+    _, pull = jax.vjp(giblet.multiply, x, w, jnp.zeros(()))
+    dx, dw, square_sum = pull(dy.astype(jnp.float32))
+    exact = np.square(np.asarray(x, "f8").T @ np.asarray(dy, "f8")).sum()
+    np.testing.assert_allclose(square_sum, exact, rtol=1e-4)
+    np.testing.assert_allclose(square_sum, jnp.square(dw.astype(jnp.float32)).sum(), rtol=1e-3)
+    plain = jax.vjp(giblet.multiply, x, w)[1](dy.astype(jnp.float32))
+    assert (dx == plain[0]).all() and (dw == plain[1]).all()
+
+
+@pytest.mark.slow
+def test_norms_of_gradients_are_known_without_reading_them(monkeypatch):
+    """In 16 bits: by the products of each two rows, and by the gradients themselves, in two steps
+    that are clipped by them. Those of small matrices, and of parts of a batch, are not known."""
+    model = replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
+    case = CASE._replace(model=model, optim=replace(CASE.optim, clip=0.5))
+    assert assembled(case, (1, 1, 1)).task.measured == ()
+    direct, _ = Run(case, (1, 1, 1)).take(2)
+    monkeypatch.setattr(giblet, "MUCH_LARGER", 0)
+    run = Run(case, (1, 1, 1))
+    assert len(run.task.measured) == giblet_paths(run.task) > 15
+    known, _ = run.take(2)
+    for (_, one), (_, other) in zip(direct, known, strict=True):
+        norms = [name for name in one if name.startswith("grad_norm")]
+        assert len(norms) == 3 and all(one[name].total > 0.5 for name in norms)
+        for name in (*norms, "update_norm"):
+            np.testing.assert_allclose(other[name].total, one[name].total, rtol=4e-3)
+    in_parts, _ = Run(case, (2, 1, 1)).take(1)
+    np.testing.assert_allclose(
+        in_parts[0][1]["grad_norm"].total, direct[0][1]["grad_norm"].total, rtol=0.02
+    )
+
+
+def giblet_paths(task):
+    return sum(path.endswith("/w") for path in specs_lib.paths(task.specs.params))

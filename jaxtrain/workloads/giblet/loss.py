@@ -38,6 +38,7 @@ from jaxtrain.workloads.giblet.model import (
     forward,
     make_model_state,
     make_specs,
+    measured,
     n_weights,
 )
 
@@ -74,6 +75,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
         evaluate=functools.partial(evaluate, model),
         axes=axes,
         flops=6 * n_weights(c) * batch,
+        measured=measured(c, batch),
         pictures=functools.partial(pictures, c),
         progress=functools.partial(progress, model),
         finish=voxels.finish,
@@ -91,6 +93,8 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
         return forward(c, params, running, inputs, shard, draws)
 
     inputs = {name: batch[name] for name in MODALITIES}
+    if "square_sums" in batch:
+        inputs["square_sums"] = batch["square_sums"]
     apply = jax.checkpoint(run) if c.remat == "full" else run
     out, running = apply(variables.params, variables.model_state, inputs)
     target = targets(c, batch, shard)

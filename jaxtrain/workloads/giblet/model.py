@@ -57,6 +57,7 @@ METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")
 EXPORT = Export(model_state=".", hub=lambda *_: Hub(metrics=METRICS))
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
+MUCH_LARGER = 4  # times as many numbers, by which reading operands instead of a matrix pays
 # fields of `Config` that decide the arrays of the state
 STATE_FIELDS = (
     "n_frames",
@@ -368,11 +369,17 @@ def entry(x: Array) -> Array:
     return y
 
 
-def multiply(x_bi: Array, w_io: Array) -> Array:
-    """Multiply x by w, float32 [B, O]."""
+def multiply(x_bi: Array, w_io: Array, zero: Array | None = None) -> Array:
+    """Multiply x by w, float32 [B, O].
+
+    ``zero``: float32 [], by which the derivative is the sum of squares of w's gradient, for w of 16
+    bits. None = the sum is not needed.
+    """
     if w_io.dtype == jnp.float32:
         return jnp.dot(x_bi, w_io)
-    return _multiply_narrow(x_bi, w_io)
+    if zero is None:
+        return _multiply_narrow(x_bi, w_io)
+    return _multiply_measured(x_bi, w_io, zero)
 
 
 @jax.custom_vjp
@@ -400,6 +407,31 @@ def _multiply_backward(residuals: tuple[Array, Array], dy_bo: Array) -> tuple[Ar
 _multiply_narrow.defvjp(_multiply_forward, _multiply_backward)
 
 
+@jax.custom_vjp
+def _multiply_measured(x_bi: Array, w_io: Array, zero: Array) -> Array:
+    return _multiply_narrow(x_bi, w_io)
+
+
+def _measured_forward(x_bi: Array, w_io: Array, zero: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _multiply_forward(x_bi, w_io)
+
+
+def _measured_backward(residuals: tuple[Array, Array], dy_bo: Array) -> tuple[Array, Array, Array]:
+    """Sum the squares of dw = x^T dy without reading dw, by the products of each two rows.
+
+    They are B × B numbers of x, and of dy: the sum is that of (x x^T) (dy dy^T) by elements.
+    """
+    x_bi, w_io = residuals
+    dy_bo = dy_bo.astype(w_io.dtype)
+    of_x_bb = jnp.einsum("bi,ci->bc", x_bi, x_bi, preferred_element_type=jnp.float32)
+    of_dy_bb = jnp.einsum("bo,co->bc", dy_bo, dy_bo, preferred_element_type=jnp.float32)
+    square_sum = jnp.maximum((of_x_bb * of_dy_bb).sum(), 0.0)
+    return *_multiply_backward(residuals, dy_bo), square_sum
+
+
+_multiply_measured.defvjp(_measured_forward, _measured_backward)
+
+
 class Net(NamedTuple):
     """The net with its arrays, for one step."""
 
@@ -408,6 +440,7 @@ class Net(NamedTuple):
     running: PyTree  # statistics
     shard: Shard
     draws: Draws | None
+    zeros: Mapping[str, Array]  # by the paths of `measured`
 
     def branch(self, part: str, branch: str, x_bi: Array) -> tuple[Array, PyTree]:
         """Return the layers of a branch, in turn: float32 [B, O], and running statistics."""
@@ -420,7 +453,7 @@ class Net(NamedTuple):
             path = f"{part}/{branch}/{number}"
             with jax.named_scope(path):
                 w = params[number]
-                y_bo = self._product(layer, w, x_bi)
+                y_bo = self._product(layer, w, x_bi, self.zeros.get(f"{path}/w"))
                 if layer.norm:
                     y_bo, running[number] = self._norm(w, y_bo, old_running[number])
                 if layer.relu:
@@ -432,7 +465,7 @@ class Net(NamedTuple):
             x_bi = y_bo
         return x_bi, running
 
-    def _product(self, layer: Layer, w: PyTree, x_bi: Array) -> Array:
+    def _product(self, layer: Layer, w: PyTree, x_bi: Array, zero: Array | None) -> Array:
         """Compute x w + b, float32 [B, O]."""
         dtype = jnp.dtype(self.c.dtype)
         # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
@@ -440,7 +473,7 @@ class Net(NamedTuple):
         x_bi = x_bi.astype(dtype)
         x_bi = self.shard(x_bi, "rows", in_axis)
         w_io = w["w"].astype(dtype)
-        y_bo = multiply(x_bi, w_io)
+        y_bo = multiply(x_bi, w_io, zero)
         # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
         y_bo = self.shard(y_bo, "rows", out_axis)
         b_o = w["b"].astype(jnp.float32)
@@ -460,15 +493,16 @@ def forward(
     c: Config,
     params: PyTree,
     running: PyTree,
-    inputs: Mapping[str, Array],
+    inputs: Mapping[str, Any],
     shard: Shard,
     draws: Draws | None = None,
 ) -> tuple[Outputs, PyTree]:
     """Return `Outputs` of the loader's inputs [B, values], and the new running statistics.
 
     Without ``draws`` it normalises with ``running``, drops nothing and rounds the codes.
+    ``inputs`` may have the zeros of `Task.measured`.
     """
-    run = Net(c, params, running, shard, draws).branch
+    run = Net(c, params, running, shard, draws, inputs.get("square_sums", {})).branch
     encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to the pixels' weights, and become floats there.
     video = shard(inputs["video"], "rows", "input")
@@ -507,6 +541,23 @@ def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
     keep_bd = jax.vmap(keep)(row_b)
     scaled_bd = x_bd / (1 - rate)
     return jnp.where(keep_bd, scaled_bd, 0)
+
+
+def measured(c: Config, rows: int) -> tuple[str, ...]:
+    """List the paths of matrices that are much larger than the products of a step's rows.
+
+    `_measured_backward` reads these instead. It is for products of 16 bits.
+    """
+    if c.dtype == "float32":
+        return ()
+    paths = []
+    for part, branches in layers(c).items():
+        for branch, chain in branches.items():
+            for i, layer in enumerate(chain):
+                n_operands = rows * (layer.n_in + layer.n_out)
+                if MUCH_LARGER * n_operands <= layer.n_in * layer.n_out:
+                    paths.append(f"{part}/{branch}/{i}/w")
+    return tuple(paths)
 
 
 def n_weights(c: Config) -> int:
