@@ -120,8 +120,7 @@ def cross_entropy(
       axes: logical axes of ``w_vd``, and of its gradient.
     """
     vocab = w_vd.shape[0] if size is None else size
-    if not chunk:
-        chunk = CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK
+    chunk = chunk or (CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK)
     split = Split()
     if shard.mesh is not None and shard.mesh.size > 1:
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])

@@ -37,13 +37,9 @@ def gradients(
     # and TPUs keep the step whose memory was checked against their compilers.
     divides_loss = layout.devices.platform == "cpu" and is_whole
     sums_early = has_replicas and accumulate == 1
+    measured = task.measured if is_whole else ()
     of_microbatch = functools.partial(
-        _microbatch,
-        task,
-        layout,
-        divided=divides_loss,
-        sums_early=sums_early,
-        measured=task.measured if is_whole else (),
+        _microbatch, task, layout, divided=divides_loss, sums_early=sums_early, measured=measured
     )
     if has_replicas:
         over_data = _over_data(task, layout, of_microbatch, accumulate)
