@@ -9,10 +9,11 @@ alone (rows of several classes, windows of none). The index must have the splits
 of windows of one recording, some would otherwise be trained and others tested on.
 
 The learning rate falls in cycles of four passes over the rows, and a run ends after three cycles
-without half a point more of accuracy, at the latest after ten. It prints the minutes that this may
-take, and the reason of its end. While it guesses no better than always the most frequent class,
-patience does not count. For a length of your own: --config.train.patience=0
---config.optim.cycle=0 --config.train.steps=2000.
+without half a point more of accuracy, at the latest after ten, and at once when every test row is
+right. It prints the minutes that this may take, and the reason of its end. While it guesses no
+better than always the most frequent class, patience does not count. For a length of your own:
+--config.train.patience=0 --config.train.target=None --config.optim.cycle=0
+--config.train.steps=2000.
 """
 
 import json
