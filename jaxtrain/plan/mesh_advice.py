@@ -24,7 +24,7 @@ from jaxtrain.plan.memory import in_bytes
 from jaxtrain.plan.remedies import size
 from jaxtrain.plan.target import Target
 
-TOO_MUCH = 0.02  # exposed share of a step from which on other options are tried
+TOO_MUCH = 0.005  # exposed share of a step from which on other options are tried
 LITTLE = 0.01  # share of a step
 # Collectives that begin in the round of a loop before (XLA's level O1), and sums over the network
 # that run next to the gathers within a node.

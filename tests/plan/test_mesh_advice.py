@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain import plan
 from jaxtrain.compile import xla_options
+from jaxtrain.parallel.layout import LayoutError
 from jaxtrain.plan import hlo, mesh_advice, summary, traffic, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.exposure import Exchange, Exposure
@@ -54,6 +55,17 @@ def test_one_microbatch_is_proposed_for_frozen_matrices_over_fsdp(tmp_path, monk
     assert line not in lines("gpu:h100x8", config)
 
 
+def test_a_plan_refuses_a_mesh_over_nodes_as_a_run_would(tmp_path, monkeypatch):
+    config = load("language", tmp_path, monkeypatch, ("mesh.model", "16"))
+    with pytest.raises(LayoutError, match="2 nodes do not divide data × fsdp = 1"):
+        plan.abstractly(config, plan.parse_target("gpu:h100x8*2"))
+    config = load("language", tmp_path, monkeypatch, *FSDP[1:], ("mesh.fsdp", "16"))
+    assert plan.abstractly(config, plan.parse_target("gpu:h100x8*2")).layout.mesh.size == 16
+    slices = plan.parse_target("tpu:v4:2x2x2*2")
+    with pytest.raises(LayoutError, match="2 slices do not divide data=1"):
+        plan.abstractly(config, slices)
+
+
 def step(*body):
     kernels = traffic.traffic(hlo.Program(text(*body)))
     return Compiled(10**9, 0, 10**9, None, 1.0, kernels=kernels, text=text(*body))
@@ -61,8 +73,8 @@ def step(*body):
 
 def test_more_overlap_is_tried_if_much_is_exposed(tmp_path, monkeypatch):
     """The config's own options are kept, and those of one that has them are not changed."""
-    exposed = step(start("a", WITHIN), done("a"), *map(kernel, "klmnop"))
-    hidden = step(start("a", WITHIN), *map(kernel, "klmnop"), done("a"))
+    exposed = step(start("a", WITHIN), done("a"), *map(kernel, "klmnopqr"))
+    hidden = step(start("a", WITHIN), *map(kernel, "klmnopqr"), done("a"))
     config = load("language", tmp_path, monkeypatch, *FSDP, ("compiler.xla_gpu_x", "1"))
     target = plan.parse_target("gpu:h100x8")
     assembly = plan.abstractly(config, target)
