@@ -32,10 +32,11 @@ def room(address, arrivals, members=(0, 1)):
     return contextlib.closing(made)
 
 
-def vote(address, process, facts=FACTS, objection=None, timeout=20.0):
+def vote(address, process, facts=FACTS, objection=None, timeout=20.0, refusal=""):
     ballot = Vote([process], lambda reports: sorted(reports), objection)
     membership = Cluster(3, process, address)
-    return rendezvous.vote(membership, ballot, job="run", facts=facts, timeout=timeout).verdict
+    given = {"job": "run", "facts": facts, "timeout": timeout, "refusal": refusal}
+    return rendezvous.vote(membership, ballot, **given).verdict
 
 
 def coming(address, process, **given):
@@ -78,6 +79,12 @@ def test_a_second_supervisor_of_a_member_is_refused_by_name(address, monkeypatch
         refused = coming(address, 1).get(timeout=10)
         assert "process 1 of this run takes part already" in str(refused)
     assert arrivals.empty()
+
+
+def test_a_second_process_0_hears_that_the_workdir_is_in_use_and_not_that_the_port_is(address):
+    with room(address, queue.SimpleQueue()):
+        with pytest.raises(RendezvousError, match="^runs/a is in use by another run"):
+            vote(address, 0, timeout=1.0, refusal="runs/a is in use by another run")
 
 
 def test_those_that_have_come_begin_without_the_others_or_the_error_says_why_not(address):

@@ -218,7 +218,12 @@ class Rendezvous:
 
     @contextlib.asynccontextmanager
     async def _listening(self, host: str, port: int, deadline: float) -> AsyncIterator[None]:
-        listeners = await _listen(host, port, deadline, self._leave)
+        try:
+            listeners = await _listen(host, port, deadline, self._leave)
+        except RendezvousError as error:
+            if self._refusal:  # the run that has the workdir may listen there
+                raise RendezvousError(self._refusal) from error
+            raise
         for listener in listeners:
             self._start(self._accept(listener))
         try:
