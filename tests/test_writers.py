@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import struct
 import sys
 import types
@@ -87,6 +88,20 @@ def test_tensorboard_holds_the_records(tmp_path):
     assert scalars(tmp_path / "tensorboard")[0] == {
         ("train/loss", s): 0.5 * s for s in (10, 20, 30)
     }
+
+
+def test_tensorboard_begins_again_if_its_files_are_removed(tmp_path, caplog):
+    pytest.importorskip("tensorboardX")
+    writer = trackers.TensorboardWriter(str(tmp_path))
+    writer.write(1, "train", {"loss": 2.0})
+    shutil.rmtree(tmp_path / "tensorboard")
+    with caplog.at_level("WARNING", "jaxtrain"):
+        for step in (2, 3):
+            writer.write(step, "train", {"loss": 1.0})
+    writer.close()
+    assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", 2): 1.0, ("train/loss", 3): 1.0}
+    assert "tensorboard was removed; records from step 2 on are there" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_tensorboard_holds_pictures_and_generations(tmp_path):
@@ -262,7 +277,8 @@ def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(client, "init", refuse)
     with pytest.raises(
-        ConfigError, match="trackio_project.*cannot be used now: no such server; or unset it"
+        ConfigError,
+        match="trackio_project.*cannot be used now: no such server and more; or unset it",
     ):
         kept(tmp_path, trackio_project="birds")
 

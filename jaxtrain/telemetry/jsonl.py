@@ -121,6 +121,10 @@ class Appended:
     def write(self, data: bytes) -> None:
         self.waiting += data
 
+    def is_there(self) -> bool:
+        """Whether nobody has removed or replaced the file."""
+        return is_there(self._path, self.file.fileno())
+
     def flush(self) -> None:
         try:
             while self.waiting:

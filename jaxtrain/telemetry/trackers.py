@@ -15,6 +15,7 @@ import re
 import secrets
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -185,12 +186,22 @@ class TensorboardWriter(Writer):
 
         self._event = Event
         self._summary = summary
-        folder = pathlib.Path(workdir) / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        record_writer.register_writer_factory("appended", jsonl.Appended)
-        prefix = f"appended:{folder}/events"
-        self._events = event_file_writer.EventsWriter(prefix, f".{os.getpid()}")
+        self._folder = pathlib.Path(workdir) / "tensorboard"
+        self._events_writer = event_file_writer.EventsWriter
+        self._file: jsonl.Appended | None = None
+        self._register = record_writer.register_writer_factory
         self._restart = SessionLog(status=SessionLog.START)
+        self._begin_file()
+
+    def _open(self, path: str) -> jsonl.Appended:
+        self._file = jsonl.Appended.open(path)
+        return self._file
+
+    def _begin_file(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._register("appended", types.SimpleNamespace(open=self._open))
+        prefix = f"appended:{self._folder}/events"
+        self._events = self._events_writer(prefix, f".{os.getpid()}")
         self._events.flush()
 
     def resume(self, step: int) -> None:
@@ -200,7 +211,14 @@ class TensorboardWriter(Writer):
             self._events.flush()
 
     def _add(self, step: int, summaries: Iterable[Any]) -> None:
-        """Write them in one call: a file on a shared disk costs by the call."""
+        """Write them in one call: a file on a shared disk costs by the call.
+
+        If the file was removed, which no write notices, they begin another one.
+        """
+        if self._file and not self._file.is_there():
+            self._begin_file()
+            text = "config.metrics.tensorboard: %s was removed; records from step %d on are there"
+            log.warning(f"{text}, and metrics.jsonl has every record", self._folder, step)
         for summary in summaries:
             event = self._event(step=step, wall_time=time.time(), summary=summary)
             self._events.write_event(event)
