@@ -179,6 +179,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
     ),
     (
+        r"tools\.chip\.document_blocks ",
+        Why("it makes a corpus; tests/nn/test_document_blocks.py counts by the same function"),
+    ),
+    (
         r"JAXTRAIN_COORDINATOR=",
         Why("a pattern for two hosts; tests/test_train.py runs two such processes"),
     ),

@@ -94,8 +94,8 @@ PARTS = {
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
-        " compiled/test_mesh.py nn/test_attention.py nn/test_attention_compiled.py"
-        " test_compiler.py",
+        " compiled/test_mesh.py compiled/test_tpu_attention.py"
+        " nn/test_attention.py nn/test_attention_compiled.py test_compiler.py",
         workers=2,
     ),
     "newest": Part(

@@ -170,6 +170,9 @@ def attention(*, quick: bool) -> Iterator[Check]:
         shapes |= {
             "causal": (2, 512, 8, 2, 64, True, False),
             "wide": (1, 1024, 4, 4, 128, True, True),
+            # several blocks of which a TPU skips those of other documents
+            "documents": (1, 2048, 4, 2, 64, True, True),
+            "short": (2, 608, 6, 2, 128, True, False),
         }
     for name, (b, t, h, g, k, causal, packed) in shapes.items():
         keys = jax.random.split(jax.random.key(0), 4)

@@ -103,7 +103,7 @@ def _measure(
         "flops_per_second": task.flops / seconds,
         "full_flops_per_second": full_flops / seconds,
         "document_flops_per_second": _document_flops(task, steps.batch) / seconds,
-        "predicted": _predicted(program, device, rates),
+        "predicted": _predicted(program, rates),
         "memory": _memory(program, chosen, device),
         "loss": metrics.mean([steps()])["loss"],
     }
@@ -117,13 +117,13 @@ def _document_flops(task: Task, batch: Batch) -> float:
     return counted.count(*(feed.local_rows(batch[name]) for name in counted.fields))
 
 
-def _predicted(
-    program: jax.stages.Compiled, device: jax.Device, rates: traffic.Rates
-) -> dict[str, Any] | None:
-    """Return the roofline of the compiled step, or None where programs are not read (TPUs)."""
-    if device.platform == "tpu":
+def _predicted(program: jax.stages.Compiled, rates: traffic.Rates) -> dict[str, Any] | None:
+    """Return the roofline of the compiled step, or None if its text cannot be read."""
+    try:
+        text = program.as_text() or ""
+    except jax.errors.JaxRuntimeError:  # a libtpu that is newer than jaxlib
         return None
-    kernels = traffic.traffic(hlo.Program(program.as_text() or ""))
+    kernels = traffic.traffic(hlo.Program(text))
     sums = traffic.roofline(kernels, rates)._asdict()
     largest = itertools.islice(sums["scopes"].items(), LARGEST)
     return {**sums, "scopes": dict(largest)}

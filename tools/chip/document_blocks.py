@@ -1,0 +1,74 @@
+"""Count the blocks of attention that a TPU computes for packed documents, by size of the blocks.
+
+    python -m tools.chip.document_blocks FOLDER
+
+The documents are those of the measured language models (`tools.chip.cases`), made in FOLDER. The
+count needs no device.
+"""
+
+import importlib
+import pathlib
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.nn import splash
+from loaders.base import Rows
+from tools.chip import cases
+
+TOKENS = 1 << 17  # of the rows that are counted
+SIZES = (128, 256, 512, 1024)
+
+
+def main() -> None:
+    data = cases.Data(pathlib.Path(sys.argv[1]), small=False)
+    print("| case | pairs a token | block | computed | of a causal mask | computed ÷ pairs |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for case in cases.CASES:
+        if case.model == "language":
+            _print_rows(case, data)
+
+
+def _print_rows(case: cases.Case, data: cases.Data) -> None:
+    segments = _segments(case, data)
+    pairs = _pairs(segments)
+    tokens = segments.shape[1]
+    for size in SIZES:
+        splash.BLOCK = size
+        n = tokens // size
+        blocks = splash.document_blocks(jnp.asarray(segments), causal=True, window=0)
+        computed = int((blocks[..., 1] - blocks[..., 0] + 1).sum())
+        of_mask = len(segments) * n * (n + 1) // 2
+        print(
+            f"| {case.name} | {pairs / segments.size:.0f} | {size} | {computed:,} | {of_mask:,} |"
+            f" {computed * size**2 / pairs:.2f} |"
+        )
+
+
+def _segments(case: cases.Case, data: cases.Data) -> np.ndarray:
+    """Return the documents of rows, int32 [B, T]."""
+    context = case.config(data, case.choices[0]).model.context
+    rows = TOKENS // context
+    config = case.config(data, case.choices[0], {"train.batch": str(rows)})
+    loader = importlib.import_module(config.loader).make_loader(
+        config.data, split="train", rows=Rows(rows, ((0, rows),)), seed=config.seed
+    )
+    try:
+        _, batch = next(loader)
+    finally:
+        loader.close()
+    return np.asarray(batch["segments"]).reshape(rows, context)
+
+
+def _pairs(segments: np.ndarray) -> int:
+    """Count the pairs of a query and a key that a causal mask and documents allow."""
+    pairs = 0
+    for row in segments:
+        _, lengths = np.unique(row[row > 0], return_counts=True)
+        pairs += int((lengths * (lengths + 1) // 2).sum())
+    return pairs
+
+
+if __name__ == "__main__":
+    main()
