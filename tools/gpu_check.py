@@ -349,12 +349,17 @@ def run(
         *(["--small"] if args.small else []),
         *(["--rates", *map(str, args.rates)] if args.rates else []),
     ]
+    terminated: list[int] = []  # before the process can be ended
+    handler = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     with log.open("w+") as file:
         # A group of its own, so that what it started ends with it.
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=environment(unit, folder), start_new_session=True
         )
         try:
+            signal.signal(signal.SIGTERM, handler)
+            if terminated:
+                signal.raise_signal(signal.SIGTERM)
             code, why = process.wait(seconds), ""
         except subprocess.TimeoutExpired:
             why = f"was ended after its {seconds:.0f} s"

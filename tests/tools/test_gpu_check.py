@@ -2,6 +2,7 @@
 fail, the table."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -417,6 +418,33 @@ def test_a_case_that_no_size_of_fits_a_smaller_card_is_named(tmp_path, monkeypat
     found["models"]["giblet"] = {**one, "too_large": {"least": 33.4e9, "of": 24e9}}
     text = results_table.text(found)
     assert "needs 33.4 GB at least" in text and "the card has 24" in text
+
+
+def test_rows_that_do_not_fit_are_halved(monkeypatch):
+    import jax
+
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    monkeypatch.setattr(cases, "smaller", lambda rows: rows // 2 or None)
+    monkeypatch.setattr(cases, "put_together", lambda rows, device, choice: Rows(rows))
+
+    def measure(limit, error, rows):
+        if rows > limit:
+            raise error
+        return int(rows)
+
+    measured = functools.partial(cases.with_fewer_rows, Rows(64), None)
+    assert measured(functools.partial(measure, 20, full)) == 16
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
+        measured(functools.partial(measure, 4, full))
+    other = jax.errors.JaxRuntimeError("INTERNAL")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        measured(functools.partial(measure, 20, other))
+
+
+class Rows(int):
+    """Stand for a case of so many rows."""
+
+    choice = None
 
 
 def test_a_forecast_that_is_a_tenth_off_is_named():

@@ -36,6 +36,10 @@ RUN_STEPS, KILLS, SMALL_KILLS, REPLAYED = 24, 2, 1, (10, 14)
 def measure(case: cases.Case, data: cases.Data, device: jax.Device) -> dict[str, Any]:
     """Return the seconds of a step, and the arrays that differ when steps are repeated."""
     chosen = cases.choose(case, data, device)
+    return cases.with_fewer_rows(chosen, device, functools.partial(_measure, case, device))
+
+
+def _measure(case: cases.Case, device: jax.Device, chosen: cases.Chosen) -> dict[str, Any]:
     program, batch = cases.compiled(chosen), cases.first_batch(chosen.assembly)
     is_small = device.platform == "cpu"
     seconds = cases.Steps(chosen, batch, program).seconds(0.1 if is_small else 2.0)

@@ -14,7 +14,7 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -35,7 +35,9 @@ from loaders.text import token_files
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOM = 0.9  # [share] of a device's memory that the plan's lower bound may fill
+MAX_HALVINGS = 3  # of the rows of a case that does not fit where the plan says so
 Overrides = Mapping[str, str]
+Measured = TypeVar("Measured")
 
 
 class Data:
@@ -276,6 +278,21 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
     if rows % 2:
         return None
     return replace(config, train=replace(config.train, batch=config.train.batch // 2))
+
+
+def with_fewer_rows(
+    chosen: Chosen, device: jax.Device, measure: Callable[[Chosen], Measured]
+) -> Measured:
+    """Return ``measure`` of a case, of half the rows again and again while they do not fit."""
+    for _ in range(MAX_HALVINGS):
+        try:
+            return measure(chosen)
+        except jax.errors.JaxRuntimeError as error:
+            config = smaller(chosen)
+            if "RESOURCE_EXHAUSTED" not in str(error) or config is None:
+                raise
+        chosen = put_together(config, device, chosen.choice)
+    return measure(chosen)
 
 
 def first_batch(assembly: Assembly) -> Batch:

@@ -61,7 +61,11 @@ def measure(
             return {**measured, "settings": dict(more), "refused": refused}
         except jax.errors.JaxRuntimeError as error:
             config = cases.smaller(chosen)
-            if "RESOURCE_EXHAUSTED" not in str(error) or config is None or len(refused) == 3:
+            if (
+                "RESOURCE_EXHAUSTED" not in str(error)
+                or config is None
+                or len(refused) == cases.MAX_HALVINGS
+            ):
                 raise
             rows = chosen.assembly.config.train.batch
             refused.append({"rows": rows, "least_bytes": chosen.bound.peak})
