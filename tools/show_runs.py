@@ -49,8 +49,10 @@ SMALL_SUDOKU = (
     *("train.batch=8", "optim.warmup=1", "model.rollouts=2", "model.cycles_low=1"),
 )
 TINY_SOURCE = "data.sources=({{'n_train': 16, 'n_test': 8, 'views': 8, 'grade': '{}'}},)"
-SMALL_BIRDS = ("model.embed=32", "model.depth=2", "model.heads=2", "model.patch=(64, 64)")
-SMALL_BIRDS += ("model.dtype=float32", "train.batch=4", "optim.warmup=1")
+SMALL_BIRDS = (
+    *("model.embed=32", "model.depth=2", "model.heads=2", "model.patch=(64, 64)"),
+    *("model.dtype=float32", "train.batch=4", "optim.warmup=1"),
+)
 
 
 def sudoku(grade: str) -> Recipe:

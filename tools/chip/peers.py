@@ -13,6 +13,7 @@ PyTorch halves its rows if they do not fit, and then has a rate by fewer rows.
 
 import argparse
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -113,7 +114,7 @@ def _apart(ours: Found, theirs: Found) -> float | None:
     if ours["rows"] != theirs["rows"]:
         return None
     pairs = zip(ours["losses"], theirs["losses"], strict=True)
-    return max(abs(x / y - 1) for x, y in pairs)
+    return max(float(abs(x / y - 1)) for x, y in pairs)
 
 
 def _ask(name: str, folder: pathlib.Path, small: bool, side: str) -> Found:
@@ -189,7 +190,6 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
 
     if small:
         torch.set_num_threads(1)  # threads that wait for each other show nothing
-    # while it is made alone: later, each call of PyTorch would take longer
     device = torch.device("cpu" if small else "cuda")
     torch.set_float32_matmul_precision("highest")
     ours = json.loads((folder / "ours.json").read_text())
@@ -201,10 +201,7 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
     refused: list[str] = []
     while True:
         try:
-            with device:
-                step = make(case)
-            losses = [float(step()) for _ in range(STEPS)]
-            seconds = _seconds(step, SMALL_SECONDS if small else SECONDS)
+            losses, seconds = _first_steps(make, case, device, small=small)
             break
         except torch.OutOfMemoryError:
             if len(refused) == 4 or rows == 1:
@@ -215,7 +212,7 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
         else:
             rows //= 2
             case = case._replace(batch={field: x[:rows] for field, x in case.batch.items()})
-        step = None
+        gc.collect()
         torch.cuda.empty_cache()
     units = ours["units"] * rows / ours["rows"]
     is_gpu = torch.cuda.is_available() and not small
@@ -228,6 +225,17 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
         "bytes": torch.cuda.max_memory_allocated() if is_gpu else None,
         "torch": torch.__version__,
     }
+
+
+def _first_steps(
+    make: Callable[[Any], Callable[[], Any]], case: Any, device: Any, *, small: bool
+) -> tuple[list[float], float]:
+    """Return the first losses of PyTorch's step, and its seconds. Nothing of it is kept."""
+    # Later it is not the default device: each call of PyTorch would take longer.
+    with device:
+        step = make(case)
+    losses = [float(step()) for _ in range(STEPS)]
+    return losses, _seconds(step, SMALL_SECONDS if small else SECONDS)
 
 
 def _has_logits(case: Any) -> bool:
