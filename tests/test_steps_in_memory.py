@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,17 @@ from jaxtrain.supervise import partners, steps_in_memory
 from jaxtrain.supervise import parts as parts_lib
 from jaxtrain.supervise.parts import Part
 from tests.proofs import soak
-from tests.support.processes import at, command, free_port, ids, records, run, step_of, wait_for
+from tests.support.processes import (
+    ROOT,
+    at,
+    command,
+    free_port,
+    ids,
+    records,
+    run,
+    step_of,
+    wait_for,
+)
 from tests.support.supervised_runs import (
     ENDLESS,
     outputs_of,
@@ -308,3 +320,62 @@ def is_of(place, folder):
     """Whether shared memory is of the run in a folder, whose supervisor has it as its own."""
     pid = json.loads((place / steps_in_memory.HOLDER).read_text())["pid"]
     return os.path.realpath(f"/proc/{pid}/cwd") == str(folder)
+
+
+# Process I of N finds the newest step in memory, compares its parts, and keeps the next step.
+OF_SEVERAL = """
+import pathlib, sys
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtrain.supervise import steps_in_memory
+
+folder, (processes, process, port) = sys.argv[1], map(int, sys.argv[2:])
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+
+def put(x, *axes):
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+tree = {
+    "rows": put(np.arange(64.0, dtype="f4").reshape(8, 8), "fsdp"),
+    "columns": put(np.arange(32, dtype="i4").reshape(4, 8), None, "fsdp"),
+    "step": put(np.int32(7)),
+}
+abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+)
+place = pathlib.Path(folder, f"of-run-{process}")
+place.mkdir(exist_ok=True)
+memory = steps_in_memory.Memory(str(place), "run", abstract, processes)
+found = memory.newest(0, {})
+for name, x in tree.items() if found else ():
+    for ours, theirs in zip(found.parts[name].addressable_shards, x.addressable_shards):
+        assert ours.index == theirs.index
+        assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes(), name
+step = found.step if found else 0
+print("found", step, flush=True)
+memory.reserve()
+memory.save(step + 1, tree, {})
+memory.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_step_goes_to_other_numbers_of_processes_if_all_its_parts_are_there(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(OF_SEVERAL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    # Of the step of four processes, two do not have all parts: they go back to their own.
+    for processes, step in ((1, 0), (2, 1), (4, 2), (2, 2)):
+        port = free_port()
+        started = []
+        for process in range(processes):
+            numbers = [str(n) for n in (processes, process, port)]
+            arguments = [sys.executable, str(program), str(tmp_path), *numbers]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(subprocess.Popen(arguments, env=environment, **pipes))
+        for output in outputs_of(started):
+            assert f"found {step}\n" in output, output
