@@ -84,6 +84,7 @@ def test_a_supervisor_that_is_killed_takes_its_process_along_and_comes_back(fold
     ending += both
     saves(folder, both)
     first = pid_of_run(folder, 1)
+    os.kill(first, signal.SIGSTOP)  # it cannot end by itself
     both[1].kill()
     wait_for(lambda: not pathlib.Path(f"/proc/{first}").exists(), seconds=20)
     both[1].communicate()

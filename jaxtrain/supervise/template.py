@@ -12,6 +12,8 @@ B is a pipe that only the supervisor writes to, and never does. At its end, temp
 No device is touched here, and there is no second thread: both would not survive the fork.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -27,6 +29,7 @@ from typing import Any, NoReturn
 
 IMPORTS = ("jax", "orbax.checkpoint", "jaxtrain.run.loop", "jaxtrain.commands.train")
 LOST = 70
+PR_SET_PDEATHSIG = 1
 POLL = 0.02  # [s] between two looks for the end of the fork
 
 
@@ -91,6 +94,7 @@ def _wait(pid: int, server: socket.socket) -> int | None:
 
 def _train(argv: list[str], lifeline: int) -> NoReturn:
     """Train in a fork, as `jaxtrain train` does."""
+    _end_with_parent()
     for number in _stop_signals():
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,6 +104,12 @@ def _train(argv: list[str], lifeline: int) -> NoReturn:
     sys.argv = ["jaxtrain", "train", *argv]
     runpy.run_module("jaxtrain", run_name="__main__")  # which exits with the command's code
     raise AssertionError("unreachable")
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the template has ended, also while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(lifeline: int) -> None:

@@ -70,7 +70,7 @@ KINDS = (
 OF_SUPERVISORS = ("supervisor", "takeover", "partners", "disk", "full-kill")
 CUT, FULL = 16.0, 20.0  # [s]
 STOPPED = (20.0, 60.0)  # [s]
-STUCK = 600.0  # [s] without a new step
+STUCK = 1200.0  # [s] without a new step
 AHEAD = 8  # [batches] that a process may have read before their step
 MESHES = {
     "data": (),
@@ -256,11 +256,12 @@ def full(disk: pathlib.Path) -> Iterator[None]:
     program = (
         "import sys, time\n"
         "while True:\n"
-        "    try:\n"
-        "        with open(sys.argv[1], 'ab', buffering=0) as file:\n"
-        "            while file.write(bytes(4096)): pass\n"
-        "    except OSError:\n"
-        "        time.sleep(0.02)\n"
+        "    for size in (1 << 20, 4096):\n"
+        "        try:\n"
+        "            with open(sys.argv[1], 'ab', buffering=0) as file:\n"
+        "                while file.write(bytes(size)): pass\n"
+        "        except OSError:\n"
+        "            time.sleep(0.02)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(filler)])
     try:
@@ -510,7 +511,7 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
                     break
                 kind = draw.choice(kinds)
                 faults = Faults(job, folder / soak.DISK, draw)
-                step, ends = job.step(), len(job.ends)
+                step, ends, starts = job.step(), len(job.ends), len(job.heads(0))
                 began = faults.do(kind)
                 if not job.reaches(step + 2):  # the next one may have been computed before
                     stuck = kind
@@ -520,7 +521,7 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
                     "kind": kind,
                     "step": step,
                     "seconds": time.monotonic() - began,
-                    "again": max(step - job.first_step(), 0) if kind not in ("stop", "disk") else 0,
+                    "again": max(step - job.first_step(), 0) if len(job.heads(0)) > starts else 0,
                     "load": os.getloadavg()[0],
                     "ends": job.ends[ends:],
                     **faults.notes,
