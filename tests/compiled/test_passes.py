@@ -28,8 +28,9 @@ def test_giblet_reads_and_writes_its_parameters_as_often_as_it_must(tmp_path, gp
     """In 16 bits with Adam's moments in 16 bits, without norms of the update.
 
     Forward and backward read or write each matrix in a product (but the first has no gradient of
-    its input), the guard's norm reads the gradients, and the update has four reads and three
-    writes. Products of cuBLAS pad the voxels' matrix, of 77,347 columns.
+    its input), the guard's norm reads the gradients of matrices that are not much larger than the
+    operands of their products, and the update has four reads and three writes. Products of cuBLAS
+    pad the voxels' matrix, of 77,347 columns.
     """
     step = compiled("giblet", SIXTEENTH | NARROW, tmp_path, has_norms=False)
     n_bytes = sum(kernel.times * (kernel.read + kernel.written) for kernel in step.kernels)
@@ -48,14 +49,14 @@ def test_giblet_reads_and_writes_its_parameters_as_often_as_it_must(tmp_path, gp
 def test_the_adapters_of_an_audio_language_model_cost_what_they_must(tmp_path, gpu_compiler):
     """Two layers of Higgs, 32 rows in one microbatch, without recomputation, as the plan chooses.
 
-    All 28 layers take 467 ms, with 6,065 kernels. The formula counts no products of adapters.
+    All 28 layers take 466 ms, with 5,537 kernels. The formula counts no products of adapters.
     """
     fields = {"train.accumulate": "1", "model.remat": "none"}
     step = compiled("higgs-lora", {**fields, "model.depth": "2"}, tmp_path, has_norms=True)
     rates = traffic.Rates(3.0e12, 732e12)
     sums = traffic.roofline(step.kernels, rates)
-    assert sums.seconds < 0.038
-    assert sums.kernels < 1_760
-    assert sums.read + sums.written < 65e9
+    assert sums.seconds < 0.0372
+    assert sums.kernels < 1_230
+    assert sums.read + sums.written < 62e9
     assert sums.flops < 1.13 * 15.25e12
     assert step.peak < 6.8e9
