@@ -5,6 +5,7 @@ at a time.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxtrain.nn import NEVER, remat
 from jaxtrain.nn.attention import same_segment, visible
 from jaxtrain.nn.cudnn import NO_DOCUMENT
 from jaxtrain.parallel import kernels
-from jaxtrain.types import Array, Axes, Shard
+from jaxtrain.types import Array, Axes, Shard, T
 
 Arrays = tuple[Array, ...]
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -130,7 +131,7 @@ class Ring(NamedTuple):
             return state, self._turn(kvs)
 
         kvs = (k_bsgk, v_bsgk, segments_bt)
-        state, _ = jax.lax.fori_loop(0, self.size, part, (start, kvs))
+        state, _ = self._each_part(part, (start, kvs))
         y_bgrtk, sum_bgrt, top_bgrt = state
         y_bgrtk = y_bgrtk / sum_bgrt[..., None]
         y_bthk = _by_place(y_bgrtk)
@@ -184,7 +185,7 @@ class Ring(NamedTuple):
         zero_v_bsgk = jnp.zeros_like(v_bsgk, dtype=jnp.float32)
         zero_q_bgrtk = jnp.zeros_like(q_bgrtk, dtype=jnp.float32)
         start = (zero_q_bgrtk, kvs, (zero_k_bsgk, zero_v_bsgk))
-        dq_bgrtk, _, (dk_bsgk, dv_bsgk) = jax.lax.fori_loop(0, self.size, part, start)
+        dq_bgrtk, _, (dk_bsgk, dv_bsgk) = self._each_part(part, start)
         dq_bthk = _by_place(dq_bgrtk)
         dq_bthk = dq_bthk.astype(q_bthk.dtype)
         dk_bsgk = dk_bsgk.astype(k_bsgk.dtype)
@@ -219,6 +220,12 @@ class Ring(NamedTuple):
         segments_nbc = _cut(segments_bs, n)
         place_s = first + jnp.arange(s)
         return k_nbcgk, v_nbcgk, place_s.reshape(n, s // n), segments_nbc
+
+    def _each_part(self, part: Callable[[Any, T], T], start: T) -> T:
+        # In a loop of one round JAX would compute the scores of all chunks first, and keep them.
+        if not self.axis:
+            return part(0, start)
+        return jax.lax.fori_loop(0, self.size, part, start)
 
     def _index(self) -> Array | int:
         return jax.lax.axis_index(self.axis) if self.axis else 0
@@ -264,11 +271,11 @@ def _by_place(x_bgrtk: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _on_one_device(ring: Ring, keep: str | None, *args: Array) -> Array:
-    return ring.forward(*args)[0]
+    return _in_one_piece(ring.forward)(*args)[0]
 
 
 def _forward(ring: Ring, keep: str | None, *args: Array) -> tuple[Array, Arrays]:
-    y, log = ring.forward(*args)
+    y, log = _in_one_piece(ring.forward)(*args)
     if keep:
         y = remat.name(y, keep)
         log = remat.name(log, keep)
@@ -278,7 +285,12 @@ def _forward(ring: Ring, keep: str | None, *args: Array) -> tuple[Array, Arrays]
 def _backward(
     ring: Ring, keep: str | None, residuals: Arrays, dy: Array
 ) -> tuple[Array | None, ...]:
-    return (*ring.backward(*residuals, dy), None)
+    return (*_in_one_piece(ring.backward)(*residuals, dy), None)
+
+
+def _in_one_piece(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Keep JAX from computing the masks of all chunks before a loop over layers."""
+    return jax.checkpoint(f, prevent_cse=False)
 
 
 _on_one_device.defvjp(_forward, _backward)
