@@ -10,7 +10,7 @@ import soundfile
 
 from jaxtrain import cli
 from jaxtrain.telemetry import training_sources
-from jaxtrain.workloads.bird.inference import embeddings, heads
+from jaxtrain.workloads.bird.inference import embeddings, evidence, heads, trained_on
 from loaders.audio import spectrogram
 from loaders.base import Rows
 from tests.support import birds, corpus
@@ -81,6 +81,18 @@ def test_what_a_run_was_trained_on_is_known_by_content_and_name(world, tmp_path)
         (run / training_sources.FILE).unlink()
     is_copy = [name.endswith("renamed.wav") for name in by_content.places().paths]
     assert by_content.trained() == is_copy and sum(is_copy) == 2
+
+
+def test_a_converted_recording_may_be_one_that_was_trained_on():
+    names = [frozenset(["xc1"]), frozenset(), frozenset(["xc1.mp3"])]
+    trained = trained_on.TrainedOn(frozenset([(9, "a")]), *names)
+    other = (8, "b")
+    assert trained.has("new/z.wav", (9, "a")) is True
+    assert trained.has("new/XC1.flac", other) is None
+    assert trained.has("new/XC1.mp3", other) is False and trained.has("XC2.wav", other) is False
+    seen = evidence.of({"a": False, "b": None})
+    assert evidence.of({"a": True, "b": None}).trained == 1
+    assert "not known whether" in seen.lines()[0] and "converted" in seen.lines()[0]
 
 
 def test_fit_says_so_of_its_own_validation(world, tmp_path, capsys):

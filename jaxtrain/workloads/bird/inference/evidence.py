@@ -14,7 +14,7 @@ class Evidence(NamedTuple):
     """The number of recordings that a score is of, and of those among them that flatter it."""
 
     recordings: int
-    trained: int | None  # the run was trained on them. None: that is not known
+    trained: int | None  # at least, that the run was trained on. None: that is not known
     shared: int = 0  # the classifier was fitted on them, too
 
     def about(self) -> dict[str, Any]:
@@ -29,7 +29,10 @@ class Evidence(NamedTuple):
         """Return the sentences that a reader of the score needs."""
         lines = []
         if self.trained is None:
-            lines.append("it is not known whether the run was trained on these recordings")
+            lines.append(
+                "it is not known whether the run was trained on these recordings, or on files that"
+                " they were converted from"
+            )
         elif self.trained:
             lines.append(
                 f"no evidence: the run was trained on {self.trained} of these"
@@ -53,7 +56,7 @@ def recordings_of(folder: Embeddings, rows: np.ndarray | None = None) -> Recordi
 
 def of(tested: Recordings, fitted: Iterable[str] = ()) -> Evidence:
     """Return the evidence of recordings that are tested, of which some were ``fitted`` on, too."""
-    trained: int | None = None
-    if None not in tested.values():
-        trained = sum(map(bool, tested.values()))
+    trained: int | None = sum(map(bool, tested.values()))
+    if not trained and None in tested.values():
+        trained = None
     return Evidence(len(tested), trained, len(tested.keys() & set(fitted)))

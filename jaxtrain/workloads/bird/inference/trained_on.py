@@ -32,12 +32,19 @@ class TrainedOn(NamedTuple):
     contents: frozenset[Content]
     names: frozenset[str]  # of all
     bare_names: frozenset[str]  # of those whose content is not known
+    full_names: frozenset[str] = frozenset()  # of all, with their endings
 
-    def has(self, name: str, content: Content | None) -> bool:
-        """Whether a recording is one of them, by its content, or else by its name."""
+    def has(self, name: str, content: Content | None) -> bool | None:
+        """Whether a recording is one of them, by its content, or else by its name.
+
+        None if it has other bytes and the name of one with another ending, as a converted one has.
+        """
         if content is None:
             return _stem(name) in self.names
-        return content in self.contents or _stem(name) in self.bare_names
+        if content in self.contents or _stem(name) in self.bare_names:
+            return True
+        may_be_converted = _stem(name) in self.names and _base(name) not in self.full_names
+        return None if may_be_converted else False
 
 
 def of_model(model: encoder.Model) -> TrainedOn | None:
@@ -52,7 +59,7 @@ def of_model(model: encoder.Model) -> TrainedOn | None:
     contents = frozenset(content for content in sources.values() if content)
     names = frozenset(map(_stem, sources))
     bare_names = frozenset(_stem(name) for name, content in sources.items() if not content)
-    return TrainedOn(contents, names, bare_names)
+    return TrainedOn(contents, names, bare_names, frozenset(map(_base, sources)))
 
 
 def of_rows(
@@ -80,9 +87,12 @@ def _content(root: str, name: str, links: bool) -> Content | None:
         return None
 
 
+def _base(name: str) -> str:
+    return name.replace("\\", "/").rpartition("/")[2].casefold()
+
+
 def _stem(name: str) -> str:
-    last_part = name.replace("\\", "/").rpartition("/")[2]
-    return os.path.splitext(last_part)[0].casefold()
+    return os.path.splitext(_base(name))[0]
 
 
 def _written_down(path: str) -> dict[str, Content | None] | None:
