@@ -87,7 +87,7 @@ def splash(
         return _of_documents(kernel, scaled_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
     q_bgrtk = scaled_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
     k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
-    y_bgrtk = jax.vmap(jax.vmap(kernel))(q_bgrtk, k_bgsk, v_bgsk)
+    y_bgrtk: Array = jax.vmap(jax.vmap(kernel))(q_bgrtk, k_bgsk, v_bgsk)
     return y_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)
 
 
@@ -159,7 +159,7 @@ def _of_documents(
         x.transpose(2, 0, 1, 3).reshape(-1, b * t, k) for x in (q_bthk, k_bsgk, v_bsgk)
     )
     ids = segments_bt.reshape(b * t)
-    y_hnk = on_rows(q_hnk, k_gnk, v_gnk, kernel_lib.SegmentIds(ids, ids))
+    y_hnk: Array = on_rows(q_hnk, k_gnk, v_gnk, kernel_lib.SegmentIds(ids, ids))
     return y_hnk.reshape(h, b, t, k).transpose(1, 2, 0, 3)
 
 
