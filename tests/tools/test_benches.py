@@ -9,6 +9,7 @@ SMALL = {
     "index --rows=20000 --recordings=500 --files=20": "from the cache: 20000 rows",
     "windows --hours=0.02 --windows=2": "MP3, variable",
     "verify --workload trm --steps 2 --out {out}": "| trm |",
+    "memory --workload trm --pairs 1 --every 1 --out {out}": "| trm |",
     "builds {build} {build} --rounds 1 --recordings 3": "| waveform | prepared, packed |",
 }
 
