@@ -16,7 +16,7 @@ from jaxtrain.nn import NEVER, remat
 from jaxtrain.nn.attention import same_segment, visible
 from jaxtrain.nn.cudnn import NO_DOCUMENT
 from jaxtrain.parallel import kernels
-from jaxtrain.types import Array, Axes, Shard, T
+from jaxtrain.types import Array, Axes, Shard
 
 Arrays = tuple[Array, ...]
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -221,7 +221,7 @@ class Ring(NamedTuple):
         place_s = first + jnp.arange(s)
         return k_nbcgk, v_nbcgk, place_s.reshape(n, s // n), segments_nbc
 
-    def _each_part(self, part: Callable[[Any, T], T], start: T) -> T:
+    def _each_part(self, part: Callable[[Any, Any], Any], start: Any) -> Any:
         # In a loop of one round JAX would compute the scores of all chunks first, and keep them.
         if not self.axis:
             return part(0, start)
