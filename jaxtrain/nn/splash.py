@@ -141,7 +141,7 @@ def _of_documents(
 
     b, t, h, k = q_bthk.shape
     has_function = kernel.kwargs["mask_function"] is not None
-    places = jnp.arange(b * t, dtype=jnp.int32) if has_function else None
+    places: Any = jnp.arange(b * t, dtype=jnp.int32) if has_function else None
 
     def mask_info(first: Array, last: Array, *, by_keys: bool = False) -> info.MaskInfo:
         data_next, is_active = _lists(first, last)
@@ -153,7 +153,7 @@ def _of_documents(
     of_queries = mask_info(first_key, last_key)
     of_keys = mask_info(first_query, last_query, by_keys=True)
     kwargs = {**kernel.kwargs, "is_mqa": False}
-    on_rows = kernel_lib.SplashAttentionKernel(of_queries, of_queries, of_keys, **kwargs)
+    on_rows: Any = kernel_lib.SplashAttentionKernel(of_queries, of_queries, of_keys, **kwargs)
     # a row's blocks are whole, so that no block of queries is active with another row's keys
     q_hnk, k_gnk, v_gnk = (
         x.transpose(2, 0, 1, 3).reshape(-1, b * t, k) for x in (q_bthk, k_bsgk, v_bsgk)
