@@ -91,11 +91,11 @@ def _entering(share: _Shared, w: Array) -> Array:
 
 
 def _summed(share: _Shared, _: None, gradient: Array) -> tuple[Array]:
-    _, *axes = share.axes
     # Without it, XLA would sum up the gradient before it is split over "fsdp".
-    gradient = share.layout.shard(gradient, *axes)
+    gradient = share.layout.shard(gradient, *share.axes[1:])
     return (jax.lax.psum(gradient, DATA),)
 
 
 def _as_own(x: Array) -> Array:
-    return jax.lax.pcast(x, (DATA,), to="varying")
+    own: Array = jax.lax.pcast(x, (DATA,), to="varying")
+    return own

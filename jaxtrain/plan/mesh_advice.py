@@ -96,7 +96,10 @@ def mesh_lines(assembly: Assembly, target: Target, found: Exposure, beyond: floa
             f" --config.train.accumulate=1 sends 1/{n} of it, if it fits"
         )
     for sizes in _better_meshes(assembly, target, found):
-        changed = replace(config, mesh=replace(config.mesh, **sizes))
+        changed = replace(
+            config,
+            mesh=replace(config.mesh, data=sizes["data"], fsdp=sizes["fsdp"], model=sizes["model"]),
+        )
         needs = size(changed, target, beyond)
         if needs <= target.memory:
             mesh_text = " ".join(f"--config.mesh.{name}={n}" for name, n in sizes.items())

@@ -311,8 +311,8 @@ class MetricsLogger:
         """Try again to write what a full disk refused. Return whether all is written."""
         is_written = False
         with self._process.writing():
-            files = (*self._records, *self._digests, self._lines)
-            is_written = all([file.flush() for file in files])
+            is_written = all([file.flush() for file in (*self._records, *self._digests)])
+            is_written &= self._lines.flush()
         return is_written
 
     def verified(self, step: int, *, wrong: bool) -> None:

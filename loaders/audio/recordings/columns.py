@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from loaders.audio.recordings import class_names, column_values, values
+from loaders.audio.recordings import answer_words, class_names, column_values, values
 from loaders.audio.recordings.column_names import (
     BOXES,
     CATALOGUE,
@@ -792,7 +792,7 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     _refuse_absences(layout)
     for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
-        doubts = list(filter(values.says_open, texts)) if may_doubt(name) else []
+        doubts = [text for text in texts if answer_words.says_open(text)] if may_doubt(name) else []
         if doubts:
             _refuse_doubtful(layout, name, doubts, "are uncertain")
         if not may_deny(name) and not values.are_verdicts(texts):
