@@ -524,7 +524,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
         (
             ["replay", "run", "--step", "6", "--out", "other", *MINE],
-            "other exists; remove it, or choose another --out",
+            "--out: other is in the workdir of a run",
         ),
         (
             ["replay", "run", "--step", "6", "--out", "run/x", *MINE],

@@ -164,7 +164,7 @@ def tcp_pair():
 def test_all_supervisors_learn_that_one_ended_between_the_vote_and_the_start(monkeypatch):
     """Process 0's has a connection to the third alone, which has none to the second."""
     ours, theirs = tcp_pair()
-    verdict = rendezvous.Verdict("", decision={"attempt": 3})
+    verdict = rendezvous.Verdict("", decision={"attempt": 3, "members": [0, 1, 2]})
     outcome = rendezvous.Outcome(verdict, [Peer(2, "c", ours)])
     monkeypatch.setattr(rendezvous, "vote", lambda *given, **more: outcome)
     events, found = queue.SimpleQueue(), queue.SimpleQueue()

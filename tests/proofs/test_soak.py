@@ -68,7 +68,7 @@ def test_an_end_without_a_fault_is_wrong(tmp_path, monkeypatch):
     (tmp_path / soak.DISK / "lap1").mkdir(parents=True)
 
     class Job(soak.Job):
-        def __init__(self, hosts, config, folder, lap, *, alone, loader):
+        def __init__(self, hosts, config, folder, lap, *, alone, loader, supervised):
             self.began, self.workdir = time.monotonic(), folder / soak.DISK / f"lap{lap}"
             command = [sys.executable, "-c", "raise SystemExit(70)"]
             self.processes = [subprocess.Popen(command)]
