@@ -66,7 +66,7 @@ class Bound(NamedTuple):
     """The bytes that a step needs of one device, at least."""
 
     arguments: int  # of the state and the batch, exactly; without what the step does not read
-    update: int  # beyond the arguments: all gradients exist at once
+    update: int  # beyond the arguments: all gradients exist at once, but for `Task.measured`
     kept: list[Array]  # beyond the arguments, in the fullest loop; the largest first
     second: int = 0  # of the second state that config.guard.verify_every holds
 
@@ -93,7 +93,7 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     for leaf, leaf_is_read in zip(leaves, is_read, strict=True):
         if leaf_is_read and not memory.is_on_host(leaf):
             arguments += memory.device_bytes(leaf, tiled=tiled)
-    least = memory.least(memory.held(abstract, layout, tiled=tiled))
+    least = memory.least(assembly, tiled=tiled)
     second = 0
     if assembly.config.guard.verify_every:
         second = memory.second(abstract, layout, tiled=tiled)

@@ -4,11 +4,13 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from jaxtrain import specs
+from jaxtrain.assembly import Assembly
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
@@ -97,9 +99,18 @@ def second(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bo
     return size
 
 
-def least(held: Mapping[str, int]) -> int:
-    """Return the bytes that a step needs at least: those held, and gradients of the parameters."""
-    return sum(held.values()) + held["parameters"]
+def least(assembly: Assembly, *, tiled: bool) -> int:
+    """Return the bytes that a step needs at least: those held, and gradients of the parameters.
+
+    Gradients whose norms are known without them (`Task.measured`) need not exist at once.
+    """
+    parts = held(assembly.abstract, assembly.layout, tiled=tiled)
+    is_whole = assembly.config.train.accumulate == 1 and assembly.layout.mesh.shape["data"] == 1
+    measured = assembly.task.measured if is_whole else ()
+    params = assembly.abstract.state.variables.params
+    by_path = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
+    alone = _on_device([by_path[path] for path in measured], tiled=tiled)
+    return sum(parts.values()) + parts["parameters"] - alone
 
 
 def host_memory() -> float:

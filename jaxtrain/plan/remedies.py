@@ -13,7 +13,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.bound import bound
 from jaxtrain.plan.compile import compiled
-from jaxtrain.plan.memory import held, in_bytes, least, offloaded
+from jaxtrain.plan.memory import in_bytes, least, offloaded
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 NARROWER = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}  # moments
@@ -101,9 +101,8 @@ def size(config: config_lib.Config, target: Target, beyond: float) -> float:
     """Return the bytes of a step on a device, NaN if the config contradicts itself."""
     try:
         assembly = abstractly(config, target)
-        parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
         on_host = offloaded(assembly.abstract)  # all of it is on the device during the update
-        if least(parts) + on_host > target.memory:  # it needs no trace
+        if least(assembly, tiled=target.tiled) + on_host > target.memory:  # it needs no trace
             return math.inf
         traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
         lower_bound = bound(assembly, traced, target)

@@ -99,7 +99,7 @@ def _held_lines(assembly: Assembly, target: Target) -> Iterator[str]:
         row = _row("in host memory: optimizer", in_host_memory)
         yield f"{row}   on the device during the update"
     # Clipping by the global norm, and the guard, need all gradients before the first update.
-    yield _row("with gradients", least(parts))
+    yield _row("with gradients", least(assembly, tiled=target.tiled))
 
 
 def _time_lines(assembly: Assembly, target: Target) -> Iterator[str]:
