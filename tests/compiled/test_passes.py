@@ -56,7 +56,7 @@ def test_the_adapters_of_an_audio_language_model_cost_what_they_must(tmp_path, g
     rates = traffic.Rates(3.0e12, 732e12)
     sums = traffic.roofline(step.kernels, rates)
     assert sums.seconds < 0.0372
-    assert sums.kernels < 1_230
+    assert sums.kernels < 1_300  # 1,217 with jax 0.11.2
     assert sums.read + sums.written < 62e9
     assert sums.flops < 1.13 * 15.25e12
     assert step.peak < 6.8e9
