@@ -59,4 +59,4 @@ def test_the_adapters_of_an_audio_language_model_cost_what_they_must(tmp_path, g
     assert sums.kernels < 1_300  # 1,217 with jax 0.11.2
     assert sums.read + sums.written < 62e9
     assert sums.flops < 1.13 * 15.25e12
-    assert step.peak < 6.8e9
+    assert step.peak < 6.9e9
