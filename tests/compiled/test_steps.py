@@ -156,11 +156,11 @@ def test_an_encoder_stacks_no_activations_and_keeps_16_bits(answers, gpu_compile
 @pytest.mark.slow
 def test_no_device_has_the_whole_embedding_or_head_of_a_language_model(answers, gpu_compiler):
     """qwen3-0.6b with 64 rows of 2,048 tokens. The peak was 4.89 GB before, with 0.62 GB each for
-    embedding, head and gradient. Gradients are summed in float32: in bfloat16 the peak was below
-    3.8 GB, and 3.3 GB were sent."""
+    embedding, head and gradient. With sums of gradients in bfloat16, 3.18 GB were sent. With
+    `model.chunk=1024`, half as many logits at a time, the peak is 3.49 GB."""
     found = answers("gpu:h100x8", "language", "published", "fsdp").compiled
     assert not [dims for _, dims in shapes(found.text) if sorted(dims) == [1024, 151936]]
-    assert found.peak < 4.2e9
+    assert found.peak < 4.18e9
     assert sum(exchanged.sent for exchanged in found.collectives.values()) < 4.0e9
 
 
@@ -184,7 +184,8 @@ def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
         for line in found.text.splitlines()
         if set(re.findall(r"%([\w.]+)", line.partition(" = ")[2])) & set(copies)
     ]
-    # The update may copy a moment that it replaces.
+    # Since sums are made layer by layer (`parallel/replicas.py`), the update copies one moment.
+    assert len(copies) <= 1
     assert all('op_name="jit(step)/update/' in line for line in readers), readers
 
 
