@@ -18,6 +18,14 @@ STAGES: list[str]  # keys of Pipeline.diagnostics()["seconds"]
 def build_profile() -> Literal["release", "debug"]:
     """Return how the extension was compiled: "release", or "debug", which is many times slower."""
 
+def delay_abort() -> None:
+    """Let a thread that aborts wait for 1 s before the process ends.
+
+    A library may abort because another process of the run has died. The thread that is about to
+    name that process then still does so. Calls after the first have no effect. Raises OSError: the
+    system refuses.
+    """
+
 def decode(
     data: bytes, start: int = 0, length: int | None = None, channel: int | None = None
 ) -> tuple[NDArray[np.float32], int, int]:

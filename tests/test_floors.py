@@ -33,7 +33,7 @@ FLOORS = (
     {"types", "workload", "configs"},
 )
 # Modules of loaders/ that every module of jaxtrain may use. They know of no data, and import
-# nothing of ours except each other.
+# nothing of ours except each other and, in a function, the compiled extension.
 GROUND = {
     "loaders.base",
     "loaders.io.machine",
@@ -154,7 +154,8 @@ def test_the_ground_of_the_loaders_imports_nothing_of_ours_but_itself():
             for module in used
             if module.split(".")[0] in ("loaders", "jaxtrain", "tools", "configs")
         }
-        assert not {module for module in ours - GROUND if module.rpartition(".")[0] not in GROUND}
+        ours -= {"loaders._rust", *GROUND}
+        assert not {module for module in ours if module.rpartition(".")[0] not in GROUND}
 
 
 def test_the_loaders_do_not_import_each_other_in_a_circle():

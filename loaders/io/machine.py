@@ -141,6 +141,13 @@ def signal_numbers(names: Iterable[str]) -> list[int]:
     return numbers
 
 
+def delay_abort() -> None:
+    """Let a thread that aborts wait for 1 s, in which another may end the process with a reason."""
+    from loaders import _rust  # most users of this module need no extension
+
+    _rust.delay_abort()
+
+
 def accelerators() -> list[pathlib.Path]:
     """Return the GPUs and TPUs that the system's drivers show."""
     dev = pathlib.Path("/dev")

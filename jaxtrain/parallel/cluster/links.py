@@ -33,6 +33,8 @@ EXIT_CODE = 70
 # A vanished host is noticed after 5 s of silence and 4 probes that nothing answers: 13 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 13_000}
 ERROR_SECONDS = 10.0  # for the other processes to end by the same error, or to write their stacks
+OWN_ERROR_SECONDS = 12.0  # for this process to end by its own error, after the others
+UNWIND_SECONDS = 1.0  # of these, at least, if another process is lost meanwhile
 FORWARD_SECONDS = 0.3  # for the reason to leave process 0 before JAX's service ends with it
 MAX_MESSAGE = 1 << 16  # [bytes]
 
@@ -75,8 +77,10 @@ class Links:
         self._on_loss: Callable[[str], None] = lambda reason: None
         self._loss: Loss | None = None
         self._deadline = float("inf")
+        self._is_unwinding = False  # by an error of its own
         self._closed = threading.Event()
         self._sending = threading.Lock()
+        self._ending = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
         if peers:
@@ -90,10 +94,17 @@ class Links:
         """Tell the other processes that this one ends early, and why.
 
         An error may be the consequence of another process's death. Its connection then names it.
+        From then on this process has `OWN_ERROR_SECONDS` to end, since JAX's own end waits for all
+        processes, and for a dead one until its heartbeats have timed out.
         """
-        if self._peers:
-            time.sleep(FORWARD_SECONDS)
-        self._send(Loss(f"process {self._process} ended: {reason}"), ERROR_SECONDS)
+        if not self._peers:
+            return
+        time.sleep(FORWARD_SECONDS)
+        loss = Loss(f"process {self._process} ended: {reason}")
+        self._send(loss, ERROR_SECONDS)
+        self._is_unwinding = True
+        self._end_in(OWN_ERROR_SECONDS, loss)
+        self._wake.send(b"x")
 
     def report_loss(self, loss: Loss) -> None:
         """Tell the other supervisors at once that the processes have to end."""
@@ -107,9 +118,11 @@ class Links:
     def close(self, *, code: int = 0) -> None:
         """Leave the run. The other processes go on without this one.
 
+        After a loss or `report` the thread stays, and ends this process if it does not end itself.
         ``code``: of a supervisor that leaves for good, anything but 0.
         """
-        if self._closed.is_set():
+        self._is_unwinding = False
+        if self._closed.is_set() or (self._loss and not self._on_end):
             return
         self._closed.set()
         self._send(Loss("", code), 0)
@@ -138,7 +151,9 @@ class Links:
                 selector.register(reader.peer.connection, selectors.EVENT_READ, reader)
             while not self._closed.is_set():
                 for key, _ in selector.select(self._patience()):
-                    if key.data and not self._read(key.data):
+                    if key.data is None:
+                        self._woken.recv(1)
+                    elif not self._read(key.data):
                         selector.unregister(key.fileobj)
                 if time.monotonic() >= self._deadline and not self._closed.is_set():
                     self._end()
@@ -171,9 +186,14 @@ class Links:
         if self._process == 0:
             self._send(loss, seconds)
             seconds += FORWARD_SECONDS
-        if time.monotonic() + seconds < self._deadline:
-            self._loss = loss
-            self._deadline = time.monotonic() + seconds
+        self._end_in(max(seconds, UNWIND_SECONDS) if self._is_unwinding else seconds, loss)
+
+    def _end_in(self, seconds: float, loss: Loss) -> None:
+        """End this process in so many seconds, unless it has to end earlier."""
+        with self._ending:
+            if time.monotonic() + seconds < self._deadline:
+                self._loss = loss
+                self._deadline = time.monotonic() + seconds
 
     def _end(self) -> None:
         assert self._loss

@@ -114,6 +114,8 @@ def initialize(
     log.info("%s (%s, on %s), coordinator %s", name, membership.launcher, host, coordinator)
     peers = await_peers(membership, config, leave=leave, refusal=refusal)
     connected = Links(membership.process, peers)
+    # Gloo and JAX's service abort a process if another one has died. The links name that one.
+    machine.delay_abort()
     _reach_without_proxy(coordinator)
     try:
         jax.distributed.initialize(

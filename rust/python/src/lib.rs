@@ -4,6 +4,7 @@
 //! and classes are their docstrings in Python, and loaders/_rust.pyi repeats them: tests/loaders/test_stub.py compares
 //! the two.
 
+mod abort;
 mod audio;
 mod batch;
 mod index;
@@ -21,7 +22,8 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     macro_rules! functions {
         ($($name:path),*) => { $(module.add_function(wrap_pyfunction!($name, module)?)?;)* };
     }
-    functions!(build_profile, audio::decode, audio::resample, audio::fbank, audio::front_end);
+    functions!(build_profile, abort::delay_abort);
+    functions!(audio::decode, audio::resample, audio::fbank, audio::front_end);
     functions!(audio::recording_info, audio::recording_doubts, audio::recording_beyond);
     functions!(audio::recording_peak, audio::recording_fault, audio::recording_sound);
     functions!(order::permutation, order::block_order);
