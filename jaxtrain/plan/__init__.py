@@ -12,6 +12,7 @@ needs no such chip, has the other figures: it compiles the real step.
     summary   all of it, for a person          gpu_specs    GPUs that need not be here
     choices   what a config leaves to it       auto         microbatches and recomputation
     exposure  exchanges that nothing hides     mesh_advice  a mesh that exposes less
+    forecast  the time of a step               kinds        of kernels, for a forecast
 """
 
 from jaxtrain.plan.auto import decide, decide_once

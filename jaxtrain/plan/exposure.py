@@ -3,10 +3,11 @@
 The program's text is scheduled: an exchange runs from its start to the instruction that waits for
 it, and the kernels between hide it. A walk through the text keeps a clock:
 
-    kernels     take the time of their roofline (`traffic`)
+    kernels     take the time of their roofline (`traffic`), or of a forecast
     exchanges   take their bytes by the rate of their links, one after the other on the same links
     waits       last until the exchange has ended. That time is exposed
     loops       are walked through twice. The other rounds are as the second
+    conditions  take the branch with the longest kernels
 
 An exchange between nodes and one within a node use different links. It is an estimate for comparing
 programs and meshes, not a measurement: the kernels of an exchange also take multiprocessors and
@@ -15,16 +16,28 @@ memory, and attention's products are in no text.
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from jaxtrain.plan import hlo, traffic
+import jax
+
+from jaxtrain.plan import hlo
 from jaxtrain.plan.hlo import Collective, Instruction, Program
+from jaxtrain.plan.target import Target
 
 # Share of the datasheet's links that rings of NCCL reach: 370 of 450 GB/s on an H100's NVLink
 # (nccl-tests, issue 212), and nearly all of a network adapter.
 RING = 0.82
 NETWORK = 45e9  # [bytes/s] sent to other nodes by each GPU, through its own adapter of 400 Gb/s
 Axes = tuple[str, ...]
+
+
+class Routes(Protocol):
+    """The ways of values between devices."""
+
+    def spans_nodes(self, collective: Collective) -> bool: ...
+
+    def seconds(self, collective: Collective) -> float:
+        """Return the time of one execution."""
 
 
 class Links(NamedTuple):
@@ -49,6 +62,13 @@ class Links(NamedTuple):
         return collections.Counter(place // self.per_node for place in group)
 
 
+def links_of(target: Target) -> Links:
+    """Return the links of a target of GPUs, or of slices of TPUs."""
+    per_node = jax.local_device_count() if target.here else target.count // target.slices
+    share = 1.0 if target.tiled else RING
+    return Links(target.links * share, NETWORK, per_node)
+
+
 class Exchange(NamedTuple):
     """All exchanges of a step over the same mesh axes."""
 
@@ -57,8 +77,9 @@ class Exchange(NamedTuple):
 
 
 class Exposure(NamedTuple):
-    computing: float  # [s] of the kernels, by the roofline
+    computing: float  # [s] of the kernels
     exchanges: dict[Axes, Exchange]  # by mesh axes, the longest first
+    kernels: Mapping[str, float] = {}  # name -> [s] of all executions in a step
 
     @property
     def exposed(self) -> float:
@@ -76,20 +97,18 @@ class Exposure(NamedTuple):
 
 
 def exposure(
-    program: Program,
-    mesh: Mapping[str, int],
-    kernels: Sequence[traffic.Kernel],
-    rates: traffic.Rates,
-    links: Links,
+    program: Program, mesh: Mapping[str, int], seconds: Mapping[str, float], links: Routes
 ) -> Exposure:
-    """Estimate the exposed time of a scheduled program on a mesh (axis -> size)."""
-    seconds = {kernel.name: kernel.seconds(rates) / kernel.times for kernel in kernels}
+    """Estimate the exposed time of a scheduled program on a mesh (axis -> size).
+
+    ``seconds``: of one execution of each kernel, by its name.
+    """
     walk = _Walk(program, seconds, links, mesh)
     for name in program.entries:
         walk.through(name)
     exchanges = {axes: Exchange(walk.link[axes], walk.exposed[axes]) for axes in walk.link}
     longest_first = sorted(exchanges.items(), key=lambda item: -item[1].link)
-    return Exposure(walk.computing, dict(longest_first))
+    return Exposure(sum(walk.kernels.values()), dict(longest_first), dict(walk.kernels))
 
 
 class _Running(NamedTuple):
@@ -102,14 +121,15 @@ class _Walk:
         self,
         program: Program,
         seconds: Mapping[str, float],
-        links: Links,
+        links: Routes,
         mesh: Mapping[str, int],
     ):
         self._program, self._seconds, self._links, self._mesh = program, seconds, links, mesh
         self._clock = 0.0
         self._free = {True: 0.0, False: 0.0}  # whether between nodes -> when these links are free
         self._weight = 1.0  # rounds that one round stands for
-        self.computing = 0.0
+        self._lengths: dict[str, float] = {}  # of computations
+        self.kernels: dict[str, float] = collections.defaultdict(float)
         self.link: dict[Axes, float] = collections.defaultdict(float)
         self.exposed: dict[Axes, float] = collections.defaultdict(float)
 
@@ -128,10 +148,22 @@ class _Walk:
                         self._wait(running.pop(name))
             elif i.op == "while":
                 self._loop(i)
+            elif i.op == "conditional":
+                self.through(max(self._called(i), key=self._length))
             else:
-                self._compute(self._seconds.get(i.name, 0.0))
+                self._compute(i.name)
                 for target in self._called(i):
                     self.through(target)
+
+    def _length(self, computation: str) -> float:
+        """Return the seconds of a computation's kernels, each loop's of one round."""
+        if computation not in self._lengths:
+            seconds = 0.0
+            for i in self._program.bodies[computation]:
+                seconds += self._seconds.get(i.name, 0.0)
+                seconds += sum(self._length(target) for target in self._called(i))
+            self._lengths[computation] = seconds
+        return self._lengths[computation]
 
     def _collective(self, computation: str, i: Instruction) -> Collective | None:
         if i.op != "async-start":
@@ -160,9 +192,10 @@ class _Walk:
         self.exposed[exchange.axes] += self._weight * waiting
         self._clock += waiting
 
-    def _compute(self, seconds: float) -> None:
-        self._clock += seconds
-        self.computing += self._weight * seconds
+    def _compute(self, kernel: str) -> None:
+        if seconds := self._seconds.get(kernel, 0.0):
+            self._clock += seconds
+            self.kernels[kernel] += self._weight * seconds
 
     def _loop(self, i: Instruction) -> None:
         rounds = hlo.trips(i, self._program.bodies) or 1

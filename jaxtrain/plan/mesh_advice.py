@@ -12,14 +12,12 @@ more overlap            if more than `TOO_MUCH` of the step is exposed, and the 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import jax
-
 from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.plan import exposure, hlo, traffic
 from jaxtrain.plan.compile import Compiled
-from jaxtrain.plan.exposure import Exposure, Links
+from jaxtrain.plan.exposure import Exposure
 from jaxtrain.plan.memory import in_bytes
 from jaxtrain.plan.remedies import size
 from jaxtrain.plan.target import Target
@@ -34,13 +32,6 @@ MORE_OVERLAP = {
 }
 
 
-def links_of(target: Target) -> Links:
-    """Return the links of a target of GPUs."""
-    per_node = jax.local_device_count() if target.here else target.count // target.slices
-    within = target.known_chip.links * exposure.RING
-    return Links(within, exposure.NETWORK, per_node)
-
-
 def measure(
     step: Compiled, assembly: Assembly, target: Target, rates: traffic.Rates
 ) -> Exposure | None:
@@ -50,7 +41,8 @@ def measure(
         return None
     program = hlo.Program(step.text)
     mesh = dict(assembly.layout.mesh.shape)
-    return exposure.exposure(program, mesh, step.kernels, rates, links_of(target))
+    seconds = traffic.seconds_of_each(step.kernels, rates)
+    return exposure.exposure(program, mesh, seconds, exposure.links_of(target))
 
 
 def exposure_lines(found: Exposure) -> Iterator[str]:
@@ -123,7 +115,7 @@ def _better_meshes(assembly: Assembly, target: Target, found: Exposure) -> Itera
     seconds = _sums(assembly, target, target.count, 1)
     if mesh["data"] < target.count and seconds < min(LITTLE * found.computing, found.link):
         yield whole
-    per_node = links_of(target).per_node
+    per_node = exposure.links_of(target).per_node
     nodes = target.count // per_node
     fsdp_spans_nodes = mesh["fsdp"] * mesh["model"] > per_node
     if nodes > 1 and fsdp_spans_nodes:
@@ -132,7 +124,7 @@ def _better_meshes(assembly: Assembly, target: Target, found: Exposure) -> Itera
 
 def _sums(assembly: Assembly, target: Target, data: int, fsdp: int) -> float:
     """Return the seconds of the links for one float32 sum of all gradients over "data"."""
-    links = links_of(target)
+    links = exposure.links_of(target)
     n_bytes = 4 * specs.count(assembly.task.specs.params) / fsdp
     group = [place * fsdp for place in range(data)]
     groups = [[place + i for place in group] for i in range(fsdp)]

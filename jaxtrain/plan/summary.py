@@ -14,7 +14,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, hlo, mesh_advice, traffic, worker
+from jaxtrain.plan import environment, forecast, hlo, mesh_advice, traffic, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
@@ -192,7 +192,7 @@ def _mesh_lines(
     """Yield the exposed time of exchanges between GPUs, and what would make it less."""
     if not target.chip:
         return
-    rates = _rates(target.chip)
+    rates = forecast.rates_of(target.chip)
     found = mesh_advice.measure(step, assembly, target, rates)
     if found is None:
         return
@@ -270,7 +270,7 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     chip = target.chip
     if not (step.kernels and chip):
         return
-    rates = _rates(chip)
+    rates = forecast.rates_of(chip)
     source = "the datasheet's rates, which no program reaches"
     if chip.measured_flops:
         source = "the rates measured on such a card"
@@ -295,12 +295,6 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
         yield f"    {1e3 * seconds:8.2f} ms  {scope}"
 
 
-def _rates(chip: chips.Chip) -> traffic.Rates:
-    if chip.measured_flops:
-        return traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
-    return traffic.Rates(chip.bandwidth, chip.flops)
-
-
 def _rows_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[str]:
     """Yield a line if more rows would cost little, since the parameters' bytes take the time."""
     chip = target.chip
@@ -310,7 +304,7 @@ def _rows_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[
     train = assembly.config.train
     matrices = train.accumulate * (parts["parameters"] + parts["frozen"])
     rows = traffic.rows_for_little_more(
-        step.kernels, _rates(chip), rows=train.batch, matrices=matrices
+        step.kernels, forecast.rates_of(chip), rows=train.batch, matrices=matrices
     )
     if rows >= 2 * train.batch:
         yield (

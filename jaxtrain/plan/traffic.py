@@ -112,6 +112,11 @@ def traffic(program: Program) -> list[Kernel]:
     return kernels
 
 
+def seconds_of_each(kernels: Iterable[Kernel], rates: Rates) -> dict[str, float]:
+    """Return the seconds of one execution by the roofline, by the kernel's name."""
+    return {kernel.name: kernel.seconds(rates) / kernel.times for kernel in kernels}
+
+
 def roofline(kernels: Iterable[Kernel], rates: Rates) -> Roofline:
     seconds = seconds_of_bytes = read = written = flops = 0.0
     executions = cycles = 0

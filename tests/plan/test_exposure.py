@@ -13,7 +13,8 @@ MESH = {"data": 2, "fsdp": 4}
 
 def measured(*body):
     program = hlo.Program(text(*body))
-    found = exposure(program, MESH, traffic.traffic(program), RATES, LINKS)
+    seconds = traffic.seconds_of_each(traffic.traffic(program), RATES)
+    found = exposure(program, MESH, seconds, LINKS)
     milliseconds = {axes: 1e3 * exchange.exposed for axes, exchange in found.exchanges.items()}
     return found, milliseconds
 
