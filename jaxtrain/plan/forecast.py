@@ -24,9 +24,17 @@ UNCALIBRATED = "uncalibrated: the bound alone"
 class Costs(Protocol):
     """The costs of kernels and exchanges on some devices."""
 
-    name: str  # what was measured, as for a person
-    error: float | None  # largest of the measured steps that were not fitted, None = none was
-    steps: int  # how many such steps
+    @property
+    def name(self) -> str:
+        """What was measured, as for a person."""
+
+    @property
+    def error(self) -> float | None:
+        """The largest of the measured steps that were not fitted, None = there are none."""
+
+    @property
+    def steps(self) -> int:
+        """How many such steps there are."""
 
     def seconds(self, kernel: traffic.Kernel, kind: str) -> float:
         """Return the time of one execution."""

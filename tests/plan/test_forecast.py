@@ -27,7 +27,7 @@ def test_of_a_condition_the_longest_branch_counts():
         f"\n{body}\n}}\n"
         for name, body in {
             "short": "  ROOT %r = f32[1000000]{0} bitcast(%qshort)",
-            "long": "  %s = f32[1000000]{0} negate(%qlong)\n  ROOT %t = f32[1000000]{0} exp(%s)",
+            "long": "  %s = f32[1000000]{0} negate(%qlong)\n  ROOT %u = f32[1000000]{0} exp(%s)",
         }.items()
     )
     condition = (
