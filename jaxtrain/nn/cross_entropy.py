@@ -32,6 +32,9 @@ from jaxtrain.types import Array, Axes, Shard
 
 CHUNK = 1024  # [tokens]
 CHUNK_ON_GPUS = 2048  # [tokens]
+# [bytes] of a chunk's logits on a device. Below it a larger chunk pays: if devices share the matrix
+# they also share the state, and the logits are the largest arrays.
+MAX_SHARED_LOGITS = 1 << 30
 
 
 class Sums(NamedTuple):
@@ -115,15 +118,15 @@ def cross_entropy(
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
       chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNK_ON_GPUS` or
         `CHUNK`. Each chunk reads the matrix and its gradient, and writes the gradient.
-      size: rows of ``w_vd`` that are a vocabulary. The others fill it up, so that devices can share
-        it.
+      size: rows of ``w_vd`` that are a vocabulary. Others let devices have equal parts.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
     vocab = w_vd.shape[0] if size is None else size
-    chunk = chunk or (CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK)
     split = Split()
     if shard.mesh is not None and shard.mesh.size > 1:
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])
+        chunk = chunk or _chunk_of_several(shard, axes, w_vd.shape[0], split)
+    chunk = chunk or (CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK)
     settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split)
     return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
@@ -167,6 +170,17 @@ def _run(
 
 
 _total.defvjp(functools.partial(_run, grads=True), _backward)
+
+
+def _chunk_of_several(shard: Shard, axes: Axes, v: int, split: Split) -> int:
+    """Return `CHUNK` if devices share the matrix and the logits of a longer one are too many.
+
+    0 = it is as on one device.
+    """
+    # If columns are exchanged for rows, a device has a part of the rows for all devices' tokens.
+    n_words = v // shard.size(axes[0], v)
+    n_bytes = CHUNK_ON_GPUS * n_words * jnp.dtype(jnp.float32).itemsize
+    return CHUNK if split.columns and n_bytes > MAX_SHARED_LOGITS else 0
 
 
 def _split(shard: Shard, axes: Axes, shape_btd: tuple[int, ...], v: int) -> Split:

@@ -48,6 +48,8 @@ def gradients(
         grads, out = _accumulated(task, of_microbatch, accumulate, variables, batch, key)
     else:
         grads, out = of_microbatch(variables, batch, key)
+    if sums_early and layout.devices.platform == "gpu":
+        grads = jax.tree.map(_joined, grads, task.specs.params)
     if out.model_state is None:
         out = out._replace(model_state=variables.model_state)
     if not divides_loss:  # in their own dtype: narrow ones take as many bytes as the parameters
@@ -70,8 +72,7 @@ def _microbatch(
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the sum of losses, or of their mean if ``divided``, and the sums.
 
-    The gradients are those of all replicas if ``sums_early``, else those of this one.
-    ``measured``: as in `Task`.
+    They are of all replicas if ``sums_early``, else of this one. ``measured``: as in `Task`.
     """
 
     def total(params: PyTree, zeros: Mapping[str, Array]) -> tuple[Array, LossOut]:
@@ -96,6 +97,17 @@ def _microbatch(
     # Sums have the sharding of the parameters: each device has a shard, not a replica.
     grads = jax.tree.map(lambda g, spec: layout.shard(g, *spec.axes), grads, task.specs.params)
     return grads, out._replace(square_sums=square_sums)
+
+
+def _joined(gradient: Array, spec: Spec) -> Array:
+    """Join the gradients of layers that are written out before another kernel reads them.
+
+    XLA would join them in each kernel of the update. Such a kernel writes one array, so that the
+    update read all of its arrays three times, and copied a moment.
+    """
+    is_stack = spec.axes[:1] == ("layer",)
+    whole: Array = jax.lax.optimization_barrier(gradient) if is_stack else gradient
+    return whole
 
 
 def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: int) -> Summed:

@@ -156,11 +156,11 @@ def test_an_encoder_stacks_no_activations_and_keeps_16_bits(answers, gpu_compile
 @pytest.mark.slow
 def test_no_device_has_the_whole_embedding_or_head_of_a_language_model(answers, gpu_compiler):
     """qwen3-0.6b with 64 rows of 2,048 tokens. The peak was 4.89 GB before, with 0.62 GB each for
-    embedding, head and gradient. With sums of gradients in bfloat16, 3.18 GB were sent. With
-    `model.chunk=1024`, half as many logits at a time, the peak is 3.49 GB."""
+    embedding, head and gradient. With sums of gradients in bfloat16, 3.18 GB were sent. The logits
+    of 2,048 places are more than 1 GiB, and with them the peak would be 4.18 GB."""
     found = answers("gpu:h100x8", "language", "published", "fsdp").compiled
     assert not [dims for _, dims in shapes(found.text) if sorted(dims) == [1024, 151936]]
-    assert found.peak < 4.18e9
+    assert found.peak < 3.5e9
     assert sum(exchanged.sent for exchanged in found.collectives.values()) < 4.0e9
 
 
@@ -178,15 +178,10 @@ def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
     """Before, each was copied, and twice their bytes were written and read. If a table is split,
     its part is copied for the exchange."""
     found = answers("gpu:h100x8", "language", "small", "data").compiled
-    copies = re.findall(r"%(\S+) = f32\[\d[\d,]*\]\S* copy\(%param", found.text)
-    readers = [
-        line
-        for line in found.text.splitlines()
-        if set(re.findall(r"%([\w.]+)", line.partition(" = ")[2])) & set(copies)
-    ]
-    # Since sums are made layer by layer (`parallel/replicas.py`), the update copies one moment.
-    assert len(copies) <= 1
-    assert all('op_name="jit(step)/update/' in line for line in readers), readers
+    assert not re.findall(r"= f32\[\d[\d,]*\]\S* copy\(%param.*", found.text)
+    # Gradients of layers that are written out are joined once, not by each kernel of the update.
+    moved = sum(k.times * (k.read + k.written) for k in found.kernels if "/update/" in k.scope)
+    assert moved < 95e6
 
 
 @pytest.mark.slow

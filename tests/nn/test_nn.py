@@ -3,6 +3,7 @@
 import math
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxtrain.nn import cross_entropy as cross_entropy_lib
 from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cpu import heads_first
 from jaxtrain.nn.cross_entropy import cross_entropy
@@ -336,3 +338,14 @@ def test_gelu_and_its_derivative_are_the_error_functions_where_a_mesh_axis_is_ma
     np.testing.assert_allclose(
         dy, below + x * np.exp(-(x.astype("f8") ** 2) / 2) / math.sqrt(2 * math.pi), atol=5e-7
     )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "columns", "places"),
+    [(151_936, (), 0), (128_256, ("fsdp",), 0), (151_936, ("fsdp",), 1024)],
+)
+def test_a_chunk_is_short_if_devices_share_a_matrix_of_many_words(vocab, columns, places):
+    shard = types.SimpleNamespace(size=lambda axis, n: 1)
+    split = cross_entropy_lib.Split(columns=columns)
+    found = cross_entropy_lib._chunk_of_several(shard, ("vocab", "embed"), vocab, split)
+    assert found == places

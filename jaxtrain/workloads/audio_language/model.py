@@ -59,8 +59,8 @@ class Config(transformer.Decoder):
     audio_attention: bool = False
     # [S, A, N, M, share] shapes of rows, and their share; None = the data's
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = None
-    # [labels] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, 1024
-    # elsewhere
+    # [labels] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, or 1024
+    # if they share the matrix and these logits are more than 1 GiB; 1024 elsewhere
     chunk: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:
