@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import pathlib
 import sys
 import time
@@ -42,9 +43,9 @@ LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet",)
 ARROW = (".arrow",)
 ENDINGS = (*TEXT, *LINES, *PARQUET, *ARROW)
-BATCH = 1000  # texts that are in memory together: never all of a shard's
+BATCH = 200  # texts that are in memory together: never all of a shard's
 # [bytes] of a JSONL file in one shard: so few in small files that workers end together
-PART, LEAST_PART = 32 << 20, 8 << 20
+PART, LEAST_PART = 32 << 20, 2 << 20
 PARTS = 64  # of a file, before its parts become larger than the least
 PIECE = 1 << 20  # [bytes] of a line that is passed over
 LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
@@ -171,7 +172,8 @@ def _make_shards(out: pathlib.Path, parts: Sequence[Part], options: Options, wor
         if workers > 1:
             # Spawned, not forked: tokenizers and pyarrow have threads.
             context = multiprocessing.get_context("spawn")
-            pool = closing.enter_context(context.Pool(min(workers, max(len(jobs), 1))))
+            n_processes = min(workers, max(len(jobs), 1))
+            pool = closing.enter_context(context.Pool(n_processes, _share_cores, (n_processes,)))
             results: Iterable[None] = pool.imap_unordered(_make_shard, jobs)
         else:
             results = map(_make_shard, jobs)
@@ -445,6 +447,11 @@ def _texts_of_column(path: pathlib.Path, part: Part, column: str) -> Rows:
         raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
     for i, value in enumerate(values):
         yield f"{path}: row {i} of part {part.begin}, column {column!r}", value
+
+
+def _share_cores(n_processes: int) -> None:
+    """Let this process's tokenizer have its share of the cores, not a thread for each of them."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(machine.cores() // n_processes, 1)))
 
 
 class _Job(NamedTuple):

@@ -50,6 +50,9 @@ ENDS = (
     ("special_tokens_map.json", "eos_token"),
 )
 
+BEGIN = 64  # [characters] of a text in which the place of its first token is looked for
+SURE = 4  # tokens that are the same in a text and in its begin, if the first one ends there
+
 
 class Tokenizer(NamedTuple):
     path: pathlib.Path
@@ -62,14 +65,22 @@ class Tokenizer(NamedTuple):
         return [ids for ids, _ in self.measured(texts)]
 
     def measured(self, texts: Sequence[str]) -> list[tuple[list[int], int]]:
-        """Return the ids of each text, and the bytes of its first token, from the text's begin."""
-        encodings = self.inner.encode_batch(list(texts), add_special_tokens=False)
+        """Return the ids of each text, and the bytes of its first token, from the text's begin.
+
+        Places in the text cost a tenth of the time, so they are found for its begin alone.
+        """
+        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        begins = [text[:BEGIN] for text in texts]
+        placed = self.inner.encode_batch(begins, add_special_tokens=False)
         measured = []
-        for text, encoding in zip(texts, encodings, strict=True):
+        for text, encoding, begin in zip(texts, encodings, placed, strict=True):
+            ids = encoding.ids
+            is_sure = len(text) <= BEGIN or len(ids) >= SURE and begin.ids[:SURE] == ids[:SURE]
+            whole = begin if is_sure else self.inner.encode(text, add_special_tokens=False)
             # not `offsets`, which makes a pair of every token
-            first = encoding.token_to_chars(0) if len(encoding) else None
+            first = whole.token_to_chars(0) if ids else None
             n_bytes = len(text[: first[1]].encode()) if first else 0
-            measured.append((encoding.ids, n_bytes))
+            measured.append((ids, n_bytes))
         return measured
 
     @property

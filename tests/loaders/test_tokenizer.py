@@ -71,6 +71,26 @@ def test_one_text_has_the_same_tokens_every_time(tmp_path):
     } == {(2,)}
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_first_token_has_the_same_bytes_as_in_the_whole_text(tmp_path, splits):
+    """It is looked for in the text's begin, unless that has other tokens."""
+    models = tokenizers.models
+    made = tokenizers.Tokenizer(
+        models.BPE({"[unk]": 0, "to": 1, "t": 2, "o": 3}, [("t", "o")], unk_token="[unk]")
+    )
+    made.model.fuse_unk = True
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace() if splits else None
+    made.save(str(tmp_path / "tokenizer.json"))
+    opened = open_tokenizer(tmp_path / "tokenizer.json")
+    texts = ["", " ", "to", "é" * 300, "é" * 63 + "to" * 9, "é" * 64 + "to" * 9, "to " * 90]
+    texts += ["  to" * 50, "é" * 70 + "t", "t" * 65, "\u1f98to" * 40]
+    for text, (ids, n_bytes) in zip(texts, opened.measured(texts), strict=True):
+        whole = opened.inner.encode(text, add_special_tokens=False)
+        first = whole.token_to_chars(0)
+        assert ids == whole.ids
+        assert n_bytes == (len(text[: first[1]].encode()) if first else 0), text
+
+
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
     """The end follows from the files in their order of precedence, and never from a token's
     name."""

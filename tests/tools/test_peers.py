@@ -33,7 +33,7 @@ def test_documents_begin_with_rows_and_new_segments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit-s", "lm-1b-2k", "trm", "giblet"])
+@pytest.mark.parametrize("name", ["vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet"])
 def test_the_twin_has_the_losses_of_the_case(name, tmp_path):
     pytest.importorskip("torch")
     found = peers.measure(name, tmp_path, small=True)

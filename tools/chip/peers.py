@@ -59,6 +59,7 @@ TWINS = {
     "lm-1b-2k": LLAMA,
     "lm-1b-8k": LLAMA,
     "trm": TRM,
+    "higgs-lora": Twin("higgs"),
     "giblet": Twin("giblet", GIBLET),
 }
 
@@ -166,7 +167,7 @@ def _our_step(chosen: Any, at_least: float, folder: pathlib.Path | None) -> Foun
         variables = jax.device_get(steps.state.variables)
         rows = {field: np.asarray(x) for field, x in batch.items()}
         parts = {"config": config, "params": variables.params, "batch": rows}
-        parts["model_state"] = variables.model_state
+        parts |= {"model_state": variables.model_state, "frozen": variables.frozen}
         with (folder / "case.pickle").open("wb") as file:  # read by our own processes alone
             pickle.dump(parts, file, protocol=5)
     losses = [metrics.mean([steps()])["loss"] for _ in range(STEPS)]
@@ -239,7 +240,8 @@ def _first_steps(
 
 
 def _has_logits(case: Any) -> bool:
-    return "segments" in case.batch and case.whole_loss
+    has_tokens = "segments" in case.batch or "text_target" in case.batch
+    return has_tokens and case.whole_loss
 
 
 def _seconds(step: Callable[[], Any], at_least: float) -> float:

@@ -21,6 +21,7 @@ class Case(NamedTuple):
     model_state: Any
     batch: Mapping[str, np.ndarray]
     way: str  # of `WAYS`, or of the workload's own
+    frozen: Any = ()  # parameters that adapters leave as they are
     whole_loss: bool = True  # a language model's logits all at once, if they fit
 
     @property
@@ -125,11 +126,13 @@ def adamw_step(
     compiled: bool = False,
     spared: tuple[str, ...] = (),
     half: bool = False,
+    microbatches: int = 1,
 ) -> Step:
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
     ``o``: lr, b1, b2, eps, weight_decay, clip and groups of it. Matrices decay but ``spared``,
-    parameters by their names. ``half``: products in bfloat16, by autocast.
+    parameters by their names. ``half``: products in bfloat16, by autocast. ``microbatches``: equal
+    parts of the rows, whose gradients are added up; the loss is a mean over rows.
     """
     trained = parts(model, o, spared)
     device = next(model.parameters()).device
@@ -138,15 +141,20 @@ def adamw_step(
     adamw = torch.optim.AdamW(options, betas=(o.b1, o.b2), eps=o.eps, **is_fused)
     forward = torch.compile(model) if compiled else model
 
+    parts_of_inputs = list(zip(*(x.chunk(microbatches) for x in inputs), strict=True))
+
     def step() -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            loss: torch.Tensor = forward(*inputs)
         adamw.zero_grad(set_to_none=True)
-        loss.backward()
+        losses = []
+        for part_of_inputs in parts_of_inputs:
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                loss: torch.Tensor = forward(*part_of_inputs) / microbatches
+            loss.backward()
+            losses.append(loss.detach())
         for part in trained:
             if part.clip:
                 torch.nn.utils.clip_grad_norm_([*part.decayed, *part.others], part.clip)
         adamw.step()
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     return step

@@ -7,7 +7,7 @@ the formula with a mask.
 Shapes: B rows, T tokens, D embed, H heads, G key/value heads, K head dimension.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,18 +158,35 @@ class Decoder(torch.nn.Module):
         for layer in self.layers:
             x = layer(x, *self.turns)
         x, targets, mask = self.norm(x).flatten(0, 1), targets_bt.flatten(), mask_bt.flatten()
-        if self.whole_loss:
-            return self.loss(x, targets, mask) / mask.sum()
-        chunks = zip(x.split(CHUNK), targets.split(CHUNK), mask.split(CHUNK), strict=True)
-        checkpoint = torch.utils.checkpoint.checkpoint
-        sums = [checkpoint(self.loss, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.stack(sums).sum() / mask.sum()
+        parts = (x, targets, mask)
+        return chunked(self.loss, self.embed, parts, whole=self.whole_loss) / mask.sum()
 
-    def loss(self, x: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x, self.embed).float()
+    def loss(
+        self, w: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        logits = F.linear(x, w).float()
         lse = logits.logsumexp(-1)
         right = logits.gather(-1, targets[:, None])[:, 0]
         return ((lse - right + self.z_loss * lse.square()) * mask).sum()
+
+
+def chunked(
+    loss: Callable[..., torch.Tensor],
+    w: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    *,
+    whole: bool,
+) -> torch.Tensor:
+    """Return the sum of a loss of places, of all at once or of `CHUNK` at a time.
+
+    ``loss``: of the head ``w`` and of each of ``parts``, whose first dimension is the places.
+    """
+    if whole:
+        return loss(w, *parts)
+    chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    sums = [checkpoint(loss, w, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum()
 
 
 def case_step(case: adamw.Case) -> adamw.Step:
