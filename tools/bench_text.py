@@ -6,10 +6,10 @@
 
 The other side reads the same JSONL, encodes 1,000 documents at a time by ``encode_batch``, whose
 threads share the cores, and writes the tokens to one file. With --fast it takes
-``encode_batch_fast``, which finds no places in the text, as jaxtrain does. Both sides are processes of their own,
-and take turns. Compare wall times on a quiet machine, and CPU times on a busy one. The text is of
-random words whose frequencies fall as in a language, and the tokenizer, a BPE of 8,192 tokens at
-the level of bytes, is made from a part of it.
+``encode_batch_fast``, which finds no places in the text, as jaxtrain does. Both sides are processes
+of their own, and take turns. Compare wall times on a quiet machine, and CPU times on a busy one.
+The text is of random words whose frequencies fall as in a language, and the tokenizer, a BPE of
+8,192 tokens at the level of bytes, is made from a part of it.
 """
 
 import argparse
