@@ -355,7 +355,7 @@ LABELS = (
         "b.wav,4,5,,skip,wren,0.5\n",
         ("a.wav 2 3 robin",),
     ),
-    Case("wrong-answer", "file,start,end,label,answer\na.wav,2,3,robin,perhaps\n", ("!perhaps",)),
+    Case("wrong-answer", "file,start,end,label,answer\na.wav,2,3,robin,green\n", ("!green",)),
     Case(
         "some-without-times",
         "file,start,end,label\na.wav,2,3,robin\nb.wav,,,wren\n",

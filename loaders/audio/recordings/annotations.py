@@ -163,8 +163,16 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
         True,
     ),
     "open-label": (
-        "a label that says unknown, or is in doubt, such as ????, wren? or TBD; kept: as a class",
+        "a label that says unknown, or is in doubt: ????, wren?, cf. wren, TBD; kept: as a class",
         KEEP,
+        True,
+    ),
+    "denied-label": (
+        (
+            "a label that says what is not there, such as no wren; kept: as a class; dropped:"
+            " windows that hold it are left out. Where none of the classes is, write nocall"
+        ),
+        REFUSE,
         True,
     ),
     "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),

@@ -32,6 +32,50 @@ CONFIRMED = _split(
 )
 # Of answers in a column of certainty, which others use for other things.
 CERTAIN = _split("certain, sure, definite, sicher, seguro, certo, sicuro, zeker, s\u00fbr")
+# Degrees of certainty, and the words for them in columns of it, without accents.
+SURE, HIGH, MIDDLE, LOW = 3, 2, 0, -1
+DEGREES = {
+    **dict.fromkeys(
+        _split(
+            "certain, certainly, sure, definite, definitely, confident, sicher, eindeutig, sur,"
+            " seguro, segura, certo, certa, sicuro, sicura, zeker"
+        ),
+        SURE,
+    ),
+    **dict.fromkeys(
+        _split(
+            "high, highest, hi, strong, good, full, complete, absolute, excellent, hoch, hohe,"
+            " hoher, gross, haut, haute, eleve, elevee, fort, forte, bonne, alto, alta, buena,"
+            " boa, buona, hoog, hoge, groot, goed"
+        ),
+        HIGH,
+    ),
+    **dict.fromkeys(
+        _split(
+            "medium, med, mid, middle, middling, moderate, average, fair, intermediate, mittel,"
+            " mittlere, massig, moyen, moyenne, moderee, media, medio, moderado, moderada,"
+            " moderata, gemiddeld, matig, half"
+        ),
+        MIDDLE,
+    ),
+    **dict.fromkeys(
+        _split(
+            "low, lowest, lo, weak, poor, bad, little, slight, zero, niedrig, gering, geringe,"
+            " schwach, faible, basse, bas, mauvaise, bajo, baja, baixo, baixa, basso, bassa, mala,"
+            " laag, lage, slecht"
+        ),
+        LOW,
+    ),
+}
+# Words next to them: "very low", "high confidence".
+OF_DEGREES = set(
+    "very quite rather fairly extremely 100 sehr ganz ziemlich tres assez plutot muy bastante muito"
+    " molto abbastanza erg zeer heel confidence certainty reliability probability id identification"
+    " sicherheit wahrscheinlichkeit confiance certitude confianza certeza confianca fiducia"
+    " certezza zekerheid level".split()
+)
+NEGATIONS = set("not no un non nicht kein keine pas peu poco pouco nao niet weinig".split())
+NOBODY = set("nobody noone niemand personne nadie ninguem nessuno".split())
 DENIED = _split(
     "rejected, denied, wrong, invalid, fp, false positive, discarded, deleted, disagree,"
     " disagreed, not ok, nok, not confirmed, abgelehnt, verworfen, ung\u00fcltig, nicht"
@@ -50,7 +94,7 @@ _ENGLISH = (
     " validate, to be validated, to confirm, to be confirmed, to be determined, tbd, tbc, needs"
     " review, needs id, needs checking, needs validation, needs verification, requires review,"
     " uncertain, unsure, not sure, unclear, doubtful, questionable, ambiguous, inconclusive,"
-    " indeterminate, don t know, dont know, can t tell, cannot tell, no data, not applicable, na,"
+    " indeterminate, may be, guess, don t know, dont know, can t tell, cannot tell, no data, not applicable, na,"
     " n a"
 )
 _GERMAN = (
@@ -100,7 +144,18 @@ _DUTCH = (
     " zeker, onduidelijk, twijfel, twijfelachtig, onbepaald, niet bepaald, weet niet,"
     " overgeslagen, overslaan, geen gegevens, niet ingevuld"
 )
-OPEN = set().union(
+# And those that are in doubt, also as the first or last word of a label: maybe wren.
+IN_DOUBT = set(
+    "possible possibly poss probable probably prob maybe perhaps likely unlikely presumed presumably"
+    " putative suspected supposed tentative tentatively uncertain unsure doubtful questionable"
+    " unconfirmed unverified unvalidated unclear ambiguous moglich moglicherweise vermutlich"
+    " wahrscheinlich vielleicht eventuell evtl unsicher unbestatigt fraglich possiblement"
+    " probablement peutetre incertain douteux posible posiblemente probablemente quizas quiza"
+    " talvez dudoso incierto possivel possivelmente provavel provavelmente duvidoso incerto"
+    " possibile possibilmente forse probabile probabilmente dubbio mogelijk misschien"
+    " waarschijnlijk onzeker twijfelachtig".split()
+)
+OPEN = IN_DOUBT.union(
     *map(_split, (_ENGLISH, _GERMAN, _FRENCH, _SPANISH, _PORTUGUESE, _ITALIAN, _DUTCH))
 )
 JUDGEMENTS = CONFIRMED | DENIED
@@ -138,3 +193,21 @@ def says_open(text: str) -> bool:
     checks = [word for word in words if CHECKED.match(word)]
     others = set(words).difference(checks, BETWEEN)
     return bool(checks) and bool(others) and others <= NOT_YET
+
+
+@functools.lru_cache(1 << 12)
+def degree(text: str) -> int | None:
+    """Return the degree of certainty that a cell states in words, below `HIGH` if not for sure.
+
+    Of several, as in "low to medium", the lowest. None: it states none.
+    """
+    words = [word for word in column_names.words(text) if word not in OF_DEGREES]
+    negated = not NEGATIONS.isdisjoint(words)
+    degrees = [DEGREES.get(word) for word in words if word not in NEGATIONS and word != "to"]
+    stated = [each for each in degrees if each is not None]
+    if not stated or len(stated) < len(degrees):
+        return None
+    lowest = min(stated)
+    if negated:
+        return MIDDLE
+    return lowest

@@ -134,11 +134,36 @@ DOUBTFUL = set(
     " confirmado verificado manualcheck check modelpresence thresholdpresence presenceabsence"
     " presenceorabsence istp istruepositive isfp isfalsepositive".split()
 )
-# Words of names of columns that may say that a label is in doubt.
+# Words of names of columns that say how certain a label is, and how uncertain.
 CERTAINTY = set(
-    "certain certainty uncertain uncertainty sure unsure doubt doubtful sicher sicherheit unsicher"
-    " unsicherheit certitude incertitude certeza incerteza duda certezza incertezza zekerheid"
-    " twijfel".split()
+    "certain certainty sure surety sicher sicherheit certitude certeza certezza zekerheid".split()
+)
+DOUBT = set(
+    "uncertain uncertainty unsure doubt doubts doubtful unsicher unsicherheit zweifel zweifelhaft"
+    " incertain incertitude doute douteux incierto incertidumbre incerto incerteza duda dudoso"
+    " duvida duvidoso incertezza dubbio onzeker onzekerheid twijfel".split()
+)
+QUALIFIERS = set("qualifier identificationqualifier idqualifier taxonqualifier".split())  # cf.
+QUALITIES = set("idquality identificationquality labelquality annotationquality".split())
+# Words of names of columns of a detector's numbers, or of a person's words.
+CONFIDENCE = set(
+    "confidence confident reliability probability likelihood score vertrauen konfidenz"
+    " verlasslichkeit wahrscheinlichkeit confiance fiabilite probabilite confianza fiabilidad"
+    " probabilidad confianca probabilidade fiducia affidabilita probabilita betrouwbaarheid".split()
+)
+# Columns of the people who checked labels, and words of names of such columns and of their days.
+CHECKERS = set(
+    "reviewer reviewers verifier verificator validator checker confirmer approver prufer"
+    " verificateur validateur revisor revisora verificador verificadora validador validadora"
+    " revisore verificatore validatore".split()
+)
+CHECK = re.compile(
+    "valid|verif|check(ed)?$|review|revis|revu$|confirm|approv|approuv|aprob|aprov|accepted$"
+    "|(ge|uber|ueber)?pru?e?f|bestae?tig|kontroll|gecontrol|gevalid|bevestig"
+)
+OF_CHECKS = set(
+    "by von durch par por da door on at am le date time day datum tag zeitpunkt fecha data"
+    " initials person who name".split()
 )
 # such a name's last word
 VERDICTS = set("verified confirmed validated reviewed checked approved accepted rejected".split())
@@ -278,11 +303,6 @@ def is_other(name: str) -> bool:
 def may_deny(name: str) -> bool:
     """Whether a column's name says that its cells may deny labels."""
     return plain(name) in DOUBTFUL or bool(VERDICTS & set(words(name)[-1:]))
-
-
-def may_doubt(name: str) -> bool:
-    """Whether a column's name says that its cells may call labels uncertain."""
-    return not CERTAINTY.isdisjoint(words(name))
 
 
 def is_absent(name: str, text: str) -> bool | None:

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
-from loaders.audio.recordings import answer_words, values
+from loaders.audio.recordings import answer_columns, answer_words, values
 from loaders.audio.recordings.column_names import (
     LABEL,
     NUMBERING,
@@ -14,7 +14,6 @@ from loaders.audio.recordings.column_names import (
     OF_DAY,
     SPLIT,
     is_other,
-    may_deny,
     meaning_of,
     plain,
     what,
@@ -361,7 +360,7 @@ def _is_about(name: str) -> bool:
     parts = words(name)
     if parts[0] in ("is", "has", "was") or parts[-1] in ("usable", "total", "any"):
         return True
-    return bool(SPLIT & set(parts)) or may_deny(name)
+    return bool(SPLIT & set(parts)) or answer_columns.kind_of(name) is not None
 
 
 def _are_frequencies(table: Table, by_meaning: Mapping[str, list[str]], name: str) -> bool:

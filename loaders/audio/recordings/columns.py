@@ -12,12 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from loaders.audio.recordings import answer_words, class_names, column_values, values
+from loaders.audio.recordings import answer_columns, class_names, column_values, values
 from loaders.audio.recordings.column_names import (
     BOXES,
     CATALOGUE,
     COUNTS,
-    DENYING,
     ELSEWHERE,
     FREQUENCY,
     LABEL,
@@ -33,8 +32,6 @@ from loaders.audio.recordings.column_names import (
     is_absent,
     is_of_program,
     is_other,
-    may_deny,
-    may_doubt,
     meaning_of,
     plain,
     says_time,
@@ -566,8 +563,8 @@ def _looks_like(table: Table, name: str, by_meaning: ByMeaning) -> str:
     meaning = what(name)
     if not meaning and values.are_posneg(texts):
         return "a class"
-    if may_deny(name) and None in map(values.verdict, texts):
-        return "an answer"
+    if likeness := answer_columns.AnswerColumn(name, texts).likeness():
+        return likeness
     if texts and not meaning and _names_more_labels(name):
         if not values.are_numbers(texts) and not values.are_answers(texts):
             return "a label"
@@ -790,30 +787,14 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     if options.answer_column or layout.by_meaning.get("answer") or not layout.has_labels():
         return
     _refuse_absences(layout)
-    for name in (*layout.ignored, *layout.unused):
+    for name in (*layout.ignored, *layout.unused, *layout.by_meaning.get("score", ())):
         texts = layout.table.values(name)
-        doubts = [text for text in texts if answer_words.says_open(text)] if may_doubt(name) else []
-        if doubts:
-            _refuse_doubtful(layout, name, doubts, "are uncertain")
-        if not may_deny(name) and not values.are_verdicts(texts):
+        column = answer_columns.AnswerColumn(name, texts)
+        if column.kind is None and not values.are_verdicts(texts):
             continue
-        if denied := _denied_cells(name, texts):
-            _refuse_doubtful(layout, name, denied, "are denied or not checked yet")
-
-
-def _denied_cells(name: str, texts: Sequence[str]) -> list[str]:
-    """Return the cells that deny their label or leave it open, of a column of verdicts.
-
-    A blank cell leaves it open, except in a column of those that are to be removed.
-    """
-    letters = values.are_letters(texts)
-    verdicts = [values.verdict(text, letters) for text in texts]
-    if not any(verdicts):  # it is no column of verdicts
-        return []
-    denials: set[str | None] = {None, "skip"}
-    denials |= {"yes"} if plain(name) in DENYING else {"no", ""}
-    pairs = zip(texts, verdicts, strict=True)
-    return [text for text, verdict in pairs if verdict in denials]
+        if doubtful := column.doubtful():
+            why = "are uncertain" if column.grades else "are denied or not checked yet"
+            _refuse_doubtful(layout, name, doubtful, why)
 
 
 def _refuse_absences(layout: Layout) -> None:

@@ -9,7 +9,14 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from loaders.audio.recordings import answer_words, column_names, column_values, values
+from loaders.audio.recordings import (
+    answer_columns,
+    answer_words,
+    column_names,
+    column_values,
+    label_words,
+    values,
+)
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.audio.recordings.tables import Table
@@ -17,7 +24,6 @@ from loaders.base import DataError
 
 MARKS = re.compile(r"[-\u2013\u2014.*_/#+!]+")  # alone in a cell, no label
 WRAPPED_LIST = re.compile(r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)")
-OPPOSITES = {"yes": "no", "no": "yes"}
 INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
 Row = Mapping[str, str]
 SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
@@ -27,6 +33,7 @@ FLAGS = {
     "numbers": "--start-column and --end-column",
     "a split": "--split-column",
     "an answer": "--answer-column",
+    "a degree of certainty": "write high or low in its cells, and --answer-column",
 }
 HIGHEST_KILOHERTZ = 200.0  # bats call below it
 
@@ -139,10 +146,9 @@ class _LineReader:
         self._has_times = self._is_in_some_row("start") or self._is_in_some_row("file offset")
         self._has_splits = self._is_in_some_row("split")
         self._sheet_error_columns = _find_sheet_errors(layout)
-        self._answers_are_letters = False
-        if answer_column := layout.column("answer"):
-            answers = layout.table.values(answer_column)
-            self._answers_are_letters = values.are_letters(answers)
+        self._answers: answer_columns.AnswerColumn | None = None
+        if name := layout.column("answer"):
+            self._answers = answer_columns.AnswerColumn(name, layout.table.values(name))
         self._blanks_are_open = _says_no(layout)
         has_answers = bool(layout.classes or layout.by_meaning.get("answer"))
         self._may_lack_label = has_answers or options.label_column == "none"
@@ -159,7 +165,7 @@ class _LineReader:
             self._refuse_sheet_errors(row)
             start, end = self._times.of(row)
             labels_of_row = self._labels.of(row)
-            answer = _answer(layout, row, self._answers_are_letters)
+            answer = self._answer(row)
             about = self._about.of(row, where)
         except _WrongLine as error:
             self._errors.add("bad-row", f"{where} {error}")
@@ -195,6 +201,16 @@ class _LineReader:
             row=row,
         )
 
+    def _answer(self, row: Row) -> str:
+        """Return the answer about a label, "" without such a column. Raises _WrongLine."""
+        if self._answers is None:
+            return ""
+        text = self._layout.text(row, "answer")
+        verdict = self._answers.verdict(text)
+        if verdict is None:
+            raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")
+        return verdict
+
     def _open_classes(self, row: Row, has_labels: bool) -> tuple[str, ...]:
         """Return the columns of classes that hold an answer that is none, such as unknown.
 
@@ -229,7 +245,7 @@ class _LineReader:
         """Report doubtful labels of a line. Returns whether no error drops the line."""
         if problem := self._labels.joined(labels_of_row):
             self._errors.add("joined-labels", f"{where}: {problem}")
-        has_calls = not all(map(values.says_none, labels_of_row))
+        has_calls = not all(map(label_words.says_none, labels_of_row))
         if self._has_times and not may_lack_times and has_calls:
             if not self._errors.add("no-times", where):
                 return False
@@ -631,29 +647,6 @@ def _file(layout: Layout, row: Row) -> str:
         row[column] for column in layout.by_meaning.get("folder", ()) if values.given(row[column])
     ]
     return column_values.joined(folders, name) if name and folders else name
-
-
-def _answer(layout: Layout, row: Row, letters: bool) -> str:
-    """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine.
-
-    A blank cell is none, except in a column of those that are to be removed.
-    """
-    name = layout.column("answer")
-    if not name:
-        return ""
-    text = layout.text(row, "answer")
-    if not text:
-        return "yes" if column_names.plain(name) in column_names.DENYING else "skip"
-    is_absent = column_names.is_absent(name, text)
-    if is_absent is None:
-        verdict = values.verdict(text, letters)
-    else:
-        verdict = "no" if is_absent else "yes"
-    if verdict is None:
-        raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")
-    if column_names.plain(name) in column_names.DENYING:
-        return OPPOSITES.get(verdict, verdict)
-    return verdict
 
 
 class _About:

@@ -14,6 +14,7 @@ from loaders.audio.recordings import (
     columns,
     durations,
     joined_files,
+    label_words,
     lines,
     tables,
     values,
@@ -80,13 +81,18 @@ def read(
 
 
 def _is_kept(annotation: Annotation, errors: Errors) -> bool:
-    """Count labels that say none or unknown, and remove the former. Return whether to yield."""
+    """Count labels that say none, not or unknown, and remove the first. Return if to yield."""
     labels = annotation.labels
-    if any(map(values.says_none, labels)):
+    if any(map(label_words.says_none, labels)):
         if not errors.add("no-label", f"{annotation.where}: {', '.join(labels)!r}"):
             return False
-        annotation.labels = tuple(label for label in labels if not values.says_none(label))
-    open_labels = list(filter(values.says_unknown, annotation.labels))
+        annotation.labels = tuple(label for label in labels if not label_words.says_none(label))
+    denials = [] if annotation.is_name else list(filter(label_words.denies, annotation.labels))
+    if denials and not errors.add("denied-label", f"{annotation.where}: {denials[0]!r}"):
+        annotation.labels = ()
+        annotation.unanswered = True  # of the other classes, it says nothing
+        return True
+    open_labels = list(filter(label_words.says_unknown, annotation.labels))
     if open_labels and not errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
         annotation.labels = ()
         annotation.unanswered = True  # there is a call
@@ -555,7 +561,7 @@ def _is_unanswered(line: lines.Line, errors: Errors) -> bool:
 
 def _of_line(line: lines.Line, audio: str, has_times: bool, is_unanswered: bool) -> Annotation:
     """Return the annotation of a line of a table, which may have a column of times."""
-    says_nothing = all(map(values.says_none, line.labels))
+    says_nothing = all(map(label_words.says_none, line.labels))
     return Annotation(
         audio,
         start=line.start,

@@ -26,17 +26,6 @@ MISSING = {""} | _split(
     "NA, na, N/A, n/a, <NA>, NaN, nan, NAN, NULL, null, Null, None, none, NONE, n.a."
 )
 LETTERS = {"p": "yes", "a": "no"}  # of a column of presence and absence that holds nothing else
-# Labels, without case and marks, that say that nothing was heard, and that it is not known who was.
-NO_CALL = set(
-    "none nocall nocalls nocalling noid nobird nobirds nobat nobats noanimal noanimals nospecies"
-    " noevent noevents nolabel nosound nothing noisefree novocalization novocalisation keinvogel"
-    " keinruf keineart aucun ninguno nichts rien nada".split()
-)
-UNKNOWN = set(
-    "unknown unk unid unidentified undetermined unidentifiable unknownbird unknownbat"
-    " unknownspecies unknowncall unbekannt inconnu inconnue desconocido desconocida indet".split()
-)
-OPEN_NAMES = {"passer"}  # of a genus, and an answer that is none in a column of answers
 SLASHED = re.compile(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)")
 CLOCK = r"(?:[T ,_]+(?P<clock>.*))?"  # after a date
 # A begin, and an end that has a date of its own.
@@ -327,21 +316,6 @@ def are_splits(texts: Sequence[str], train: bool = False) -> bool:
 def split_of(text: str) -> str:
     """Return the name of a split in one spelling, and 5 for a fold 5.0."""
     return SPLITS.get(text.casefold(), whole(text))
-
-
-def says_none(label: str) -> bool:
-    """Whether a label says that there is no call: nocall, NoID, No bird, (none)."""
-    return _letters(label) in NO_CALL
-
-
-def says_unknown(label: str) -> bool:
-    """Whether a label says that the call could not be named: unknown, Unid., ????, wren?, TBD."""
-    letters = _letters(label)
-    return letters in UNKNOWN or (is_open(label) and letters not in OPEN_NAMES)
-
-
-def _letters(label: str) -> str:
-    return re.sub(r"[\W_]+", "", label.casefold())
 
 
 def is_sheet_error(text: str) -> bool:

@@ -12,7 +12,7 @@ alone, nothing else is known.
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +26,10 @@ from loaders.audio.recordings import (
     durations,
     grid,
     joined_files,
+    label_words,
     lines,
     sources,
     tables,
-    values,
 )
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
@@ -139,8 +139,8 @@ def own(folders: Sequence[Embeddings], errors: Errors | None = None) -> Examples
         raise InferenceError(
             f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE"
         )
-    calls = [c for c, name in enumerate(names) if not values.says_none(name)]
-    for name in filter(values.says_none, names):
+    calls = [c for c, name in enumerate(names) if not label_words.says_none(name)]
+    for name in filter(label_words.says_none, names):
         errors = errors or Errors()
         errors.add("no-label", f"{folders[0].folder}: the class {name!r} has rows without a class")
     call_names = tuple(names[c] for c in calls)
@@ -306,6 +306,7 @@ def _read(
             " label"
         )
     parts: list[Part] = []
+    own_names = sources.classes_of(place)
     read_lines = list(lines.read(layout, reading, errors))
     joined_files.refuse(layout, reading, read_lines, seconds)
     durations.report(layout, reading, read_lines, seconds, errors)
@@ -319,12 +320,12 @@ def _read(
             )
         if (line.answer == "skip" or line.open_classes) and not line.is_dropped:
             errors.add("unanswered", line.where)
-        if not _is_kept(line, errors):
+        if not _is_kept(line, own_names, errors):
             continue
         for label, answer in _answers_of(line, layout):
             parts.append(Part(line.where, line.file, start, end, label, answer))
     lines_and_labels = [(part.where, (part.label,)) for part in parts if part.label]
-    whole = sources.classes_of(place)
+    whole = own_names
     if layout.by_meaning.get("asked") or reading.separator == columns.NO_SEPARATOR:
         whole = {part.label for part in parts}  # as jaxtrain review writes them
     class_names.refuse_joined(lines_and_labels, errors, whole)
@@ -332,18 +333,24 @@ def _read(
     return parts
 
 
-def _is_kept(line: lines.Line, errors: Errors) -> bool:
-    """Count a line whose labels say that there is none, or unknown, as in an index."""
-    none = [label for label in line.labels if values.says_none(label)]
+def _is_kept(line: lines.Line, own_names: Collection[str], errors: Errors) -> bool:
+    """Count a line whose labels say none, not or unknown, as in an index.
+
+    ``own_names``: of classes of a run that the table is of.
+    """
+    none = [label for label in line.labels if label_words.says_none(label)]
     if none and not errors.add("no-label", f"{line.where}: {none[0]!r}"):
         return False
-    unknown = [label for label in line.labels if values.says_unknown(label)]
+    denials = list(filter(label_words.denies, set(line.labels).difference(own_names)))
+    if denials and not errors.add("denied-label", f"{line.where}: {denials[0]!r}"):
+        return False
+    unknown = [label for label in line.labels if label_words.says_unknown(label)]
     return not unknown or errors.add("open-label", f"{line.where}: {unknown[0]!r}")
 
 
 def _answers_of(line: lines.Line, layout: columns.Layout) -> list[tuple[str, int]]:
     """Return the labels of a line, "" for no class, and the answer to each."""
-    labels = tuple(label for label in line.labels if not values.says_none(label))
+    labels = tuple(label for label in line.labels if not label_words.says_none(label))
     answer = ANSWERS[line.answer]
     if line.labels and not labels and answer == NO:
         return []  # that there is no call is denied, and not said which one there is
