@@ -132,14 +132,14 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     """Read a run's workdir, one of its steps or an export.
 
     Args:
-      step: of a run; None = its newest.
+      step: of a run; None = its best by checkpoint.best, if it keeps one, else its newest.
       ema: whether to take the run's average of the parameters.
       workload: the dotted name of your own workload, which is imported. Shipped ones are known.
 
     Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or
     has no `Task.predict`.
     """
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     run_config = source.config()
     code = run_workload.of_run(run_config, workload)
     if code is None:

@@ -43,7 +43,7 @@ def export(
     Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft
     has no place for, or frozen weights that are gone or differ.
     """
-    source = source_lib.find(
+    source = source_lib.find_best(
         run, step, export="its adapters, if it had any, are merged into its weights"
     )
     config, trained = source.config(), source.parameters(ema=ema)
@@ -81,8 +81,8 @@ def export(
         if folder.exists() and any(folder.iterdir()):
             raise StoredError(f"{folder} is not empty; choose another --out")
     if is_run:
-        options = safetensors.Options(step=step, ema=ema, workload=named, base=base, adapters=False)
-        safetensors.export(run, str(base_folder), options)
+        options = safetensors.Options(ema=ema, workload=named, base=base, adapters=False)
+        safetensors.export(str(source.path), str(base_folder), options)
         adapter_config["base_model_name_or_path"] = str(base_folder)
     named_tensors = {f"base_model.model.{name}": x for name, x in sorted(tensors.items())}
     with atomic_write.folder(target) as partial:

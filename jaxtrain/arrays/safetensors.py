@@ -38,7 +38,7 @@ SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dty
 class Options:
     """The choices of `jaxtrain export`."""
 
-    step: int | None = None  # of the run; None = its newest
+    step: int | None = None  # of the run; None = its best by checkpoint.best, else its newest
     ema: bool = False  # whether the average of the parameters is exported
     only: str = ""  # [regex] of the paths that are exported
     dtype: np.dtype | None = None  # of floating-point arrays; None = as they are
@@ -57,7 +57,7 @@ def export(run: str, out: str, options: Options = Options()) -> str:
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path,
     names that are given twice, an ``out`` that exists.
     """
-    source = source_lib.find(run, options.step, export="it is in safetensors already")
+    source = source_lib.find_best(run, options.step, export="it is in safetensors already")
     config = source.config()
     selection = _select(source, config, options)
 

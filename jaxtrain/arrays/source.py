@@ -287,6 +287,19 @@ def find(
     return source
 
 
+def find_best(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:
+    """Find the step of ``run`` whose weights are used: ``step``, else the best, else the newest.
+
+    The best is by the run's config.checkpoint.best, and is named on the console. Raises StoredError
+    as `find`.
+    """
+    if step is None:
+        step = orbax_steps.best_step(run)
+        if step is not None:
+            print(f"step {step:,}, the best of {run} by checkpoint.best", file=sys.stderr)
+    return find(run, step, export=export)
+
+
 def _find(run: epath.PathLike, step: int | None, export: str) -> Source:
     path = stored.place_of(run)
     if safetensors_reader.is_safetensors(path) and path.exists():

@@ -106,9 +106,9 @@ def add_run(
     *,
     ema: bool = False,
     nargs: int | str | None = None,
-    default: str = "the newest",
+    default: str = "the best by checkpoint.best if the run has it, else the newest",
 ) -> None:
-    """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes.
+    """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find_best` takes.
 
     ``default``: the step without --step, in words.
     """

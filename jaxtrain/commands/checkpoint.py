@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        arguments.add_run(action, nargs=2 if name == "diff" else 1)
+        arguments.add_run(action, nargs=2 if name == "diff" else 1, default="the newest")
         if name == "export":
             text = "a workdir to make; DIR/checkpoints/<step> must not exist"
             action.add_argument(

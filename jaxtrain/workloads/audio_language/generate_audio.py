@@ -53,7 +53,7 @@ def load(
     ``run`` is a run, a step or an export. Raises StoredError if it is none of them, or holds
     adapters alone, and WarmStartError, ConfigError, DataError.
     """
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)
     missing = []

@@ -42,7 +42,7 @@ def load(
 
     Raises StoredError, WarmStartError, ConfigError, and DataError if the film has another shape.
     """
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)
     data = _film_config(config.get("data") or {}, folder, links=links)

@@ -45,7 +45,7 @@ class Continuation(NamedTuple):
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "") -> Writer:
     """Read a run with its tokenizer or another. Raises StoredError, WarmStartError, DataError."""
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     config = source.config(__package__)
     data = config.get("data") or {}
     run_tokenizer = run_workload.model_of(config).get("tokenizer") or data.get("tokenizer")

@@ -99,7 +99,7 @@ class Solved(NamedTuple):
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     """Read a run of jaxtrain.workloads.trm, or an export. Raises StoredError, WarmStartError."""
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)
     n_cells = max(c.n_cells or 0, 0)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # numpy is not imported for the help of a command that reads 
     from loaders.audio.recordings.annotations import Errors
     from loaders.audio.recordings.columns import Options
 
-BEST_STEP = "the best by checkpoint.best if the run has it, else the newest"
 SKLEARN = "pip install 'jaxtrain[probe]'"
 
 

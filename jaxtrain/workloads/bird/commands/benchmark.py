@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    arguments.add_run(parser, ema=True, default=commands.BEST_STEP)
+    arguments.add_run(parser, ema=True)
     parser.add_argument(
         "--data", required=True, metavar="DIR", help="the benchmark's recordings and labels"
     )

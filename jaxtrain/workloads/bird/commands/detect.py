@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # JAX is not imported for the help of the command
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
-    arguments.add_run(parser, ema=True, default=commands.BEST_STEP)
+    arguments.add_run(parser, ema=True)
     parser.add_argument(
         "recordings",
         metavar="RECORDING",

@@ -45,7 +45,7 @@ KINDS = ("mean", "cls", "patches")
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
-    arguments.add_run(parser, ema=True, default=commands.BEST_STEP)
+    arguments.add_run(parser, ema=True)
     parser.add_argument(
         "--out",
         required=True,

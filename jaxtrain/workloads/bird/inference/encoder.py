@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import orbax_steps, run_workload
+from jaxtrain.arrays import run_workload
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.data import feed
 from jaxtrain.parallel.layout import make_layout, make_mesh
@@ -73,11 +72,7 @@ def load(
     ``step``: of a run; None is the best one if the run has config.checkpoint.best, else the newest.
     ``random``: a seed, by which the run's encoder is initialised instead of read.
     """
-    if step is None:
-        step = orbax_steps.best_step(run)
-        if step is not None:
-            print(f"step {step:,}, the best of {run} by checkpoint.best", file=sys.stderr)
-    source = source_lib.find(run, step)
+    source = source_lib.find_best(run, step)
     config = source.config(bird.__package__)
     arrays = source.parameters(ema=ema)
     c = config_lib.section(bird.Config, run_workload.model_of(config))
