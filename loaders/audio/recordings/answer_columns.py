@@ -68,7 +68,7 @@ class AnswerColumn:
         if is_absent is not None:
             return NO if is_absent else YES
         if self.kind is Kind.CHECKED:
-            return SKIP if _says_nobody(text) else YES
+            return SKIP if _is_blank_name(text) else YES
         if self.kind is Kind.DOUBT:
             return self._doubt(text)
         if self.kind in (Kind.CERTAINTY, Kind.SCORE):
@@ -139,11 +139,11 @@ def _are_yes_and_no(texts: Sequence[str]) -> bool:
     return True
 
 
-def _says_nobody(text: str) -> bool:
+def _is_blank_name(text: str) -> bool:
     """Return whether a cell names nobody, and no day: "-", "not yet", "nobody"."""
     if answer_words.is_open(text) or values.answer(text) is False:
         return True
-    return column_names.plain(text) in answer_words.NOBODY
+    return column_names.plain(text) in answer_words.NO_PERSON
 
 
 def _without_percent(text: str) -> str:

@@ -75,7 +75,7 @@ OF_DEGREES = set(
     " certezza zekerheid level".split()
 )
 NEGATIONS = set("not no un non nicht kein keine pas peu poco pouco nao niet weinig".split())
-NOBODY = set("nobody noone niemand personne nadie ninguem nessuno".split())
+NO_PERSON = set("nobody noone niemand personne nadie ninguem nessuno".split())
 DENIED = _split(
     "rejected, denied, wrong, invalid, fp, false positive, discarded, deleted, disagree,"
     " disagreed, not ok, nok, not confirmed, abgelehnt, verworfen, ung\u00fcltig, nicht"
