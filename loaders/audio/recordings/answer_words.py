@@ -94,8 +94,8 @@ _ENGLISH = (
     " validate, to be validated, to confirm, to be confirmed, to be determined, tbd, tbc, needs"
     " review, needs id, needs checking, needs validation, needs verification, requires review,"
     " uncertain, unsure, not sure, unclear, doubtful, questionable, ambiguous, inconclusive,"
-    " indeterminate, may be, guess, don t know, dont know, can t tell, cannot tell, no data, not applicable, na,"
-    " n a"
+    " indeterminate, may be, guess, don t know, dont know, can t tell, cannot tell, no data, not"
+    " applicable, na, n a"
 )
 _GERMAN = (
     "unbekannt, nicht bekannt, ungepruft, nicht gepruft, noch nicht gepruft, zu prufen, noch zu"
@@ -146,13 +146,13 @@ _DUTCH = (
 )
 # And those that are in doubt, also as the first or last word of a label: maybe wren.
 IN_DOUBT = set(
-    "possible possibly poss probable probably prob maybe perhaps likely unlikely presumed presumably"
-    " putative suspected supposed tentative tentatively uncertain unsure doubtful questionable"
-    " unconfirmed unverified unvalidated unclear ambiguous moglich moglicherweise vermutlich"
-    " wahrscheinlich vielleicht eventuell evtl unsicher unbestatigt fraglich possiblement"
-    " probablement peutetre incertain douteux posible posiblemente probablemente quizas quiza"
-    " talvez dudoso incierto possivel possivelmente provavel provavelmente duvidoso incerto"
-    " possibile possibilmente forse probabile probabilmente dubbio mogelijk misschien"
+    "possible possibly poss probable probably prob maybe perhaps likely unlikely presumed"
+    " presumably putative suspected supposed tentative tentatively uncertain unsure doubtful"
+    " questionable unconfirmed unverified unvalidated unclear ambiguous moglich moglicherweise"
+    " vermutlich wahrscheinlich vielleicht eventuell evtl unsicher unbestatigt fraglich"
+    " possiblement probablement peutetre incertain douteux posible posiblemente probablemente"
+    " quizas quiza talvez dudoso incierto possivel possivelmente provavel provavelmente duvidoso"
+    " incerto possibile possibilmente forse probabile probabilmente dubbio mogelijk misschien"
     " waarschijnlijk onzeker twijfelachtig".split()
 )
 OPEN = IN_DOUBT.union(
