@@ -32,7 +32,14 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 
 DEMO = "xcm"  # makes its own data
-FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0"}
+# A run as long as --steps says, without evaluations, by whose scores it might end.
+FIELDS = {
+    "metrics.every": "1",
+    "metrics.digest": "true",
+    "train.eval_every": "0",
+    "train.patience": "0",
+    "train.target": "None",
+}
 
 
 @arguments.reported

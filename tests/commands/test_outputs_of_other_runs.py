@@ -56,7 +56,10 @@ def test_prove_leaves_the_checkpoints_of_a_config_alone(folder, monkeypatch, cap
     monkeypatch.setenv("PYTHONPATH", f"{processes.ROOT}:{folder}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     options = ["--minutes", "0", "--steps", "8", "--kills", "1", "--out", "proof"]
-    assert prove.main(["--config=toy.py", *options]) == 0
+    # a tracker whose package is missing, and scores that end a run
+    options += ["--config.metrics.mlflow_experiment=mine", "--config.metrics.tensorboard=true"]
+    options += ["--config.train.patience=3", "--config.train.target=0"]
+    assert prove.main(["--config=toy.py", "--config.checkpoint.best=-loss", *options]) == 0
     assert "the last checkpoint" in capsys.readouterr().out
     assert (folder / "proof" / "undisturbed" / "checkpoints" / "8").exists()
     assert digests(folder / "saves") | digests(folder / "runs") == before
