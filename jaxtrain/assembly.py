@@ -87,6 +87,10 @@ class Assembly:
 
     def compiler_options(self) -> dict[str, Any]:
         """Return the options of its programs. Raises ConfigError: the compiler refuses some."""
+        return dict(self._compiler_options)
+
+    @functools.cached_property
+    def _compiler_options(self) -> dict[str, Any]:
         mesh = self.layout.mesh
         device = mesh.devices.flat[0]
         nearest = mesh.local_devices[0] if mesh.local_devices else device

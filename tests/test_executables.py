@@ -11,7 +11,7 @@ X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
 def path_of(f, *arguments, options=()):
-    return program_cache._path(jax.jit(f).lower(*arguments), dict(options))
+    return program_cache.path_of(jax.jit(f).lower(*arguments), dict(options))
 
 
 def test_programs_that_differ_only_in_their_arguments_are_different():
@@ -49,6 +49,6 @@ def test_a_program_is_another_under_other_settings_of_jax(setting):
 
 def test_no_program_is_kept_if_the_cache_is_off(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert program_cache._are_kept()
+    assert program_cache.are_kept()
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-    assert not program_cache._are_kept()
+    assert not program_cache.are_kept()

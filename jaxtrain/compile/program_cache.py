@@ -23,6 +23,7 @@ from jaxtrain.parallel import cluster
 from loaders.io import atomic_write, machine
 
 log = logging.getLogger("jaxtrain")
+FOLDER = "xla-processes"  # of the cache
 LIMIT = 2 << 30  # [bytes] of all files together
 
 
@@ -31,28 +32,50 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
 
     All processes call it at once. Like JAX's cache, it trusts the folder, and runs its programs.
     """
-    if not _are_kept():
+    if not are_kept():
         return None
     program = None
-    size = 0
     try:
-        path = _path(lowered, options)
-        digest, content = path.read_bytes().split(b"\n", 1)
-        if hashlib.sha256(content).hexdigest().encode() == digest:
-            structure = jax.tree.structure(lowered.args_info)
-            with contextlib.suppress(OSError):  # another user's
-                os.utime(path)
-            program = serialize_executable.deserialize_and_load(
-                content, structure, lowered.out_tree
-            )
-            size = len(content)
+        path = path_of(lowered, options)
+        structure = jax.tree.structure(lowered.args_info)
+        program = load(path, structure, lowered.out_tree)
     # there is none, or it is of another version: it is compiled
     except Exception as error:  # noqa: BLE001
         log.debug("a program is not read: %s", error)
     if not all(cluster.gather(int(program is not None))):
         return None
-    log.info("a program of %.1f MB is that of an earlier start", size / 1e6)
     return program
+
+
+def load(path: pathlib.Path, arguments: Any, results: Any) -> Callable[..., Any]:
+    """Return the program in a file, with the trees of its arguments and results.
+
+    Raises an error of any kind if it cannot be read.
+    """
+    content = read(path)
+    with contextlib.suppress(OSError):  # another user's
+        os.utime(path)
+    program: Callable[..., Any] = serialize_executable.deserialize_and_load(
+        content, arguments, results
+    )
+    log.info("a program of %.1f MB is that of an earlier start", len(content) / 1e6)
+    return program
+
+
+def read(path: pathlib.Path) -> bytes:
+    """Return the content of a file of the cache. Raises ValueError: it is damaged; OSError."""
+    digest, content = path.read_bytes().split(b"\n", 1)
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise ValueError(f"{path} is damaged")
+    return content
+
+
+def write(path: pathlib.Path, content: bytes) -> None:
+    """Write a file of the cache, with its digest, and remove others if they are too large."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write.file(path) as file:
+        file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    machine.trim(path.parent, LIMIT)
 
 
 def keep(
@@ -63,41 +86,46 @@ def keep(
     program: jax.stages.Compiled = compile()
     seconds = time.perf_counter() - began
     config: Any = jax.config  # jax adds its options as it is imported
-    if not _are_kept() or seconds < config.jax_persistent_cache_min_compile_time_secs:
+    if not are_kept() or seconds < config.jax_persistent_cache_min_compile_time_secs:
         return program
     try:
-        path = _path(lowered, options)
-        content = serialize_executable.serialize(program)[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write.file(path) as file:
-            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-        machine.trim(path.parent, LIMIT)
+        write(path_of(lowered, options), serialize_executable.serialize(program)[0])
     # a full disk, or a program with constants: the next start compiles again
     except Exception as error:  # noqa: BLE001
         log.debug("a program is not kept: %s", error)
     return program
 
 
-def _are_kept() -> bool:
+def are_kept() -> bool:
+    """Tell whether this process's programs are kept here."""
     # Not jax.config's value: for several processes on CPUs `cluster.initialize` has set it.
     switch = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower()
     is_off = switch in ("0", "false", "f", "no", "n", "off")
     return jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_off
 
 
-def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
+def path_of(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
     """Return a program's file. The text lacks unused arguments, and the facts number the used."""
     # these facts have no public name. Without them nothing is cached
     inner: Any = lowered._lowering
-    settings: Any = jax.config
     facts = [
         str(lowered.args_info),
         str(lowered.out_tree),
         sorted(inner.compile_args["kept_var_idx"]),
         dict(options),
+        [d.id for d in inner._device_list],
+        surroundings(),
+    ]
+    name = hashlib.sha256(json.dumps(facts).encode() + lowered.as_text().encode()).hexdigest()
+    return machine.cache_folder(FOLDER, name)
+
+
+def surroundings() -> list[Any]:
+    """Return everything outside a program's text that decides what the compiler makes of it."""
+    settings: Any = jax.config  # jax adds its options as it is imported
+    return [
         jax.process_index(),
         jax.process_count(),
-        [d.id for d in inner._device_list],
         [d.id for d in jax.local_devices()],
         cluster.versions(),
         sorted((k, str(v)) for k, v in settings.values.items()),
@@ -105,8 +133,6 @@ def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Pa
         platform.machine(),
         _cpu(),
     ]
-    name = hashlib.sha256(json.dumps(facts).encode() + lowered.as_text().encode()).hexdigest()
-    return machine.cache_folder("xla-processes", name)
 
 
 def _cpu() -> list[str]:

@@ -10,6 +10,7 @@ import jax
 
 from jaxtrain import assembly as assembly_lib
 from jaxtrain import plan
+from jaxtrain.compile.attempt_programs import AttemptPrograms
 from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
 from jaxtrain.run.checkpoint_manager import CheckpointManager
@@ -74,8 +75,10 @@ def run(
         assembly = assembly_lib.assemble(config)
         assembly.compiler_options()  # the compiler refuses unknown ones before data is read
         log.info("%s", assembly_lib.describe(assembly))
+        attempts = AttemptPrograms(config, assembly.layout.mesh)
         with process.phase(goodput.PLAN):
-            plan.refuse_if_too_large(assembly)  # before anything is allocated
+            if not attempts.has_earlier:  # it has been allocated before
+                plan.refuse_if_too_large(assembly)  # before anything is allocated
         with process.phase(goodput.INDEX):
             data = closing.enter_context(Data(assembly))
             process.clock.reads(data.digest())
@@ -91,7 +94,7 @@ def run(
             peak = metrics.peak_flops()
             # The compilation takes the longest. The state is made or restored at the same time.
             programs = closing.enter_context(
-                StepCompiler(assembly, data, process.clock, likely=checkpoints.likely())
+                StepCompiler(assembly, data, process.clock, attempts, likely=checkpoints.likely())
             )
         with process.phase(goodput.RESTORE, "its checkpoint"):
             state, step, history, warm = init_or_restore(
@@ -116,7 +119,7 @@ def run(
                 Stream(data, process.clock, step=step, offset=history.offset)
             )
             metrics_logger = closing.enter_context(
-                MetricsLogger(assembly, data, stream, process, first=step, peak=peak)
+                MetricsLogger(assembly, data, stream, process, programs, first=step, peak=peak)
             )
             programs.ready(step, history.offset)
             machine.give_back_freed_memory()  # what compiling and restoring took

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.run.process_context import ProcessContext
+from jaxtrain.run.step_compiler import StepCompiler
 from jaxtrain.run.stream import Data, Item, Stream
 from jaxtrain.step import digest
 from jaxtrain.step import train_step as step_lib
@@ -57,6 +58,7 @@ class MetricsLogger:
         data: Data,
         stream: Stream,
         process: ProcessContext,
+        programs: StepCompiler,
         *,
         first: int,
         peak: tuple[float, str],
@@ -72,9 +74,7 @@ class MetricsLogger:
         self._everywhere = assembly.layout.replicated()
         self.skipped = SkippedSteps(config.guard, step=first)
         self._pending: Pending | None = None
-        self._digest: Callable[..., jax.Array] | None = None
-        if config.metrics.digest:
-            self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere)
+        self._programs = programs
         process.confirm()
         self._records: list[writers.JsonlWriter] = []
         self._digests: list[writers.JsonlWriter] = []
@@ -185,9 +185,9 @@ class MetricsLogger:
 
     def _digests_of(self, item: Item, state: TrainState) -> jax.Array | None:
         """Start to compute the digests of a batch and a state, if the config asks for them."""
-        if self._digest is None:
+        if not self._config.metrics.digest:
             return None
-        return self._digest(dict(item.arrays), saved_parts(state))
+        return self._programs.digest(item.bucket)(dict(item.arrays), saved_parts(state))
 
     def _read_digest(self, step: int, parts: np.ndarray) -> dict[str, int]:
         """Write the digests of the arrays. Return the state's, for the record."""
@@ -202,7 +202,7 @@ class MetricsLogger:
 
     def rewound(self, item: Item, state: TrainState) -> None:
         """Write the digests of the arrays again: those that a checkpoint after this step has."""
-        if self._digest and self._is_recorded(item.step):
+        if self._config.metrics.digest and self._is_recorded(item.step):
             digests = jax.device_get(self._digests_of(item, state))
             self._read_digest(item.step, digests)
 

@@ -6,16 +6,19 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxtrain.assembly import Assembly
-from jaxtrain.compile import program_cache, xla_options
+from jaxtrain.checkpoint.checkpointer import saved_parts
+from jaxtrain.compile import attempt_programs, program_cache, xla_options
+from jaxtrain.compile.attempt_programs import AttemptPrograms, Recorded
 from jaxtrain.config import ConfigError
 from jaxtrain.parallel import cluster
 from jaxtrain.run.stream import Data, Item
+from jaxtrain.step import digest
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.telemetry import glossary, goodput
 from jaxtrain.types import COUNTS
@@ -105,6 +108,30 @@ class CompileAhead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+class Other(NamedTuple):
+    """A program that is no step: recorded by an earlier attempt, or else lowered."""
+
+    name: str
+    arguments: tuple[Any, ...]  # as shapes
+    options: dict[str, Any]  # of the compiler
+    recorded: Recorded | None
+    lowered: jax.stages.Lowered | None
+
+    @property
+    def text(self) -> str:
+        """The text of its program, or its digest, in all processes the same of both."""
+        if self.recorded:
+            return self.recorded.text
+        assert self.lowered
+        return self.lowered.as_text()
+
+    @property
+    def out_info(self) -> Any:
+        source = self.recorded or self.lowered
+        assert source
+        return source.out_info
+
+
 class StepCompiler:
     """A context that compiles the programs of a run in the background, identical on every process.
 
@@ -114,24 +141,54 @@ class StepCompiler:
     compiler refuses the options of config.compiler.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
+    def __init__(
+        self,
+        assembly: Assembly,
+        data: Data,
+        clock: goodput.Clock,
+        attempts: AttemptPrograms,
+        *,
+        likely: int,
+    ):
         """``likely``: the number of batches that the restored state will probably have read."""
         self._assembly = assembly
         self._data = data
         self._clock = clock
+        self._attempts = attempts
         self._offset = 0  # of the run's data; before `ready` nobody knows of another
         self._options = assembly.compiler_options()
         self._lowered: dict[Key, jax.stages.Lowered] = {}
-        self._steps = CompileAhead(self._key_of, lambda key: self.compile(self._lower(key)))
+        self._recorded: dict[Key, Recorded] = {}  # steps that are not lowered
+        self._steps = CompileAhead(self._key_of, self._compile_step)
         self.stop = {flag: step_lib.put_stop(assembly.layout, flag) for flag in (False, True)}
         if likely < assembly.config.train.steps:
             self._expect(likely)
 
-    def compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
-        def compile_now() -> Callable[..., Any]:
-            return xla_options.compile(lowered, self._options, self._assembly.config.compiler)
+    def compile(
+        self, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """Compile a program. ``options``: None = those of a step."""
+        chosen = self._options if options is None else options
 
-        return program_cache.keep(lowered, self._options, compile_now)
+        def compile_now() -> Callable[..., Any]:
+            return xla_options.compile(lowered, chosen, self._assembly.config.compiler)
+
+        return program_cache.keep(lowered, chosen, compile_now)
+
+    def _compile_step(self, key: Key) -> Callable[..., Any]:
+        lowered = self._lower(key)
+        program = self.compile(lowered)
+        self._note_step(key, lowered)
+        return program
+
+    def _note_step(self, key: Key, lowered: jax.stages.Lowered) -> None:
+        name = attempt_programs.name_of_step(key)
+        self._attempts.note(name, self._arguments_of(key), lowered, self._options)
+
+    def _arguments_of(self, key: Key) -> tuple[Any, ...]:
+        """Return a step's arguments, as shapes."""
+        abstract = self._assembly.with_batch(self._data.buckets[key[1]]).abstract
+        return abstract.state, abstract.batch, step_lib.abstract_stop(self._assembly.layout)
 
     def _key_of(self, index: int) -> Key:
         """Return the key of step number ``index``, the first being 0."""
@@ -146,9 +203,27 @@ class StepCompiler:
         return self._lowered[key]
 
     def _expect(self, index: int) -> None:
-        """Lower a first step in this thread, which has the time, and start to compile it."""
-        lowered = self._lower(self._key_of(index))
-        self._steps.expect(index, program_cache.earlier(lowered, self._options))
+        """Lower a first step in this thread, which has the time, and start to compile it.
+
+        One of an earlier attempt of the run is not even lowered.
+        """
+        key = self._key_of(index)
+        recorded = self._attempts.find(attempt_programs.name_of_step(key), self._arguments_of(key))
+        if recorded:
+            self._recorded[key] = recorded
+            self._steps.expect(index, recorded.program)
+            return
+        lowered = self._lower(key)
+        program = program_cache.earlier(lowered, self._options)
+        if program:
+            self._note_step(key, lowered)
+        self._steps.expect(index, program)
+
+    def _text_of_step(self, key: Key) -> str:
+        """Return the text of a step's program, or its digest, in all processes the same of both."""
+        if key in self._recorded:
+            return self._recorded[key].text
+        return self._lower(key).as_text()
 
     def ready(self, first: int, offset: int) -> None:
         """Return once the program of step number ``first``, from 0 on, is compiled, if one is left.
@@ -162,15 +237,13 @@ class StepCompiler:
         n_steps = assembly.config.train.steps
         self._offset = offset
         # 1. Lower, and compare: different programs would wait for each other for ever.
-        evaluate = step_lib.make_eval_step(assembly.task, assembly.layout)
-        variables = assembly.abstract.state.variables
-        evaluations = [evaluate.lower(variables, batch) for batch in self._data.test_buckets]
+        evaluations = self._evaluations()
         texts = {
             "data": json.dumps(self._data.fingerprints()),
-            "evaluation": "".join(lowered.as_text() for lowered in evaluations),
+            "evaluation": "".join(evaluation.text for evaluation in evaluations),
         }
         if first < n_steps:
-            texts["step"] = self._lower(self._key_of(first)).as_text()
+            texts["step"] = self._text_of_step(self._key_of(first))
         cluster.compare(texts)
         if first < n_steps and not self._steps.expects(first):
             self._expect(first)
@@ -178,7 +251,8 @@ class StepCompiler:
         _check_best(assembly, evaluations[0].out_info if self._data.test.n_batches else None)
         log.info("compiling; slow programs are cached for the next start")
         # 3. Compile in a thread: the first step, awaited here, then the rest while the run goes on.
-        others = [self._from_cache_or_compile(lowered) for lowered in evaluations]
+        programs = [*evaluations, *self._digests()]
+        others = [self._from_cache_or_compile(other) for other in programs]
         self._steps.start(first, n_steps, others=others)
         starts = self._steps.starts
         if len(starts) > 1:
@@ -191,14 +265,63 @@ class StepCompiler:
             self._steps.at(first)
         log.info("compiled")
 
-    def _from_cache_or_compile(
-        self, lowered: jax.stages.Lowered
-    ) -> Callable[[], Callable[..., Any]]:
+    def _other(
+        self,
+        name: str,
+        function: jax.stages.Wrapped,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Other:
+        """Find a program that an earlier attempt recorded, or lower it."""
+        recorded = self._attempts.find(name, arguments)
+        lowered = None if recorded else function.lower(*arguments)
+        return Other(name, arguments, options, recorded, lowered)
+
+    def _evaluations(self) -> list[Other]:
+        """Return the evaluations by bucket."""
+        assembly = self._assembly
+        evaluate = step_lib.make_eval_step(assembly.task, assembly.layout)
+        evaluations = []
+        for bucket, batch in enumerate(self._data.test_buckets):
+            arguments = (assembly.abstract.state.variables, batch)
+            name = f"evaluation {bucket}"
+            evaluations.append(self._other(name, evaluate, arguments, self._options))
+        return evaluations
+
+    def _digests(self) -> list[Other]:
+        """Return the programs of config.metrics.digest by bucket, or none."""
+        assembly = self._assembly
+        if not assembly.config.metrics.digest:
+            return []
+        everywhere = assembly.layout.replicated()
+        function = jax.jit(digest.of_batch_and_state, out_shardings=everywhere)
+        state = saved_parts(assembly.abstract.state)
+        programs = []
+        for bucket, fields in enumerate(self._data.buckets):
+            batch = assembly.with_batch(fields).abstract.batch
+            programs.append(self._other(f"digest {bucket}", function, (batch, state), {}))
+        return programs
+
+    def _from_cache_or_compile(self, other: Other) -> Callable[[], Callable[..., Any]]:
         """Return a function that gives the program, which this thread looks for in the cache."""
-        cached = program_cache.earlier(lowered, self._options)
+        lowered = other.lowered
+        if not lowered:
+            assert other.recorded
+            recorded = other.recorded.program
+            return lambda: recorded
+        options = other.options
+        note = functools.partial(self._attempts.note, other.name, other.arguments, lowered, options)
+        cached = program_cache.earlier(lowered, options)
         if cached:
+            note()
             return lambda: cached
-        return functools.partial(self.compile, lowered)
+
+        def compile_now() -> Callable[..., Any]:
+            program = self.compile(lowered, options)
+            note()
+            return program
+
+        return compile_now
 
     def __enter__(self) -> "StepCompiler":
         return self
@@ -216,6 +339,10 @@ class StepCompiler:
     def evaluation(self, bucket: int) -> Callable[..., Any]:
         """Wait for the evaluation of a bucket of the test split: (variables, batch) -> sums."""
         return self._steps.other(bucket)
+
+    def digest(self, bucket: int) -> Callable[..., jax.Array]:
+        """Wait for a bucket's digests: (batch, parts of the state) -> uint32 [arrays, 2]."""
+        return self._steps.other(len(self._data.test_buckets) + bucket)
 
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
