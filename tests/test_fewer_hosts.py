@@ -7,12 +7,14 @@ import shutil
 import signal
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxtrain import supervise
 from jaxtrain.config import Config, Mesh, Train
-from jaxtrain.parallel import cluster
+from jaxtrain.parallel import cluster, supervised_attempt
+from jaxtrain.parallel.cluster import discover
 from jaxtrain.supervise import fewer, steps_in_memory
 from loaders.base import Rows
 from tests.proofs import soak
@@ -67,6 +69,25 @@ def test_the_hosts_of_a_tpu_slice_are_not_trained_without(monkeypatch):
     config = replace(config, supervise=replace(config.supervise, wait=60))
     with pytest.raises(cluster.ClusterError, match="wait is 60, but the hosts of a TPU slice"):
         supervise.run(config, [])
+
+
+def test_the_last_process_of_a_node_sees_its_own_gpus_alone(monkeypatch):
+    """JAX gives a process all GPUs, unless it joins others."""
+    attempt = supervised_attempt.Attempt(3, members=[5], coordinator="")
+    for name, value in attempt.to_environment().items():
+        monkeypatch.setenv(name, value)
+    whole = cluster.Cluster(8, 5, "a:1", (2, 3), "SLURM")
+    monkeypatch.setattr(discover, "from_environment", lambda *given, **more: whole)
+    membership = cluster.find()
+    assert membership.processes == 1 and membership.local_devices == (2, 3)
+    names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        cluster.initialize(membership, Config()).close()
+        assert [jax.config.values[name] for name in names] == ["2,3", "2,3"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 class Job:

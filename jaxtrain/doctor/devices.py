@@ -47,8 +47,7 @@ def examine(*, local: list[int]) -> Findings:
         checks.append(fail(GROUP, "options", problem, OPTIONS))
     if jax_options.unreadable_flags(os.environ.get("XLA_FLAGS", "")):
         return Findings(checks, {})  # looking for devices would end this process
-    if local:
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local)))
+    jax_options.see_only(local)
     try:
         devices = jax.local_devices()
         jax_options.refuse_algorithm(devices)

@@ -252,6 +252,15 @@ def devices() -> list[jax.Device]:
     return found
 
 
+def see_only(ordinals: Sequence[int]) -> None:
+    """Let JAX see only these of the visible GPUs, before it makes its devices. () = all."""
+    if not ordinals:
+        return
+    options: Any = jax.config  # jax adds its options as it is imported
+    for platform in ("cuda", "rocm"):
+        options.update(f"jax_{platform}_visible_devices", ",".join(map(str, ordinals)))
+
+
 def without_devices(error: Exception) -> str:
     """Return the line for an ``error`` of JAX that looked for devices."""
     platforms = _values().get("jax_platforms") or ""

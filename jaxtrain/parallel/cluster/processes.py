@@ -106,6 +106,8 @@ def initialize(
     if membership.note:
         log.warning("%s", membership.note)
     if membership.processes == 1:
+        # the last of several processes of a node, whose GPUs are not its own
+        jax_options.see_only(membership.local_devices)
         jax_options.devices()
         return Links(0, [])
     name = f"process {membership.process} of {membership.processes}"

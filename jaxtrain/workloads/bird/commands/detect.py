@@ -126,16 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _detect(args: argparse.Namespace) -> int:
-    import jax
 
-    from jaxtrain.parallel import cluster
+    from jaxtrain.parallel import cluster, jax_options
     from jaxtrain.telemetry import console as console_lib
     from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, encoder, heads
 
     membership = cluster.find()
-    if membership.local_devices:
-        device_numbers = ",".join(map(str, membership.local_devices))
-        jax.config.update("jax_cuda_visible_devices", device_numbers)
+    jax_options.see_only(membership.local_devices)
     commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
     # The windows are its data, and the training data are not opened.
