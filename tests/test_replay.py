@@ -221,6 +221,33 @@ make_loader = Spiky
     assert cells((runs / "spiky-replay-3" / "step-3.html").read_text(), "Parameters")[1:]
 
 
+@pytest.mark.slow
+def test_steps_are_replayed_on_the_mesh_of_the_start_that_made_them(runs, capsys):
+    """The newest start has another mesh, as an attempt of fewer processes has."""
+    command = ["train", "--config=my_config.py", "--config.workdir=meshes"]
+    command += ["--config.checkpoint.every=3", "--config.checkpoint.keep=9"]
+    command += ["--config.metrics.every=1", "--config.metrics.digest=true"]
+    command.append("--config.optim.schedule=constant")
+    first = ["--config.train.steps=6", "--config.mesh.data=8"]
+    fewer = ["--config.train.steps=12", "--config.mesh.data=2", "--config.mesh.fsdp=4"]
+    allowed = "--config.resume.allow=train.steps"
+    assert cli.main([*command, *first]) == 0
+    assert cli.main([*command, *fewer, "--config.train.accumulate=2", allowed]) == 0
+    replayed = ("meshes", "--no-page", "--step")
+    capsys.readouterr()
+    assert replay(*replayed, "4", "--until", "6", "--out", "first") == 0
+    assert "identical to step 6: 3 recorded steps" in capsys.readouterr().out
+    assert replay(*replayed, "8", "--until", "12", "--out", "second") == 0
+    assert "identical to step 12: 5 recorded steps" in capsys.readouterr().out
+    replay(*replayed, "5", "--until", "8", "--out", "both")
+    assert (
+        "steps 7 to 8 were made by 1 process on mesh 2 × 4 × 1, and step 5 by 1 process on mesh"
+        " 8 × 1 × 1: so their bits need not agree" in capsys.readouterr().out
+    )
+    assert cli.main(["diff", "meshes", "run"]) == 1
+    assert "start.mesh.data: 8 → -1" in capsys.readouterr().out
+
+
 def test_a_replay_on_another_mesh_says_so_and_how_far_apart_they_are(runs, capsys):
     replay(
         "run", "--step", "10", "--until", "12", "--out", "meshed", "--mesh", "2,4,1", "--no-page"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxtrain.telemetry.report.run import Run
     from jaxtrain.telemetry.report.step_differences import Steps
 
+AXES = ("data", "fsdp", "model")
 SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
 
 
@@ -143,7 +144,11 @@ def _replay(args: argparse.Namespace) -> int:
         return 0  # process 0 compares
     replayed = run_lib.open_run(str(out))
     compared = step_differences.Compared(recorded, step_differences.read(replayed))
-    lines = [*_different_conditions(run, replayed, args.step), compared.summary()]
+    lines = [
+        *_different_conditions(run, replayed, args.step),
+        *_other_splits(run, args.step, until),
+        compared.summary(),
+    ]
     if compared.differs is not None:
         lines += [compared.apart(), *_changed_data(config)]
     print("\n".join(lines))
@@ -295,6 +300,39 @@ def _of_start(run: "Run", step: int, name: str) -> int:
     return number if is_plausible else 0
 
 
+def _mesh_of(run: "Run", start: Any) -> dict[str, int]:
+    """Return the sizes of the mesh of a start, as it recorded them, or else the run's."""
+    recorded = start.facts.get("mesh") if start else None
+    sizes = {name: run.setting(f"mesh.{name}", -1) for name in AXES}
+    if isinstance(recorded, dict) and all(type(recorded.get(name)) is int for name in AXES):
+        sizes = {name: recorded[name] for name in AXES}
+    return sizes
+
+
+def _other_splits(run: "Run", step: int, until: int) -> list[str]:
+    """Return a line for each later start that made steps of a replay on another mesh."""
+    first = run.start_of(step)
+    lines = []
+    for start in run.starts:
+        made = max(start.first + 1, step), min(start.step, until)
+        if not first or start is first or made[0] > made[1]:
+            continue
+        split, first_split = _split_of(run, start), _split_of(run, first)
+        if split != first_split:
+            lines.append(
+                f"steps {made[0]} to {made[1]} were made by {split}, and step {step} by"
+                f" {first_split}: so their bits need not agree"
+            )
+    return lines
+
+
+def _split_of(run: "Run", start: Any) -> str:
+    """Describe the processes and the mesh of a start."""
+    mesh = " × ".join(str(size) for size in _mesh_of(run, start).values())
+    processes = "1 process" if start.processes == 1 else f"{start.processes} processes"
+    return f"{processes} on mesh {mesh}"
+
+
 def _different_conditions(run: "Run", replayed: "Run", step: int) -> list[str]:
     """List the versions, devices, cores, options and sizes of the mesh that are not the run's."""
     from jaxtrain.arrays import saved_steps
@@ -339,7 +377,7 @@ def _conditions(run: "Run", start: Any, names: Collection[str]) -> dict[str, Any
     for name in ("versions", "devices", "cores", "threads", "environment"):
         if name in names:
             conditions[name] = start.facts[name]
-    return {**conditions, "mesh": run.config.get("mesh"), "processes": start.processes}
+    return {**conditions, "mesh": _mesh_of(run, start), "processes": start.processes}
 
 
 def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[str]) -> None:
@@ -450,16 +488,19 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
     # rewinds go back to regular saves
     every = config.checkpoint.every if config.guard.rewinds else config.train.steps
     keep_every = 0 if args.no_page else args.step - 1  # until the page is made
-    mesh = config.mesh
+    # of the start that made the step, which may have had fewer processes than the newest
+    sizes = _mesh_of(run, run.start_of(args.step))
     if args.mesh:
-        data, fsdp, model = args.mesh
-        mesh = dataclasses.replace(mesh, data=data, fsdp=fsdp, model=model)
+        sizes = dict(zip(AXES, args.mesh, strict=True))
+    accumulate = _of_start(run, args.step, "accumulate") or config.train.accumulate
     return dataclasses.replace(
         config,
         workdir=str(out),
         compiler=_compiler(run, args.step) | config.compiler,
-        train=dataclasses.replace(config.train, eval_every=0, patience=0),
-        mesh=mesh,
+        train=dataclasses.replace(config.train, eval_every=0, patience=0, accumulate=accumulate),
+        mesh=dataclasses.replace(
+            config.mesh, data=sizes["data"], fsdp=sizes["fsdp"], model=sizes["model"]
+        ),
         checkpoint=dataclasses.replace(
             config.checkpoint, folder="", every=every, keep_every=keep_every, best=""
         ),

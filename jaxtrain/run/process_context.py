@@ -110,7 +110,7 @@ class ProcessContext:
                 config.workdir,
                 process=membership.process,
                 processes=membership.processes,
-                facts=_facts(command) if membership.process == 0 else {},
+                facts=_facts(command, config) if membership.process == 0 else {},
             )
             links.on_loss(clock.close)
             clock.switch(goodput.MODEL)
@@ -282,15 +282,21 @@ def _connect(
     return ""
 
 
-def _facts(command: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a start, for the report."""
+def _facts(command: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the facts of a start, for the report and for replays."""
     attempt = supervised_attempt.from_environment()
     supervised: dict[str, Any] = {}
     if attempt.is_supervised:
         hosts = list(attempt.hosts)
         supervised = {"attempt": attempt.attempt, "cause": attempt.cause, "hosts": hosts}
+    mesh = config.mesh  # of this attempt, which may be of fewer processes than the next
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
+    split: dict[str, Any] = {"mesh": sizes}
+    if "train.accumulate" not in config.train.auto:
+        split["accumulate"] = config.train.accumulate
     return {
         **supervised,
+        **split,
         "versions": cluster.versions(),
         "commit": cluster.commit(),
         "devices": cluster.devices(),
