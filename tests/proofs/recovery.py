@@ -13,13 +13,26 @@ the run went on, and the seconds from the fault to the next new step are measure
     supervisor   SIGKILL of a supervisor, which is started again at once, as by its scheduler
     host         SIGKILL of all on one host, whose memory is lost; started again at once
     takeover     SIGKILL of a process, and within the next seconds of another, or of a supervisor
+    both-hosts   as host, and within the next seconds as host for the other
     partners     SIGKILL of a process, of the one with the copy of its steps and of their
                  supervisors; the memory of both is lost
-    stop         SIGSTOP of a process for 20 to 60 s: nothing is taken for dead. The seconds count
-                 from its end
-    disk         the disk of the workdir is full for 20 s: the run trains on meanwhile
-    full-kill    the same, and a process is killed meanwhile
+    stop         SIGSTOP of a process for 16 to 20 s, longer than a host may be silent: nothing is
+                 taken for dead. The seconds count from its end
+    disk         the disk of the workdir is full for 8 s: the run trains on meanwhile
+    full-kill    the disk is full for 12 s, and meanwhile a process is killed
+    full-host    the same, and a host meanwhile
     cut          the link between the hosts is down for 16 s
+
+With --wait=5 (supervise.wait) there is one kind:
+
+    gone         as host, but the host is started again only once the others have gone on without
+                 it. The seconds until then count, and "back" has those until all go on
+
+Its runs have several meshes, so that only their rows and the numbers of their records are compared.
+
+A kind is drawn by its weight (`KINDS`): the kinds that last long come seldom. A fault comes 2 to 4
+steps after the run went on, so that each step has a copy in memory, and a checkpoint every ten
+steps.
 
 With --model=toy they train a model that takes no time. With --mesh=data all hosts have replicas,
 with --mesh=fsdp each process has its own part, and partners on the other host get copies. Without
@@ -46,30 +59,51 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain.parallel.cluster import processes as cluster_processes
 from jaxtrain.supervise import steps_in_memory
+from jaxtrain.telemetry import goodput
 from tests.proofs import soak
 from tests.support import small_runs
 
 PROCESSES = 4
-KINDS = (
-    "kill",
-    "coordinator",
+KINDS = {  # how often each is drawn
+    "kill": 4,
+    "coordinator": 3,
+    "supervisor": 3,
+    "host": 3,
+    "takeover": 2,
+    "both-hosts": 1,
+    "partners": 2,
+    "stop": 1,
+    "disk": 1,
+    "full-kill": 1,
+    "full-host": 1,
+    "cut": 2,
+}
+GONE = "gone"
+OF_SUPERVISORS = (
     "supervisor",
-    "host",
     "takeover",
+    "both-hosts",
     "partners",
-    "stop",
     "disk",
     "full-kill",
-    "cut",
+    "full-host",
 )
-OF_SUPERVISORS = ("supervisor", "takeover", "partners", "disk", "full-kill")
-CUT, FULL = 16.0, 20.0  # [s]
-STOPPED = (20.0, 60.0)  # [s]
+TWICE = ("takeover", "both-hosts")
+ONE_RESTART = ("kill", "coordinator", "supervisor", "host")
+OF_DISK = ("disk", "full-kill", "full-host")
+CUT = 16.0  # [s] longer than a host may be silent
+MARGIN = 40.0  # [s] for a last fault, and the comparison
+UNTIL = "until the next start"
+FULL = 8.0  # [s] several records and a checkpoint
+FULL_DURING_FAULT = 12.0  # [s] also the next attempt starts on a full disk
+STOPPED = (16.0, 20.0)  # [s]
+TAKEOVER = (0.05, 4.0)  # [s] between two faults, of which the second meets the take-over
+BETWEEN = (2, 4)  # [steps] from one fault's next new step to the next fault
 STUCK = 1200.0  # [s] without a new step
 AHEAD = 8  # [batches] that a process may have read before their step
 MESHES = {
@@ -77,10 +111,10 @@ MESHES = {
     "fsdp": ("--config.mesh.data=1", "--config.mesh.fsdp=4"),
 }
 RUN = (
-    "--config.train.steps=1000000",
+    "--config.train.steps=20000",  # more than it reaches
     "--config.metrics.every=1",
     "--config.metrics.digest=true",
-    "--config.checkpoint.every=50",
+    "--config.checkpoint.every=10",
     "--config.loader=soak_loader",
 )
 MODELS = {  # their options, and the loader whose batches are noted
@@ -163,6 +197,24 @@ class Job:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if '"pid"' in line]
 
+    def restart(self, began: float) -> dict[str, float]:
+        """Seconds of process 0's newest start by phase, and from a fault [s since 1970] to it."""
+        path = self.workdir / "goodput" / "process-0.jsonl"
+        totals = [line for line in path.read_text().splitlines() if '"phase"' in line]
+        seconds: dict[str, float] = json.loads(totals[-1])["seconds"]
+        phases = {name: seconds[name] for name in goodput.STARTING if name in seconds}
+        return {UNTIL: round(self.heads(0)[-1]["began"] - began, 3), **phases}
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the newest start of all processes: on a busy machine it says more."""
+        ticks = 0
+        for process in range(PROCESSES):
+            with contextlib.suppress(OSError, IndexError):
+                pid = self.heads(process)[-1]["pid"]
+                fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])  # in user and in kernel mode
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def first_step(self) -> int:
         """The step that the newest start resumed from."""
         path = self.workdir / "goodput" / "process-0.jsonl"
@@ -207,12 +259,14 @@ class Job:
         lines = (self.folder / "rows-0.jsonl").read_text().splitlines()
         return int(json.loads(lines[-1])[0])
 
-    def reaches(self, step: int) -> bool:
+    def reaches(self, step: int, *, starts: bool = True) -> bool:
+        """Wait for a step. ``starts``: start ended processes again meanwhile."""
         deadline = time.monotonic() + STUCK
         while self.step() < step:
             if time.monotonic() > deadline:
                 return False
-            self.start_ended()
+            if starts:
+                self.start_ended()
             time.sleep(0.05)
         return True
 
@@ -227,6 +281,11 @@ class Job:
         self.processes[process].wait()
         for folder in steps_in_memory.PARENT.glob(f"jaxtrain-*-{process}"):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def lose_host(self, host: int) -> None:
+        for process in range(PROCESSES):
+            if host_of(process) == host:
+                self.lose(process)
 
     def end(self) -> None:
         for process in self.processes:
@@ -304,21 +363,53 @@ class Faults:
 
     def host(self, began: float) -> float:
         host = self.notes["victim"] = self.draw.randrange(soak.HOSTS)
-        for process in range(PROCESSES):
-            if host_of(process) == host:
-                self.job.lose(process)
+        self.job.lose_host(host)
         return began
 
     def takeover(self, began: float) -> float:
         first, second = self.draw.sample(range(PROCESSES), 2)
-        wait, of_supervisor = self.draw.uniform(0.1, 6.0), self.draw.random() < 0.5
+        wait, of_supervisor = self.draw.uniform(*TAKEOVER), self.draw.random() < 0.5
         self.notes |= {"victim": [first, second], "wait": wait, "supervisor": of_supervisor}
         self.job.kill(first)
-        time.sleep(wait)
+        self._await(wait)
         if of_supervisor:
             self.job.processes[second].kill()
         else:
             self.job.kill(second)
+        return began
+
+    def both_hosts(self, began: float) -> float:
+        first = self.draw.randrange(soak.HOSTS)
+        wait = self.draw.uniform(*TAKEOVER)
+        self.notes |= {"victim": [first, 1 - first], "wait": wait}
+        self.job.lose_host(first)
+        self._await(wait)
+        self.job.lose_host(1 - first)
+        return began
+
+    def _await(self, seconds: float) -> None:
+        """Wait, while ended supervisors are started again."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.job.start_ended()
+            time.sleep(0.05)
+
+    def gone(self, began: float) -> float:
+        host = self.notes["victim"] = self.draw.randrange(soak.HOSTS)
+        step = self.job.step()
+        self.job.lose_host(host)
+        if not self.job.reaches(step + 2, starts=False):
+            return began
+        self.notes["seconds"] = time.monotonic() - began
+        self.notes["members"] = self.job.heads(0)[-1]["processes"]
+        returned = time.monotonic()
+        self.job.start_ended()
+        while self.job.heads(0)[-1]["processes"] < PROCESSES:
+            if time.monotonic() > returned + STUCK:
+                return began
+            time.sleep(0.05)
+        self.job.reaches(self.job.step() + 2)
+        self.notes["back"] = time.monotonic() - returned
         return began
 
     def partners(self, began: float) -> float:
@@ -357,13 +448,19 @@ class Faults:
 
     def full_kill(self, began: float) -> float:
         victim = self.notes["victim"] = self.draw.randrange(PROCESSES)
+        return self._while_full(lambda: self.job.kill(victim))
+
+    def full_host(self, began: float) -> float:
+        victim = self.notes["victim"] = self.draw.randrange(soak.HOSTS)
+        return self._while_full(lambda: self.job.lose_host(victim))
+
+    def _while_full(self, fault: Callable[[], None]) -> float:
+        """Do a fault while the disk is full. Return when there is room again."""
         with full(self._folder):
             began = time.monotonic()
-            time.sleep(self.draw.uniform(1, 8))
-            self.job.kill(victim)
-            while time.monotonic() < began + FULL:
-                self.job.start_ended()
-                time.sleep(0.1)
+            self._await(self.draw.uniform(1, 4))
+            fault()
+            self._await(began + FULL_DURING_FAULT - time.monotonic())
         return time.monotonic()
 
     def cut(self, began: float) -> float:
@@ -413,6 +510,20 @@ class Results:
                 f"| {name} | {len(seconds)} | {statistics.median(seconds):.1f}, {nine_tenths:.1f},"
                 f" {seconds[-1]:.1f} | {statistics.median(again):.0f}, {max(again)} |"
             )
+        restarts = [line for line in self.lines if line.get("kind") in ONE_RESTART]
+        restarts = [line for line in restarts if line.get("phases")]
+        phases = collections.defaultdict(list)
+        for restart in restarts:
+            for name, seconds in restart["phases"].items():
+                phases[name].append(seconds)
+        if restarts:
+            listed = [f"{name} {statistics.median(of):.1f}" for name, of in phases.items()]
+            cpu = statistics.median(restart["cpu"] for restart in restarts)
+            lines += [
+                f"\nAfter {', '.join(ONE_RESTART)}, median seconds:",
+                f"process 0: {', '.join(listed)}",
+                f"CPU time of the {PROCESSES} processes: {cpu:.1f}",
+            ]
         sessions = [line for line in self.lines if "kind" not in line]
         totals = collections.Counter[str]()
         for session in sessions:
@@ -453,13 +564,17 @@ def write_sources(folder: pathlib.Path) -> None:
     (folder / "soak_loader.py").write_text(soak.LOADER)
 
 
-def differences(job: Job, expected: Job) -> tuple[dict[str, int], list[str]]:
-    """Compare a disturbed run with an undisturbed one: numbers for the results, and texts."""
+def differences(job: Job, expected: Job, *, bits: bool) -> tuple[dict[str, int], list[str]]:
+    """Compare a disturbed run with an undisturbed one: numbers for the results, and texts.
+
+    ``bits``: compare losses and digests, too.
+    """
     texts = []
     records, other_records = job.records(), expected.records()
     last = max(records, default=0)
     for step in range(1, last + 1):
-        if records.get(step) != other_records.get(step):
+        is_same = records.get(step) == other_records.get(step) if bits else step in records
+        if not is_same:
             texts.append(f"record {step}: {records.get(step)}, not {other_records.get(step)}")
     try:
         rows = job.rows()
@@ -486,6 +601,8 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
     if not supervised:
         kinds = [kind for kind in kinds if kind not in OF_SUPERVISORS]
     options = (*MESHES[args.mesh], *(SUPERVISED if supervised else ()))
+    if args.wait:
+        options = (*options, f"--config.supervise.wait={args.wait}")
     deadline = time.monotonic() + 60 * args.minutes
     write_sources(folder)
     stuck = ""
@@ -499,29 +616,37 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
                 number = results.done(chosen)
                 draw = random.Random(f"{args.seed} {number}")
                 before, since = job.step(), time.monotonic()
-                wanted = before + draw.randint(3, 6)
+                wanted = before + draw.randint(*BETWEEN)
                 if not job.reaches(wanted):
                     stuck = "before a fault"
                     break
                 if before:
                     pace = (time.monotonic() - since) / (job.step() - before)
                 # the undisturbed run may have to make as many steps
-                late = time.monotonic() + pace * max(job.step() - known, 0) + 60 > deadline
+                late = time.monotonic() + pace * max(job.step() - known, 0) + MARGIN > deadline
                 if late:
                     break
-                kind = draw.choice(kinds)
+                (kind,) = draw.choices(kinds, [KINDS.get(kind, 1) for kind in kinds])
                 faults = Faults(job, folder / soak.DISK, draw)
                 step, ends, starts = job.step(), len(job.ends), len(job.heads(0))
+                at = time.time()
                 began = faults.do(kind)
-                if not job.reaches(step + 2):  # the next one may have been computed before
+                # the next step may have been computed before, and some before a second fault
+                after = job.step() if kind in TWICE else step
+                if not job.reaches(after + 2):
                     stuck = kind
                     break
+                seconds = time.monotonic() - began
+                restarted = len(job.heads(0)) > starts
+                cpu = job.cpu_seconds() if restarted else 0.0
                 line = {
                     **chosen,
                     "kind": kind,
                     "step": step,
-                    "seconds": time.monotonic() - began,
-                    "again": max(step - job.first_step(), 0) if len(job.heads(0)) > starts else 0,
+                    "seconds": seconds,
+                    "again": max(step - job.first_step(), 0) if restarted else 0,
+                    "phases": job.restart(at) if restarted else {},
+                    "cpu": cpu,
                     "load": os.getloadavg()[0],
                     "ends": job.ends[ends:],
                     **faults.notes,
@@ -536,7 +661,7 @@ def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -
             print(f"it stood still: {stuck}\n{job.logs()}")
             return 1
         extend(expected, job.step())
-        numbers, texts = differences(job, expected)
+        numbers, texts = differences(job, expected, bits=not args.wait)
         results.add({**chosen, **numbers})
     finally:
         hosts.close()
@@ -557,12 +682,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mesh", choices=MESHES, default="data", help="default: data")
     parser.add_argument("--model", choices=MODELS, default="bird", help="default: bird")
     parser.add_argument("--without-supervisors", action="store_true", help="measure as before")
+    parser.add_argument("--wait", type=int, default=0, help="[s] supervise.wait, for hosts gone")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the results")
     parser.add_argument("--table", action="store_true", help="print the results of --out alone")
     args = parser.parse_args(argv)
     if unknown := set(args.kinds.split(",")) - set(KINDS):
         parser.error(f"--kinds names {', '.join(sorted(unknown))}; expected: {', '.join(KINDS)}")
+    if args.wait:
+        args.kinds = GONE
     with soak.place() as (folder, may_fill), tempfile.TemporaryDirectory() as temporary:
         out = args.out or pathlib.Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
@@ -570,7 +698,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(Results(out / "faults.jsonl").table())
             return 0
         if not may_fill:
-            kinds = [kind for kind in args.kinds.split(",") if kind not in ("disk", "full-kill")]
+            kinds = [kind for kind in args.kinds.split(",") if kind not in OF_DISK]
             args.kinds = ",".join(kinds)
         return session(args, out.resolve(), folder)
 
