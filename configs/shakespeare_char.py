@@ -10,6 +10,7 @@ Continuations are in runs/shakespeare_char/generations.jsonl.
 --config=shakespeare_char:/path/to/input.txt,gpu is the same text with nanoGPT's model for a GPU
 (6 layers of 384, 256 characters), whose README reports 1.4697 after 5,000 steps with dropout. There
 is no dropout here. In its place the parameters are averaged, and the best evaluation is kept.
+Expect about 1.53, the least loss of that model on an H100 before both (docs/results/h100.md).
 `python -m tools.show_runs characters` measures it on a card.
 
 The same model's steps compared with PyTorch's, in one run on the same cores

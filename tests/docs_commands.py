@@ -161,7 +161,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (
         r"tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tools\.show_runs"
-        r"|tests\.proofs\.(replay_proof|recovery)",
+        r"|tools\.measure_card|tests\.proofs\.(replay_proof|recovery)",
         Why("it measures, for minutes"),
     ),
     (

@@ -33,6 +33,8 @@ recomputed, and no gather of embeddings; "full" counts the places that a causal 
 """
 
 import argparse
+import contextlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -43,7 +45,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -63,6 +65,7 @@ LEAST = {"peers": 200, "bits": 60, "kills": 150, "feeding": 200}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
+PR_SET_PDEATHSIG = 1
 CONVENTIONS = {
     "flops": (
         "products of matrices of the model, forward and backward; nothing recomputed, no gather of"
@@ -130,6 +133,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar='"CASE SECTION.FIELD=VALUE …"',
         help="measure a case of speed with other settings, too",
     )
+    parser.add_argument(
+        "--minutes", type=float, help="of this call, at most; default: 9, or 2 with --quick"
+    )
     parser.add_argument("--anew", action="store_true", help="take over nothing from --out")
     parser.add_argument(
         "--out",
@@ -144,6 +150,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.only = args.only or (QUICK_PARTS if args.quick else PARTS)
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error(f"--minutes={args.minutes}: expected a number above 0")
     if not args.child and not args.out.absolute().parent.is_dir():
         parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
     return args
@@ -204,6 +212,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     began = time.time()
     form = "quick" if args.quick else "full"
     found = {} if args.anew else results_file.earlier(args.out, form)
+    failed = {failure["unit"] for failure in found.get("failures", ())}
     part: dict[str, Any] = {"when": _clock(began), "seconds": 0.0, "machine": None, "units": []}
     found = {
         "form": form,
@@ -220,10 +229,11 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     }
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
-        for unit in units(args, found):
+        for unit in units(args, found, failed):
             machine = part["machine"] or {}
             args.small = machine.get("platform") == "cpu"
-            left = (1 + args.small) * limit - (time.time() - began)
+            of_call = 60 * args.minutes if args.minutes else (1 + args.small) * limit
+            left = of_call - (time.time() - began)
             if left < LEAST.get(unit.part, 5):
                 found["left_out"].append(str(unit))
                 continue
@@ -268,15 +278,25 @@ def _add(found: dict[str, Any], part: dict[str, Any], unit: Unit, result: Any, w
     found["well"] = not found["failures"] and not bad
 
 
-def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
+def units(
+    args: argparse.Namespace, found: dict[str, Any], failed: Collection[str] = ()
+) -> Iterator[Unit]:
     """Yield the units without figures of an earlier part. The machine decides which there are.
 
-    The case of a variant is measured again next to it.
+    The case of a variant is measured again next to it. Those that ``failed`` in the last part are
+    the last ones, so that the others are reached.
     """
     yield Unit("machine")
     machine = found["parts"][-1]["machine"]
     if machine is None:
         return
+    left = list(_left(args, found, machine))
+    yield from sorted(left, key=lambda unit: str(unit) in failed)
+
+
+def _left(
+    args: argparse.Namespace, found: dict[str, Any], machine: dict[str, Any]
+) -> Iterator[Unit]:
     if "correctness" in args.only and found["correctness"] is None:
         yield Unit("correctness")
     if "speed" in args.only:
@@ -430,6 +450,9 @@ def platforms() -> str:
 
 def child(args: argparse.Namespace) -> int:
     """Return a process of `run`: one unit, whose result goes to --out."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone
+        # else it would hold the card after a check that was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     kind, _, case = args.child.partition(" ")
     of_device = {"machine", "correctness", "model", "bits", f"bits{FIXED}"}
     result = on_device(args, kind, case) if kind in of_device else by_processes(args, kind, case)

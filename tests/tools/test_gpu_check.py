@@ -293,6 +293,25 @@ def test_the_next_call_begins_with_what_the_last_one_did_not_reach(tmp_path, mea
     assert measured == reached
 
 
+def test_a_unit_that_failed_comes_last_in_the_next_call(tmp_path, measured, monkeypatch):
+    """Else one that takes minutes to fail would keep the others from being reached."""
+    arguments = ["--only=speed", "--models=bird", f"--out={tmp_path / 'x.json'}"]
+    run = gpu_check.run
+
+    def fail(unit, *rest):
+        return (None, "no room") if str(unit) == "model vit-s" else run(unit, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "run", fail)
+        assert gpu_check.main([*arguments]) == 1
+    assert measured == ["machine", "model vit-b"]
+    found = json.loads((tmp_path / "x.json").read_text())
+    (tmp_path / "x.json").write_text(json.dumps({**found, "models": {}}))
+    measured.clear()
+    assert gpu_check.main([*arguments]) == 0
+    assert measured == ["machine", "model vit-b", "model vit-s"]
+
+
 def test_a_variant_is_measured_beside_its_case_and_kept(tmp_path, measured):
     out = tmp_path / "x.json"
     arguments = ["--only=speed", "--models=bird", f"--out={out}"]
