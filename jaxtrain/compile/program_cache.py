@@ -35,8 +35,10 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
     if not are_kept():
         return None
     program = None
+    size = 0
     try:
         path = path_of(lowered, options)
+        size = path.stat().st_size
         structure = jax.tree.structure(lowered.args_info)
         program = load(path, structure, lowered.out_tree)
     # there is none, or it is of another version: it is compiled
@@ -44,6 +46,7 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
         log.debug("a program is not read: %s", error)
     if not all(cluster.gather(int(program is not None))):
         return None
+    log.info("a program of %.1f MB is that of an earlier start", size / 1e6)
     return program
 
 
@@ -58,7 +61,6 @@ def load(path: pathlib.Path, arguments: Any, results: Any) -> Callable[..., Any]
     program: Callable[..., Any] = serialize_executable.deserialize_and_load(
         content, arguments, results
     )
-    log.info("a program of %.1f MB is that of an earlier start", len(content) / 1e6)
     return program
 
 
