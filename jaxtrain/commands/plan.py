@@ -9,8 +9,13 @@
     jaxtrain plan --config=trm_sudoku 'tpu:v4:2x2x4*2'   two such slices
     jaxtrain plan --setup gpu  fetches the compiler for GPUs (or tpu), once
 
+    jaxtrain plan --config=trm_sudoku gpu:h100x8 --search    the fastest meshes and options
+
 With the target's compiler, which needs no such chip, the real step is compiled. Without it, the
 plan has exact bytes between steps and a lower bound of a step's.
+
+With --search the plan compiles meshes and options in the order of an estimate, until five meshes
+fit. It prints their time, memory and exchanges, and their overrides. Ctrl-C prints what is known.
 
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
@@ -39,15 +44,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     text = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
+    text = "search for the mesh and the options with the shortest step"
+    parser.add_argument("--search", action="store_true", help=text)
     args = parser.parse_args(options)
     if args.setup is not None:
+        if args.search:
+            parser.error("--setup plans nothing; omit --search")
         return set_up(args.setup)
-    return show(config.parse_args([*config_arguments, f"--plan={args.target}"]))
+    parsed = config.parse_args([*config_arguments, f"--plan={args.target}"])
+    return search(parsed) if args.search else show(parsed)
 
 
 @arguments.reported
 def show(parsed: config.Arguments) -> int:
     """Print the plan of ``parsed.plan``. Return the exit code."""
+    from jaxtrain import plan
+
+    text, has_no_problem = plan.report(_loaded(parsed), parsed.plan or "")
+    print(text)
+    return 0 if has_no_problem else 1
+
+
+@arguments.reported
+def search(parsed: config.Arguments) -> int:
+    """Print the fastest meshes and options for ``parsed.plan``. Return the exit code."""
+    from jaxtrain import plan
+
+    text, fits, is_interrupted = plan.report_search(_loaded(parsed), parsed.plan or "")
+    print(text)
+    if is_interrupted:
+        return arguments.INTERRUPTED
+    return 0 if fits else 1
+
+
+def _loaded(parsed: config.Arguments) -> config.Config:
+    """Start JAX, and load the config. Raises PlanError for an unknown target before that."""
     from jaxtrain import plan
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
@@ -59,10 +90,7 @@ def show(parsed: config.Arguments) -> int:
         plan.parse_target(
             parsed.plan
         )  # an unknown one is reported before any data are read or made
-    run = config.load(parsed.source, parsed.overrides)
-    text, has_no_problem = plan.report(run, parsed.plan or "")
-    print(text)
-    return 0 if has_no_problem else 1
+    return config.load(parsed.source, parsed.overrides)
 
 
 @arguments.reported

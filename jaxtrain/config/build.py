@@ -31,7 +31,7 @@ from jaxtrain.config.consistency import (
     on_this_machine,
     without_defaults,
 )
-from jaxtrain.config.schema import AUTO, SHARES, Config, ModelSection, Train
+from jaxtrain.config.schema import AUTO, AUTO_FIELDS, MESH_SIZES, SHARES, Config, ModelSection, Train
 from loaders import base
 from loaders.io import atomic_write, checks, files
 from loaders.io.checks import DataSection, Section
@@ -86,6 +86,10 @@ def read(
 
 def _override(tree: dict[str, Any], path: str, text: str, problems: list[tuple[str, str]]) -> None:
     """Set the field at a dotted path, in sections that are made as needed."""
+    if (path, text) == ("mesh", "auto"):
+        for name in MESH_SIZES:
+            _override(tree, f"mesh.{name}", text, problems)
+        return
     *parents, last = path.split(".")
     section = tree
     for parent in parents:
@@ -264,8 +268,8 @@ def _move_auto(
 
     A model that lacks the field keeps it, as an error like any unknown field.
     """
-    named = []
-    for path in AUTO:
+    named = _move_auto_mesh(tree, problems)
+    for path in AUTO_FIELDS:
         section_name, field = path.split(".")
         section = tree.get(section_name)
         cls: Any = Train if section_name == "train" else classes.get("model")
@@ -280,7 +284,25 @@ def _move_auto(
         text = f"is set, and so are fields that are auto ({', '.join(named)}); omit train.auto"
         problems.append(("train.auto", text))
     elif isinstance(train, dict):
-        train["auto"] = tuple(named)
+        train["auto"] = tuple(sorted(named, key=AUTO.index))
+
+
+def _move_auto_mesh(tree: dict[str, Any], problems: list[tuple[str, str]]) -> list[str]:
+    """Take the sizes of a mesh that is auto out of ``tree``. Return its path, [] if it is not."""
+    mesh = tree.get("mesh")
+    if mesh == "auto":
+        mesh = tree["mesh"] = dict.fromkeys(MESH_SIZES, mesh)
+    if not isinstance(mesh, dict):
+        return []
+    sizes = {name: mesh[name] for name in MESH_SIZES if name in mesh}
+    if "auto" not in sizes.values():
+        return []
+    for name, size in sizes.items():
+        del mesh[name]
+        if size != "auto":
+            text = f"is {size}, and another size of the mesh is auto, which chooses all; omit it"
+            problems.append((f"mesh.{name}", text))
+    return ["mesh"]
 
 
 def _steps_of_cycle(optim: Mapping[str, Any], steps: int) -> int:

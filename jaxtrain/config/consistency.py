@@ -146,7 +146,8 @@ def between_sections(config: Config) -> Problems:
 def _auto_problems(config: Config) -> Problems:
     for path in config.train.auto:
         section, _, field = path.partition(".")
-        if path not in AUTO or not hasattr(getattr(config, section), field):
+        is_field = path == "mesh" or path in AUTO and hasattr(getattr(config, section), field)
+        if not is_field:
             yield "train.auto", f"names {path!r}; {checks.expected(path, AUTO)}, of this model"
     reads = config.model and config.model.reads_whole_microbatches
     if reads and "train.accumulate" in config.train.auto:

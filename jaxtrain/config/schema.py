@@ -30,8 +30,10 @@ SHARES = (
     "checkpoint.keep_every",
     "metrics.every",
 )
-# Fields that may be given as auto. `jaxtrain.plan.auto` decides them.
-AUTO = ("train.accumulate", "model.remat")
+MESH_SIZES = ("data", "fsdp", "model")
+# Fields that may be given as auto, and the sizes of the mesh. `jaxtrain.plan.auto` decides them.
+AUTO_FIELDS = ("train.accumulate", "model.remat")
+AUTO = (*AUTO_FIELDS, "mesh")
 COMPILER_LEVELS = ("optimization_level", "memory_fitting_level")  # of `Config.compiler`
 LEVELS = ("O0", "O1", "O2", "O3")
 MAX_PATTERN = 10_000  # [characters] of a regular expression
@@ -102,8 +104,8 @@ class Train(Section):
     # [microbatches] number of microbatches of a step, whose gradients are reduced once; auto = the
     # fewest that fit into memory
     accumulate: int = 1
-    # [names] fields that are given as auto, of train.accumulate and model.remat: the plan sets them
-    # before the first step, once
+    # [names] fields that are given as auto, of train.accumulate, model.remat and mesh: the plan
+    # sets them before the first step, once
     auto: tuple[str, ...] = ()
     # [1] decay of the average of the parameters that evaluation uses; 0 = no average
     ema: float = 0.0
@@ -359,7 +361,10 @@ AXIS_RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Mesh(Section):
-    """The devices as a grid. One axis may be -1: all devices that are left."""
+    """The devices as a grid. One axis may be -1: all devices that are left.
+
+    With ``mesh=auto`` the plan chooses the sizes before the first step (`jaxtrain plan --search`).
+    """
 
     on_resume = OnResume(FREE)
 
@@ -371,7 +376,7 @@ class Mesh(Section):
     axis_rules: dict[str, str] = field(default_factory=dict)
 
     def validate(self) -> Problems:
-        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
+        sizes = {name: getattr(self, name) for name in MESH_SIZES}
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "data", f"only one axis may be -1, and the mesh is {sizes}"
         for name, size in sizes.items():

@@ -1,6 +1,6 @@
 """The fields of a config that are given as auto: the largest microbatch that fits, and so on.
 
-Choices are tried in this order, and the first that fits is taken:
+If mesh is auto, a `search` chooses it and the other fields. Without it choices are tried in this order, and the first that fits is taken:
 
     model.remat        none before full: a layer that is recomputed costs a third more, or half if
                        its matrices are frozen
@@ -12,7 +12,8 @@ recomputation.
 
 With model.unroll = 0 each is tried with layers written out (`remat.layers_at_once`), then as a
 loop. A field that is not auto keeps its value. On GPUs and TPUs the compiler has the last word. On
-CPUs nothing is compiled: a step fits if it does with the arrays of its loops counted twice.
+CPUs nothing is compiled, but for a search: a step fits if it does with the arrays of its loops
+counted twice.
 
 A run decides before its first step. config.json has the result, which each later start takes.
 """
@@ -22,46 +23,25 @@ import json
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import jax
 
 from jaxtrain import config as config_lib
 from jaxtrain.nn import remat
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan import environment, worker
-from jaxtrain.plan.bound import Bound, bound
-from jaxtrain.plan.compile import is_at_hand
-from jaxtrain.plan.memory import in_bytes, offloaded
+from jaxtrain.plan import search, worker
+from jaxtrain.plan.bound import Bound, bound_of
+from jaxtrain.plan.candidates import ACCUMULATE, REMAT, Choice
+from jaxtrain.plan.memory import in_bytes
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 from loaders.io import files
 
 log = logging.getLogger("jaxtrain")
-ACCUMULATE, REMAT, UNROLL = "train.accumulate", "model.remat", "model.unroll"
-ROOM = 0.95  # share of a device's memory that a compiled step may take
+UNROLL = "model.unroll"
 MIB = 1 << 20
-
-
-class Choice(NamedTuple):
-    """A value for each field that is auto."""
-
-    values: tuple[tuple[str, Any], ...]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{path}={value}" for path, value in self.values)
-
-    def apply(self, config: config_lib.Config) -> config_lib.Config:
-        values = dict(self.values)
-        sizes = {"accumulate": values[ACCUMULATE]} if ACCUMULATE in values else {}
-        model = config.model
-        for path in (REMAT, UNROLL):
-            if path in values:
-                model = replace(model, **{path.partition(".")[2]: values[path]})
-        return replace(config, model=model, train=replace(config.train, auto=(), **sizes))
 
 
 class Fit(NamedTuple):
@@ -82,7 +62,7 @@ def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config
     """
     if not config.train.auto:
         return config, ""
-    fit = _first_fit(config, target, _compiler(target, text))
+    fit = _fit(config, target, text)
     line = f"auto is {fit.choice}: {fit.source} {in_bytes(fit.size)} of {in_bytes(target.memory)}"
     if not fit.fits:
         line += ", the smallest choice, which does not fit"
@@ -101,7 +81,7 @@ def decide_once(config: config_lib.Config) -> config_lib.Config:
     if saved:
         log.info("auto is %s, as at the run's first start", saved)
         return saved.apply(config)
-    fit = _first_fit(config, target, _compiler(target, ""))
+    fit = _fit(config, target, "")
     if not fit.fits:
         names = " and ".join(config.train.auto)
         raise PlanError(
@@ -145,43 +125,47 @@ def _gathers_on_tpus(config: config_lib.Config, target: Target) -> bool:
     """Tell whether each microbatch gathers matrices that are split over a TPU slice."""
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     _, fsdp, _ = layout_lib.mesh_sizes(sizes, target.count, target.name)
-    return fsdp > 1 and _platform(target) == "tpu"
+    return fsdp > 1 and target.platform == "tpu"
 
 
-def _platform(target: Target) -> str:
-    if target.here:
-        return layout_lib.devices_like(jax.devices()[0]).platform
-    return target.kind
+def _fit(config: config_lib.Config, target: Target, text: str) -> Fit:
+    """Return the first choice that fits, else the smallest."""
+    if "mesh" in config.train.auto:
+        return _searched(config, target, text)
+    if target.platform == "cpu":
+        return _first_fit(config, target, None)
+    with worker.compiler(target, text) as compiler:
+        return _first_fit(config, target, compiler)
 
 
-Compiler = Callable[[config_lib.Config], float]  # -> bytes of the step, inf if it does not fit
+def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
+    """Return the fastest choice of a mesh, and of the other fields on auto, else the nearest."""
+    fields = tuple(path for path in config.train.auto if path != "mesh")
+    with worker.compiler(target, text) as compiler:
+        result = search.Search(config, target, compiler, fields=fields, note=_note).run()
+    settled = result.best[0] if result.fitting else result.nearest
+    if settled is None:
+        raise PlanError(f"mesh is auto, and {search.no_mesh(result, target)}")
+    source = "at least"
+    if settled.step:
+        source = "by its compiler"
+    choice = settled.candidate.choice
+    return Fit(settled.candidate.config, choice, settled.size, source, not settled.reason)
 
 
-def _compiler(target: Target, text: str) -> Compiler | None:
-    """Return the compiler of the target's devices, or None if there is none to ask."""
-    is_cpu = _platform(target) == "cpu"
-    if is_cpu or not (is_at_hand(target) or environment.find(target.kind)):
-        return None
-
-    def size(config: config_lib.Config) -> float:
-        job = worker.Job(config, text, worker.LAST)
-        [answer] = [worker.answer(job)] if is_at_hand(target) else worker.ask([job])
-        if answer.compiled:
-            return float(answer.compiled.peak)
-        if answer.too_large:
-            return math.inf
-        raise PlanError(f"{config.train.auto} cannot be decided: {answer.error}")
-
-    return size
+def _note(line: str) -> None:
+    log.info("auto: %s", line)
 
 
-def _first_fit(config: config_lib.Config, target: Target, compiler: Compiler | None) -> Fit:
+def _first_fit(
+    config: config_lib.Config, target: Target, compiler: worker.Compiler | None
+) -> Fit:
     """Return the first choice that fits, else the last."""
     fit = None
-    compiled = _Compiled(compiler, target)
+    compiled = _Compiled(config, compiler, target)
     for choice in choices(config, target):
         candidate = choice.apply(config)
-        lower = _bound(candidate, target)
+        lower = bound_of(candidate, target)
         fit = Fit(candidate, choice, float(lower.peak), "at least", fits=False)
         if lower.peak > target.memory:
             continue
@@ -192,7 +176,7 @@ def _first_fit(config: config_lib.Config, target: Target, compiler: Compiler | N
             continue
         for written in _written(candidate, target):
             size = compiled.size(written, lower)
-            fit = Fit(written, choice, size, "by its compiler", fits=size <= ROOM * target.memory)
+            fit = Fit(written, choice, size, "by its compiler", fits=size <= search.ROOM * target.memory)
             if fit.fits:
                 return fit
             if math.isinf(size):
@@ -219,7 +203,10 @@ class _Compiled:
     fit by a program compiled before is not compiled.
     """
 
-    def __init__(self, compiler: Compiler | None, target: Target):
+    def __init__(
+        self, config: config_lib.Config, compiler: worker.Compiler | None, target: Target
+    ):
+        self._auto = config.train.auto
         self._compiler = compiler
         self._memory = target.memory
         # of a policy and a number of layers at once, for one microbatch
@@ -227,26 +214,25 @@ class _Compiled:
 
     def size(self, config: config_lib.Config, lower: Bound) -> float:
         """Return the bytes of a step, an estimate if it cannot fit. inf if the compiler refuses."""
-        assert self._compiler is not None
         count = config.train.accumulate
         program = getattr(config.model, "remat", ""), getattr(config.model, "unroll", 1)
         estimate = lower.certain + self._beyond.get(program, 0.0) / count
         if estimate > self._memory:
             return estimate
-        size = _agreed(self._compiler(config)) + lower.second
+        size = _agreed(self._peak(config)) + lower.second
         if math.isfinite(size):
             self._beyond[program] = (size - lower.certain) * count
         return size
 
-
-def _bound(config: config_lib.Config, target: Target) -> Bound:
-    """Compute the lower bound of a loop over layers: if they are written out, it has none."""
-    if getattr(config.model, "unroll", 1) != 1:
-        config = replace(config, model=replace(config.model, unroll=1))
-    assembly = abstractly(config, target)
-    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    lower = bound(assembly, traced, target)
-    return lower._replace(update=lower.update + offloaded(assembly.abstract))
+    def _peak(self, config: config_lib.Config) -> float:
+        """Return the bytes of a compiled step, inf if it does not fit."""
+        assert self._compiler is not None
+        answer = self._compiler(config)
+        if answer.compiled:
+            return float(answer.compiled.peak)
+        if answer.too_large:
+            return math.inf
+        raise PlanError(f"{self._auto} cannot be decided: {answer.error}")
 
 
 def _agreed(size: float) -> float:
@@ -258,26 +244,33 @@ def _agreed(size: float) -> float:
 def _saved(config: config_lib.Config, target: Target) -> Choice | None:
     """Return the choice of an earlier start by config.json, which process 0 reads.
 
-    None if there is no such start, or its microbatches do not divide the rows of these devices.
+    None if there is no such start, or its mesh and microbatches do not divide these devices' rows.
     """
-    found = b""
-    if cluster.is_main():
-        found = json.dumps(_read(config)).encode()
-    tree = json.loads(bytes(cluster.agree_on(list(found))))
-    if not tree or tree.get(ACCUMULATE, 1) not in _divisors(config, target):
+    text = json.dumps(_read(config)) if cluster.is_main() else ""
+    tree = json.loads(cluster.gather_texts(text)[0])
+    choice = Choice(tuple(tree.items()))
+    saved = choice.apply(config)
+    mesh = saved.mesh
+    if "mesh" in config.train.auto and mesh.data * mesh.fsdp * mesh.model != target.count:
         return None
-    return Choice(tuple(tree.items()))
+    if not tree or tree.get(ACCUMULATE, 1) not in _divisors(saved, target):
+        return None
+    return choice
 
 
 def _read(config: config_lib.Config) -> dict[str, Any]:
     """Return the values of config.json of the fields that the plan decides, {} without one."""
     path = pathlib.Path(config.workdir, "config.json")
-    names = list(config.train.auto)
+    names = [name for name in config.train.auto if name != "mesh"]
     if getattr(config.model, "unroll", 1) == 0:
         names.append(UNROLL)
     try:
         tree = files.read_json(path)
-        values = {name: _field(tree, name) for name in names}
+        values = {}
+        if "mesh" in config.train.auto:
+            mesh = config_lib.section(config_lib.Mesh, tree["mesh"])
+            values = {f"mesh.{name}": value for name, value in vars(mesh).items()}
+        values |= {name: _field(tree, name) for name in names}
     except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
         return {}
     return values

@@ -19,6 +19,7 @@ computed nor the activations of layers that are written out (`model.unroll` = de
 import itertools
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,10 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.plan import memory
-from jaxtrain.plan.target import Target
+from jaxtrain.plan.target import Target, abstractly
 from jaxtrain.step import train_step as step_lib
 
 CALLS = {
@@ -98,6 +100,19 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     if assembly.config.guard.verify_every:
         second = memory.second(abstract, layout, tiled=tiled)
     return Bound(arguments, max(0, least - arguments), loops, second)
+
+
+def bound_of(config: config_lib.Config, target: Target) -> Bound:
+    """Compute the lower bound of a loop over layers: if they are written out, it has none.
+
+    An offloaded state counts, since all of it is on the device during the update.
+    """
+    if getattr(config.model, "unroll", 1) != 1:
+        config = replace(config, model=replace(config.model, unroll=1))
+    assembly = abstractly(config, target)
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    lower = bound(assembly, traced, target)
+    return lower._replace(update=lower.update + memory.offloaded(assembly.abstract))
 
 
 def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:

@@ -11,6 +11,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.parallel import chips
 from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
 
@@ -53,6 +54,13 @@ class Target:
         if not self.chip:
             return ""
         return "tpu" if self.tiled else "gpu"
+
+    @property
+    def platform(self) -> str:
+        """The platform of its devices: cpu, gpu or tpu."""
+        if self.here:
+            return layout_lib.devices_like(jax.devices()[0]).platform
+        return self.kind
 
     @property
     def known_chip(self) -> chips.Chip:
@@ -153,8 +161,23 @@ def _parse_tpus(text: str, devices: str) -> Target | None:
     chip = chips.by_name(match[1])
     if not (n_chips and chip):
         return None
+    _require_slice(text, chip.name, tuple(int(n) for n in match[2].split("x")))
     topology = f"{match[1]}:{match[2]}"
     return Target(text, chip, n_chips * chip.devices, False, topology, slices)
+
+
+def _require_slice(text: str, chip: str, sides: tuple[int, ...]) -> None:
+    """Raise PlanError for a slice that does not exist, with the nearest that do."""
+    if sides in slices_lib.existing(chip):
+        return
+    nearest = [
+        f"{slices_lib.name(chip, each)} ({math.prod(each)} chips)"
+        for each in slices_lib.nearest(chip, sides)
+    ]
+    raise PlanError(
+        f"--plan={text}: there is no slice of {' × '.join(map(str, sides))} {chip} chips; the"
+        f" nearest: {' and '.join(nearest)}"
+    )
 
 
 def _topology_of_type(devices: str) -> str:

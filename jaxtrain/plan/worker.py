@@ -2,18 +2,22 @@
 
     answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
 
-Jobs and answers are pickles in a temporary folder, of this code and this Python.
+    with worker.Process("gpu") as process:                             # jobs that depend on answers
+        answer = process.ask(job)
+
+Jobs and answers are pickles in pipes, of this code and this Python.
 """
 
 import contextlib
+import importlib.metadata
 import os
-import pathlib
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -29,6 +33,7 @@ from jaxtrain.plan.compile import (
     compiled,
     for_kernels,
     gpu_devices,
+    is_at_hand,
     tpu_devices,
 )
 from jaxtrain.plan.target import PlanError, Target, parse_target
@@ -36,6 +41,7 @@ from jaxtrain.plan.target import PlanError, Target, parse_target
 # With "-m" the module would be __main__ there, and its classes not those of this module.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
 LAST = "the last step's"  # as a stage
+GRACE = 5  # [s] for the process to end when no more jobs come
 
 
 class Job(NamedTuple):
@@ -51,38 +57,110 @@ class Answer(NamedTuple):
     too_large: bool = False  # the compiler found that it does not fit
 
 
+class Process:
+    """A process with the compiler of one kind of devices. Raises PlanError without it."""
+
+    def __init__(self, kind: str):
+        packages = environment.find(kind)
+        if packages is None:
+            remedy = f"jaxtrain plan --setup {kind} fetches it, once"
+            raise PlanError(f"no compiler for --plan={kind}:… is here; {remedy}")
+        self._packages = packages
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._log = self._closing.enter_context(tempfile.TemporaryFile())
+        jobs_end, jobs = os.pipe()
+        answers, answers_end = os.pipe()
+        # It sees CPUs only. Else it would wait for an accelerator of this machine, or take it.
+        path = environment.path(self._packages)
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        versions = environment.versions(self._packages)
+        arguments = [str(jobs_end), str(answers_end), versions]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(jobs_end, answers_end),
+        )
+        os.close(jobs_end)
+        os.close(answers_end)
+        self._jobs = open(jobs, "wb")
+        self._answers = self._closing.enter_context(open(answers, "rb"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._jobs.close()  # by which it ends
+        try:
+            self._process.wait(0 if kind else GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._closing.close()
+
+    def ask(self, job: Job) -> Answer:
+        """Compile a job's step. Raises PlanError if the process ends before it answers."""
+        try:
+            pickle.dump(job, self._jobs)
+            self._jobs.flush()
+            answer: Answer = pickle.load(self._answers)
+            return answer
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
+            code = self._process.wait()
+            self._log.seek(0)
+            text = self._log.read().decode(errors="replace")
+            last_lines = "; ".join(text.strip().splitlines()[-3:])
+            raise PlanError(
+                f"the process that compiles for --plan={job.target} ended with code {code}:"
+                f" {last_lines}"
+            ) from error
+
+
 def ask(jobs: Sequence[Job]) -> list[Answer]:
     """Compile each job's step, one after the other in one process. All targets are of one kind.
 
-    Raises PlanError without its environment, and if the process ends before it answers.
+    Raises PlanError as `Process` does.
     """
     [kind] = {parse_target(job.target).kind for job in jobs}
-    packages = environment.find(kind)
-    if packages is None:
-        remedy = f"jaxtrain plan --setup {kind} fetches it, once"
-        raise PlanError(f"no compiler for --plan={kind}:… is here; {remedy}")
-    with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
-        jobs_file = pathlib.Path(folder, "jobs")
-        answers_file = pathlib.Path(folder, "answers")
-        jobs_file.write_bytes(pickle.dumps(list(jobs)))
-        # It sees CPUs only. Else it would wait for an accelerator of this machine, or take it.
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(packages)}
-        arguments = [str(jobs_file), str(answers_file), environment.versions(packages)]
-        process = subprocess.run(
-            [sys.executable, "-c", START, *arguments],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if process.returncode or not answers_file.exists():
-            last_lines = "; ".join(process.stdout.strip().splitlines()[-3:])
-            raise PlanError(
-                f"the process that compiles for --plan={jobs[0].target} ended with code"
-                f" {process.returncode}: {last_lines}"
-            )
-        answers: list[Answer] = pickle.loads(answers_file.read_bytes())
-        return answers
+    with Process(kind) as process:
+        return [process.ask(job) for job in jobs]
+
+
+Compiler = Callable[[Config], Answer]  # of the last stage's step
+
+
+@contextlib.contextmanager
+def compiler(target: Target, text: str) -> Iterator[Compiler | None]:
+    """Make the compiler of a target's devices, None if there is none to ask.
+
+    ``text``: the target's, as in --plan=.
+    """
+    if is_at_hand(target):
+        # GPUs share what they tune among processes: either all of them compile, or none does.
+        versions = _own_versions() if jax.process_count() == 1 else ""
+        yield lambda config: answer(Job(config, text, LAST), versions)
+    elif environment.find(target.kind):
+        with Process(target.kind) as process:
+            yield lambda config: process.ask(Job(config, text, LAST))
+    else:
+        yield None
+
+
+def _own_versions() -> str:
+    """Return the versions of the compilers of this process."""
+    installed = []
+    for name in ("jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed.append(f"{name}=={importlib.metadata.version(name)}")
+    return ", ".join(installed)
 
 
 def answer(job: Job, versions: str = "") -> Answer:
@@ -119,10 +197,15 @@ def _devices(target: Target) -> list[Any] | None:
     return gpu_devices(target) if target.kind == "gpu" else tpu_devices(target)
 
 
-def main(jobs: str, answers: str, versions: str) -> None:
+def main(jobs_end: str, answers_end: str, versions: str) -> None:
     ask_for_no_chips()
     # A kernel's text has the lines of its source. Without them its figures survive edits elsewhere.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    every_job: list[Job] = pickle.loads(pathlib.Path(jobs).read_bytes())
-    every_answer = [answer(job, versions) for job in every_job]
-    pathlib.Path(answers).write_bytes(pickle.dumps(every_answer))
+    with open(int(jobs_end), "rb") as jobs, open(int(answers_end), "wb") as answers:
+        while True:
+            try:
+                job: Job = pickle.load(jobs)
+            except EOFError:
+                return
+            pickle.dump(answer(job, versions), answers)
+            answers.flush()

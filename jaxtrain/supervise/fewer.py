@@ -64,7 +64,9 @@ class Split(NamedTuple):
 
     def overrides(self, config: Config) -> list[str]:
         """Return the arguments that change ``config`` to it, without fields on auto."""
-        fields = {"mesh.data": self.data, "mesh.fsdp": self.fsdp, "mesh.model": self.model}
+        fields = {}
+        if "mesh" not in config.train.auto:
+            fields = {"mesh.data": self.data, "mesh.fsdp": self.fsdp, "mesh.model": self.model}
         if "train.accumulate" not in config.train.auto:
             fields["train.accumulate"] = self.accumulate
         return [f"--config.{name}={value}" for name, value in fields.items()]

@@ -1,8 +1,10 @@
 """Fields that are given as auto: the plan chooses what fits, a run decides once."""
 
+import contextlib
 import json
 import math
 import re
+import types
 
 import jax
 import pytest
@@ -38,7 +40,7 @@ def with_bounds(monkeypatch, peak):
         size = int(peak(config.train.accumulate, config.model.remat))
         return plan.bound.Bound(0, size // 2, [plan.bound.Array(size, "kept")])
 
-    monkeypatch.setattr(auto, "_bound", bound)
+    monkeypatch.setattr(auto, "bound_of", bound)
 
 
 def with_memory(monkeypatch, memory):
@@ -110,22 +112,27 @@ def test_a_field_that_is_not_auto_keeps_its_value(language, monkeypatch):
     assert decided(config)[0] == (1, "full", 3)
 
 
+def process_that_answers(monkeypatch, ask):
+    """Let ``ask`` answer each job in place of the process of a compiler."""
+    process = contextlib.nullcontext(types.SimpleNamespace(ask=ask))
+    monkeypatch.setattr(worker, "Process", lambda kind: process)
+    monkeypatch.setattr(worker.environment, "find", lambda kind: "here")
+
+
 def on_gpus(monkeypatch, peak):
     """Answer for the compiler of GPUs. Returns the list of choices that it is asked for."""
     asked = []
 
-    def ask(jobs):
-        [job] = jobs
+    def ask(job):
         model = job.config.model
         values = job.config.train.accumulate, model.remat, model.unroll
         asked.append(values)
         size = peak(*values)
         if math.isinf(size):
-            return [worker.Answer(None, "out of memory", too_large=True)]
-        return [worker.Answer(Compiled(0, 0, int(size), None, 1.0))]
+            return worker.Answer(None, "out of memory", too_large=True)
+        return worker.Answer(Compiled(0, 0, int(size), None, 1.0))
 
-    monkeypatch.setattr(worker, "ask", ask)
-    monkeypatch.setattr(auto.environment, "find", lambda kind: "here")
+    process_that_answers(monkeypatch, ask)
     return asked
 
 
@@ -168,14 +175,14 @@ def test_a_compiler_that_fails_is_no_step_that_is_too_large(language, monkeypatc
     config = language(*ALL)
     with_bounds(monkeypatch, lambda accumulate, remat: 1e6)
     on_gpus(monkeypatch, lambda *values: 0)
-    monkeypatch.setattr(worker, "ask", lambda jobs: [worker.Answer(None, "no ptxas")])
+    process_that_answers(monkeypatch, lambda job: worker.Answer(None, "no ptxas"))
     with pytest.raises(plan.PlanError, match="cannot be decided: no ptxas"):
         decided(config, GPU)
 
 
 def test_without_a_compiler_the_lower_bound_decides(language, monkeypatch):
-    monkeypatch.setattr(auto.environment, "find", lambda kind: None)
-    monkeypatch.setattr(worker, "ask", lambda jobs: pytest.fail("compiled"))
+    monkeypatch.setattr(worker.environment, "find", lambda kind: None)
+    monkeypatch.setattr(worker, "Process", lambda kind: pytest.fail("compiled"))
     config = language(*ALL)
     values, line = decided(config, GPU)
     assert values == (1, "none", config.model.depth) and "at least" in line

@@ -57,6 +57,24 @@ def test_a_slice_has_the_name_that_google_cloud_gives_it(text, topology, count):
     assert target.name == f"tpu:{text}"
 
 
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("tpu:v4:3x5x7", "tpu:v4:4x4x4 (64 chips) and tpu:v4:4x4x8 (128 chips)"),
+        ("tpu:v4:4x2x2*2", "tpu:v4:2x2x4 (16 chips)"),
+        ("tpu:v5e:3x3", "tpu:v5e:2x4 (8 chips) and tpu:v5e:4x4 (16 chips)"),
+        ("tpu:v5e:32x32", "tpu:v5e:16x16 (256 chips)"),
+        ("tpu:v5e:2x2x2", "tpu:v5e:2x4 (8 chips)"),
+    ],
+)
+def test_a_slice_that_does_not_exist_names_the_nearest(text, nearest):
+    with pytest.raises(plan.PlanError) as error:
+        plan.parse_target(text)
+    assert str(error.value).startswith(f"--plan={text}: there is no slice of ")
+    assert str(error.value).endswith(f"the nearest: {nearest}")
+    assert plan.parse_target("tpu:v4:12x16x16").count == 3072
+
+
 def test_targets_know_their_devices():
     assert (
         plan.parse_target("tpu:v4:2x2x4").count == 16

@@ -1,0 +1,270 @@
+"""The search for the mesh and the options with which a step takes the least time.
+
+Each mesh has a line of candidates: its options, the fastest first by `estimate`. The search takes
+the mesh whose first candidate is the fastest, and settles that candidate:
+
+    held bytes      exact, without a trace. More than a device has: the next of this mesh
+    lower bound     of the traced step. The same
+    program         compiled by the target's compiler. If it does not fit, the same
+
+A candidate that fits is the mesh's only one, since the later ones recompute more or read the
+matrices more often. The search ends when `ENOUGH` meshes have one that fits. The best is the one
+with the shortest time by its program. Without a compiler, lower bounds and estimates decide.
+
+All processes of a run make the same search, and agree on each candidate's bytes and time.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain import config as config_lib
+from jaxtrain.assembly import Assembly
+from jaxtrain.parallel import cluster
+from jaxtrain.plan import candidates, estimate, exposure, forecast, hlo, traffic, worker
+from jaxtrain.plan.bound import Bound, bound_of
+from jaxtrain.plan.candidates import Choice
+from jaxtrain.plan.compile import Compiled
+from jaxtrain.plan.forecast import Forecast
+from jaxtrain.plan.memory import in_bytes, least, offloaded
+from jaxtrain.plan.target import Target, abstractly
+from loaders.io.checks import first_line
+
+ENOUGH = 5  # meshes with a candidate that fits, between which the programs decide
+MAX_REASONS = 5  # of meshes that no rule allows
+ROOM = 0.95  # share of a device's memory that a compiled step may take
+MIB = 1 << 20
+MICROSECONDS = 1e6
+
+
+class Candidate(NamedTuple):
+    choice: Choice
+    config: config_lib.Config
+    estimate: float  # [s]
+
+
+class Settled(NamedTuple):
+    """A candidate that fits, or the reason for which it does not."""
+
+    candidate: Candidate
+    size: float  # [bytes] on a device
+    reason: str = ""  # "" = it fits
+    seconds: float = 0.0  # by its program, else by the estimate
+    step: Compiled | None = None
+    forecast: Forecast | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.step is not None
+
+
+@dataclasses.dataclass
+class Result:
+    """All that a search knows, also if it was interrupted."""
+
+    n_meshes: int = 0
+    fitting: list[Settled] = dataclasses.field(default_factory=list)
+    failed: list[Settled] = dataclasses.field(default_factory=list)
+    refused: dict[str, list[Choice]] = dataclasses.field(default_factory=dict)  # by the reason
+
+    @property
+    def best(self) -> list[Settled]:
+        """Those that fit, the fastest first."""
+        return sorted(self.fitting, key=lambda settled: settled.seconds)
+
+    @property
+    def nearest(self) -> Settled | None:
+        """The one that lacks the least memory, None if each one failed for another reason."""
+        sized = [settled for settled in self.failed if math.isfinite(settled.size)]
+        return min(sized, key=lambda settled: settled.size, default=None)
+
+
+class Search:
+    """One search, whose `result` grows while it runs."""
+
+    def __init__(
+        self,
+        config: config_lib.Config,
+        target: Target,
+        compiler: worker.Compiler | None,
+        *,
+        fields: tuple[str, ...],
+        note: Callable[[str], None],
+        base: Choice = Choice(),
+    ):
+        """
+        Args:
+          compiler: of a candidate's last stage; None = there is none for the target.
+          fields: options besides the mesh.
+          note: takes a line for each candidate that is settled.
+          base: values of every candidate.
+        """
+        self.result = Result()
+        self._config, self._target, self._compiler = config, target, compiler
+        self._fields, self._note, self._base = fields, note, base
+        self._memory = min(cluster.gather(int(target.memory / MIB))) * MIB
+        # of a mesh and its recomputation, for one microbatch: bytes beyond the exact ones
+        self._beyond: dict[Any, float] = {}
+
+    def run(self, enough: int = ENOUGH) -> Result:
+        lines = []
+        numbers = itertools.count()
+        for mesh in candidates.meshes(self._target):
+            line = self._line(self._base | mesh)
+            first = next(line, None)
+            if first:
+                heapq.heappush(lines, (first.estimate, next(numbers), first, line))
+        self.result.n_meshes = len(lines)
+        while lines and len(self.result.fitting) < enough:
+            _, number, candidate, line = heapq.heappop(lines)
+            settled = self.settle(candidate)
+            if not settled.reason:
+                continue
+            following = next(line, None)
+            if following:
+                heapq.heappush(lines, (following.estimate, number, following, line))
+        return self.result
+
+    def _line(self, mesh: Choice) -> Iterator[Candidate]:
+        """Yield the candidates of a mesh, the fastest first, then those that split sequences."""
+        yield from self._options(mesh)
+        split = candidates.sequence(self._config, mesh, self._target)
+        if split:
+            yield from self._options(split)
+
+    def _options(self, mesh: Choice) -> list[Candidate]:
+        config = mesh.apply(self._config)
+        try:
+            assembly = abstractly(config, self._target)
+        except (ValueError, TypeError) as error:
+            self._refuse(mesh, str(error))
+            return []
+        rows = max(1, config.train.batch // estimate.row_shards(assembly))
+        found = []
+        for options in candidates.same_numbers(config, rows, self._fields):
+            choice = mesh | options
+            candidate = choice.apply(self._config)
+            if objection := candidates.objection(candidate):
+                self._refuse(choice, objection)
+                continue
+            found.append(Candidate(choice, candidate, self._estimate(assembly, candidate)))
+        return sorted(found, key=lambda candidate: candidate.estimate)
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Make the candidate of a choice. Raises as `assemble` does."""
+        config = choice.apply(self._config)
+        assembly = abstractly(config, self._target)
+        return Candidate(choice, config, self._estimate(assembly, config))
+
+    def _estimate(self, assembly: Assembly, config: config_lib.Config) -> float:
+        if config.optim.offload != assembly.config.optim.offload:
+            assembly = abstractly(config, self._target)
+        remat = getattr(config.model, "remat", "none")
+        accumulate = config.train.accumulate
+        return estimate.seconds(assembly, self._target, accumulate=accumulate, remat=remat)
+
+    def _refuse(self, choice: Choice, reason: str) -> None:
+        self.result.refused.setdefault(reason, []).append(choice)
+
+    def settle(self, candidate: Candidate) -> Settled:
+        """Find out whether a candidate fits, and note it."""
+        try:
+            settled = self._settled(candidate)
+        except (ValueError, TypeError) as error:  # of its trace
+            settled = Settled(candidate, math.inf, first_line(error))
+        if settled.reason:
+            self.result.failed.append(settled)
+        else:
+            self.result.fitting.append(settled)
+        self._note(line(settled))
+        return settled
+
+    def _settled(self, candidate: Candidate) -> Settled:
+        assembly = abstractly(candidate.config, self._target)
+        size = float(least(assembly, tiled=self._target.tiled) + offloaded(assembly.abstract))
+        if size > self._memory:
+            return Settled(candidate, size, self._lack(size, "state and gradients take"))
+        lower = bound_of(candidate.config, self._target)
+        size = float(lower.peak)
+        if size > self._memory:
+            return Settled(candidate, size, self._lack(size, "it needs at least"))
+        is_on_host = self._target.kind == "gpu" and not self._target.here
+        if self._compiler is None or is_on_host and offloaded(assembly.abstract):
+            return Settled(candidate, size, seconds=candidate.estimate)
+        program = self._program(candidate)
+        count = candidate.config.train.accumulate
+        likely = lower.certain + self._beyond.get(program, 0.0) / count
+        if likely > self._memory:
+            text = "by the program of another number of microbatches it needs"
+            return Settled(candidate, likely, self._lack(likely, text))
+        return self._compiled(candidate, assembly, lower)
+
+    def _compiled(self, candidate: Candidate, assembly: Assembly, lower: Bound) -> Settled:
+        assert self._compiler is not None
+        answer = self._compiler(candidate.config)
+        step = answer.compiled
+        if not all(cluster.gather(int(step is not None))):
+            reason = answer.error or "another process could not compile it"
+            return Settled(candidate, math.inf, reason)
+        assert step is not None
+        size = MIB * max(cluster.gather(math.ceil((step.peak + lower.second) / MIB)))
+        count = candidate.config.train.accumulate
+        self._beyond[self._program(candidate)] = (size - lower.certain) * count
+        if size > ROOM * self._memory:
+            return Settled(candidate, size, self._lack(size, "its program takes"), step=step)
+        expected = forecast_of(step, assembly, self._target)
+        microseconds = math.ceil(MICROSECONDS * expected.seconds)
+        seconds = max(cluster.gather(microseconds)) / MICROSECONDS
+        return Settled(candidate, size, seconds=seconds, step=step, forecast=expected)
+
+    def _program(self, candidate: Candidate) -> tuple[Any, ...]:
+        """Return the values of a candidate but for the number of microbatches."""
+        values = [value for value in candidate.choice.values if value[0] != candidates.ACCUMULATE]
+        return tuple(map(str, values))
+
+    def _lack(self, size: float, text: str) -> str:
+        return f"{text} {in_bytes(size)} of {in_bytes(self._memory)}"
+
+
+def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:
+    """Forecast a compiled step. CPUs that nobody measured have the rates of `estimate`."""
+    mesh = dict(assembly.layout.mesh.shape)
+    program = hlo.Program(step.text)
+    by_measurements = forecast.forecast(program, mesh, target)
+    if by_measurements:
+        return by_measurements
+    machine = estimate.machine_of(target)
+    seconds = traffic.seconds_of_each(step.kernels, machine.rates)
+    walked = exposure.exposure(program, mesh, seconds, machine.links)
+    parts = {"kernels": walked.computing, "exchange": walked.exposed}
+    total = walked.computing + walked.exposed
+    return Forecast(total, parts, walked.exposed, None, forecast.UNCALIBRATED)
+
+
+def line(settled: Settled) -> str:
+    """Write what is known of a candidate."""
+    choice = settled.candidate.choice
+    if settled.reason:
+        return f"{choice}: {settled.reason}"
+    source = "by its compiler" if settled.is_compiled else "at least, not compiled"
+    return f"{choice}: {1e3 * settled.seconds:.2f} ms, {in_bytes(settled.size)} {source}"
+
+
+def lacks(settled: Sequence[Settled]) -> list[str]:
+    """List what each of some candidates lacks, that which lacks the least first."""
+    return [line(each) for each in sorted(settled, key=lambda each: each.size)]
+
+
+def no_mesh(result: Result, target: Target) -> str:
+    """Write why no mesh of a target is allowed, by the reasons of most meshes."""
+    reasons = sorted(result.refused.items(), key=lambda item: -len(item[1]))
+    lines = [f"no mesh of the {target.count} devices of {target.name} is allowed"]
+    for reason, choices in reasons[:MAX_REASONS]:
+        more = f" and {len(choices) - 1} more" if len(choices) > 1 else ""
+        lines.append(f"  {choices[0]}{more}: {reason}")
+    if not reasons:
+        lines.append(f"  its {target.slices} slices or nodes do not divide any")
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""A search of the plan, for a person: its progress, the best candidates, and what the rest lack."""
+
+import functools
+import math
+import sys
+from collections.abc import Iterator
+
+from jaxtrain import config as config_lib
+from jaxtrain.plan import candidates, estimate, search, worker
+from jaxtrain.plan import slices as slices_lib
+from jaxtrain.plan.candidates import Choice
+from jaxtrain.plan.compile import ask_for_no_chips
+from jaxtrain.plan.memory import in_bytes, least
+from jaxtrain.plan.remedies import size
+from jaxtrain.plan.search import Result, Search, Settled
+from jaxtrain.plan.target import GPUS_PER_NODE, PlanError, Target, abstractly, parse_target
+
+OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
+MAX_LINES = 12  # of candidates that do not fit
+LITTLE = 0.05  # share of a step that is not named
+MAX_DOUBLINGS = 12  # of a target that is too small
+
+
+def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
+    """Search for the devices of ``text``.
+
+    Returns the text, whether a candidate fits, and whether Ctrl-C ended the search. Raises
+    PlanError if no mesh is allowed, or none can have room.
+    """
+    target = parse_target(text)
+    if not target.here:
+        ask_for_no_chips()
+    config = Choice().apply(config)  # nothing is on auto: all of it is searched
+    with worker.compiler(target, text) as compiler:
+        run = functools.partial(
+            Search, config, target, compiler, fields=options(target), note=_show_progress
+        )
+        first = run()
+        narrower = Result()
+        interrupted = False
+        try:
+            first.run()
+            narrower = _narrower(config, first.result, run)
+        except KeyboardInterrupt:
+            interrupted = True
+    result = first.result
+    if not result.n_meshes:
+        raise PlanError(search.no_mesh(result, target))
+    lines = [
+        *_title_lines(config, target, result),
+        *([] if compiler else [_missing(target)]),
+        *(["interrupted: this is known so far"] if interrupted else []),
+        "",
+        *_fitting_lines(config, target, result),
+        *_narrower_lines(result, narrower),
+        *_failed_lines(result),
+    ]
+    fits = bool(result.fitting or narrower.fitting)
+    if not fits and not interrupted:
+        lines.append(f"problem: {too_small(config, target, result)}")
+    return "\n".join(lines), fits, interrupted
+
+
+def options(target: Target) -> tuple[str, ...]:
+    """List the fields besides the mesh. A CPU's device has no other memory than the host's."""
+    return OPTIONS[1:] if target.platform == "cpu" else OPTIONS
+
+
+def _show_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _narrower(config: config_lib.Config, result: Result, run: functools.partial[Search]) -> Result:
+    """Try moments and parameters in 16 bits: with the best candidate, or else with each mesh."""
+    proposals = Result()
+    for values in candidates.narrower(config):
+        if result.fitting:
+            choice = result.best[0].candidate.choice | values
+            one = run(base=values)
+            one.settle(one.candidate(choice))
+        else:
+            one = run(base=values)
+            one.run(enough=1)
+        proposals.fitting += one.result.fitting
+        proposals.failed += one.result.failed
+    return proposals
+
+
+def _title_lines(config: config_lib.Config, target: Target, result: Result) -> Iterator[str]:
+    n_settled = len(result.fitting) + len(result.failed)
+    yield (
+        f"{target.name}: {result.n_meshes} meshes are allowed for {config.train.batch} rows a"
+        f" step, {n_settled} candidates were settled, {len(result.fitting)} fit"
+    )
+
+
+def _missing(target: Target) -> str:
+    return (
+        "nothing is compiled: bytes are lower bounds, and times rough estimates; jaxtrain plan"
+        f" --setup {target.kind} fetches the compiler"
+    )
+
+
+def _fitting_lines(config: config_lib.Config, target: Target, result: Result) -> Iterator[str]:
+    for number, settled in enumerate(result.best, start=1):
+        yield f"{number}. {_summary(settled)}"
+        yield from _time_lines(config, target, settled)
+        yield f"   {settled.candidate.choice.overrides()}"
+        yield ""
+    if result.fitting and not result.best[0].candidate.config.optim.offload:
+        yield f"a run searches by itself, at its first start, with {_auto(config)}"
+        yield ""
+
+
+def _auto(config: config_lib.Config) -> str:
+    names = ["mesh"]
+    if not config.model.reads_whole_microbatches:
+        names.append(candidates.ACCUMULATE)
+    if hasattr(config.model, "remat"):
+        names.append(candidates.REMAT)
+    return " ".join(f"--config.{name}=auto" for name in names)
+
+
+def _summary(settled: Settled) -> str:
+    mesh = settled.candidate.config.mesh
+    sizes = f"data {mesh.data} × fsdp {mesh.fsdp} × model {mesh.model}"
+    source = "" if settled.step else "at least "
+    return f"{1e3 * settled.seconds:.2f} ms a step, {source}{in_bytes(settled.size)}, {sizes}"
+
+
+def _time_lines(config: config_lib.Config, target: Target, settled: Settled) -> Iterator[str]:
+    """Yield exchanges by axis, the hours of the run, and what limits a step."""
+    step = settled.step
+    if step and step.collectives:
+        by_axes: dict[str, float] = {}
+        for (kind, axes), exchanged in step.collectives.items():
+            name = f"{kind} over {'+'.join(axes)}"
+            by_axes[name] = by_axes.get(name, 0.0) + exchanged.sent
+        for name, sent in sorted(by_axes.items(), key=lambda item: -item[1]):
+            yield f"   {in_bytes(sent)} sent by {name}"
+    if settled.forecast:
+        shares = [
+            f"{kind} {seconds / settled.seconds:.0%}"
+            for kind, seconds in settled.forecast.by_kind.items()
+            if seconds >= LITTLE * settled.seconds
+        ]
+        yield f"   limited by {', '.join(shares)} ({settled.forecast.calibration})"
+    hours = config.train.steps * settled.seconds / 3600
+    line = f"   {hours:.2f} h for {config.train.steps:,} steps"
+    if target.chip:
+        line += f", {hours * target.count / target.chip.devices:.2f} chip-hours"
+    yield line
+
+
+def _narrower_lines(result: Result, narrower: Result) -> Iterator[str]:
+    if not (narrower.fitting or narrower.failed):
+        return
+    yield "with other numbers than the config's, which no run takes by itself"
+    for settled in narrower.best:
+        gain = ""
+        if result.fitting:
+            gain = f", {settled.seconds / result.best[0].seconds - 1:+.1%} of the time"
+        yield f"   {_summary(settled)}{gain}"
+        yield f"   {settled.candidate.choice.overrides()}"
+    for settled in narrower.failed:
+        yield f"   {search.line(settled)}"
+    yield ""
+
+
+def _failed_lines(result: Result) -> Iterator[str]:
+    lines = search.lacks(result.failed)
+    if lines:
+        yield "do not fit"
+        yield from (f"  {line}" for line in lines[:MAX_LINES])
+        if len(lines) > MAX_LINES:
+            yield f"  and {len(lines) - MAX_LINES} more"
+        yield ""
+
+
+def too_small(config: config_lib.Config, target: Target, result: Result) -> str:
+    """Write what is missing if nothing fits, with the smallest target that would do."""
+    nearest = result.nearest
+    if nearest is None:
+        return "no candidate compiles, and each one's error is above"
+    text = (
+        f"no candidate fits: {nearest.candidate.choice} lacks the least, with"
+        f" {in_bytes(nearest.size)} of {in_bytes(target.memory)} on each device"
+    )
+    if target.here or target.chip is None:
+        return f"{text}; more devices, or devices with more memory, would do"
+    larger = smallest(config, target)
+    if not larger:
+        return f"{text}, and no target of more {target.chip.name} has room for it"
+    return f"{text}. The smallest target that may do, by its lower bound: {larger}"
+
+
+def smallest(config: config_lib.Config, target: Target) -> str:
+    """Return the smallest larger target whose devices have room for a step, "" without one."""
+    for name in _larger(target):
+        larger = parse_target(name)
+        for mesh in candidates.meshes(larger):
+            if _has_room(mesh.apply(config), larger):
+                return name
+    return ""
+
+
+def _has_room(config: config_lib.Config, target: Target) -> bool:
+    """Tell whether a step may fit with most microbatches and all layers computed again."""
+    try:
+        assembly = abstractly(config, target)
+        if candidates.objection(config) or least(assembly, tiled=target.tiled) > target.memory:
+            return False
+        rows = max(1, config.train.batch // estimate.row_shards(assembly))
+    except (ValueError, TypeError):
+        return False
+    smallest_step = candidates.same_numbers(config, rows, OPTIONS[1:])[-1]
+    return size(smallest_step.apply(config), target, 0.0) <= target.memory
+
+
+def _larger(target: Target) -> Iterator[str]:
+    """Yield the names of targets with more devices of the same chip."""
+    chip = target.known_chip
+    if target.tiled:
+        for sides in slices_lib.existing(chip.name):
+            if math.prod(sides) * chip.devices > target.count:
+                yield slices_lib.name(chip.name, sides)
+        return
+    count = target.count
+    for _ in range(MAX_DOUBLINGS):
+        count *= 2
+        nodes = -(-count // GPUS_PER_NODE)
+        yield f"gpu:{chip.name}x{min(count, GPUS_PER_NODE)}" + (f"*{nodes}" if nodes > 1 else "")

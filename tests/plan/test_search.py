@@ -1,0 +1,212 @@
+"""The search for a mesh and options: its order, its end, and a run that takes the first."""
+
+import contextlib
+import json
+import types
+
+import jax
+import pytest
+
+from jaxtrain import cli, plan
+from jaxtrain import config as config_lib
+from jaxtrain.plan import candidates, search, worker
+from jaxtrain.plan.compile import Compiled
+from jaxtrain.plan.forecast import Forecast
+from tests.plan.cases import load
+from tests.support import processes, small_runs
+
+GPUS = "gpu:h100x8"
+ROOMY = 64e9
+
+
+@pytest.fixture
+def language(tmp_path, monkeypatch):
+    """Return a function: overrides -> a config of a small language model with 64 rows."""
+
+    def make(*overrides):
+        return load("language", tmp_path, monkeypatch, ("model.depth", "2"), *overrides)
+
+    return make
+
+
+def sizes(config):
+    return config.mesh.data, config.mesh.fsdp, config.mesh.model
+
+
+def compiled_as(monkeypatch, *, seconds, size=lambda config: 1e9):
+    """Answer for a compiler: configs -> seconds and bytes. Returns the list of those asked for."""
+    asked = []
+
+    def ask(job):
+        asked.append(job.config)
+        return worker.Answer(Compiled(0, 0, int(size(job.config)), {}, 1.0))
+
+    def forecast_of(step, assembly, target):
+        return Forecast(seconds(assembly.config), {}, 0.0, None, "")
+
+    process = contextlib.nullcontext(types.SimpleNamespace(ask=ask))
+    monkeypatch.setattr(worker, "Process", lambda kind: process)
+    monkeypatch.setattr(worker.environment, "find", lambda kind: "here")
+    monkeypatch.setattr(search, "forecast_of", forecast_of)
+    return asked
+
+
+def quickly(monkeypatch):
+    """Give every candidate a lower bound without a trace."""
+    bound = plan.bound.Bound(0, 0, [])
+    monkeypatch.setattr(search, "bound_of", lambda config, target: bound)
+
+
+def test_the_programs_decide_between_five_meshes(language, monkeypatch):
+    """The estimate puts model=8 last, so that no compiler sees it. Of the others, the one that is
+    fastest by its program is the first, whatever its estimate."""
+    quickly(monkeypatch)
+    config = language()
+    asked = compiled_as(monkeypatch, seconds=lambda config: 1 / config.mesh.fsdp)
+    text, fits, _ = plan.report_search(config, GPUS)
+    meshes = [sizes(config) for config in asked]
+    assert fits and len(set(meshes)) == 5 and (1, 1, 8) not in meshes
+    best = max(meshes, key=lambda mesh: mesh[1])
+    assert "10 meshes are allowed for 64 rows a step, 5 candidates were settled, 5 fit" in text
+    first = " ".join(f"--config.mesh.{n}={s}" for n, s in zip(("data", "fsdp", "model"), best, strict=True))
+    assert text.partition("\n2. ")[0].rstrip().endswith(first)
+    assert "--config.mesh=auto --config.train.accumulate=auto --config.model.remat=auto" in text
+    [narrow] = [config for config in asked if config.optim.moments == "bfloat16"]
+    assert sizes(narrow) == best and "with other numbers than the config's" in text
+
+
+def test_a_mesh_that_does_not_fit_takes_its_next_option(language, monkeypatch):
+    quickly(monkeypatch)
+    config = language(("model.remat", "auto"), ("mesh", "auto"), ("train.batch", "8"))
+    monkeypatch.setattr(plan.Target, "memory", 10e9)
+
+    def size(config):
+        return 1e9 if config.model.remat == "full" else 9.6e9
+
+    asked = compiled_as(monkeypatch, seconds=lambda config: 1.0, size=size)
+    chosen, line = plan.decide(config, plan.parse_target(GPUS), GPUS)
+    assert chosen.model.remat == "full" and chosen.train.accumulate == 1
+    assert [c.model.remat for c in asked[:2]] == ["none", "none"] or asked[1].model.remat == "full"
+    assert sum(c.model.remat == "full" for c in asked) == search.ENOUGH
+    assert line.startswith("auto is mesh.data=") and "by its compiler 1.00 GB of 10.00 GB" in line
+
+
+def test_options_are_those_that_a_workload_has(language, tmp_path, monkeypatch):
+    fields = ("optim.offload", "model.remat", "train.accumulate")
+    choices = candidates.same_numbers(language(), 2, fields)
+    assert len(choices) == 8 and choices[0] == candidates.Choice()
+    giblet = load("giblet", tmp_path, monkeypatch)
+    of_batch = [dict(choice.values) for choice in candidates.same_numbers(giblet, 2, fields)]
+    assert not any("train.accumulate" in values for values in of_batch), "it changes the loss"
+    narrower = [dict(choice.values) for choice in candidates.narrower(giblet)]
+    assert {"model.param_dtype": "bfloat16", "optim.masters": True} in narrower
+
+
+def test_rows_that_are_too_few_are_split_by_their_places(language):
+    config = language(("train.batch", "2"), ("mesh", "auto"))
+    target = plan.parse_target(GPUS)
+    found = search.Search(config, target, None, fields=(), note=print)
+    assert found.run(enough=100).n_meshes
+    rules = [dict(s.candidate.choice.values).get(candidates.RULES) for s in found.result.fitting]
+    assert {"batch": "data", "seq": "fsdp"} in rules
+
+
+def test_a_mesh_that_no_rule_allows_names_the_reason(language):
+    config = language(("train.batch", "7"), ("model.heads", "1"), ("mesh.axis_rules.seq", "data"))
+    with pytest.raises(plan.PlanError, match="no mesh of the 8 devices of gpu:h100x8 is allowed"):
+        plan.report_search(config, GPUS)
+
+
+def test_a_target_without_room_names_the_smallest_that_may_do(language, monkeypatch):
+    """Most of the state is split over model and fsdp: so with more devices each needs less."""
+    config = language()
+    target = plan.parse_target(GPUS)
+    split = plan.abstractly(
+        candidates.Choice((("mesh.data", 1), ("mesh.fsdp", 8), ("mesh.model", 1))).apply(config),
+        target,
+    )
+    least = plan.memory.least(split, tiled=False)
+    monkeypatch.setattr(plan.Target, "memory", 0.75 * least)
+    text, fits, _ = plan.report_search(config, GPUS)
+    assert not fits and "0 fit" in text and "do not fit\n" in text
+    assert "problem: no candidate fits: mesh.data=" in text and "lacks the least" in text
+    assert "The smallest target that may do, by its lower bound: gpu:h100x8*2" in text
+
+
+def test_a_search_without_a_compiler_says_so(language):
+    text, fits, _ = plan.report_search(language(), GPUS)
+    assert fits and "jaxtrain plan --setup gpu fetches the compiler" in text
+    assert "1. " in text and "at least" in text
+
+
+def test_candidates_that_do_not_compile_are_listed(language, monkeypatch):
+    quickly(monkeypatch)
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    failing = types.SimpleNamespace(ask=lambda job: worker.Answer(None, "no ptxas"))
+    monkeypatch.setattr(worker, "Process", lambda kind: contextlib.nullcontext(failing))
+    monkeypatch.setattr(candidates, "same_numbers", lambda *of: [candidates.Choice()])
+    text, fits, _ = plan.report_search(language(), GPUS)
+    assert not fits and text.count("no ptxas") >= 10 and "no candidate compiles" in text
+
+
+def test_ctrl_c_prints_what_is_known(tmp_path, monkeypatch, capsys):
+    small_runs.rows(tmp_path)
+    asked = []
+
+    def answer(job, versions=""):
+        asked.append(job)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return worker.Answer(Compiled(0, 0, 1000, {}, 1.0))
+
+    monkeypatch.setattr(worker, "answer", answer)
+    monkeypatch.setattr(search, "forecast_of", lambda *of: Forecast(0.1, {}, 0.0, None, ""))
+    arguments = [f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}/run", "--search"]
+    assert cli.main(["plan", *arguments]) == 130
+    out = capsys.readouterr()
+    assert "interrupted: this is known so far" in out.out and "2. " in out.out
+    assert out.err.count("by its compiler") == 2
+
+
+def rows_config(tmp_path, *overrides):
+    small_runs.rows(tmp_path)
+    workdir = ("workdir", str(tmp_path / "run"))
+    return config_lib.load(f"{tmp_path}/rows.py", [workdir, *overrides])
+
+
+def test_a_run_takes_the_first_mesh_and_keeps_it(tmp_path, monkeypatch):
+    """Two meshes are really compiled here. A later start takes that of config.json."""
+    monkeypatch.setattr(search, "ENOUGH", 2)
+    config = rows_config(tmp_path, ("mesh", "auto"))
+    assert config.train.auto == ("mesh",)
+    first = plan.decide_once(config)
+    data, fsdp, model = sizes(first)
+    assert data * fsdp * model == jax.device_count() and not first.train.auto
+    config_lib.save(first, config.workdir)
+    monkeypatch.setattr(search, "Search", lambda *a, **k: pytest.fail("it searches again"))
+    assert plan.decide_once(config) == first
+    path = tmp_path / "run" / "config.json"
+    tree = json.loads(path.read_text())
+    for mesh in ({"data": 3}, {"data": "x"}, None):  # of other devices, or damaged
+        path.write_text(json.dumps({**tree, "mesh": mesh}))
+        assert plan.auto._saved(config, plan.parse_target("")) is None
+
+
+def test_auto_is_of_the_whole_mesh(tmp_path):
+    config = rows_config(tmp_path, ("mesh.axis_rules", "{'seq': 'fsdp'}"), ("mesh", "auto"))
+    assert config.mesh.axis_rules == {"seq": "fsdp"} and config.mesh.data == -1
+    with pytest.raises(config_lib.ConfigError, match="mesh.fsdp is 4, and another size of the mesh"):
+        rows_config(tmp_path, ("mesh", "auto"), ("mesh.fsdp", "4"))
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_mesh(folder):
+    mesh = "--config.mesh=auto"
+    steps = "--config.train.steps=4", "--config.checkpoint.every=2"
+    both = processes.cluster(folder, "toy.py", mesh, *steps, processes=2)
+    outputs = [p.communicate(timeout=500)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
+    assert "auto is mesh.data=" in outputs[0]
+    [workdir] = (path.parent for path in folder.glob("**/config.json"))
+    saved = json.loads((workdir / "config.json").read_text())
+    assert -1 not in saved["mesh"].values() and saved["train"]["auto"] == []
