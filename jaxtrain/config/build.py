@@ -31,7 +31,15 @@ from jaxtrain.config.consistency import (
     on_this_machine,
     without_defaults,
 )
-from jaxtrain.config.schema import AUTO, AUTO_FIELDS, MESH_SIZES, SHARES, Config, ModelSection, Train
+from jaxtrain.config.schema import (
+    AUTO,
+    AUTO_FIELDS,
+    MESH_SIZES,
+    SHARES,
+    Config,
+    ModelSection,
+    Train,
+)
 from loaders import base
 from loaders.io import atomic_write, checks, files
 from loaders.io.checks import DataSection, Section

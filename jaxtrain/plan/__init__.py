@@ -13,7 +13,8 @@ needs no such chip, has the other figures: it compiles the real step.
     choices   what a config leaves to it       auto         microbatches and recomputation
     exposure  exchanges that nothing hides     mesh_advice  a mesh that exposes less
     forecast  the time of a step               kinds        of kernels, for a forecast
-    search    the fastest mesh and options     candidates   the meshes and options there are
+    mesh_search  the fastest mesh, options     mesh_report  the search, for a person
+    candidates   the meshes and options
     estimate  a time before the program        slices       the slices of TPUs that exist
 """
 
@@ -21,7 +22,7 @@ from jaxtrain.plan.auto import decide, decide_once
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.remedies import refuse_if_too_large
-from jaxtrain.plan.search_report import report as report_search
+from jaxtrain.plan.mesh_report import report as report_search
 from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 

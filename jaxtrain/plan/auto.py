@@ -1,6 +1,7 @@
 """The fields of a config that are given as auto: the largest microbatch that fits, and so on.
 
-If mesh is auto, a `search` chooses it and the other fields. Without it choices are tried in this order, and the first that fits is taken:
+If mesh is auto, a `search` chooses it and the other fields. Without it choices are tried in this
+order, and the first that fits is taken:
 
     model.remat        none before full: a layer that is recomputed costs a third more, or half if
                        its matrices are frozen
@@ -31,7 +32,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.nn import remat
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan import search, worker
+from jaxtrain.plan import mesh_search, worker
 from jaxtrain.plan.bound import Bound, bound_of
 from jaxtrain.plan.candidates import ACCUMULATE, REMAT, Choice
 from jaxtrain.plan.memory import in_bytes
@@ -142,10 +143,10 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     """Return the fastest choice of a mesh, and of the other fields on auto, else the nearest."""
     fields = tuple(path for path in config.train.auto if path != "mesh")
     with worker.compiler(target, text) as compiler:
-        result = search.Search(config, target, compiler, fields=fields, note=_note).run()
+        result = mesh_search.Search(config, target, compiler, fields=fields, note=_note).run()
     settled = result.best[0] if result.fitting else result.nearest
     if settled is None:
-        raise PlanError(f"mesh is auto, and {search.no_mesh(result, target)}")
+        raise PlanError(f"mesh is auto, and {mesh_search.no_mesh(result, target)}")
     source = "at least"
     if settled.step:
         source = "by its compiler"
@@ -157,9 +158,7 @@ def _note(line: str) -> None:
     log.info("auto: %s", line)
 
 
-def _first_fit(
-    config: config_lib.Config, target: Target, compiler: worker.Compiler | None
-) -> Fit:
+def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compiler | None) -> Fit:
     """Return the first choice that fits, else the last."""
     fit = None
     compiled = _Compiled(config, compiler, target)
@@ -176,7 +175,13 @@ def _first_fit(
             continue
         for written in _written(candidate, target):
             size = compiled.size(written, lower)
-            fit = Fit(written, choice, size, "by its compiler", fits=size <= search.ROOM * target.memory)
+            fit = Fit(
+                written,
+                choice,
+                size,
+                "by its compiler",
+                fits=size <= mesh_search.ROOM * target.memory,
+            )
             if fit.fits:
                 return fit
             if math.isinf(size):
@@ -203,9 +208,7 @@ class _Compiled:
     fit by a program compiled before is not compiled.
     """
 
-    def __init__(
-        self, config: config_lib.Config, compiler: worker.Compiler | None, target: Target
-    ):
+    def __init__(self, config: config_lib.Config, compiler: worker.Compiler | None, target: Target):
         self._auto = config.train.auto
         self._compiler = compiler
         self._memory = target.memory

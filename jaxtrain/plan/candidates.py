@@ -58,6 +58,9 @@ class Choice(NamedTuple):
         return replace(config, **changed)
 
 
+NOTHING = Choice()
+
+
 def meshes(target: Target) -> Iterator[Choice]:
     """Yield each mesh of the target's devices. Those with more replicas come first."""
     count = target.count

@@ -84,10 +84,7 @@ def seconds(assembly: Assembly, target: Target, *, accumulate: int, remat: str) 
     rows = again * n_rows * added_up * itemsize
     exchanging += _on_links("model", "all-reduce", rows, assembly, machine)
     return (
-        max(computing, moving)
-        + update / machine.rates.bandwidth
-        + on_host / HOST_LINK
-        + exchanging
+        max(computing, moving) + update / machine.rates.bandwidth + on_host / HOST_LINK + exchanging
     )
 
 

@@ -1,4 +1,4 @@
-"""A search of the plan, for a person: its progress, the best candidates, and what the rest lack."""
+"""A search of the plan, for a person: its progress, the best candidates, and the lacks of the others."""
 
 import functools
 import math
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator
 
 from jaxtrain import config as config_lib
-from jaxtrain.plan import candidates, estimate, search, worker
+from jaxtrain.plan import candidates, estimate, mesh_search, worker
 from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.candidates import Choice
 from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
 from jaxtrain.plan.remedies import size
-from jaxtrain.plan.search import Result, Search, Settled
+from jaxtrain.plan.mesh_search import Result, Search, Settled
 from jaxtrain.plan.target import GPUS_PER_NODE, PlanError, Target, abstractly, parse_target
 
 OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
@@ -44,8 +44,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
         except KeyboardInterrupt:
             interrupted = True
     result = first.result
-    if not result.n_meshes:
-        raise PlanError(search.no_mesh(result, target))
+    if not result.meshes:
+        raise PlanError(mesh_search.no_mesh(result, target))
     lines = [
         *_title_lines(config, target, result),
         *([] if compiler else [_missing(target)]),
@@ -89,7 +89,7 @@ def _narrower(config: config_lib.Config, result: Result, run: functools.partial[
 def _title_lines(config: config_lib.Config, target: Target, result: Result) -> Iterator[str]:
     n_settled = len(result.fitting) + len(result.failed)
     yield (
-        f"{target.name}: {result.n_meshes} meshes are allowed for {config.train.batch} rows a"
+        f"{target.name}: {len(result.meshes)} meshes are allowed for {config.train.batch} rows a"
         f" step, {n_settled} candidates were settled, {len(result.fitting)} fit"
     )
 
@@ -129,7 +129,7 @@ def _summary(settled: Settled) -> str:
 
 
 def _time_lines(config: config_lib.Config, target: Target, settled: Settled) -> Iterator[str]:
-    """Yield exchanges by axis, the hours of the run, and what limits a step."""
+    """Yield exchanges by axis, the parts of the time, and the hours of the run."""
     step = settled.step
     if step and step.collectives:
         by_axes: dict[str, float] = {}
@@ -163,12 +163,12 @@ def _narrower_lines(result: Result, narrower: Result) -> Iterator[str]:
         yield f"   {_summary(settled)}{gain}"
         yield f"   {settled.candidate.choice.overrides()}"
     for settled in narrower.failed:
-        yield f"   {search.line(settled)}"
+        yield f"   {mesh_search.line(settled)}"
     yield ""
 
 
 def _failed_lines(result: Result) -> Iterator[str]:
-    lines = search.lacks(result.failed)
+    lines = mesh_search.lacks(result.failed)
     if lines:
         yield "do not fit"
         yield from (f"  {line}" for line in lines[:MAX_LINES])
@@ -178,7 +178,7 @@ def _failed_lines(result: Result) -> Iterator[str]:
 
 
 def too_small(config: config_lib.Config, target: Target, result: Result) -> str:
-    """Write what is missing if nothing fits, with the smallest target that would do."""
+    """Write the lack if nothing fits, and the smallest target that may do."""
     nearest = result.nearest
     if nearest is None:
         return "no candidate compiles, and each one's error is above"

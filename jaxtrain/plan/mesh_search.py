@@ -26,7 +26,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.parallel import cluster
 from jaxtrain.plan import candidates, estimate, exposure, forecast, hlo, traffic, worker
 from jaxtrain.plan.bound import Bound, bound_of
-from jaxtrain.plan.candidates import Choice
+from jaxtrain.plan.candidates import NOTHING, Choice
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.forecast import Forecast
 from jaxtrain.plan.memory import in_bytes, least, offloaded
@@ -44,6 +44,7 @@ class Candidate(NamedTuple):
     choice: Choice
     config: config_lib.Config
     estimate: float  # [s]
+    last: "Candidate | None" = None  # of its mesh, which takes the least memory
 
 
 class Settled(NamedTuple):
@@ -65,14 +66,14 @@ class Settled(NamedTuple):
 class Result:
     """All that a search knows, also if it was interrupted."""
 
-    n_meshes: int = 0
+    meshes: set[str] = dataclasses.field(default_factory=set)  # that rules and rows allow
     fitting: list[Settled] = dataclasses.field(default_factory=list)
     failed: list[Settled] = dataclasses.field(default_factory=list)
     refused: dict[str, list[Choice]] = dataclasses.field(default_factory=dict)  # by the reason
 
     @property
     def best(self) -> list[Settled]:
-        """Those that fit, the fastest first."""
+        """The fitting candidates, the fastest first."""
         return sorted(self.fitting, key=lambda settled: settled.seconds)
 
     @property
@@ -93,9 +94,10 @@ class Search:
         *,
         fields: tuple[str, ...],
         note: Callable[[str], None],
-        base: Choice = Choice(),
+        base: Choice = NOTHING,
     ):
-        """
+        """Prepare a search, which `run` makes.
+
         Args:
           compiler: of a candidate's last stage; None = there is none for the target.
           fields: options besides the mesh.
@@ -108,28 +110,29 @@ class Search:
         self._memory = min(cluster.gather(int(target.memory / MIB))) * MIB
         # of a mesh and its recomputation, for one microbatch: bytes beyond the exact ones
         self._beyond: dict[Any, float] = {}
+        # of the last options of a mesh, if others did not fit: the lower bound
+        self._bounds: dict[str, int] = {}
 
     def run(self, enough: int = ENOUGH) -> Result:
-        lines = []
+        lines: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
         numbers = itertools.count()
         for mesh in candidates.meshes(self._target):
             line = self._line(self._base | mesh)
             first = next(line, None)
             if first:
                 heapq.heappush(lines, (first.estimate, next(numbers), first, line))
-        self.result.n_meshes = len(lines)
         while lines and len(self.result.fitting) < enough:
             _, number, candidate, line = heapq.heappop(lines)
             settled = self.settle(candidate)
             if not settled.reason:
                 continue
-            following = next(line, None)
+            following = next((each for each in line if not self._is_hopeless(each)), None)
             if following:
                 heapq.heappush(lines, (following.estimate, number, following, line))
         return self.result
 
     def _line(self, mesh: Choice) -> Iterator[Candidate]:
-        """Yield the candidates of a mesh, the fastest first, then those that split sequences."""
+        """Yield the candidates of a mesh, the fastest first, then candidates that split sequences."""
         yield from self._options(mesh)
         split = candidates.sequence(self._config, mesh, self._target)
         if split:
@@ -143,15 +146,36 @@ class Search:
             self._refuse(mesh, str(error))
             return []
         rows = max(1, config.train.batch // estimate.row_shards(assembly))
-        found = []
+        by_place: dict[bool, list[Candidate]] = {}  # of the optimizer's state
         for options in candidates.same_numbers(config, rows, self._fields):
             choice = mesh | options
-            candidate = choice.apply(self._config)
-            if objection := candidates.objection(candidate):
+            changed = choice.apply(self._config)
+            if objection := candidates.objection(changed):
                 self._refuse(choice, objection)
                 continue
-            found.append(Candidate(choice, candidate, self._estimate(assembly, candidate)))
-        return sorted(found, key=lambda candidate: candidate.estimate)
+            if changed.optim.offload != assembly.config.optim.offload:
+                assembly = abstractly(changed, self._target)
+            candidate = Candidate(choice, changed, self._estimate(assembly, changed))
+            by_place.setdefault(changed.optim.offload, []).append(candidate)
+        if by_place:
+            self.result.meshes.add(str(config.mesh))
+        possible: list[Candidate] = []
+        for of_place in by_place.values():
+            # the last one has the most microbatches, and computes all layers again
+            lack = self._lack_of_state(of_place[-1])
+            if lack:
+                self._add(lack)
+                continue
+            possible += [candidate._replace(last=of_place[-1]) for candidate in of_place]
+        return sorted(possible, key=lambda candidate: candidate.estimate)
+
+    def _lack_of_state(self, candidate: Candidate) -> Settled | None:
+        """Return the lack of memory for the state and gradients, None if there is none."""
+        assembly = abstractly(candidate.config, self._target)
+        size = float(least(assembly, tiled=self._target.tiled) + offloaded(assembly.abstract))
+        if size <= self._memory:
+            return None
+        return Settled(candidate, size, self._lack(size, "state and gradients take"))
 
     def candidate(self, choice: Choice) -> Candidate:
         """Make the candidate of a choice. Raises as `assemble` does."""
@@ -160,8 +184,6 @@ class Search:
         return Candidate(choice, config, self._estimate(assembly, config))
 
     def _estimate(self, assembly: Assembly, config: config_lib.Config) -> float:
-        if config.optim.offload != assembly.config.optim.offload:
-            assembly = abstractly(config, self._target)
         remat = getattr(config.model, "remat", "none")
         accumulate = config.train.accumulate
         return estimate.seconds(assembly, self._target, accumulate=accumulate, remat=remat)
@@ -175,22 +197,23 @@ class Search:
             settled = self._settled(candidate)
         except (ValueError, TypeError) as error:  # of its trace
             settled = Settled(candidate, math.inf, first_line(error))
+        self._add(settled)
+        return settled
+
+    def _add(self, settled: Settled) -> None:
         if settled.reason:
             self.result.failed.append(settled)
         else:
             self.result.fitting.append(settled)
         self._note(line(settled))
-        return settled
 
     def _settled(self, candidate: Candidate) -> Settled:
-        assembly = abstractly(candidate.config, self._target)
-        size = float(least(assembly, tiled=self._target.tiled) + offloaded(assembly.abstract))
-        if size > self._memory:
-            return Settled(candidate, size, self._lack(size, "state and gradients take"))
         lower = bound_of(candidate.config, self._target)
         size = float(lower.peak)
         if size > self._memory:
+            self._give_up(candidate)
             return Settled(candidate, size, self._lack(size, "it needs at least"))
+        assembly = abstractly(candidate.config, self._target)
         is_on_host = self._target.kind == "gpu" and not self._target.here
         if self._compiler is None or is_on_host and offloaded(assembly.abstract):
             return Settled(candidate, size, seconds=candidate.estimate)
@@ -201,6 +224,17 @@ class Search:
             text = "by the program of another number of microbatches it needs"
             return Settled(candidate, likely, self._lack(likely, text))
         return self._compiled(candidate, assembly, lower)
+
+    def _give_up(self, candidate: Candidate) -> None:
+        """Leave out all options like this one if even the last of them cannot fit."""
+        last = candidate.last
+        if last is None or last is candidate or str(last.choice) in self._bounds:
+            return
+        self._bounds[str(last.choice)] = bound_of(last.config, self._target).peak
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        last = candidate.last
+        return bool(last and self._bounds.get(str(last.choice), 0) > self._memory)
 
     def _compiled(self, candidate: Candidate, assembly: Assembly, lower: Bound) -> Settled:
         assert self._compiler is not None
@@ -245,7 +279,7 @@ def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:
 
 
 def line(settled: Settled) -> str:
-    """Write what is known of a candidate."""
+    """Write the time and memory of a candidate, or its lack."""
     choice = settled.candidate.choice
     if settled.reason:
         return f"{choice}: {settled.reason}"
@@ -254,7 +288,7 @@ def line(settled: Settled) -> str:
 
 
 def lacks(settled: Sequence[Settled]) -> list[str]:
-    """List what each of some candidates lacks, that which lacks the least first."""
+    """List the lacks of some candidates, the least one first."""
     return [line(each) for each in sorted(settled, key=lambda each: each.size)]
 
 
