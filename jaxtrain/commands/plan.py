@@ -15,7 +15,8 @@ With the target's compiler, which needs no such chip, the real step is compiled.
 plan has exact bytes between steps and a lower bound of a step's.
 
 With --search the plan compiles meshes and options in the order of an estimate, until five meshes
-fit. It prints their time, memory and exchanges, and their overrides. Ctrl-C prints the results so far.
+fit. It prints their time, memory and exchanges, and their overrides. Ctrl-C prints the results so
+far.
 
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """

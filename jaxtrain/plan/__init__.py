@@ -21,8 +21,8 @@ needs no such chip, has the other figures: it compiles the real step.
 from jaxtrain.plan.auto import decide, decide_once
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
-from jaxtrain.plan.remedies import refuse_if_too_large
 from jaxtrain.plan.mesh_report import report as report_search
+from jaxtrain.plan.remedies import refuse_if_too_large
 from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 

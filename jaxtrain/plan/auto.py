@@ -1,6 +1,6 @@
 """The fields of a config that are given as auto: the largest microbatch that fits, and so on.
 
-If mesh is auto, a `search` chooses it and the other fields. Without it choices are tried in this
+If mesh is auto, `mesh_search` chooses it and the other fields. Without it choices are tried in this
 order, and the first that fits is taken:
 
     model.remat        none before full: a layer that is recomputed costs a third more, or half if

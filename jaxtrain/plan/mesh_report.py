@@ -1,4 +1,4 @@
-"""A search of the plan, for a person: its progress, the best candidates, and the lacks of the others."""
+"""A search of the plan, for a person: its progress, the best candidates, the others' lacks."""
 
 import functools
 import math
@@ -11,14 +11,14 @@ from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.candidates import Choice
 from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
-from jaxtrain.plan.remedies import size
 from jaxtrain.plan.mesh_search import Result, Search, Settled
+from jaxtrain.plan.remedies import size
 from jaxtrain.plan.target import GPUS_PER_NODE, PlanError, Target, abstractly, parse_target
 
 OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
 MAX_LINES = 12  # of candidates that do not fit
 LITTLE = 0.05  # share of a step that is not named
-MAX_DOUBLINGS = 12  # of a target that is too small
+MAX_DOUBLINGS = 9  # of a target that is too small
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
@@ -198,9 +198,11 @@ def smallest(config: config_lib.Config, target: Target) -> str:
     """Return the smallest larger target whose devices have room for a step, "" without one."""
     for name in _larger(target):
         larger = parse_target(name)
-        for mesh in candidates.meshes(larger):
-            if _has_room(mesh.apply(config), larger):
-                return name
+        changed = [mesh.apply(config) for mesh in candidates.meshes(larger)]
+        # replicas split nothing but rows, which fsdp splits as well
+        fewest = min((each.mesh.data for each in changed), default=1)
+        if any(_has_room(each, larger) for each in changed if each.mesh.data == fewest):
+            return name
     return ""
 
 

@@ -132,7 +132,7 @@ class Search:
         return self.result
 
     def _line(self, mesh: Choice) -> Iterator[Candidate]:
-        """Yield the candidates of a mesh, the fastest first, then candidates that split sequences."""
+        """Yield the candidates of a mesh, the fastest first, then split sequences."""
         yield from self._options(mesh)
         split = candidates.sequence(self._config, mesh, self._target)
         if split:
