@@ -200,8 +200,8 @@ def smallest(config: config_lib.Config, target: Target) -> str:
         larger = parse_target(name)
         changed = [mesh.apply(config) for mesh in candidates.meshes(larger)]
         # replicas split nothing but rows, which fsdp splits as well
-        fewest = min((each.mesh.data for each in changed), default=1)
-        if any(_has_room(each, larger) for each in changed if each.mesh.data == fewest):
+        least_data = min((each.mesh.data for each in changed), default=1)
+        if any(_has_room(each, larger) for each in changed if each.mesh.data == least_data):
             return name
     return ""
 
