@@ -156,12 +156,16 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (
+        r"plan .*--search$|--config\.mesh=auto$",
+        Why("it compiles several steps, for minutes; tests/plan/test_search.py runs small ones"),
+    ),
+    (
         r"--plan-setup|plan --setup",
         Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in"),
     ),
     (
         r"tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tools\.show_runs"
-        r"|tools\.measure_card|tests\.proofs\.(replay_proof|recovery)",
+        r"|tools\.measure_card|tests\.proofs\.(replay_proof|recovery|search)",
         Why("it measures, for minutes"),
     ),
     (
