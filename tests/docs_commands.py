@@ -164,7 +164,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in"),
     ),
     (
-        r"tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tools\.show_runs"
+        r"plan --calibrate|tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tools\.show_runs"
         r"|tools\.measure_card|tests\.proofs\.(replay_proof|recovery|search)",
         Why("it measures, for minutes"),
     ),

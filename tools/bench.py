@@ -10,6 +10,7 @@ text     jaxtrain tokens against the batches of tokenizers
 feeding  the loader by number of threads and processes
 builds   builds of the extension against each other
 forest   a random forest on MFCC, the baseline of configs/folder.py
+forecast the forecast times of steps against measured ones
 
 `python -m tools.bench SUBCOMMAND --help` has the options of one.
 """
@@ -28,6 +29,7 @@ SUBCOMMANDS = (
     "feeding",
     "builds",
     "forest",
+    "forecast",
 )
 
 

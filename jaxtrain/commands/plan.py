@@ -8,6 +8,7 @@
     jaxtrain plan --config=trm_sudoku tpu:v4:2x2x4       a TPU slice
     jaxtrain plan --config=trm_sudoku 'tpu:v4:2x2x4*2'   two such slices
     jaxtrain plan --setup gpu  fetches the compiler for GPUs (or tpu), once
+    jaxtrain plan --calibrate  measures this machine's CPUs for forecasts of its steps, once
 
     jaxtrain plan --config=trm_sudoku gpu:h100x8 --search    the fastest meshes and options
 
@@ -47,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
     text = "search for the mesh and the options with the shortest step"
     parser.add_argument("--search", action="store_true", help=text)
+    text = "measure this machine's CPUs in about two minutes, and plan nothing"
+    parser.add_argument("--calibrate", action="store_true", help=text)
     args = parser.parse_args(options)
+    if args.calibrate:
+        if args.search:
+            parser.error("--calibrate plans nothing; omit --search")
+        return calibrate()
     if args.setup is not None:
         if args.search:
             parser.error("--setup plans nothing; omit --search")
@@ -99,4 +106,12 @@ def set_up(kind: str) -> int:
     from jaxtrain import plan
 
     print(plan.set_up(kind))
+    return 0
+
+
+@arguments.reported
+def calibrate() -> int:
+    from jaxtrain import plan
+
+    print(plan.calibrate())
     return 0

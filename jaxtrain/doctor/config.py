@@ -13,6 +13,7 @@ GROUP = "config"
 FIELD = "correct it as it says: jaxtrain explain lists every field"
 FILE = "correct this file, or what it imports"
 MISSING_FILE = f"{FILE}; if it is missing, copy it to this host"
+MFU = 0.4  # share of the peak that rows are asked for at, since nothing is compiled here
 
 
 def examine(*, source: str, overrides: Any, count: int, kind: str) -> Findings:
@@ -68,7 +69,7 @@ def _sizes(config: Config, *, count: int, kind: str) -> dict[str, Any]:
     rows_per_second = 0.0
     chip = chips.find(kind)
     if chip and assembly.task.flops:
-        seconds = assembly.task.flops / (count * chip.flops) / plan.MFU
+        seconds = assembly.task.flops / (count * chip.flops) / MFU
         rows_per_second = config.train.batch / seconds
     return {
         "checkpoints": [folder, n_checkpoints, n_bytes],  # bytes of each

@@ -16,21 +16,23 @@ needs no such chip, has the other figures: it compiles the real step.
     mesh_search  the fastest mesh, options     mesh_report  the search, for a person
     candidates   the meshes and options
     estimate  a time before the program        slices       the slices of TPUs that exist
+    cpu_work  of kernels on CPUs               calibration  what it costs on this machine
 """
 
 from jaxtrain.plan.auto import decide, decide_once
+from jaxtrain.plan.calibration import calibrate
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.mesh_report import report as report_search
 from jaxtrain.plan.remedies import refuse_if_too_large
-from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
+from jaxtrain.plan.summary import checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (
-    "MFU",
     "PlanError",
     "Target",
     "abstractly",
+    "calibrate",
     "checkpoints",
     "decide",
     "decide_once",

@@ -10,36 +10,14 @@ A device that nobody measured has no shares: its forecast is the bound alone, at
 
 import collections
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxtrain.parallel import chips
-from jaxtrain.plan import exposure, kinds, traffic
-from jaxtrain.plan.exposure import Routes
-from jaxtrain.plan.hlo import Instruction, Program
+from jaxtrain.plan import calibration, cpu_work, exposure, kinds, traffic
+from jaxtrain.plan.hlo import Program
 from jaxtrain.plan.target import Target
 
 UNCALIBRATED = "uncalibrated: the bound alone"
-
-
-class Costs(Protocol):
-    """The costs of kernels and exchanges on some devices."""
-
-    @property
-    def name(self) -> str:
-        """What was measured, as for a person."""
-
-    @property
-    def error(self) -> float | None:
-        """The largest of the measured steps that were not fitted, None = there are none."""
-
-    @property
-    def steps(self) -> int:
-        """How many such steps there are."""
-
-    def seconds(self, kernel: traffic.Kernel, kind: str) -> float:
-        """Return the time of one execution."""
-
-    def routes(self, target: Target) -> Routes: ...
 
 
 class Forecast(NamedTuple):
@@ -71,48 +49,56 @@ class ChipCosts(NamedTuple):
         computing = kernel.flops / (share.flops * self.rates.flops)
         return share.launch + max(moving, computing)
 
-    def routes(self, target: Target) -> Routes:
-        return exposure.links_of(target)
+    def describe(self) -> str:
+        if self.error is None:
+            return UNCALIBRATED
+        return f"{self.name}: within {self.error:.0%} on {self.steps} steps"
 
 
 def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forecast | None:
     """Forecast a step on a mesh (axis -> size), None if nothing is known of such devices."""
-    costs = costs_of(target)
-    if costs is None:
-        return None
+    if target.chip is None:
+        host_costs = calibration.load(target.count)
+        return None if host_costs is None else on_hosts(program, mesh, host_costs)
+    costs = ChipCosts(rates_of(target.chip), {}, target.chip.kind)
     instructions = {i.name: i for _, i in program.executed()}
-    seconds, kind_of = _kernels(program, instructions, costs)
-    walked = exposure.exposure(program, mesh, seconds, costs.routes(target))
-    by_kind: dict[str, float] = collections.defaultdict(float)
-    for name, of_step in walked.kernels.items():
-        by_kind[kind_of[name]] += of_step
-    if walked.exposed:
-        by_kind["exchange"] = walked.exposed
-    return Forecast(
-        walked.computing + walked.exposed,
-        dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-        walked.exposed,
-        costs.error,
-        describe(costs),
-    )
-
-
-def _kernels(
-    program: Program, instructions: Mapping[str, Instruction], costs: Costs
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the seconds of one execution, and the kind, of each kernel by its name."""
     seconds, kind_of = {}, {}
     for kernel in traffic.traffic(program):
         kind = kinds.kind(kernel, instructions[kernel.name], program)
         kind_of[kernel.name] = kind
         seconds[kernel.name] = costs.seconds(kernel, kind)
-    return seconds, kind_of
+    walked = exposure.exposure(program, mesh, seconds, exposure.links_of(target))
+    return _add_up(walked, kind_of, costs.error, costs.describe())
 
 
-def costs_of(target: Target) -> Costs | None:
-    if target.chip is None:
-        return None
-    return ChipCosts(rates_of(target.chip), {}, target.chip.kind)
+def on_hosts(program: Program, mesh: Mapping[str, int], costs: cpu_work.HostCosts) -> Forecast:
+    """Forecast a step on devices that share a machine's cores."""
+    instructions = {i.name: i for _, i in program.executed()}
+    seconds, kind_of = {}, {}
+    for kernel, work in cpu_work.works(program, costs.threads):
+        kind_of[kernel.name] = kinds.kind(kernel, instructions[kernel.name], program)
+        seconds[kernel.name] = costs.seconds(work)
+    walked = exposure.exposure(program, mesh, seconds, costs.exchanges)
+    found = _add_up(walked, kind_of, costs.error, costs.describe())
+    calling = costs.seconds(cpu_work.work_of_call(program))
+    by_kind = {**found.by_kind, "call": calling}
+    return found._replace(seconds=found.seconds + calling, by_kind=_largest_first(by_kind))
+
+
+def _add_up(
+    walked: exposure.Exposure, kind_of: Mapping[str, str], error: float | None, calibrated: str
+) -> Forecast:
+    by_kind: dict[str, float] = collections.defaultdict(float)
+    for name, of_step in walked.kernels.items():
+        by_kind[kind_of[name]] += of_step
+    if walked.exposed:
+        by_kind["exchange"] = walked.exposed
+    seconds = walked.computing + walked.exposed
+    return Forecast(seconds, _largest_first(by_kind), walked.exposed, error, calibrated)
+
+
+def _largest_first(by_kind: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
 
 def rates_of(chip: chips.Chip) -> traffic.Rates:
@@ -120,9 +106,3 @@ def rates_of(chip: chips.Chip) -> traffic.Rates:
     if chip.measured_flops:
         return traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
     return traffic.Rates(chip.bandwidth, chip.flops)
-
-
-def describe(costs: Costs) -> str:
-    if costs.error is None:
-        return UNCALIBRATED
-    return f"{costs.name}: within {costs.error:.0%} on {costs.steps} steps"

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, forecast, hlo, mesh_advice, traffic, worker
+from jaxtrain.plan import calibration, environment, forecast, hlo, mesh_advice, traffic, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
@@ -28,11 +28,12 @@ from loaders import base
 from loaders.io import files, machine
 
 SECOND = "second state of verified steps"  # of config.guard.verify_every
-MFU = 0.4  # share of the peak that hours are projected with
 READING = 0.7  # [s] for which the loader's rows are counted
 MAX_ARRAYS = 5  # that are listed of those that loops keep
 MAX_SCOPES = 10  # of the program that are listed with their time
 CHIPS_OF_TPU_HOST = 4
+SMALL_SHARE = 0.01  # of a step, below which a kind of kernel is not listed
+Forecasts = dict[tuple[Hashable, bool], forecast.Forecast]  # by stage, and whether it has norms
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
@@ -44,6 +45,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     config = resolve(config, target)
     assembly = abstractly(config, target)
     problems: list[str] = []
+    forecasts: Forecasts = {}
     lines = [
         *_title_lines(assembly, target),
         *([choice] if choice else []),
@@ -51,15 +53,16 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         "held by each device between steps",
         *_held_lines(assembly, target),
         "",
-        *_step_lines(assembly, target, text, problems),
+        *_step_lines(assembly, target, text, problems, forecasts),
         "a step computes",
-        *_time_lines(assembly, target),
+        *_time_lines(assembly, target, forecasts),
         "",
         "where the parameters live",
         *_rules(assembly),
         "",
     ]
-    for name, finding, is_good in checks(config, assembly, target):
+    seconds = _seconds_of_run(assembly, forecasts) / config.train.steps
+    for name, finding, is_good in checks(config, assembly, target, seconds):
         lines.append(f"{name:14}{finding}")
         if not is_good:
             problems.append(finding)
@@ -102,29 +105,45 @@ def _held_lines(assembly: Assembly, target: Target) -> Iterator[str]:
     yield _row("with gradients", least(assembly, tiled=target.tiled))
 
 
-def _time_lines(assembly: Assembly, target: Target) -> Iterator[str]:
+def _time_lines(assembly: Assembly, target: Target, forecasts: Forecasts) -> Iterator[str]:
     train, task, chip = assembly.config.train, assembly.task, target.chip
     yield f"  {task.flops:.3e} FLOP of the model"
-    if not chip:
-        example = "name one, for example --plan=gpu:h100x1"
-        yield f"  no ideal time: the chip table has no such device; {example}"
+    if chip:
+        computing, moving = _ideal(assembly, chip, target.count)
+        yield (
+            f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind},"
+            f" {chip.flops / 1e12:g} TFLOP/s each"
+        )
+        yield (
+            f"  {1e3 * moving:.2f} ms to read the state and write it again once, at"
+            f" {chip.bandwidth / 1e12:g} TB/s"
+        )
+    seconds = _seconds_of_run(assembly, forecasts)
+    if not seconds:
+        if chip is None:
+            yield f"  no forecast: {calibration.refusal() or 'the program was not compiled'}"
         return
-    computing, moving = _ideal(assembly, chip, target.count)
-    ideal = max(computing, moving)
-    hours = train.steps * ideal / MFU / 3600
-    yield (
-        f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind},"
-        f" {chip.flops / 1e12:g} TFLOP/s each"
-    )
-    yield (
-        f"  {1e3 * moving:.2f} ms to read the state and write it again once, at"
-        f" {chip.bandwidth / 1e12:g} TB/s"
-    )
-    yield f"  {hours:.2f} h for {train.steps:,} steps at {MFU:.0%} of what takes longer"
-    yield f"  {train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it"
+    calibrated = next(iter(forecasts.values())).calibration
+    yield f"  {seconds / 3600:.2f} h for {train.steps:,} steps by the forecast ({calibrated})"
+    per_step = seconds / train.steps
+    yield f"  {train.batch / per_step:,.0f} rows/s from the loader"
     if task.tokens:
-        tokens_per_second = task.tokens / ideal * MFU
-        yield f"  {tokens_per_second:,.0f} tokens/s at {MFU:.0%} of it, padding included"
+        yield f"  {task.tokens / per_step:,.0f} tokens/s, padding included"
+
+
+def _seconds_of_run(assembly: Assembly, forecasts: Forecasts) -> float:
+    """Return the forecast time of all steps, 0 if a program has no forecast."""
+    train, every = assembly.config.train, assembly.config.metrics.every
+    stages = assembly.stages()
+    ends = [*list(stages.values())[1:], train.steps]
+    seconds = 0.0
+    for (stage, first), last in zip(stages.items(), ends, strict=True):
+        if (stage, True) not in forecasts:
+            return 0.0
+        with_norms = forecasts[stage, True].seconds
+        without = forecasts.get((stage, False), forecasts[stage, True]).seconds
+        seconds += (last - first) * (with_norms + (every - 1) * without) / every
+    return seconds
 
 
 def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
@@ -136,7 +155,7 @@ def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, flo
 
 
 def _step_lines(
-    assembly: Assembly, target: Target, text: str, problems: list[str]
+    assembly: Assembly, target: Target, text: str, problems: list[str], forecasts: Forecasts
 ) -> Iterator[str]:
     config = assembly.config
     stages = assembly.stages()
@@ -176,8 +195,30 @@ def _step_lines(
         title += programs[job.has_norms]
         yield from _answer_lines(assembly, target, title, answer, bounds[job.stage], problems)
         if answer.compiled:
+            found = _forecast(answer.compiled, assembly, target)
+            if found:
+                forecasts[job.stage, job.has_norms] = found
+                yield from forecast_lines(found)
             yield from _mesh_lines(assembly, target, job, answer.compiled, bounds[job.stage])
         yield ""
+
+
+def _forecast(step: Compiled, assembly: Assembly, target: Target) -> forecast.Forecast | None:
+    if not step.text:
+        return None
+    mesh = dict(assembly.layout.mesh.shape)
+    return forecast.forecast(hlo.Program(step.text), mesh, target)
+
+
+def forecast_lines(found: forecast.Forecast) -> Iterator[str]:
+    """Yield the forecast time of a step, how far to trust it, and the kinds that take most."""
+    yield f"  {1e3 * found.seconds:.2f} ms a step by the forecast ({found.calibration})"
+    parts = [
+        f"{kind} {seconds / found.seconds:.0%}"
+        for kind, seconds in found.by_kind.items()
+        if seconds >= SMALL_SHARE * found.seconds
+    ]
+    yield f"    by kind: {', '.join(parts)}"
 
 
 def _answers(jobs: Sequence[worker.Job], target: Target) -> list[worker.Answer]:
@@ -424,10 +465,13 @@ def free_space(place: str, count: int, n_bytes: int) -> tuple[str, bool]:
 
 
 def checks(
-    config: config_lib.Config, assembly: Assembly, target: Target
+    config: config_lib.Config, assembly: Assembly, target: Target, seconds: float = 0.0
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, finding, whether it is good) of the data, the disk and the host's memory."""
-    yield from _check_data(config, assembly, target)
+    """Yield (name, finding, whether it is good) of the data, the disk and the host's memory.
+
+    ``seconds``: of a step by the forecast, 0 = there is none.
+    """
+    yield from _check_data(assembly, target, seconds)
     count, n_bytes = checkpoints(config, assembly.abstract.state)
     folder = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
     text, fits = free_space(folder, count, n_bytes)
@@ -470,7 +514,7 @@ def _local_devices(target: Target) -> int:
 
 
 def _check_data(
-    config: config_lib.Config, assembly: Assembly, target: Target
+    assembly: Assembly, target: Target, seconds_of_step: float
 ) -> Iterator[tuple[str, str, bool]]:
     """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
     findings = []
@@ -486,7 +530,7 @@ def _check_data(
             next(loader)
             seconds = time.perf_counter() - began
             if split == "train":
-                rate = _rate(loader, assembly, target)
+                rate = _rate(loader, assembly, target, seconds_of_step)
         except ValueError as error:
             yield "data", f"{split}: {error}", False
             return
@@ -520,18 +564,23 @@ def _make_loader(assembly: Assembly, split: str) -> base.Loader:
     return make_loader(config.data, split=split, rows=rows, seed=config.seed)
 
 
-def _rate(loader: base.Loader, assembly: Assembly, target: Target) -> str:
+def _rate(loader: base.Loader, assembly: Assembly, target: Target, seconds_of_step: float) -> str:
     """Compare the rows/s that the loader gives here with those that a step asks for."""
     measured = feed.measure(loader, READING)
     threads = loader.diagnostics().get("threads")
     text = f"{measured:,.0f} rows/s, measured here for {READING:g} s"
     if threads:
         text += f" on {_cores(min(threads, machine.cores()))}"
-    if not (target.chip and measured):
+    if not measured:
         return text
-    ideal = max(_ideal(assembly, target.chip, target.count))
-    demand = assembly.config.train.batch / ideal * MFU
-    text += f"; a step asks for {demand:,.0f}"
+    at_most = ""
+    if not seconds_of_step and target.chip:
+        seconds_of_step = max(_ideal(assembly, target.chip, target.count))
+        at_most = "at most "
+    if not seconds_of_step:
+        return text
+    demand = assembly.config.train.batch / seconds_of_step
+    text += f"; a step asks for {at_most}{demand:,.0f}"
     if threads and (missing := machine.cores_missing(demand, measured, threads)):
         return f"{text}: {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
     if demand > measured:

@@ -1,10 +1,14 @@
 """The forecast time of a step, by kind of kernel, and the error that is printed with it."""
 
+import json
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxtrain import plan
+from jaxtrain.plan import calibration, cpu_work, hlo
 from jaxtrain.plan import forecast as forecast_lib
-from jaxtrain.plan import hlo
 from tests.plan.scheduled import WITHIN, done, kernel, start, text
 
 MESH = {"data": 2, "fsdp": 4}
@@ -36,3 +40,54 @@ def test_of_a_condition_the_longest_branch_counts():
     module = text(condition).replace("ENTRY", f"{branches}\nENTRY")
     found = forecast_lib.forecast(hlo.Program(module), MESH, plan.parse_target("gpu:b200x8"))
     assert found.seconds == pytest.approx(3 * 2 * 8e6 / 7700e9)
+
+
+def test_the_costs_of_work_are_found_again():
+    """Three kinds of work, of which one costs nothing."""
+    costs = {"launch": 2e-6, "map": 1e-10, "sum": 0.0}
+    amounts = [(1, 10, 5), (4, 1e6, 3e5), (9, 1e4, 1e6), (2, 1e7, 10)]
+    samples = [
+        calibration.Sample(
+            str(row),
+            dict(zip(costs, row, strict=True)),
+            sum(cost * n for cost, n in zip(costs.values(), row, strict=True)),
+        )
+        for row in amounts
+    ]
+    found, error = calibration.fit(samples)
+    assert found == pytest.approx(costs, rel=1e-6, abs=1e-15) and error < 1e-6
+
+
+def test_the_work_of_a_cpu_program_is_counted_by_kind():
+    def step(x, w):
+        return jnp.exp(x @ w), jnp.cos(x)
+
+    x, w = jnp.ones((64, 48)), jnp.ones((48, 40))
+    program = hlo.Program(jax.jit(step).lower(x, w).compile().as_text())
+    work = cpu_work.work_of_step(program, 1)
+    assert work["product"] == 2 * 64 * 48 * 40 and work["result of a product"] == 64 * 40
+    assert work["expensive"] == 64 * 40 and work["most expensive"] == 64 * 48
+    assert work["argument"] == 2 and work["call"] == 1
+
+
+def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monkeypatch):
+    """With twice as many devices as were measured, each waits twice as long for a core."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    program = hlo.Program(jax.jit(lambda x: x * x).lower(jnp.ones(8)).compile().as_text())
+    assert calibration.load(1) is None and "plan --calibrate" in calibration.refusal()
+    fits = {n: {"costs": {"launch": 1e-3, "call": 0.5}, "error": 0.1, "programs": 7} for n in "124"}
+    content = {"machine": calibration.machine_key(), "fits": fits}
+    path = tmp_path / "calibrations" / "host.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(content))
+    for n_devices, ratio in ((1, 1), (4, 1), (8, 2)):
+        found = forecast_lib.on_hosts(program, MESH, calibration.load(n_devices))
+        assert found.seconds == pytest.approx(0.501 * ratio)
+        assert list(found.by_kind) == ["call", "map"]
+        assert "median error 10% on the 7 programs" in found.calibration
+    content["machine"]["cores"] = -3
+    path.write_text(json.dumps(content))
+    assert "of another machine, since its cores is -3" in calibration.refusal()
+    assert calibration.load(1) is None
+    path.write_text("{")
+    assert "cannot be read" in calibration.refusal() and calibration.load(1) is None

@@ -56,7 +56,7 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert well, text
     assert f"{flops:.3e} FLOP" in text
     assert f"{1e3 * flops / (8 * 989e12):.2f} ms at the peak" in text
-    assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
+    assert " h for " not in text, "without the compiler there is no forecast"
     # Two moments and an average of 5,029,378 parameters in float32, and 153.1 MB of slots for 768
     # rows, on eight devices.
     for line in (
@@ -68,8 +68,8 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert "data          train has 1 batch, read in" in text
     # The loader's rows are counted here, and compared with what a step asks for.
     [given] = re.findall(r"^loader +([\d,]+) rows/s, measured here", text, re.MULTILINE)
-    asked = f"{0.4 * 768 * 8 * 989e12 / flops:,.0f}"
-    assert f"  {asked} rows/s from the loader" in text and f"; a step asks for {asked}" in text
+    asked = f"{768 * 8 * 989e12 / flops:,.0f}"
+    assert f"; a step asks for at most {asked}" in text
     is_slow = float(given.replace(",", "")) < float(asked.replace(",", ""))
     assert ("steps will wait for data" in text) == is_slow
     assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
@@ -113,7 +113,7 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     # This loader counts its threads, so that cores can be asked for.
     [loader] = re.findall(r"^loader +(.*)$", text, re.MULTILINE)
     line = (
-        r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for [\d,]+: "
+        r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for at most [\d,]+: "
         r"[\d,]+ more such cores, on all hosts .*"
     )
     assert re.fullmatch(line, loader), loader

@@ -1,0 +1,187 @@
+"""Compare the forecast times of steps with measured ones, on the CPU devices of this machine.
+
+    python -m tools.bench forecast --out DIR [--minutes N] [--workload NAME …] [--table]
+
+Five workloads at three sizes on three meshes are 45 cells. Each is compiled and timed in a process
+of its own, and kept in DIR with its program: the command goes on where it stopped. `--minutes`
+ends it before the next cell. The table compares the cells in DIR with the forecast by this
+machine's calibration (`jaxtrain plan --calibrate`), which has seen none of them.
+"""
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from loaders.io import machine
+
+SECONDS = 1.5  # of a measurement
+SLICES = 6  # of it; the fastest counts, since other processes share the cores
+MESHES = {"1": (1, 1), "data 2": (2, 1), "data 2 × fsdp 2": (2, 2)}
+DECODER = {"model.heads": "4", "model.kv_heads": "2", "model.head_dim": "16"}
+ROWS = {
+    "vit-s": ("8", "8", "16"),
+    "lm-1b-2k": ("4", "8", "16"),
+    "trm": ("16", "32", "32"),
+    "higgs-lora": ("4", "4", "4"),
+    "giblet": ("8", "16", "32"),
+}
+WIDTHS = {
+    "vit-s": ({"model.embed": "32"}, {"model.embed": "64"}, {"model.embed": "128"}),
+    "lm-1b-2k": (
+        {"model.embed": "32", "model.mlp": "64"},
+        {"model.embed": "64", "model.mlp": "128"},
+        {"model.embed": "128", "model.mlp": "384"},
+    ),
+    "trm": (
+        {"model.embed": "32", "model.puzzle_embed": "32"},
+        {"model.embed": "64", "model.puzzle_embed": "64"},
+        {"model.embed": "128", "model.puzzle_embed": "128"},
+    ),
+    "higgs-lora": (
+        {"model.embed": "32", "model.mlp": "64"},
+        {"model.embed": "64", "model.mlp": "128"},
+        {"model.embed": "128", "model.mlp": "256"},
+    ),
+    "giblet": (
+        {},
+        {"model.trunk_widths": "(128, 128)", "model.bottleneck": "64"},
+        {"model.trunk_widths": "(256, 256)", "model.bottleneck": "64", "model.head_width": "128"},
+    ),
+}
+
+
+class Cell(NamedTuple):
+    workload: str
+    size: int
+    mesh: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.workload}-{self.size}-{self.mesh.replace(' × ', '-').replace(' ', '')}"
+
+
+def cells(workloads: list[str]) -> Iterator[Cell]:
+    for workload in workloads:
+        for size in range(3):
+            for mesh in MESHES:
+                yield Cell(workload, size, mesh)
+
+
+def measure(cell: Cell, out: pathlib.Path) -> None:
+    """Compile and time a cell's step in this process, and keep both."""
+    from jaxtrain import plan as plan_lib
+    from jaxtrain.assembly import assemble
+    from jaxtrain.parallel import cluster
+    from jaxtrain.parallel import layout as layout_lib
+    from jaxtrain.plan import bound as plan_bound
+    from tools.chip import cases
+
+    cluster.use_threads_for_host_devices()
+    machine.keep_freed_memory()
+    case = next(case for case in cases.CASES if case.name == cell.workload)
+    data, fsdp = MESHES[cell.mesh]
+    more = {
+        **WIDTHS[cell.workload][cell.size],
+        "train.batch": ROWS[cell.workload][cell.size],
+        "mesh.data": str(data),
+        "mesh.fsdp": str(fsdp),
+    }
+    config = case.config(cases.Data(out / "data", small=True), {}, more)
+    target = plan_lib.parse_target("")
+    config, _ = plan_lib.decide(config, target, "")
+    mesh = layout_lib.make_mesh(data, fsdp, 1)
+    assembly = assemble(plan_lib.resolve(config, target), mesh)
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    chosen = cases.Chosen(assembly, plan_bound.bound(assembly, traced, target), {})
+    program = cases.compiled(chosen)
+    steps = cases.Steps(chosen, cases.first_batch(assembly), program)
+    seconds = min(steps.seconds(SECONDS / SLICES) for _ in range(SLICES))
+    with gzip.open(out / f"{cell.file}.hlo.gz", "wt", compresslevel=1) as file:
+        file.write(program.as_text() or "")
+    result = {"seconds": seconds, "load": os.getloadavg()[0], "mesh": dict(mesh.shape)}
+    (out / f"{cell.file}.json").write_text(json.dumps(result))
+
+
+def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, float]]:
+    """Return the measured and the forecast seconds of a cell, and the forecast by kind."""
+    from jaxtrain.plan import calibration, forecast, hlo
+
+    kept: dict[str, Any] = json.loads((out / f"{cell.file}.json").read_text())
+    with gzip.open(out / f"{cell.file}.hlo.gz", "rt") as file:
+        program = hlo.Program(file.read())
+    data, fsdp = MESHES[cell.mesh]
+    costs = calibration.load(data * fsdp)
+    if costs is None:
+        sys.exit(calibration.refusal())
+    found = forecast.on_hosts(program, kept["mesh"], costs)
+    return kept["seconds"], found.seconds, found.by_kind
+
+
+def table(workloads: list[str], out: pathlib.Path) -> None:
+    errors = []
+    print("| workload | size | mesh | measured [ms] | forecast [ms] | error | most of it |")
+    print("|---|---:|---|---:|---:|---:|---|")
+    for cell in cells(workloads):
+        if not (out / f"{cell.file}.json").exists():
+            continue
+        seconds, forecast, by_kind = compare(cell, out)
+        errors.append(forecast / seconds - 1)
+        largest = list(by_kind)[:2]
+        print(
+            f"| {cell.workload} | {cell.size + 1} | {cell.mesh} | {1e3 * seconds:.1f} |"
+            f" {1e3 * forecast:.1f} | {errors[-1]:+.0%} | {', '.join(largest)} |"
+        )
+    if errors:
+        sizes = [abs(error) for error in errors]
+        median = statistics.median(sizes)
+        print(f"\n{len(errors)} cells: median {median:.1%}, largest {max(sizes):.0%}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--workload", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.cell:
+        workload, size, mesh = args.cell
+        measure(Cell(workload, int(size), mesh), args.out)
+        return 0
+    end = time.monotonic() + 60 * args.minutes
+    for cell in [] if args.table else cells(args.workload):
+        if (out_file := args.out / f"{cell.file}.json").exists():
+            continue
+        if time.monotonic() > end:
+            break
+        data, fsdp = MESHES[cell.mesh]
+        flags = f"--xla_force_host_platform_device_count={data * fsdp}"
+        command = [sys.executable, "-m", "tools.bench", "forecast", "--out", str(args.out)]
+        command += ["--cell", cell.workload, str(cell.size), cell.mesh]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        process = subprocess.run(command, env=env, capture_output=True, text=True)
+        if process.returncode:
+            print(process.stderr[-2000:], file=sys.stderr)
+            return 1
+        seconds = json.loads(out_file.read_text())["seconds"]
+        print(f"{cell.file}: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        table(args.workload, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
