@@ -185,6 +185,7 @@ def test_a_run_takes_the_first_mesh_and_keeps_it(tmp_path, monkeypatch):
     first = plan.decide_once(config)
     data, fsdp, model = sizes(first)
     assert data * fsdp * model == jax.device_count() and not first.train.auto
+    (tmp_path / "run").mkdir()
     config_lib.save(first, config.workdir)
     monkeypatch.setattr(mesh_search, "Search", lambda *a, **k: pytest.fail("it searches again"))
     assert plan.decide_once(config) == first
