@@ -248,7 +248,8 @@ def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
         log=lambda values, step: sent.append((step, values)),
         finish=lambda: sent.append(("finish", {})),
     )
-    client = types.SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    utils = types.SimpleNamespace(TRACKIO_DIR=tmp_path / "trackio")
+    client = types.SimpleNamespace(init=lambda **options: calls.append(options) or run, utils=utils)
     monkeypatch.setitem(sys.modules, "trackio", client)
     (tmp_path / "run").mkdir()
     kept(tmp_path, trackio_project="birds")
@@ -280,6 +281,10 @@ def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
         ConfigError,
         match="trackio_project.*cannot be used now: no such server and more; or unset it",
     ):
+        kept(tmp_path, trackio_project="birds")
+    (tmp_path / "file").touch()
+    utils.TRACKIO_DIR = tmp_path / "file" / "trackio"
+    with pytest.raises(ConfigError, match="trackio_project.*Not a directory"):
         kept(tmp_path, trackio_project="birds")
 
 

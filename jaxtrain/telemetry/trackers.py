@@ -324,6 +324,11 @@ class TrackioWriter(Writer):
     ):
         import trackio
 
+        if not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))):
+            # its thread writes into this folder, and drops the records if it cannot
+            trackio.utils.TRACKIO_DIR.mkdir(parents=True, exist_ok=True)
+            if not os.access(trackio.utils.TRACKIO_DIR, os.W_OK):
+                raise OSError(f"{trackio.utils.TRACKIO_DIR} may not be written to (TRACKIO_DIR)")
         path = pathlib.Path(workdir) / "trackio_name"
         if not path.exists():
             path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
