@@ -5,10 +5,12 @@ core, each in a process of its own. The cost of each kind of work (`cpu_work`) i
 times by least squares of the relative errors, with no cost below zero.
 
 The costs are kept in the cache folder, in calibrations/host.json: the machine (CPU, cores, version
-of JAX), and by devices the costs and the error of the fit. A machine with another key refuses them.
+of JAX), a hash of the kinds of work, and by devices the costs and the error of the fit. They are
+refused on another machine, and if the kinds of work have changed since.
 """
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -58,6 +60,11 @@ def machine_key() -> dict[str, Any]:
     return {"cpu": cpu + model, "cores": machine.cores(), "jax": jax.__version__}
 
 
+def kinds_hash() -> str:
+    """Name the kinds of work that costs are fitted to, by the code that counts them."""
+    return hashlib.sha256(pathlib.Path(cpu_work.__file__).read_bytes()).hexdigest()[:16]
+
+
 def calibrate() -> str:
     """Measure this machine, keep the costs, and describe them."""
     n_cores = machine.cores()
@@ -66,7 +73,7 @@ def calibrate() -> str:
         samples = measure(n_devices)
         costs, error = fit(samples)
         fits[str(n_devices)] = {"costs": costs, "error": error, "programs": len(samples)}
-    content = {"machine": machine_key(), "fits": fits}
+    content = {"machine": machine_key(), "kinds": kinds_hash(), "fits": fits}
     path = machine.cache_folder(FOLDER, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write.file(path) as file:
@@ -81,11 +88,13 @@ def refusal() -> str:
     if not path.exists():
         return REMEDY
     try:
-        measured = _read(path)["machine"]
+        content = _read(path)
         for name, value in machine_key().items():
-            if measured[name] != value:
-                there = f"its {name} is {measured[name]}, and here it is {value}"
+            if (measured := content["machine"][name]) != value:
+                there = f"its {name} is {measured}, and here it is {value}"
                 return f"{path} is of another machine, since {there}. {REMEDY}"
+        if content["kinds"] != kinds_hash():
+            return f"{path} has costs of other kinds of work than this version counts. {REMEDY}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{path} cannot be read ({error}). {REMEDY}"
     return ""

@@ -76,7 +76,8 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
     program = hlo.Program(jax.jit(lambda x: x * x).lower(jnp.ones(8)).compile().as_text())
     assert calibration.load(1) is None and "plan --calibrate" in calibration.refusal()
     fits = {n: {"costs": {"launch": 1e-3, "call": 0.5}, "error": 0.1, "programs": 7} for n in "124"}
-    content = {"machine": calibration.machine_key(), "fits": fits}
+    kinds = calibration.kinds_hash()
+    content = {"machine": calibration.machine_key(), "kinds": kinds, "fits": fits}
     path = tmp_path / "calibrations" / "host.json"
     path.parent.mkdir()
     path.write_text(json.dumps(content))
@@ -85,6 +86,8 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
         assert found.seconds == pytest.approx(0.501 * ratio)
         assert list(found.by_kind) == ["call", "map"]
         assert "median error 10% on the 7 programs" in found.calibration
+    path.write_text(json.dumps(content | {"kinds": "earlier"}))
+    assert "other kinds of work" in calibration.refusal() and calibration.load(1) is None
     content["machine"]["cores"] = -3
     path.write_text(json.dumps(content))
     assert "of another machine, since its cores is -3" in calibration.refusal()
