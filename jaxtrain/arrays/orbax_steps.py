@@ -16,6 +16,7 @@ from etils import epath
 
 from jaxtrain.arrays import quiet_orbax, stored
 from jaxtrain.arrays.stored import Index, Stored, StoredError
+from loaders.io.checks import first_line
 
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 LARGE = 256 << 20  # [bytes] of a file of a checkpoint whose size is looked into
@@ -237,8 +238,14 @@ def _read_array(
     dtype: np.dtype,
     index: Index,
 ) -> np.ndarray:
-    """Read slices of an array. Raises StoredError: it differs from its tree, or is too large."""
-    opened = array()
+    """Read slices of an array. Raises StoredError: it is damaged, no array of its tree, too large.
+
+    Checksums may be missing, so that nothing else has noticed the damage.
+    """
+    try:
+        opened = array()
+    except ValueError as error:
+        raise StoredError(f"{name} cannot be read: {first_line(error)}") from error
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
         raise StoredError(
             f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype}"
@@ -248,7 +255,10 @@ def _read_array(
     chunk_shape = opened.chunk_layout.read_chunk.shape or shape
     n_elements = part.size + math.prod(n or 1 for n in chunk_shape)
     stored.check_memory(f"{name} {list(shape)}", n_elements * dtype.itemsize)
-    return np.asarray(part.read().result())
+    try:
+        return np.asarray(part.read().result())
+    except ValueError as error:
+        raise StoredError(f"{name} cannot be read: {first_line(error)}") from error
 
 
 def _describe(sharding: Any) -> str:

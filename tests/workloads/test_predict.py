@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 
 import jax
@@ -167,6 +168,19 @@ def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(
     assert asked == [11] and out.read_bytes() == (tmp_path / f"p{ending}").read_bytes()
     assert (tmp_path / f"r2{ending}").read_bytes() == (tmp_path / f"r{ending}").read_bytes()
     assert [p.name for p in out.parent.iterdir()] == [out.name]
+
+
+def test_a_damaged_array_without_checksums_is_one_line(film, run, tmp_path, capsys):
+    damaged = shutil.copytree(run[0], tmp_path / "run")
+    step = damaged / "checkpoints" / "1"
+    (step / "manifest.json").unlink()
+    stored = (step / "state" / "ocdbt.process_0" / "d").iterdir()
+    arrays = max(stored, key=lambda path: path.stat().st_size)
+    arrays.write_bytes(bytes(arrays.stat().st_size))
+    assert cli.main(["predict", str(damaged), str(film), "--out", str(tmp_path / "x.nii")]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ") and "unverified" in warning
+    assert error.startswith("error: ") and "cannot be read" in error
 
 
 def test_errors_are_one_line(film, run, tmp_path, capsys):
