@@ -213,7 +213,8 @@ def test_a_folder_of_birdnet_of_what_a_class_is_not_is_no_class(index, tmp_path)
     assert counts == {"negative-folder": 2}
     rows, counts = index(folder, "--on", "negative-folder=drop")
     assert len(rows) == 3 and counts == {"negative-folder": 2}
-    rows, _ = index(folder, "--labels", "(?P<label>[^/]+)/[^/]+$", "--on", "joined-labels=keep")
+    own = ("--labels", "(?P<label>[^/]+)/[^/]+$", "--on", "joined-labels=keep")
+    rows, _ = index(folder, *own, "--on", "denied-label=keep")
     assert ["-wren"] in [row["classes"] for row in rows]
 
 

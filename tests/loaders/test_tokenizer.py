@@ -28,6 +28,7 @@ CASTS = {
     "jaxtrain/workloads/bird/inference/review.py": (1, "grey values"),
     "jaxtrain/workloads/bird/inference/embeddings.py": (2, "0 and 1"),
     "jaxtrain/workloads/bird/inference/detect.py": (1, "columns of a head"),
+    "jaxtrain/plan/calibration.py": (1, "drawn below 64"),
     "jaxtrain/telemetry/writers.py": (1, "pixels"),
     "jaxtrain/run/metrics_logger.py": (1, "digests, which are uint32 before"),
     "jaxtrain/telemetry/report/step_page.py": (1, "audio samples, scaled to the range"),

@@ -52,8 +52,9 @@ class Part(NamedTuple):
 
 PARTS = {
     "kills": Part(
-        "200 kills at any instant; one sequence of recordings with any number of processes",
-        "test_kills.py loaders/test_one_sequence.py",
+        "200 kills at any instant; one sequence of recordings with any number of processes;"
+        " steps of a run on several meshes, replayed",
+        "test_kills.py loaders/test_one_sequence.py test_replay.py",
         workers=4,
     ),
     "faults": Part(
@@ -84,7 +85,8 @@ PARTS = {
     ),
     "processes": Part(
         "every workload in 2 and 4 processes",
-        "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device plan/test_auto.py",
+        "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device plan/test_auto.py"
+        " plan/test_search.py",
         workers=2,
     ),
     "plan": Part(
@@ -125,7 +127,8 @@ PARTS = {
         "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a"
         " check of a chip; benchmarks",
         "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py"
-        " loaders/test_doubts.py workloads/bird/test_fit.py tools/test_benches.py",
+        " loaders/test_doubts.py workloads/bird/test_fit.py tools/test_benches.py"
+        " tools/test_measure_card.py",
         workers=2,
     ),
     "docs": Part(

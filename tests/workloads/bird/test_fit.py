@@ -575,8 +575,8 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
             "t.csv:2 has 'x' as its 'start', which is no number",
         ),
         (
-            "file,start,end,label,answer\n0.wav,0,1,owl,maybe\n",
-            "has 'maybe' as its answer; expected yes, no or skip",
+            "file,start,end,label,answer\n0.wav,0,1,owl,banana\n",
+            "has 'banana' as its answer; expected yes, no or skip",
         ),
         ("file,start,end,label\n0.wav,0,1,owl;wren\n", "split it with --separator ';'"),
         ("a,b\n1,2\n", "expected file, start, end, label"),
