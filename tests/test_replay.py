@@ -237,8 +237,8 @@ def test_steps_are_replayed_on_the_mesh_of_the_start_that_made_them(runs, capsys
     capsys.readouterr()
     assert replay(*replayed, "4", "--until", "6", "--out", "first") == 0
     assert "identical to step 6: 3 recorded steps" in capsys.readouterr().out
-    assert replay(*replayed, "8", "--until", "12", "--out", "second") == 0
-    assert "identical to step 12: 5 recorded steps" in capsys.readouterr().out
+    assert replay(*replayed, "8", "--until", "12", "--out", "second") == 0  # from step 6 on
+    assert "identical to step 12: 6 recorded steps" in capsys.readouterr().out
     replay(*replayed, "5", "--until", "8", "--out", "both")
     assert (
         "steps 7 to 8 were made by 1 process on mesh 2 × 4 × 1, and step 5 by 1 process on mesh"

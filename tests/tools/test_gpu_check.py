@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 REFUSE = gpu_check.refuse_a_taken_card
 
 
+@pytest.mark.slow
 def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     out = tmp_path / "numbers.json"
     command = [
