@@ -156,7 +156,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (
-        r"plan .*--search$|--config\.mesh=auto$",
+        r"plan .*--search$|--config\.mesh=auto\b",
         Why("it compiles several steps, for minutes; tests/plan/test_search.py runs small ones"),
     ),
     (

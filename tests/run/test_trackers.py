@@ -33,6 +33,7 @@ def at(moment):
 
 calls = []
 info = types.SimpleNamespace(run_id="r1")
+utils = types.SimpleNamespace(TRACKIO_DIR=pathlib.Path("trackio-records"))
 client = types.SimpleNamespace(step=0, log=at("write"), finish=at("end"), info=info)
 init = at("start")
 set_experiment, start_run, log_params = at("start"), at("params"), at("params")
