@@ -2,36 +2,24 @@
 of which stands for a host."""
 
 import contextlib
-import json
-import shutil
-import signal
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 
 from jaxtrain import supervise
 from jaxtrain.config import Config, Mesh, Train
 from jaxtrain.parallel import cluster, supervised_attempt
 from jaxtrain.parallel.cluster import discover
-from jaxtrain.supervise import fewer, steps_in_memory
-from loaders.base import Rows
+from jaxtrain.supervise import fewer
 from tests.proofs import soak
-from tests.support import toy_rows
-from tests.support.processes import at, command, free_port, records, step_of, wait_for
+from tests.support.supervised_hosts import MEMORY, Job
 from tests.support.supervised_runs import (
-    ENDLESS,
-    QUIET,
     outputs_of,
     reaches,
     saves,
     starts,
 )
-
-BATCH = 8
-WAIT = ("--config.supervise.wait=2",)
-MEMORY = ("--config.checkpoint.memory_every=1", "--config.checkpoint.every=100000")
 
 
 def run_of(processes=4, devices=2, *, batch=48, accumulate=1, mesh=(-1, 1, 1), auto=()):
@@ -88,80 +76,6 @@ def test_the_last_process_of_a_node_sees_its_own_gpus_alone(monkeypatch):
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-
-
-class Job:
-    """Supervisors of a run, each on a host of its own."""
-
-    def __init__(self, folder, ending, *overrides, processes=2, hosts=None):
-        self.folder = folder
-        self.hosts = hosts  # network namespaces, one for each process
-        self.workdir = folder / "runs" / "toy"
-        self._ending = ending
-        self._overrides = (*ENDLESS, *WAIT, *overrides)
-        self._processes = processes
-        self._port = free_port()
-        self.supervisors = {}
-        for process in range(processes):
-            self.start(process)
-
-    def start(self, process, *overrides):
-        environment = at(self._port, process, self._processes)
-        environment["IDS"] = str(self.folder / f"ids{process}.jsonl")
-        inside = ()
-        if self.hosts:
-            environment["JAXTRAIN_COORDINATOR"] = self.hosts.coordinator(self._port)
-            environment["JAXTRAIN_SECRET"] = "5e" * 16
-            inside = self.hosts.inside(process)
-        arguments = ("--supervise", *QUIET, *self._overrides, *overrides)
-        supervisor = command(self.folder, "toy.py", *arguments, inside=inside, **environment)
-        self.supervisors[process] = supervisor
-        self._ending.append(supervisor)
-        return supervisor
-
-    def lose(self, *processes):
-        """Kill whole hosts: their supervisors, with them their processes, and their memory."""
-        for process in processes:
-            lost = self.supervisors.pop(process)
-            lost.kill()
-            lost.communicate()
-            for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
-                if json.loads(holder.read_text())["pid"] == lost.pid:
-                    shutil.rmtree(holder.parent)
-
-    @property
-    def watch(self):
-        return list(self.supervisors.values())
-
-    def goes_on(self, members):
-        """Wait for an attempt of so many processes, and for steps of it."""
-        wait_for(lambda: starts(self.folder)[-1].processes == members, watch=self.watch)
-        reaches(self.folder, step_of(self.workdir) + 3, self.watch)
-
-    def end(self):
-        self.watch[0].send_signal(signal.SIGTERM)
-        outputs = outputs_of(self.watch)
-        assert {supervisor.returncode for supervisor in self.watch} == {75}, outputs
-        steps = list(records(self.workdir, "train"))
-        assert steps == list(range(1, len(steps) + 1))
-        self.has_one_sequence(steps[-1])
-        return outputs
-
-    def has_one_sequence(self, steps):
-        """Every row of every batch is the one of a single process, however often it was read."""
-        indices = {}
-        for path in self.folder.glob("ids[0-9].jsonl"):
-            for line in path.read_text().splitlines():
-                _, position, rows, index, *_ = json.loads(line)
-                for row, number in zip(range(*rows), index, strict=True):
-                    assert indices.setdefault((position, row), number) == number
-        whole = toy_rows.make_loader(
-            toy_rows.Config(), split="train", rows=Rows(BATCH, ((0, BATCH),)), seed=0
-        )
-        for _ in range(steps):
-            position, batch = next(whole)
-            for row, number in enumerate(np.concatenate(batch["index"]).tolist()):
-                assert indices[position, row] == number, (position, row)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A supervised run on a disk that is full trains on, and a kill meanwhile loses no record."""
 
-import contextlib
 import os
 import pathlib
 import signal
@@ -11,6 +10,7 @@ from jaxtrain.config import Config
 from jaxtrain.supervise import attempts
 from jaxtrain.supervise.attempts import Past
 from tests.support.processes import ids, records, step_of, wait_for
+from tests.support.supervised_hosts import fill
 from tests.support.supervised_runs import has_saved, outputs_of, pid_in, supervised
 
 SAVING = (
@@ -19,12 +19,6 @@ SAVING = (
     "--config.checkpoint.memory_every=1",
     "--config.metrics.every=1",
 )
-
-
-def fill(disk):
-    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
 
 
 @pytest.mark.slow
