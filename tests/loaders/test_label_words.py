@@ -1,4 +1,4 @@
-"""Labels and cells that deny, doubt or omit an answer are told from those that do not."""
+"""Labels and cells that deny, doubt or omit an answer differ from those that do not."""
 
 import pytest
 

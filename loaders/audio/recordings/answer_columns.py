@@ -14,7 +14,7 @@ OPPOSITES = {YES: NO, NO: YES}
 
 
 class Kind(enum.Enum):
-    """What a column says of a label, by the column's name."""
+    """The verdict of a column on a label, by the name of the column."""
 
     HOLDS = "that it holds"  # verified, correct
     FAILS = "that it does not hold"  # rejected, false positive
