@@ -3,7 +3,7 @@
     python -m tools.bench forecast --out DIR [--minutes N] [--workload NAME …] [--table]
 
 Five workloads at three sizes on three meshes are 45 cells. Each is compiled and timed in a process
-of its own, and kept in DIR with its program: the command goes on where it stopped. `--minutes`
+of its own, and kept in DIR with its program: the next call continues. `--minutes`
 ends it before the next cell. The table compares the cells in DIR with the forecast by this
 machine's calibration (`jaxtrain plan --calibrate`), which has seen none of them.
 """

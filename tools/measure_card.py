@@ -166,7 +166,7 @@ def has_more(path: pathlib.Path, page: pathlib.Path, device: str) -> bool:
 
 
 def later(name: str) -> int:
-    print(f"the time was over: the same command goes on with {name}")
+    print(f"the time was over: the same command continues with {name}")
     return 3
 
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
     text = "search for the mesh and the options with the shortest step"
     parser.add_argument("--search", action="store_true", help=text)
-    text = "measure this machine's CPUs in about two minutes, and plan nothing"
+    text = "measure this machine's CPUs in about three minutes, and plan nothing"
     parser.add_argument("--calibrate", action="store_true", help=text)
     args = parser.parse_args(options)
     if args.calibrate:

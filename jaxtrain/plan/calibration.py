@@ -37,7 +37,7 @@ SLICES = 5  # of it; other processes share the cores
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 LAYERS = 4
 STEP_WEIGHT = 3.0  # in the fit, of programs that are training steps
-REMEDY = "jaxtrain plan --calibrate measures this machine, in about two minutes"
+REMEDY = "jaxtrain plan --calibrate measures this machine, in about three minutes"
 
 
 class Sample(NamedTuple):

@@ -63,7 +63,7 @@ def test_the_next_call_goes_on_where_the_time_was_over(on_card, monkeypatch, cap
     assert card.main(on_card.arguments) == 3
     on_card.codes |= {"gpu_check": 0, "sudoku-hard": 3}
     assert card.main(on_card.arguments) == 3
-    assert "goes on with sudoku-hard" in capsys.readouterr().out
+    assert "continues with sudoku-hard" in capsys.readouterr().out
     on_card.codes.clear()
     assert card.main(on_card.arguments) == 0
     assert on_card.asked == ["gpu_check", "gpu_check", *BOARDS, "sudoku-hard"]
