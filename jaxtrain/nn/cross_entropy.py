@@ -32,6 +32,9 @@ from jaxtrain.types import Array, Axes, Shard
 
 CHUNK = 1024  # [tokens]
 CHUNK_ON_GPUS = 2048  # [tokens]
+# [tokens] on TPUs whose devices hold the whole matrix. Each chunk reads and writes its gradient
+CHUNK_ON_TPUS = 4096
+EXACT = 1 << 24  # float32 has each whole number below it
 # [bytes] of a chunk's logits on a device. Below it a larger chunk pays: if devices share the matrix
 # they also share the state, and the logits are the largest arrays.
 MAX_SHARED_LOGITS = 1 << 30
@@ -73,6 +76,9 @@ class Settings(NamedTuple):
     vocab: int  # its rows that are a vocabulary
     axes: Axes
     split: Split
+    # Whether words have float32 numbers where the largest logit's is found. It is one kernel of
+    # TPUs then with the sums over words, which are float32, and reads no logit once more.
+    in_float32: bool = False
 
 
 class Tokens(NamedTuple):
@@ -116,8 +122,9 @@ def cross_entropy(
     Args:
       weight_bt: float32, 0 for tokens that do not count, which may have any label.
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
-      chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNK_ON_GPUS` or
-        `CHUNK`. Each chunk reads the matrix and its gradient, and writes the gradient.
+      chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNK_ON_GPUS`,
+        `CHUNK_ON_TPUS` or `CHUNK`. Each chunk reads the matrix and its gradient, and writes the
+        gradient.
       size: rows of ``w_vd`` that are a vocabulary. Others let devices have equal parts.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
@@ -126,8 +133,10 @@ def cross_entropy(
     if shard.mesh is not None and shard.mesh.size > 1:
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])
         chunk = chunk or _chunk_of_several(shard, axes, w_vd.shape[0], split)
-    chunk = chunk or (CHUNK_ON_GPUS if shard.devices[0] == "gpu" else CHUNK)
-    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split)
+    platform = shard.devices[0]
+    chunk = chunk or {"gpu": CHUNK_ON_GPUS, "tpu": CHUNK_ON_TPUS}.get(platform, CHUNK)
+    in_float32 = platform == "tpu" and w_vd.shape[0] < EXACT
+    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split, in_float32)
     return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
 
@@ -175,8 +184,11 @@ _total.defvjp(functools.partial(_run, grads=True), _backward)
 def _chunk_of_several(shard: Shard, axes: Axes, v: int, split: Split) -> int:
     """Return `CHUNK` if devices share the matrix and the logits of a longer one are too many.
 
-    0 = it is as on one device.
+    On TPUs also if they are not, since a device has a part of the gradient alone. 0 = it is as on
+    one device.
     """
+    if split.columns and shard.devices[0] == "tpu":
+        return CHUNK
     # If columns are exchanged for rows, a device has a part of the rows for all devices' tokens.
     n_words = v // shard.size(axes[0], v)
     n_bytes = CHUNK_ON_GPUS * n_words * jnp.dtype(jnp.float32).itemsize
@@ -269,7 +281,8 @@ def _measure(
     label_x_c = _over(jax.lax.psum, jnp.where(is_label_cv, x_cv, 0).sum(-1), split.parts)
     lse_c = top_c + jnp.log(sum_c)
     # The first of the largest, so that equal logits everywhere are not all right.
-    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], settings.rows).min(-1)
+    number_v = word_v.astype(jnp.float32) if settings.in_float32 else word_v
+    best_c = jnp.where(x_cv == top_c[:, None], number_v[None], settings.rows).min(-1)
     is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
     target_x_c = label_x_c
     if settings.smoothing:

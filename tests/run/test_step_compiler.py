@@ -4,6 +4,7 @@ import dataclasses
 import json
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import assemble
+from jaxtrain.parallel.layout import Devices
 from jaxtrain.run.step_compiler import CompileAhead
 from jaxtrain.step import update
 from tests.support import toy, toy_rows
@@ -140,6 +142,15 @@ def test_norms_are_computed_by_a_second_program_only_if_they_read_much(monkeypat
     assert steps_with_norms(1) == every_step, "one CPU has norms in a branch"
     monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", n_bytes + 100)
     assert steps_with_norms(4) == every_step
+
+
+def test_norms_have_a_program_of_their_own_from_fewer_bytes_on_tpus(monkeypatch):
+    monkeypatch.setattr(update, "bytes_per_device", lambda arrays: 2 << 30)
+    tpus, gpus = (
+        types.SimpleNamespace(devices=Devices(kind), mesh=None) for kind in ("tpu", "gpu")
+    )
+    assert update.are_norms_expensive(tpus, {}, {})
+    assert not update.are_norms_expensive(gpus, {}, {})
 
 
 def toy_parameters():

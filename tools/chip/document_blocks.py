@@ -23,8 +23,11 @@ SIZES = (128, 256, 512, 1024)
 
 def main() -> None:
     data = cases.Data(pathlib.Path(sys.argv[1]), small=False)
-    print("| case | pairs a token | block | computed | of a causal mask | computed ÷ pairs |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print(
+        "| case | pairs a token | block | computed | with a pair | of a causal mask |"
+        " computed ÷ with a pair | pairs computed ÷ needed |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for case in cases.CASES:
         if case.model == "language":
             _print_rows(case, data)
@@ -39,10 +42,11 @@ def _print_rows(case: cases.Case, data: cases.Data) -> None:
         n = tokens // size
         blocks = splash.document_blocks(jnp.asarray(segments), causal=True, window=0)
         computed = int((blocks[..., 1] - blocks[..., 0] + 1).sum())
+        needed = _needed(segments, size)
         of_mask = len(segments) * n * (n + 1) // 2
         print(
-            f"| {case.name} | {pairs / segments.size:.0f} | {size} | {computed:,} | {of_mask:,} |"
-            f" {computed * size**2 / pairs:.2f} |"
+            f"| {case.name} | {pairs / segments.size:.0f} | {size} | {computed:,} | {needed:,} |"
+            f" {of_mask:,} | {computed / needed:.2f} | {computed * size**2 / pairs:.2f} |"
         )
 
 
@@ -68,6 +72,19 @@ def _pairs(segments: np.ndarray) -> int:
         _, lengths = np.unique(row[row > 0], return_counts=True)
         pairs += int((lengths * (lengths + 1) // 2).sum())
     return pairs
+
+
+def _needed(segments: np.ndarray, size: int) -> int:
+    """Count the blocks that have a pair which a causal mask and documents allow, one by one."""
+    needed = 0
+    for row in segments:
+        blocks = set[tuple[int, int]]()
+        for document in np.unique(row[row > 0]):
+            places = np.flatnonzero(row == document)
+            first, last = places[0] // size, places[-1] // size
+            blocks |= {(q, k) for q in range(first, last + 1) for k in range(first, q + 1)}
+        needed += len(blocks)
+    return needed
 
 
 if __name__ == "__main__":

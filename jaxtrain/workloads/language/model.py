@@ -65,7 +65,8 @@ class Config(transformer.Decoder):
     # [1] factor of the squared log normaliser of the softmax in the loss; 0 = none
     z_loss: float = 0.0
     # [tokens] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, or 1024
-    # if they share the matrix and these logits are more than 1 GiB; 1024 elsewhere
+    # if they share the matrix and these logits are more than 1 GiB; 4096 on TPUs, or 1024 if they
+    # share the matrix; 1024 elsewhere
     chunk: int = 0
     # [documents] documents held out of each source, and of several also separately; None = the
     # data's

@@ -423,7 +423,8 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
     """Compute `product` with each matrix side by side along w's dimension c, of result ``axes``.
 
     For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to
-    its size and added up there. Elsewhere one product fills the device better.
+    its size and added up there. So they are for TPUs, where the kernel that cuts them would read
+    them from memory again (docs/results/compiled-steps.md). One product fills GPUs better.
     """
     operands, of_y = equation.split("->")
     _, of_w = operands.split(",")
@@ -432,7 +433,7 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
     n_matrices = w.shape[c_of_w]
     platform, _ = shard.devices
     results = []
-    if platform == "cpu":
+    if platform in ("cpu", "tpu"):
         of_one_matrix = equation.replace("c", "")
         for i in range(n_matrices):
             matrix = jax.lax.index_in_dim(w, i, c_of_w, keepdims=False)
