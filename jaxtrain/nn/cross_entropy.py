@@ -34,7 +34,7 @@ CHUNK = 1024  # [tokens]
 CHUNK_ON_GPUS = 2048  # [tokens]
 # [tokens] on TPUs whose devices hold the whole matrix. Each chunk reads and writes its gradient
 CHUNK_ON_TPUS = 4096
-EXACT = 1 << 24  # float32 has each whole number below it
+CHUNKS = {"gpu": CHUNK_ON_GPUS, "tpu": CHUNK_ON_TPUS}
 # [bytes] of a chunk's logits on a device. Below it a larger chunk pays: if devices share the matrix
 # they also share the state, and the logits are the largest arrays.
 MAX_SHARED_LOGITS = 1 << 30
@@ -76,9 +76,6 @@ class Settings(NamedTuple):
     vocab: int  # its rows that are a vocabulary
     axes: Axes
     split: Split
-    # Whether words have float32 numbers where the largest logit's is found. It is one kernel of
-    # TPUs then with the sums over words, which are float32, and reads no logit once more.
-    in_float32: bool = False
 
 
 class Tokens(NamedTuple):
@@ -122,9 +119,8 @@ def cross_entropy(
     Args:
       weight_bt: float32, 0 for tokens that do not count, which may have any label.
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
-      chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNK_ON_GPUS`,
-        `CHUNK_ON_TPUS` or `CHUNK`. Each chunk reads the matrix and its gradient, and writes the
-        gradient.
+      chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNKS` or `CHUNK`.
+        Each chunk reads the matrix and its gradient, and writes the gradient.
       size: rows of ``w_vd`` that are a vocabulary. Others let devices have equal parts.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
@@ -133,10 +129,8 @@ def cross_entropy(
     if shard.mesh is not None and shard.mesh.size > 1:
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])
         chunk = chunk or _chunk_of_several(shard, axes, w_vd.shape[0], split)
-    platform = shard.devices[0]
-    chunk = chunk or {"gpu": CHUNK_ON_GPUS, "tpu": CHUNK_ON_TPUS}.get(platform, CHUNK)
-    in_float32 = platform == "tpu" and w_vd.shape[0] < EXACT
-    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split, in_float32)
+    chunk = chunk or CHUNKS.get(shard.devices[0], CHUNK)
+    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split)
     return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
 
@@ -281,8 +275,7 @@ def _measure(
     label_x_c = _over(jax.lax.psum, jnp.where(is_label_cv, x_cv, 0).sum(-1), split.parts)
     lse_c = top_c + jnp.log(sum_c)
     # The first of the largest, so that equal logits everywhere are not all right.
-    number_v = word_v.astype(jnp.float32) if settings.in_float32 else word_v
-    best_c = jnp.where(x_cv == top_c[:, None], number_v[None], settings.rows).min(-1)
+    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], settings.rows).min(-1)
     is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
     target_x_c = label_x_c
     if settings.smoothing:

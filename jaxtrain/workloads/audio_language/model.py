@@ -59,9 +59,9 @@ class Config(transformer.Decoder):
     audio_attention: bool = False
     # [S, A, N, M, share] shapes of rows, and their share; None = the data's
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = None
-    # [labels] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, or 1024
-    # if they share the matrix and these logits are more than 1 GiB; 4096 on TPUs, or 1024 if they
-    # share the matrix; 1024 elsewhere
+    # [labels] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, 4096
+    # on TPUs, else 1024; devices that share the matrix have 1024 on TPUs, and on GPUs if these
+    # logits are more than 1 GiB
     chunk: int = 0
 
     def validate(self) -> Iterator[tuple[str, str]]:

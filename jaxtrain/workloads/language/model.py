@@ -64,9 +64,9 @@ class Config(transformer.Decoder):
     bytes_per_token: OfData[float] = OF_DATA
     # [1] factor of the squared log normaliser of the softmax in the loss; 0 = none
     z_loss: float = 0.0
-    # [tokens] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, or 1024
-    # if they share the matrix and these logits are more than 1 GiB; 4096 on TPUs, or 1024 if they
-    # share the matrix; 1024 elsewhere
+    # [tokens] places of each device whose logits exist at the same time; 0 = 2048 on GPUs, 4096
+    # on TPUs, else 1024; devices that share the matrix have 1024 on TPUs, and on GPUs if these
+    # logits are more than 1 GiB
     chunk: int = 0
     # [documents] documents held out of each source, and of several also separately; None = the
     # data's
