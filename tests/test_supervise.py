@@ -46,6 +46,7 @@ def test_a_killed_process_goes_on_by_itself_and_its_run_ends_in_order(folder, en
     assert run.returncode == 75, output
     assert "was killed by SIGKILL; attempt 1 begins" in output, output
     assert "resuming from step" in output and "SIGTERM" in output
+    assert "is the program of attempt 0, and is not traced again" in output, output
     first_start, second = starts(folder)
     assert second.facts["attempt"] == 1 and "was killed by SIGKILL" in second.facts["cause"]
     assert first_start.facts["attempt"] == 0 and second.queued == 0

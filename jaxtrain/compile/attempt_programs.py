@@ -2,9 +2,11 @@
 
 `program_cache` finds a program by its text, which has to be traced and lowered first. Within one
 run of supervisors a program's name is enough, if everything that decides its text is the same: the
-config, the code, JAX, its options, the devices. They are hashed, and each process keeps a file of
-this hash: name -> where the program lies, its arguments, results, and the digest of its text. An
-attempt uses the names that all its processes have. Without a name, a program is traced as ever.
+config, the code, JAX, its options, the devices and their driver. They are hashed, and each process
+keeps a file of this hash: name -> where the program lies, its arguments, results, and the digest of
+its text. An attempt uses the names that all its processes have of the same attempt. Without a name,
+a program is traced as ever, and so is one that cannot be loaded. After `IDLE` attempts in a row
+without a new step all are traced: a program that was loaded may be at fault.
 """
 
 import hashlib
@@ -25,10 +27,11 @@ from jaxtrain.config import Config, to_json
 from jaxtrain.parallel import cluster, jax_options, supervised_attempt
 from jaxtrain.types import PyTree
 from loaders.io import machine
+from loaders.io.checks import first_line
 
 log = logging.getLogger("jaxtrain")
 
-
+IDLE = 2
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
@@ -67,14 +70,20 @@ class AttemptPrograms:
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()  # that all processes have
         self.has_earlier = False
-        if not attempt.run or not program_cache.are_kept():
+        if not program_cache.are_recorded():
             return
         self._path = _file_of(attempt.run, config, mesh)
         if not self._attempt:
             return
+        if attempt.idle >= IDLE:
+            log.warning(
+                "programs are traced again: the last %d attempts made no step with those of"
+                " earlier ones",
+                attempt.idle,
+            )
+            return
         self._entries = _read(self._path)
-        names = [frozenset(json.loads(text)) for text in cluster.gather_texts(self._list_names())]
-        self._names = frozenset.intersection(*names)
+        self._names = self._find_common_names()
         self.has_earlier = bool(self._names)
         if not self.has_earlier:
             log.info(
@@ -83,14 +92,19 @@ class AttemptPrograms:
                 self._attempt,
             )
 
-    def _list_names(self) -> str:
-        return json.dumps(sorted(self._entries))
+    def _find_common_names(self) -> frozenset[str]:
+        """Return the names of programs that all processes have of the same attempt."""
+        listed = sorted((name, entry.attempt) for name, entry in self._entries.items())
+        reports = cluster.gather_texts(json.dumps(listed))
+        programs = [{(name, attempt) for name, attempt in json.loads(text)} for text in reports]
+        return frozenset(name for name, _ in set.intersection(*programs))
 
     def find(self, name: str, arguments: PyTree) -> Recorded | None:
         """Return the program of this name and these arguments, or None. All call it at once."""
         if name not in self._names:
             return None
         recorded = None
+        reason = ""
         entry = self._entries[name]
         try:
             if entry.arguments == _digest_of(arguments):
@@ -99,9 +113,9 @@ class AttemptPrograms:
                 recorded = Recorded(program, entry.out_info, entry.text)
         # it was removed from the cache, or is damaged: it is traced and compiled
         except Exception as error:  # noqa: BLE001
-            log.debug("a program of attempt %d is not read: %s", entry.attempt, error)
+            reason = f": {first_line(error)}"
         if not all(cluster.gather(int(recorded is not None))):
-            log.info("%s is traced again: its program is not in all caches", name)
+            log.info("%s is traced again: not all processes load its program%s", name, reason)
             return None
         log.info("%s is the program of attempt %d, and is not traced again", name, entry.attempt)
         return recorded
@@ -118,7 +132,7 @@ class AttemptPrograms:
             return
         try:
             path = program_cache.path_of(lowered, options)
-            if not path.exists():  # one that compiles quickly
+            if not path.exists():  # one with constants, for example
                 return
             out_info = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info

@@ -1,8 +1,10 @@
-"""Compiled programs of several processes on CPUs, kept between starts.
+"""Compiled programs of several processes on CPUs, kept between starts, and of supervised runs.
 
 JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that
 was read back may run its collectives in another order than one just compiled (seen with jax 0.10.2:
 the processes then wait for each other for ever). So each caches its own, and all must have one.
+
+A supervised run has its programs here on all platforms, for `attempt_programs`.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxtrain.parallel import cluster
+from jaxtrain.parallel import cluster, supervised_attempt
 from loaders.io import atomic_write, machine
 
 log = logging.getLogger("jaxtrain")
@@ -88,7 +90,9 @@ def keep(
     program: jax.stages.Compiled = compile()
     seconds = time.perf_counter() - began
     config: Any = jax.config  # jax adds its options as it is imported
-    if not are_kept() or seconds < config.jax_persistent_cache_min_compile_time_secs:
+    is_slow = seconds >= config.jax_persistent_cache_min_compile_time_secs
+    # A restart would also trace a program that JAX's own cache gave at once.
+    if not are_recorded() and not (are_kept() and is_slow):
         return program
     try:
         write(path_of(lowered, options), serialize_executable.serialize(program)[0])
@@ -99,11 +103,19 @@ def keep(
 
 
 def are_kept() -> bool:
-    """Tell whether this process's programs are kept here."""
+    """Tell whether starts find this process's programs here: JAX's cache has the others."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu" and not _is_off()
+
+
+def are_recorded() -> bool:
+    """Tell whether attempts of a supervised run find this process's programs by their names."""
+    return bool(supervised_attempt.from_environment().run) and not _is_off()
+
+
+def _is_off() -> bool:
     # Not jax.config's value: for several processes on CPUs `cluster.initialize` has set it.
     switch = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower()
-    is_off = switch in ("0", "false", "f", "no", "n", "off")
-    return jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_off
+    return switch in ("0", "false", "f", "no", "n", "off")
 
 
 def path_of(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
@@ -128,7 +140,8 @@ def surroundings() -> list[Any]:
     return [
         jax.process_index(),
         jax.process_count(),
-        [d.id for d in jax.local_devices()],
+        [[d.id, d.device_kind] for d in jax.local_devices()],
+        jax.local_devices()[0].client.platform_version,  # of the driver, or of libtpu
         cluster.versions(),
         sorted((k, str(v)) for k, v in settings.values.items()),
         os.environ.get("XLA_FLAGS", ""),

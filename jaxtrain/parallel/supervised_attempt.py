@@ -2,7 +2,7 @@
 
 The variable is JSON: {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "lease":
 "…", "run": "…", "memory": "/dev/shm/…", "coordinator": "node6:23456", "members": [0, 2], "hosts":
-[…]}. Without a supervisor there is none, and `from_environment` returns attempt -1.
+[…], "idle": 0}. Without a supervisor there is none, and `from_environment` returns attempt -1.
 """
 
 import json
@@ -26,6 +26,7 @@ class Attempt(NamedTuple):
     coordinator: str = ""  # host:port at which the processes meet; "" if there is only one
     members: Sequence[int] = ()  # the launcher's numbers of the processes that take part
     hosts: Sequence[str] = ()  # theirs
+    idle: int = 0  # attempts in a row before this one that made no new step
 
     @property
     def is_supervised(self) -> bool:

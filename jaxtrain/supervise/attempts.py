@@ -94,14 +94,20 @@ def first_cause(reports: Sequence[Report]) -> str:
     return min(causes, key=lambda report: report.rank).cause
 
 
-def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
-    """Return the rule by which a run is given up after ``past`` attempts, or ""."""
-    rules = config.supervise
+def count_idle(past: Sequence[Past]) -> int:
+    """Count the last attempts in a row that made no new step, without those that a disk ended."""
     idle = 0
     best_step = 0
     for attempt in past:
         idle = 0 if attempt.step > best_step else idle + (not attempt.of_disk)
         best_step = max(best_step, attempt.step)
+    return idle
+
+
+def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
+    """Return the rule by which a run is given up after ``past`` attempts, or ""."""
+    rules = config.supervise
+    idle = count_idle(past)
     if idle >= rules.idle:
         return f"{idle} attempts in a row made no new step (config.supervise.idle)"
     recent = sum(attempt.ended > now - HOUR for attempt in past)

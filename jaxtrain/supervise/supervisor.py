@@ -7,7 +7,7 @@ their processes have ended, and get the decision of the one that leads (`leader`
 
     {"attempt": 2, "cause": "process 1 (node7) was killed by SIGKILL", "members": [0, 1],
      "hosts": ["node6", "node7"], "argv": [], "coordinator": "node6:23456", "run": "6f1c…",
-     "code": 0, "text": ""}
+     "idle": 0, "code": 0, "text": ""}
 
 The processes meet at that address, with a new port for each attempt. A code and a text end the run
 for good. During an attempt the supervisors have `links`, by which the end of a process, or of a
@@ -378,6 +378,7 @@ class Supervisor:
             "hosts": [report.host for report in each],
             "argv": self._split(len(each)),
             "run": next((report.run for report in each if report.run), uuid.uuid4().hex),
+            "idle": attempts.count_idle(self._past),
             "code": attempts.GIVEN_UP if text else 0,
             "text": text,
         }
@@ -417,6 +418,7 @@ class Supervisor:
             decision["coordinator"],
             decision["members"],
             decision["hosts"],
+            decision["idle"],
         )
         began = time.time()
         self._process.start(attempt.to_environment(), decision["argv"])
