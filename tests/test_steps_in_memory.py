@@ -113,6 +113,21 @@ def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_pat
     assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {"0", "1"}
 
 
+def test_a_step_with_records_that_wait_for_a_disk_is_not_resumed(tmp_path, parts):
+    """The steps that a run makes on a full disk come again, until one with its record is whole."""
+    made = make(tmp_path, parts)
+    for step, recorded in ((10, True), (20, True), (30, False), (40, False)):
+        made.save(step, parts, NOTE, recorded=recorded)
+    made.close()
+    again = make(tmp_path, parts)
+    assert again.newest(0, NOTE).step == 20
+    again.save(30, parts, NOTE, recorded=False)
+    again.save(40, parts, NOTE)
+    again.close()
+    assert make(tmp_path, parts).newest(0, NOTE).step == 40
+    assert {place_of(tmp_path, 20), place_of(tmp_path, 40)} == {"0", "1"}
+
+
 def test_a_step_of_another_run_or_config_is_not_taken(tmp_path, parts):
     save(make(tmp_path, parts), parts, 10)
     assert make(tmp_path, parts, run="other").newest(0, NOTE) is None
@@ -275,6 +290,25 @@ def test_a_partner_takes_a_copy_of_its_own_run_alone(tmp_path):
         with pytest.raises(ConnectionError, match="it fails its checksum"):
             send(to, sha256="0" * 64)
         assert not (tmp_path / "copy-3-1.json").exists()
+
+
+def test_a_partner_without_room_says_how_much_it_needs(small_disk):
+    with contextlib.closing(receiver(small_disk(300))) as to:
+        with pytest.raises(ConnectionError, match="5,000,000 bytes of shared memory are needed"):
+            send(to)
+        send(to, content=b"small enough")
+
+
+def test_parts_of_different_steps_or_attempts_are_no_step():
+    """A partner may have a copy of the step before."""
+    whole = steps_in_memory._whole(["a", "b"])
+    first = {"parts": "a", "has": [[8, 0, "a", whole], [7, 0, "a", whole]]}
+    for copies in ([[7, 0, "b", whole]], [[8, 1, "b", whole], [7, 0, "b", whole]]):
+        reports = [first, {"parts": "b", "has": copies}]
+        assert steps_in_memory._sources((8, 0), reports) == {}
+        assert steps_in_memory._sources((7, 0), reports) == {"a": 0, "b": 1}
+    of_another_mesh = [[8, 0, "b", steps_in_memory._whole(["b", "c"])]]
+    assert steps_in_memory._sources((8, 0), [first, {"parts": "b", "has": of_another_mesh}]) == {}
 
 
 def test_partners_are_on_other_hosts_and_only_if_the_layout_has_no_replica_there():

@@ -9,6 +9,7 @@ import pytest
 from jaxtrain.config import Config
 from jaxtrain.supervise import attempts
 from jaxtrain.supervise.attempts import Past
+from jaxtrain.telemetry import goodput
 from tests.support.processes import ids, records, step_of, wait_for
 from tests.support.supervised_hosts import fill
 from tests.support.supervised_runs import has_saved, outputs_of, pid_in, supervised
@@ -34,6 +35,7 @@ def test_a_full_disk_stops_no_supervised_run_and_no_record_is_lost(folder, endin
         return max(ids(folder)) >= position
 
     first = max(ids(folder))
+    before_it_was_full = step_of(workdir)
     wait_for(lambda: trains_on(first + 100), watch=[run])
     written = step_of(workdir)
     victim = pid_in(workdir)
@@ -48,6 +50,10 @@ def test_a_full_disk_stops_no_supervised_run_and_no_record_is_lost(folder, endin
     assert step_of(workdir) == written
     (disk / "ballast").unlink()
     wait_for(lambda: step_of(workdir) > first + 120, watch=[run])
+    # No step is in memory whose record was not written: those that the run made meanwhile come
+    # again.
+    resumed = goodput.starts(workdir / "goodput" / "process-0.jsonl")[-1].first
+    assert before_it_was_full - 1 <= resumed <= written
     run.send_signal(signal.SIGTERM)
     (output,) = outputs_of([run])
     assert run.returncode == 75, output
