@@ -1,8 +1,9 @@
 """How long a run stands still after a fault: python -m tests.proofs.recovery [options]
 
-    python -m tests.proofs.recovery --minutes 60 --seed 0 --out results
-    python -m tests.proofs.recovery --faults 20 --seed 1 --mesh fsdp
+    python -m tests.proofs.recovery --minutes 60 --seed 0 --faults 200 --out results
+    python -m tests.proofs.recovery --minutes 60 --seed 1 --mesh fsdp --out results
     python -m tests.proofs.recovery --faults 20 --without-supervisors
+    python -m tests.proofs.recovery --out results --undisturbed 1500
     python -m tests.proofs.recovery --out results --table
 
 Four processes on two hosts (network namespaces, if this user may make them) train the bird demo of
@@ -40,14 +41,17 @@ supervisors the same command is started again as soon as all processes have ende
 scheduler without a queue.
 
 In the end every batch's rows, every record's loss and every digest are compared with those of an
-undisturbed run, which --out keeps for the next time. Each fault is a line of faults.jsonl there. A
-seed whose faults are there goes on with the next one. Prints a row for each kind, and exits with 1
-if something differs or the run stood still.
+undisturbed run, which --out keeps for the next time. --undisturbed makes its steps beforehand. Each
+fault is a line of faults.jsonl there. A seed whose faults are there goes on with the next one, and
+--faults counts them, too. After a fault behind which the run stands still another run begins, and
+so it does after an error of this program: both are lines, and count as wrong. Prints a row for each
+kind, and exits with 1 if something differs or is wrong.
 """
 
 import argparse
 import collections
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -59,16 +63,32 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain.parallel.cluster import processes as cluster_processes
-from jaxtrain.supervise import steps_in_memory
+from jaxtrain.supervise import steps_in_memory, template
 from jaxtrain.telemetry import goodput
 from tests.proofs import soak
 from tests.support import small_runs
 
 PROCESSES = 4
+WHAT = {
+    "kill": "a process is killed",
+    "coordinator": "process 0 is killed",
+    "supervisor": "a supervisor is killed",
+    "host": "a host is gone, and comes back at once",
+    "takeover": "a second process or supervisor is killed during the restart",
+    "both-hosts": "both hosts are lost, one during the restart of the other",
+    "partners": "both partners of a copy are lost, with its memory",
+    "stop": "a process is stopped for 16 to 20 s, counted from its end",
+    "disk": "the disk is full for 8 s",
+    "full-kill": "the disk is full for 12 s, and a process is killed",
+    "full-host": "the disk is full for 12 s, and a host is gone",
+    "cut": "the link is cut for 16 s",
+    "gone": "a host is gone, until the others go on without it",
+}
 KINDS = {  # how often each is drawn
     "kill": 4,
     "coordinator": 3,
@@ -104,8 +124,8 @@ FULL_DURING_FAULT = 12.0  # [s] also the next attempt starts on a full disk
 STOPPED = (16.0, 20.0)  # [s]
 TAKEOVER = (0.05, 4.0)  # [s] between two faults, of which the second meets the take-over
 BETWEEN = (2, 4)  # [steps] from one fault's next new step to the next fault
-STUCK = 1200.0  # [s] without a new step
-AHEAD = 8  # [batches] that a process may have read before their step
+STUCK = 300.0  # [s] without a new step
+BOUND = 30.0  # [s] from a fault to the next new step
 MESHES = {
     "data": (),
     "fsdp": ("--config.mesh.data=1", "--config.mesh.fsdp=4"),
@@ -177,7 +197,9 @@ class Job:
         command += [option.format(folder=self.folder) for option in self.model]
         command += [*RUN, *self.options, f"--config.workdir={self.workdir}"]
         with (self.folder / f"log-{process}.txt").open("ab") as log:
-            return subprocess.Popen(command, cwd=soak.ROOT, env=env, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, cwd=soak.ROOT, env=env, stdout=log, stderr=log, preexec_fn=end_with_parent
+            )
 
     def start_ended(self) -> None:
         """Act as a scheduler: start ended ones again, without supervisors all at once."""
@@ -193,15 +215,26 @@ class Job:
 
     def heads(self, process: int) -> list[dict[str, Any]]:
         """The starts of a process, as its goodput has them."""
+        return [line for line in self.goodput(process) if "pid" in line]
+
+    def goodput(self, process: int) -> list[dict[str, Any]]:
         path = self.workdir / "goodput" / f"process-{process}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if '"pid"' in line]
+        return list(whole_lines(path.read_text())) if path.exists() else []
+
+    def pid(self, process: int) -> int:
+        """The process id of a process that trains, 0 if there is none now.
+
+        Its number in the launcher may be another than in the attempt, by which its goodput goes.
+        """
+        pids = [self.processes[process].pid]
+        for _ in range(2 if self.supervised else 0):  # its template, and the template's fork
+            pids = [child for pid in pids for child in children_of(pid)]
+        return pids[0] if pids else 0
 
     def restart(self, began: float) -> dict[str, float]:
         """Seconds of process 0's newest start by phase, and from a fault [s since 1970] to it."""
-        path = self.workdir / "goodput" / "process-0.jsonl"
-        totals = [line for line in path.read_text().splitlines() if '"phase"' in line]
-        seconds: dict[str, float] = json.loads(totals[-1])["seconds"]
+        totals = [line for line in self.goodput(0) if "phase" in line]
+        seconds: dict[str, float] = totals[-1]["seconds"]
         phases = {name: seconds[name] for name in goodput.STARTING if name in seconds}
         return {UNTIL: round(self.heads(0)[-1]["began"] - began, 3), **phases}
 
@@ -209,27 +242,23 @@ class Job:
         """CPU time of the newest start of all processes: on a busy machine it says more."""
         ticks = 0
         for process in range(PROCESSES):
-            with contextlib.suppress(OSError, IndexError):
-                pid = self.heads(process)[-1]["pid"]
-                fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            with contextlib.suppress(OSError):
+                stat = pathlib.Path(f"/proc/{self.pid(process)}/stat").read_text()
+                fields = stat.rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])  # in user and in kernel mode
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def first_step(self) -> int:
         """The step that the newest start resumed from."""
-        path = self.workdir / "goodput" / "process-0.jsonl"
-        lines = [line for line in path.read_text().splitlines() if '"first"' in line]
-        return int(json.loads(lines[-1])["first"])
+        return int([line["first"] for line in self.goodput(0) if "first" in line][-1])
 
     def records(self) -> dict[int, list[float]]:
         """Step -> its loss and digest."""
         found = {}
         path = self.workdir / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # it is being written
-                record = json.loads(line)
-                if record["split"] == "train":
-                    found[record["step"]] = [record[name] for name in COMPARED]
+        for record in whole_lines(path.read_text()) if path.exists() else ():
+            if record["split"] == "train":
+                found[record["step"]] = [record[name] for name in COMPARED]
         return found
 
     def step(self) -> int:
@@ -247,17 +276,14 @@ class Job:
         """(Position, row) -> digest. Raises AssertionError: two contents."""
         found: dict[tuple[int, int], str] = {}
         for path in sorted(self.folder.glob("rows-*.jsonl")):
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a kill may have cut it
-                    position, row, digest = json.loads(line)
-                    known = found.setdefault((position, row), digest)
-                    assert known == digest, f"row {row} of batch {position} has two contents"
+            for position, row, digest in whole_lines(path.read_text()):
+                known = found.setdefault((position, row), digest)
+                assert known == digest, f"row {row} of batch {position} has two contents"
         return found
 
     def position(self) -> int:
         """The last batch that process 0 has read."""
-        lines = (self.folder / "rows-0.jsonl").read_text().splitlines()
-        return int(json.loads(lines[-1])[0])
+        return int(list(whole_lines((self.folder / "rows-0.jsonl").read_text()))[-1][0])
 
     def reaches(self, step: int, *, starts: bool = True) -> bool:
         """Wait for a step. ``starts``: start ended processes again meanwhile."""
@@ -271,8 +297,9 @@ class Job:
         return True
 
     def kill(self, process: int) -> None:
-        with contextlib.suppress(ProcessLookupError, IndexError):
-            os.kill(self.heads(process)[-1]["pid"], signal.SIGKILL)
+        if pid := self.pid(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def lose(self, process: int) -> None:
         """Kill a process and its supervisor, whose memory is lost."""
@@ -306,6 +333,26 @@ class Job:
 
 def host_of(process: int) -> int:
     return process * soak.HOSTS // PROCESSES
+
+
+def end_with_parent() -> None:
+    """Let the kernel end a supervisor with this program, which may be killed."""
+    ctypes.CDLL(None).prctl(template.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, path.read_text().split())
+    return children
+
+
+def whole_lines(text: str) -> Iterator[Any]:
+    """Yield the JSON of each line. One may be cut by a kill, or is being written."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 @contextlib.contextmanager
@@ -425,7 +472,7 @@ class Faults:
         seconds = self.notes["stopped"] = self.draw.uniform(*STOPPED)
         victim = self.draw.randrange(PROCESSES)
         heads = [len(self.job.heads(i)) for i in range(PROCESSES)]
-        pid = self.job.heads(victim)[-1]["pid"]
+        pid = self.job.pid(victim)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
@@ -444,6 +491,8 @@ class Faults:
                 time.sleep(0.05)
             self.notes["seconds"] = time.monotonic() - began
             time.sleep(max(began + FULL - time.monotonic(), 0))
+        # Until its records are written no step is copied into memory (docs/clusters.md).
+        self.job.reaches(self.job.position() + 1)
         return began
 
     def full_kill(self, began: float) -> float:
@@ -475,9 +524,7 @@ class Results:
 
     def __init__(self, path: pathlib.Path):
         self._path = path
-        self.lines = []
-        if path.exists():
-            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+        self.lines = list(whole_lines(path.read_text())) if path.exists() else []
 
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
@@ -490,55 +537,76 @@ class Results:
         return len(same)
 
     def table(self) -> str:
-        lines = [
-            "| fault | n | seconds to the next new step: median, 90 %, most"
-            " | steps again: median, most |",
-            "|---|---:|---:|---:|",
-        ]
-        by_kind = collections.defaultdict(list)
+        """Return a table for each mesh and kind of run, as docs/results/proofs.md has it."""
+        by_run = collections.defaultdict(list)
         for line in self.lines:
-            if "kind" in line:
-                of = f", {line['model']}" + ("" if line["supervised"] else ", without supervisors")
-                by_kind[line["kind"] + of].append(line)
-                by_kind["all" + of].append(line)
-        for name in sorted(by_kind, key=lambda name: (name.startswith("all"), name)):
-            faults = by_kind[name]
-            seconds = sorted(fault["seconds"] for fault in faults)
-            again = [fault["again"] for fault in faults]
-            nine_tenths = seconds[min(int(0.9 * len(seconds)), len(seconds) - 1)]
-            lines.append(
-                f"| {name} | {len(seconds)} | {statistics.median(seconds):.1f}, {nine_tenths:.1f},"
-                f" {seconds[-1]:.1f} | {statistics.median(again):.0f}, {max(again)} |"
-            )
-        restarts = [line for line in self.lines if line.get("kind") in ONE_RESTART]
-        restarts = [line for line in restarts if line.get("phases")]
-        phases = collections.defaultdict(list)
-        for restart in restarts:
-            for name, seconds in restart["phases"].items():
-                phases[name].append(seconds)
-        if restarts:
-            listed = [f"{name} {statistics.median(of):.1f}" for name, of in phases.items()]
-            cpu = statistics.median(restart["cpu"] for restart in restarts)
-            lines += [
-                f"\nAfter {', '.join(ONE_RESTART)}, median seconds:",
-                f"process 0: {', '.join(listed)}",
-                f"CPU time of the {PROCESSES} processes: {cpu:.1f}",
-            ]
-        sessions = [line for line in self.lines if "kind" not in line]
-        totals = collections.Counter[str]()
-        for session in sessions:
-            totals.update({name: session[name] for name in ("records", "rows", "wrong")})
-        lines.append(
-            f"\n{len(sessions)} sessions: {totals['records']} records and {totals['rows']} rows"
-            f" compared with an undisturbed run's, {totals['wrong']} differ or are missing"
-        )
-        return "\n".join(lines)
+            by_run[run_of(line)].append(line)
+        return "\n\n".join(table_of(run, lines) for run, lines in by_run.items())
 
 
-def reference(folder: pathlib.Path, args: argparse.Namespace, hosts: soak.Hosts) -> Job:
-    """Return an undisturbed run, which is not started yet."""
-    options = MESHES[args.mesh]
-    return Job(folder, folder / "run", hosts, options, model=args.model, starts=False)
+def run_of(line: dict[str, Any]) -> str:
+    supervised = "with supervisors" if line["supervised"] else "without supervisors"
+    waits = f", supervise.wait={line['wait']}" if line.get("wait") else ""
+    return f"{line['model']}, mesh {line['mesh']}, {supervised}{waits}"
+
+
+def table_of(run: str, lines: Sequence[dict[str, Any]]) -> str:
+    faults = [line for line in lines if "again" in line]
+    odd = [line for line in lines if "kind" in line and "again" not in line]
+    by_kind = collections.defaultdict(list)
+    for fault in faults:
+        by_kind[fault["kind"]].append(fault)
+    rows = [
+        f"| {run} | n | median, 90 %, most [s] | steps again: most |",
+        "|---|---:|---:|---:|",
+    ]
+    for kind, text in WHAT.items():
+        if of_kind := by_kind[kind]:
+            rows.append(row(text, of_kind))
+    returns = [{**line, "seconds": line["back"]} for line in faults if "back" in line]
+    if returns:
+        rows.append(row("it comes back, until all go on together", returns))
+    if faults:
+        rows.append(row("all", faults))
+        late = sum(fault["seconds"] > BOUND for fault in faults)
+        rows.append(f"\n{late} of {len(faults)} took more than {BOUND:.0f} s.")
+    restarts = [fault for fault in faults if fault["kind"] in ONE_RESTART and fault["phases"]]
+    phases = collections.defaultdict(list)
+    for restart in restarts:
+        for name, seconds in restart["phases"].items():
+            phases[name].append(seconds)
+    if restarts:
+        listed = [f"{name} {statistics.median(of):.1f}" for name, of in phases.items()]
+        cpu = statistics.median(restart["cpu"] for restart in restarts)
+        rows += [
+            f"\nAfter {', '.join(ONE_RESTART)}, median seconds:",
+            f"process 0: {', '.join(listed)}",
+            f"CPU time of the {PROCESSES} processes: {cpu:.1f}",
+        ]
+    totals = collections.Counter[str]()
+    sessions = [line for line in lines if "kind" not in line]
+    for session in sessions:
+        totals.update({name: session[name] for name in ("records", "rows", "wrong")})
+    rows.append(
+        f"\n{len(sessions)} runs: {totals['records']} records and {totals['rows']} rows"
+        f" compared with an undisturbed run's, {totals['wrong']} differ or are missing"
+    )
+    if odd:
+        rows.append(f"{len(odd)} faults without a time: {', '.join(line['kind'] for line in odd)}")
+    if ends := [code for fault in faults for code in fault["ends"]]:
+        rows.append(f"supervisors that ended by themselves, with codes {sorted(set(ends))}")
+    return "\n".join(rows)
+
+
+def row(text: str, faults: Sequence[dict[str, Any]]) -> str:
+    seconds = sorted(fault["seconds"] for fault in faults)
+    nine_tenths = seconds[min(int(0.9 * len(seconds)), len(seconds) - 1)]
+    again = max(fault["again"] for fault in faults)
+    median = statistics.median(seconds)
+    return (
+        f"| {text} | {len(seconds)} | {median:.1f}, {nine_tenths:.1f}, {seconds[-1]:.1f} |"
+        f" {again} |"
+    )
 
 
 def extend(job: Job, until: int) -> None:
@@ -590,91 +658,123 @@ def differences(job: Job, expected: Job, *, bits: bool) -> tuple[dict[str, int],
     return {"records": last, "rows": n_rows, "wrong": len(texts)}, texts
 
 
-def session(args: argparse.Namespace, out: pathlib.Path, folder: pathlib.Path) -> int:
-    """Do faults to one run until the time or their number is over, and compare it."""
-    hosts = soak.Hosts()
-    supervised = not args.without_supervisors
-    chosen = {"seed": args.seed, "mesh": args.mesh, "model": args.model}
-    chosen["supervised"] = supervised
-    results = Results(out / "faults.jsonl")
-    kinds = [kind for kind in args.kinds.split(",") if kind != "cut" or hosts.real]
-    if not supervised:
-        kinds = [kind for kind in kinds if kind not in OF_SUPERVISORS]
-    options = (*MESHES[args.mesh], *(SUPERVISED if supervised else ()))
-    if args.wait:
-        options = (*options, f"--config.supervise.wait={args.wait}")
-    deadline = time.monotonic() + 60 * args.minutes
-    write_sources(folder)
-    stuck = ""
-    pace = 1.0
-    try:
-        expected = reference(out / f"undisturbed-{args.model}-{args.mesh}", args, hosts)
-        known = expected.step()
-        job = Job(folder, folder / soak.DISK / "run", hosts, options, model=args.model)
+class Campaign:
+    """Runs with faults, one after the other, until the time or the number of faults is over."""
+
+    def __init__(self, args: argparse.Namespace, out: pathlib.Path, may_fill: bool):
+        self._args = args
+        self._out = out
+        self._hosts = soak.Hosts()
+        self.close = self._hosts.close
+        supervised = not args.without_supervisors
+        self._run = {"seed": args.seed, "mesh": args.mesh, "model": args.model}
+        self._run |= {"supervised": supervised, "wait": args.wait}
+        self.results = Results(out / "faults.jsonl")
+        self._kinds = []
+        for kind in args.kinds.split(","):
+            is_possible = may_fill or kind not in OF_DISK
+            is_possible &= self._hosts.real or kind != "cut"
+            if is_possible and (supervised or kind not in OF_SUPERVISORS):
+                self._kinds.append(kind)
+        self._options = (*MESHES[args.mesh], *(SUPERVISED if supervised else ()))
+        if args.wait:
+            self._options += (f"--config.supervise.wait={args.wait}",)
+        self._deadline = time.monotonic() + 60 * args.minutes
+        self.wrong = 0
+        self._pace = 1.0
+
+    def undisturbed(self) -> Job:
+        """Return an undisturbed run, which is not started yet."""
+        folder = self._out / f"undisturbed-{self._args.model}-{self._args.mesh}"
+        options, model = MESHES[self._args.mesh], self._args.model
+        return Job(folder, folder / "run", self._hosts, options, model=model, starts=False)
+
+    def session(self, folder: pathlib.Path) -> bool:
+        """Do faults to a run in a folder, and compare it. Return whether another one may begin."""
+        write_sources(folder)
+        expected = self.undisturbed()
+        workdir = folder / soak.DISK / f"run-{len(self.results.lines)}"
+        job = Job(folder, workdir, self._hosts, self._options, model=self._args.model)
+        goes_on = False
         try:
-            for _ in range(args.faults):
-                number = results.done(chosen)
-                draw = random.Random(f"{args.seed} {number}")
-                before, since = job.step(), time.monotonic()
-                wanted = before + draw.randint(*BETWEEN)
-                if not job.reaches(wanted):
-                    stuck = "before a fault"
-                    break
-                if before:
-                    pace = (time.monotonic() - since) / (job.step() - before)
-                # the undisturbed run may have to make as many steps
-                late = time.monotonic() + pace * max(job.step() - known, 0) + MARGIN > deadline
-                if late:
-                    break
-                (kind,) = draw.choices(kinds, [KINDS.get(kind, 1) for kind in kinds])
-                faults = Faults(job, folder / soak.DISK, draw)
-                step, ends, starts = job.step(), len(job.ends), len(job.heads(0))
-                at = time.time()
-                began = faults.do(kind)
-                # the next step may have been computed before, and some before a second fault
-                after = job.step() if kind in TWICE else step
-                if not job.reaches(after + 2):
-                    stuck = kind
-                    break
-                seconds = time.monotonic() - began
-                restarted = len(job.heads(0)) > starts
-                cpu = job.cpu_seconds() if restarted else 0.0
-                line = {
-                    **chosen,
-                    "kind": kind,
-                    "step": step,
-                    "seconds": seconds,
-                    "again": max(step - job.first_step(), 0) if restarted else 0,
-                    "phases": job.restart(at) if restarted else {},
-                    "cpu": cpu,
-                    "load": os.getloadavg()[0],
-                    "ends": job.ends[ends:],
-                    **faults.notes,
-                }
-                results.add(line)
-                print(json.dumps(line), flush=True)
+            goes_on = self._disturb(job, known=expected.step())
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         finally:
             job.end()
-        if stuck:
-            print(f"it stood still: {stuck}\n{job.logs()}")
-            return 1
         extend(expected, job.step())
-        numbers, texts = differences(job, expected, bits=not args.wait)
-        results.add({**chosen, **numbers})
-    finally:
-        hosts.close()
-    print("\n".join([*texts[:20], results.table()]))
-    wrong = [line for line in results.lines if "wrong" in line and line["wrong"]]
-    return 1 if wrong else 0
+        numbers, texts = differences(job, expected, bits=not self._args.wait)
+        self.wrong += numbers["wrong"]
+        self.results.add({**self._run, **numbers})
+        print("\n".join(texts[:20]), flush=True)
+        return goes_on
+
+    def _disturb(self, job: Job, known: int) -> bool:
+        """Do faults. Return whether it ends because the run stands still, or of an error."""
+        while (number := self.results.done(self._run)) < self._args.faults:
+            draw = random.Random(f"{self._args.seed} {number}")
+            before, since = job.step(), time.monotonic()
+            problem = ""
+            line = {**self._run, "kind": "before a fault"}
+            try:
+                if job.reaches(before + draw.randint(*BETWEEN)):
+                    if before:
+                        self._pace = (time.monotonic() - since) / (job.step() - before)
+                    # the undisturbed run may have to make as many steps
+                    coming = self._pace * max(job.step() - known, 0) + MARGIN
+                    if time.monotonic() + coming > self._deadline:
+                        return False
+                    (kind,) = draw.choices(
+                        self._kinds, [KINDS.get(kind, 1) for kind in self._kinds]
+                    )
+                    line["kind"] = kind
+                    problem = self._fault(job, Faults(job, job.workdir.parent, draw), line)
+                else:
+                    problem = "it stood still"
+            except Exception:  # noqa: BLE001  a campaign goes on
+                problem = traceback.format_exc()
+            if problem:
+                line["problem"] = problem
+                self.wrong += 1
+            self.results.add(line)
+            print(json.dumps(line), flush=True)
+            if problem:
+                print(f"{problem}\n{job.logs()}", flush=True)
+                return True
+        return False
+
+    def _fault(self, job: Job, faults: "Faults", line: dict[str, Any]) -> str:
+        """Do a fault, and measure it into its line. Return a problem, or ""."""
+        kind = line["kind"]
+        step, ends, starts = job.step(), len(job.ends), len(job.heads(0))
+        line["step"] = step
+        at = time.time()
+        began = faults.do(kind)
+        # the next step may have been computed before, and some before a second fault
+        after = job.step() if kind in TWICE else step
+        if not job.reaches(after + 2):
+            return "it stood still"
+        seconds = time.monotonic() - began
+        restarted = len(job.heads(0)) > starts
+        line |= {
+            "seconds": seconds,
+            "again": max(step - job.first_step(), 0) if restarted else 0,
+            "phases": job.restart(at) if restarted else {},
+            "cpu": job.cpu_seconds() if restarted else 0.0,
+            "load": os.getloadavg()[0],
+            "ends": job.ends[ends:],
+            **faults.notes,
+        }
+        return str(faults.notes.get("wrong", ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=100_000, help="default: any number")
+    parser.add_argument(
+        "--faults", type=int, default=100_000, help="with those in --out; default: any number"
+    )
     parser.add_argument(
         "--minutes", type=float, default=60, help="with the comparison; default: 60"
     )
@@ -685,22 +785,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wait", type=int, default=0, help="[s] supervise.wait, for hosts gone")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the results")
+    parser.add_argument("--undisturbed", type=int, default=0, help="make its steps alone")
     parser.add_argument("--table", action="store_true", help="print the results of --out alone")
     args = parser.parse_args(argv)
     if unknown := set(args.kinds.split(",")) - set(KINDS):
         parser.error(f"--kinds names {', '.join(sorted(unknown))}; expected: {', '.join(KINDS)}")
     if args.wait:
         args.kinds = GONE
-    with soak.place() as (folder, may_fill), tempfile.TemporaryDirectory() as temporary:
-        out = args.out or pathlib.Path(temporary)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = (args.out or pathlib.Path(temporary)).resolve()
         out.mkdir(parents=True, exist_ok=True)
         if args.table:
             print(Results(out / "faults.jsonl").table())
             return 0
-        if not may_fill:
-            kinds = [kind for kind in args.kinds.split(",") if kind not in OF_DISK]
-            args.kinds = ",".join(kinds)
-        return session(args, out.resolve(), folder)
+        return campaign(args, out)
+
+
+def campaign(args: argparse.Namespace, out: pathlib.Path) -> int:
+    goes_on = True
+    wrong = 0
+    while goes_on:
+        with soak.place() as (folder, may_fill):
+            runs = Campaign(args, out, may_fill)
+            with contextlib.closing(runs):
+                if args.undisturbed:
+                    extend(runs.undisturbed(), args.undisturbed)
+                    return 0
+                began = time.monotonic()
+                goes_on = runs.session(folder)
+                args.minutes -= (time.monotonic() - began) / 60
+                wrong += runs.wrong
+                print(runs.results.table(), flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
