@@ -1,12 +1,14 @@
 """Measure the cost of steps in memory on the demos.
 
-    python -m tools.bench memory --out DIR [--workload NAME …] [--every N] [--pairs N]
+    python -m tools.bench memory --out DIR [--workload NAME …] [--every N] [--pairs N] [--partner]
 
 A run of each demo copies a step into shared memory after every second block of N steps
 (checkpoint.memory_every). The blocks with and without a copy alternate, and the median of their
 differences is the cost, by CPU time of the process and by wall time. Next to it stands the CPU time
-of the two threads that copy and compute checksums. One process has no partner on another host, to
-whom it would send the copy.
+of the threads that copy, compute checksums, and send and take copies.
+
+One process has no partner on another host. With --partner it is its own: it sends each copy over a
+socket, and takes it, as each process of several does whose parts are not replicated elsewhere.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster, supervised_attempt
 from jaxtrain.run import loop
 from jaxtrain.run.schedule import Due, Schedule
+from jaxtrain.supervise.partners import Receiver
 from jaxtrain.supervise.steps_in_memory import Memory
 from tests.proofs.replay_proof import CONFIGS, patch
 from tools.bench_verify import OWN
@@ -29,11 +32,13 @@ from tools.bench_verify import OWN
 WARM = 2  # pairs of blocks that are not counted
 
 
-def measure(name: str, out: pathlib.Path, every: int, pairs: int) -> str:
+def measure(name: str, out: pathlib.Path, every: int, pairs: int, *, partner: bool) -> str:
     clocks: list[tuple[float, float]] = []  # CPU and wall time at the end of each block
     copying: list[float] = []  # [s] of CPU time
     sealing: list[float] = []
-    at, save, seal = Schedule.at, Memory.save, Memory._seal
+    taking: list[float] = []  # of all copies
+    at, save, seal, reserve = Schedule.at, Memory.save, Memory._seal, Memory.reserve
+    close = Receiver.close
 
     def in_every_second_block(self: Schedule, step: int) -> Due:
         due = at(self, step)
@@ -45,6 +50,18 @@ def measure(name: str, out: pathlib.Path, every: int, pairs: int) -> str:
         began = time.thread_time()
         save(self, *arguments, **more)
         copying.append(time.thread_time() - began)
+
+    def reserve_with_partner(self: Memory) -> None:
+        reserve(self)
+        if partner:
+            self._secret = b"a secret of the job"
+            self._receiver = Receiver(self.folder, attempt.run, self._secret, "127.0.0.1")
+            self._partner = self._receiver.address
+
+    def timed_close(self: Receiver) -> None:
+        assert self._thread.ident
+        taking.append(time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)))
+        close(self)
 
     def timed_seal(self: Memory, *arguments: Any) -> None:
         began = time.thread_time()
@@ -75,6 +92,8 @@ def measure(name: str, out: pathlib.Path, every: int, pairs: int) -> str:
             patch(Schedule, "at", in_every_second_block),
             patch(Memory, "save", timed_save),
             patch(Memory, "_seal", timed_seal),
+            patch(Memory, "reserve", reserve_with_partner),
+            patch(Receiver, "close", timed_close),
         ):
             loop.run(config)
         n_bytes = (shared / "0.bin").stat().st_size
@@ -94,11 +113,13 @@ def measure(name: str, out: pathlib.Path, every: int, pairs: int) -> str:
         plain = statistics.median(without)
         cells.append(f"{statistics.median(differences) / plain:+.2%}")
         cpu_of_block = cpu_of_block or plain
-    own_time = statistics.median(copying[WARM:]) + statistics.median(sealing[WARM:])
+    copied, sealed = statistics.median(copying[WARM:]), statistics.median(sealing[WARM:])
+    taken = sum(taking) / len(copying)
+    own_time = copied + sealed + taken
     return (
         f"| {name} | {n_bytes / 1e6:.1f} | {cpu_of_block:.2f} |"
-        f" {1e3 * statistics.median(copying[WARM:]):.1f} |"
-        f" {1e3 * statistics.median(sealing[WARM:]):.1f} | {own_time / cpu_of_block:.2%} |"
+        f" {1e3 * copied:.1f} | {1e3 * sealed:.1f} | {1e3 * taken:.1f} |"
+        f" {own_time / cpu_of_block:.2%} |"
         f" {cells[0]} | {cells[1]} |"
     )
 
@@ -111,17 +132,21 @@ def main() -> int:
     parser.add_argument("--workload", nargs="+", choices=CONFIGS, default=["bird", "language"])
     parser.add_argument("--every", type=int, default=10, metavar="N", help="steps of a block")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="of blocks")
+    parser.add_argument("--partner", action="store_true", help="send and take each copy, too")
     args = parser.parse_args()
     cluster.start_jax()
     print(
-        "| demo | step [MB] | a block's CPU time [s] | copying [ms] | checksum [ms] | both, of a"
-        " block | difference of CPU time | of wall time |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| demo | step [MB] | a block's CPU time [s] | copying [ms] | checksum, sending [ms] |"
+        " taking [ms] | together, of a block | difference of CPU time | of wall time |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         sep="\n",
         flush=True,
     )
     for name in args.workload:
-        print(measure(name, args.out, args.every, args.pairs), flush=True)
+        print(
+            measure(name, args.out, args.every, args.pairs, partner=args.partner),
+            flush=True,
+        )
     return 0
 
 
