@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from jaxtrain.compile import jax_cache
 from jaxtrain.parallel import cluster, supervised_attempt
 from loaders.io import atomic_write, machine
 
@@ -87,7 +88,8 @@ def keep(
 ) -> Callable[..., Any]:
     """``compile()``, kept for the next start."""
     began = time.perf_counter()
-    program: jax.stages.Compiled = compile()
+    with jax_cache.reading() as contents:
+        program: jax.stages.Compiled = compile()
     seconds = time.perf_counter() - began
     config: Any = jax.config  # jax adds its options as it is imported
     is_slow = seconds >= config.jax_persistent_cache_min_compile_time_secs
@@ -95,7 +97,7 @@ def keep(
     if not are_recorded() and not (are_kept() and is_slow):
         return program
     try:
-        write(path_of(lowered, options), serialize_executable.serialize(program)[0])
+        write(path_of(lowered, options), jax_cache.serialize(program, contents))
     # a full disk, or a program with constants: the next start compiles again
     except Exception as error:  # noqa: BLE001
         log.debug("a program is not kept: %s", error)

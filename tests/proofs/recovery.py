@@ -304,10 +304,13 @@ class Job:
     def lose(self, process: int) -> None:
         """Kill a process and its supervisor, whose memory is lost."""
         self.kill(process)
-        self.processes[process].kill()
-        self.processes[process].wait()
-        for folder in steps_in_memory.PARENT.glob(f"jaxtrain-*-{process}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        supervisor = self.processes[process]
+        supervisor.kill()
+        supervisor.wait()
+        for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
+            with contextlib.suppress(OSError, ValueError):  # of another run
+                if json.loads(holder.read_text())["pid"] == supervisor.pid:
+                    shutil.rmtree(holder.parent)
 
     def lose_host(self, host: int) -> None:
         for process in range(PROCESSES):
@@ -546,7 +549,7 @@ class Results:
 
 def run_of(line: dict[str, Any]) -> str:
     supervised = "with supervisors" if line["supervised"] else "without supervisors"
-    waits = f", supervise.wait={line['wait']}" if line.get("wait") else ""
+    waits = f", supervise.wait={line['fewer_after']}" if line["fewer_after"] else ""
     return f"{line['model']}, mesh {line['mesh']}, {supervised}{waits}"
 
 
@@ -668,7 +671,7 @@ class Campaign:
         self.close = self._hosts.close
         supervised = not args.without_supervisors
         self._run = {"seed": args.seed, "mesh": args.mesh, "model": args.model}
-        self._run |= {"supervised": supervised, "wait": args.wait}
+        self._run |= {"supervised": supervised, "fewer_after": args.wait}
         self.results = Results(out / "faults.jsonl")
         self._kinds = []
         for kind in args.kinds.split(","):
