@@ -38,6 +38,7 @@ def noted(monkeypatch, tmp_path):
     program_cache.write(program_cache.path_of(lowered, {}), content)
     programs = attempt(monkeypatch, 0)
     assert not programs.has_earlier
+    assert programs.peak(lambda: (5.0, "measured")) == (5.0, "measured")
     programs.note("step", (X, X), lowered, {})
     return lowered
 
@@ -50,6 +51,7 @@ def test_a_later_attempt_finds_a_program_by_its_name(monkeypatch, noted):
     assert found.program(ones, ones)["sum"].tolist() == [3, 3, 3, 3]
     assert found.out_info["sum"].shape == (4,) and len(found.text) == 64
     assert programs.find("evaluation 0", (X, X)) is None
+    assert programs.peak(lambda: pytest.fail("it was measured")) == (5.0, "measured")
     other = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert programs.find("step", (X, other)) is None
 

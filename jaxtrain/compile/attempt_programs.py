@@ -46,6 +46,13 @@ class Entry(NamedTuple):
     attempt: int  # that traced it
 
 
+class Record(NamedTuple):
+    """The content of the file."""
+
+    programs: dict[str, Entry]
+    peak: tuple[float, str] | None = None  # `metrics.peak_flops`, which may take a measurement
+
+
 class Recorded(NamedTuple):
     """A program of an earlier attempt."""
 
@@ -66,7 +73,7 @@ class AttemptPrograms:
         attempt = supervised_attempt.from_environment()
         self._attempt = attempt.attempt
         self._path: pathlib.Path | None = None
-        self._entries: dict[str, Entry] = {}
+        self._record = Record({})
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()  # that all processes have
         self.has_earlier = False
@@ -82,7 +89,7 @@ class AttemptPrograms:
                 attempt.idle,
             )
             return
-        self._entries = _read(self._path)
+        self._record = _read(self._path)
         self._names = self._find_common_names()
         self.has_earlier = bool(self._names)
         if not self.has_earlier:
@@ -94,10 +101,19 @@ class AttemptPrograms:
 
     def _find_common_names(self) -> frozenset[str]:
         """Return the names of programs that all processes have of the same attempt."""
-        listed = sorted((name, entry.attempt) for name, entry in self._entries.items())
+        programs = self._record.programs
+        listed = sorted((name, entry.attempt) for name, entry in programs.items())
         reports = cluster.gather_texts(json.dumps(listed))
-        programs = [{(name, attempt) for name, attempt in json.loads(text)} for text in reports]
-        return frozenset(name for name, _ in set.intersection(*programs))
+        of_each = [{(name, attempt) for name, attempt in json.loads(text)} for text in reports]
+        return frozenset(name for name, _ in set.intersection(*of_each))
+
+    def peak(self, measure: Callable[[], tuple[float, str]]) -> tuple[float, str]:
+        """Return the FLOP/s that an earlier attempt found, or ``measure()``, for the later ones."""
+        if not self._record.peak:
+            with self._lock:
+                self._record = self._record._replace(peak=measure())
+        assert self._record.peak
+        return self._record.peak
 
     def find(self, name: str, arguments: PyTree) -> Recorded | None:
         """Return the program of this name and these arguments, or None. All call it at once."""
@@ -105,7 +121,7 @@ class AttemptPrograms:
             return None
         recorded = None
         reason = ""
-        entry = self._entries[name]
+        entry = self._record.programs[name]
         try:
             if entry.arguments == _digest_of(arguments):
                 structure = jax.tree.structure((arguments, {}))
@@ -141,8 +157,8 @@ class AttemptPrograms:
             digest = _digest_of(arguments)
             entry = Entry(str(path), digest, lowered.out_tree, out_info, text, self._attempt)
             with self._lock:
-                self._entries[name] = entry
-                program_cache.write(self._path, pickle.dumps(self._entries))
+                self._record.programs[name] = entry
+                program_cache.write(self._path, pickle.dumps(self._record))
         # a full disk, or a tree that cannot be stored: the next attempt traces again
         except Exception as error:  # noqa: BLE001
             log.debug("%s is not recorded for the next attempt: %s", name, error)
@@ -156,14 +172,14 @@ def name_of_step(key: tuple[Hashable, ...]) -> str:
         return ""
 
 
-def _read(path: pathlib.Path) -> dict[str, Entry]:
+def _read(path: pathlib.Path) -> Record:
     try:
-        entries: dict[str, Entry] = pickle.loads(program_cache.read(path))
-        return entries
+        record: Record = pickle.loads(program_cache.read(path))
+        return record
     # there is none, or it is damaged
     except Exception as error:  # noqa: BLE001
         log.debug("no programs of earlier attempts: %s", error)
-        return {}
+        return Record({})
 
 
 def _file_of(run: str, config: Config, mesh: Mesh) -> pathlib.Path:

@@ -91,7 +91,7 @@ def run(
                 return Result(None, config.train.steps, {})
         with process.phase(goodput.COMPILATION, "its compilation"):
             # measured, perhaps, and therefore while nothing else computes
-            peak = metrics.peak_flops()
+            peak = attempts.peak(metrics.peak_flops)
             # The compilation takes the longest. The state is made or restored at the same time.
             programs = closing.enter_context(
                 StepCompiler(assembly, data, process.clock, attempts, likely=checkpoints.likely())
