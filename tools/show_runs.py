@@ -72,7 +72,7 @@ RECIPES = {
         ("cross_entropy", "accuracy"),
         {"shakespeare_char": "shakespeare_char:{data},gpu"},
         needs="the text, input.txt",
-        published="nanoGPT's README: 1.4697, with dropout, which this model lacks",
+        published="nanoGPT's README: 1.4697, its best evaluation of 200 batches",
         small=(
             *("model.embed=32", "model.depth=2", "model.heads=2", "model.mlp=64", "model.unroll=1"),
             *("model.dtype=float32", "data.context=64", "train.batch=4", "optim.warmup=1"),

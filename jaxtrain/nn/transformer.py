@@ -46,8 +46,16 @@ TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
 KERNELS = {"attention": attention_lib.is_forward}  # this name keeps all results of such a kernel
 Weights = Mapping[str, Array]
+Angles = tuple[Array, Array] | None  # cos and sin of rotary positions
 # (q, k, v) -> (y [B, T, H, K], extra results)
 Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]
+# (y [B, T, D], "attention" or "mlp") -> what is added to the residual
+Drop = Callable[[Array, str], Array]
+Body = Callable[[Array, PyTree], tuple[Array, PyTree]]  # a layer: (x, its entry) -> (x, extra)
+
+
+def whole(y: Array, part: str) -> Array:
+    return y
 
 
 @dataclass(frozen=True)
@@ -227,8 +235,9 @@ def attend(
     x_btd: Array,
     shard: Shard,
     *,
-    angles: tuple[Array, Array] | None,
+    angles: Angles,
     mix: Mix,
+    drop: Drop = whole,
 ) -> tuple[Array, PyTree]:
     """Compute x + attention(norm(x)), and return the extra results of ``mix``.
 
@@ -254,7 +263,7 @@ def attend(
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
             y_btd = _add_bias(y_btd, w["b_out"], shard)
-        return shard(x_btd + y_btd, "batch", "seq", None), extra
+        return shard(x_btd + drop(y_btd, "attention"), "batch", "seq", None), extra
 
 
 def _laid_out(z_bthk: Array, b_hk: Array | None, heads: str, shard: Shard) -> Array:
@@ -273,14 +282,12 @@ def _subset(w: Weights, *names: str) -> Weights:
     return {name: w[name] for name in names if name in w}
 
 
-def _placed(
-    c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None
-) -> Array:
+def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: Angles) -> Array:
     """Norm and rotate queries or keys, if the decoder does so."""
     if scale_k is None and angles is None:
         return z_bthk
 
-    def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
+    def place(z_bthk: Array, scale_k: Array | None, angles: Angles) -> Array:
         if scale_k is not None:
             z_bthk = rms_norm(z_bthk, scale_k, c.eps)
         return z_bthk if angles is None else rotate(z_bthk, angles)
@@ -288,7 +295,7 @@ def _placed(
     return remat.cheap(c.remat, place, z_bthk, scale_k, angles)
 
 
-def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
+def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard, drop: Drop = whole) -> Array:
     """Compute x + net(norm(x))."""
     with jax.named_scope("mlp"):
         if c.activation == "swiglu":
@@ -297,7 +304,7 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
             y_btd = _gelu_net(c, w, x_btd, shard)
         if c.bias:
             y_btd = _add_bias(y_btd, w["b_down"], shard)
-        return shard(x_btd + y_btd, "batch", "seq", None)
+        return shard(x_btd + drop(y_btd, "mlp"), "batch", "seq", None)
 
 
 def _swiglu(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
@@ -338,10 +345,10 @@ def _gelu_net(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 
 
 def layer(
-    c: Decoder, shard: Shard, angles: tuple[Array, Array] | None, mix: Mix, x_btd: Array, w: Weights
+    c: Decoder, shard: Shard, angles: Angles, mix: Mix, x_btd: Array, w: Weights, drop: Drop = whole
 ) -> tuple[Array, PyTree]:
-    x_btd, extra = attend(c, w, x_btd, shard, angles=angles, mix=mix)
-    return feed_forward(c, w, x_btd, shard), extra
+    x_btd, extra = attend(c, w, x_btd, shard, angles=angles, mix=mix, drop=drop)
+    return feed_forward(c, w, x_btd, shard, drop), extra
 
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
@@ -368,20 +375,18 @@ def decode(c: Decoder, params: PyTree, batch: Batch, shard: Shard) -> Array:
     x_btd = embed(c, params, batch["tokens"], position_bt, shard)
     mix = mixer(c, batch.get("segments"), shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mix)
-    x_btd, _ = remat.scan(
-        body,
-        x_btd,
-        params["blocks"],
-        c.remat,
-        unroll=c.unroll,
-        shard=shard,
-        kernels=KERNELS,
-        once=True,
+    return stacked(c, params, body, x_btd, params["blocks"], shard)
+
+
+def stacked(c: Decoder, params: PyTree, body: Body, x: Array, stack: PyTree, shard: Shard) -> Array:
+    """Take x [B, T, D] through ``body`` of each of a stack's entries, and the last norm."""
+    x, _ = remat.scan(
+        body, x, stack, c.remat, unroll=c.unroll, shard=shard, kernels=KERNELS, once=True
     )
-    return norm(c, params, "", x_btd, shard)
+    return norm(c, params, "", x, shard)
 
 
-def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:
+def angles(c: Decoder, position_bt: Array) -> Angles:
     return rope_angles(c.rope, position_bt, c.k) if c.positions == "rope" else None
 
 

@@ -34,6 +34,7 @@ RESULTS = {
     "cudnn.fused": "b t h k",
     "cudnn.packed": "b t h k",
     "cpu.heads_first": "b t h k",
+    "dropout.attention": "b t h k",
     "layers.lookup": "b t d",
     "layers.rotate": "b t h k",
     "ring.attention": "b t h k",
@@ -64,6 +65,8 @@ ANY = {
     "layers.spread",
     "remat.name",
     "transformer.norm",
+    "transformer.stacked",
+    "transformer.whole",
 }
 
 
@@ -141,6 +144,15 @@ def call_everything():
     jax.eval_shape(
         lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
     )
+    mask = jnp.ones((1, T, T), bool)
+
+    def dropped(q, k, v, row, key):
+        def drop(weights):
+            return nn.dropout.drop(weights, 0.5, key, row)
+
+        return nn.dropout.attention(shard, q, k, v, mask, drop)
+
+    jax.eval_shape(dropped, q, k, v, length, key)
     masks = nn.attention.Masks(causal=True, packed=True, documents=3)
     nn.attention.refusal_of_cudnn(jnp.zeros((1, T, 4, 64)), ("gpu", "9.0"), masks)
     half = arrays(q.shape, k.shape, v.shape, dtype="bfloat16")

@@ -119,7 +119,8 @@ PARTS = {
     "workloads": Part(
         "language and audio language on more meshes and processes; a killed run of puzzles; exports"
         " and embeddings",
-        "workloads/test_language.py workloads/test_audio_language.py"
+        "workloads/test_language.py workloads/test_language_dropout.py"
+        " workloads/test_audio_language.py"
         " workloads/test_audio_language_run.py workloads/bird/test_embed.py commands/test_export.py"
         " workloads/test_trm_run.py",
         workers=2,

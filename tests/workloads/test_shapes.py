@@ -52,7 +52,7 @@ OTHERS = {
         "voxels.r_squared",
         "voxels.shuffled",
     },
-    "language": set(),
+    "language": {"dropout._mask"},
     "trm": {
         "boards",
         "loss._rollout_metrics",

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm
+from jaxtrain.nn.dropout import drop
 from jaxtrain.specs import fold_in_path, ones, zeros
 from jaxtrain.types import (
     OF_DATA,
@@ -529,18 +530,6 @@ def forward(
     text, decoder["text"] = run("decoder", "text", shared)
     outputs = Outputs(bottleneck, fmri, video, audio, text)
     return outputs, {"encoder": encoder, "decoder": decoder}
-
-
-def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
-    """Drop out (Srivastava et al. 2014) by the key and a row's place in the global batch alone."""
-
-    def keep(row: Array) -> Array:
-        row_key = jax.random.fold_in(key, row)
-        return jax.random.bernoulli(row_key, 1 - rate, x_bd.shape[1:])
-
-    keep_bd = jax.vmap(keep)(row_b)
-    scaled_bd = x_bd / (1 - rate)
-    return jnp.where(keep_bd, scaled_bd, 0)
 
 
 def measured(c: Config, rows: int) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from jaxtrain.types import (
     Task,
     Variables,
 )
-from jaxtrain.workloads.language import evals
+from jaxtrain.workloads.language import dropout, evals
 from jaxtrain.workloads.language.model import (
     Config,
     document_flops,
@@ -58,6 +58,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     if c.generation.prompts or c.targets:
         generative = tuple(evals.generative_evaluations(c, shard, config.seed))
     length = _row_length(config)
+    dropout.require_whole_rows(c, shard, length)
     frozen = bool(config.lora.rank)
     return Task(
         specs=Variables(make_specs(c)),
@@ -86,11 +87,13 @@ def _row_length(config: RunConfig[Config]) -> int:
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    x_bsd = transformer.decode(c, variables.params, batch, shard)
+    if c.dropout or c.attention_dropout:
+        x_bsd = dropout.decode(c, variables.params, batch, shard, key)
+    else:
+        x_bsd = transformer.decode(c, variables.params, batch, shard)
     mask_bs = batch["mask"].astype(jnp.float32)
     total, metrics = measure(c, shard, variables.params, x_bsd, batch, mask_bs)
-    # valid ones in a row
-    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))
+    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones
     return LossOut(total, metrics)
 
 

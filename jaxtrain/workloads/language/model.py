@@ -54,7 +54,15 @@ class Config(transformer.Decoder):
 
     on_resume = checks.OnResume(
         checks.FUNCTION,
-        free=("bytes_per_token", "chunk", "n_test", "generation", "targets"),
+        free=(
+            "bytes_per_token",
+            "chunk",
+            "n_test",
+            "generation",
+            "targets",
+            "dropout",
+            "attention_dropout",
+        ),
         state=("vocab",),
         files=("tokenizer",),
     )
@@ -68,6 +76,12 @@ class Config(transformer.Decoder):
     # on TPUs, else 1024; devices that share the matrix have 1024 on TPUs, and on GPUs if these
     # logits are more than 1 GiB
     chunk: int = 0
+    # [probability] probability with which a training step drops each number of the embeddings, and
+    # of the results that attention and feed-forward nets add to them
+    dropout: float = 0.0
+    # [probability] probability with which it drops each weight of attention, which XLA computes
+    # then; 0 = fused kernels
+    attention_dropout: float = 0.0
     # [documents] documents held out of each source, and of several also separately; None = the
     # data's
     n_test: OfData[tuple[int, ...]] = OF_DATA
@@ -83,6 +97,7 @@ class Config(transformer.Decoder):
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
         yield from checks.not_negative(self, "chunk", "z_loss")
+        yield from checks.within(self, "[0, 1)", "dropout", "attention_dropout")
         yield from checks.under("generation", checks.within(self.generation, "(0, 1]", "top_p"))
         for where, section in self._writers():
             yield from checks.under(where, checks.at_least(section, 1, "tokens"))

@@ -1,5 +1,6 @@
 """The language model in a small size, and the golden models of transformers."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -116,4 +117,8 @@ def packed_batch(seed, vocab=64):
 
 
 CASE = Case(language_loss, TINY, OPTIM, packed_batch)
-MATRIX = {"language": CASE}
+DROPPED = dict(dropout=0.3, attention_dropout=0.2)
+MATRIX = {
+    "language": CASE,
+    "language-dropout": CASE._replace(model=dataclasses.replace(TINY, **DROPPED)),
+}
