@@ -7,6 +7,11 @@ datasheet's figure with sparsity. Links are of one direction. NVIDIA quotes both
 NVLink together, as Google does for TPU7x. The memory of a TPU is the part that the compiler grants
 a program, by its own messages. Of a TPU7x, each of its two cores is a device, with half of the
 chip's figures.
+
+Between nodes each GPU of the HGX and NVL systems has its own adapter: of 200 Gb/s with A100, of 800
+with B300 and GB300 (ConnectX-8), else of 400, of which rings of NCCL reach nine tenths. Between
+slices, "Data center network bandwidth" of the pages of v5e (6.4 Tb/s of 256 chips) and v5p (50 Gb/s
+a chip), and "How to Scale Your Model" for the others.
 """
 
 from typing import NamedTuple
@@ -27,6 +32,9 @@ class Chip(NamedTuple):
     measured_flops: float = 0
     devices: int = 1  # of JAX on one chip
     clock: float = 0  # [1/s] of a TPU, by its FLOP/s and the size of its matrix units
+    network: float = 45e9  # [bytes/s] sent by a device to other nodes or slices
+    # GPUs that NVLink joins. A GB200's and GB300's are in 18 hosts of four (NVL72).
+    domain: int = 8
 
     @property
     def is_tpu(self) -> bool:
@@ -34,23 +42,33 @@ class Chip(NamedTuple):
 
 
 CHIPS = (
-    Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9),
+    Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9, network=22.5e9),
     # "NVIDIA H100 80GB HBM3": SXM. Measured: docs/results/h100.md
     Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9, 3020e9, 732e12),
     Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9),
     Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
-    Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9),
-    Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9),
-    Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9),
+    Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9, network=90e9),
+    Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9, domain=72),
+    Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9, network=90e9, domain=72),
     Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),
     Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9),
-    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9, clock=1.05e9),
-    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9, clock=1.5e9),
-    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9, clock=1.75e9),
-    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9, clock=1.75e9),
-    Chip("tpu7x", "TPU7x", 1153.5e12, 94.75 * GIB, 3690e9, 300e9, devices=2, clock=2.2e9),
+    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9, clock=1.05e9, network=6.25e9),
+    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9, clock=1.5e9, network=3.125e9),
+    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9, clock=1.75e9, network=6.25e9),
+    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9, clock=1.75e9, network=12.5e9),
+    Chip(
+        "tpu7x",
+        "TPU7x",
+        1153.5e12,
+        94.75 * GIB,
+        3690e9,
+        300e9,
+        devices=2,
+        clock=2.2e9,
+        network=6.25e9,
+    ),
 )
 
 

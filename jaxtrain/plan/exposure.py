@@ -25,9 +25,8 @@ from jaxtrain.plan.hlo import Collective, Instruction, Program
 from jaxtrain.plan.target import Target
 
 # Share of the datasheet's links that rings of NCCL reach: 370 of 450 GB/s on an H100's NVLink
-# (nccl-tests, issue 212), and nearly all of a network adapter.
+# (nccl-tests, issue 212).
 RING = 0.82
-NETWORK = 45e9  # [bytes/s] sent to other nodes by each GPU, through its own adapter of 400 Gb/s
 Axes = tuple[str, ...]
 
 
@@ -66,7 +65,7 @@ def links_of(target: Target) -> Links:
     """Return the links of a target of GPUs, or of slices of TPUs."""
     per_node = jax.local_device_count() if target.here else target.count // target.slices
     share = 1.0 if target.tiled else RING
-    return Links(target.links * share, NETWORK, per_node)
+    return Links(target.links * share, target.known_chip.network, per_node)
 
 
 class Exchange(NamedTuple):

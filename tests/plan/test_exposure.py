@@ -2,11 +2,13 @@
 
 import pytest
 
+from jaxtrain.parallel import chips
 from jaxtrain.plan import hlo, traffic
-from jaxtrain.plan.exposure import NETWORK, Links, exposure
+from jaxtrain.plan.exposure import Links, exposure
 from tests.plan.scheduled import BETWEEN, WITHIN, done, kernel, start, text
 
 RATES = traffic.Rates(bandwidth=1e9, flops=1e12)
+NETWORK = chips.by_name("h100").network
 LINKS = Links(within=1e9, network=0.1e9, per_node=4)
 MESH = {"data": 2, "fsdp": 4}
 
