@@ -13,7 +13,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
-from jaxtrain.plan import gpu_specs, hlo, plan_cache, traffic
+from jaxtrain.plan import gpu_specs, hlo, plan_cache, slices, traffic
 from jaxtrain.plan.target import PlanError, Target
 from loaders.io import machine
 from loaders.io.checks import first_line
@@ -60,6 +60,9 @@ def tpu_devices(target: Target) -> list[Any]:
         options["chip_config_name"] = "megacore"
     if target.slices > 1:
         options["num_slices"] = target.slices
+    sides = target.topology.partition(":")[2].split("x")
+    if bounds := slices.host_bounds(tuple(map(int, sides))):
+        options["chips_per_host_bounds"] = bounds
     try:
         topology = topologies.get_topology_desc(target.topology, platform="tpu", **options)
         return list(topology.devices)

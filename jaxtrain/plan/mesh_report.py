@@ -13,7 +13,7 @@ from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
 from jaxtrain.plan.mesh_search import Result, Search, Settled
 from jaxtrain.plan.remedies import size
-from jaxtrain.plan.target import GPUS_PER_NODE, PlanError, Target, abstractly, parse_target
+from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
 MAX_LINES = 12  # of candidates that do not fit
@@ -230,5 +230,5 @@ def _larger(target: Target) -> Iterator[str]:
     count = target.count
     for _ in range(MAX_DOUBLINGS):
         count *= 2
-        nodes = -(-count // GPUS_PER_NODE)
-        yield f"gpu:{chip.name}x{min(count, GPUS_PER_NODE)}" + (f"*{nodes}" if nodes > 1 else "")
+        nodes = -(-count // chip.domain)
+        yield f"gpu:{chip.name}x{min(count, chip.domain)}" + (f"*{nodes}" if nodes > 1 else "")

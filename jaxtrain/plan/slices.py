@@ -3,6 +3,9 @@
 v5e, v6e            of one host or more, up to 16 × 16 chips
 v4, v5p, tpu7x      small ones of half a cube or less, then any sides that are multiples of 4, the
                     shortest first, up to the largest slice of the version
+
+libtpu compiles for all of them, and for more: it refuses only sides that its hosts do not divide
+(tests/plan/test_slices.py), so that it also has 32 × 32 chips of v5e.
 """
 
 import itertools
@@ -13,7 +16,9 @@ PLANE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 CUBE = 4  # chips of a side of a cube, of which large slices are made
 MAX_CHIPS = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}
-ONE_CHIP = ("v5p", "tpu7x")  # are also sold as one chip
+# Parts of a host of four chips, by Compute Engine's machine types.
+PARTS = {"v5p": ((1, 1, 1), (2, 1, 1)), "tpu7x": ((1, 1, 1),)}
+CHIPS_OF_HOST = 4  # on the side of libtpu, which has hosts of 2 × 2 chips
 Sides = tuple[int, ...]
 
 
@@ -21,9 +26,7 @@ def existing(chip: str) -> list[Sides]:
     """List the slices of a version, those with the fewest chips first."""
     if chip not in MAX_CHIPS:
         return list(PLANE)
-    slices: list[Sides] = [*SMALL, *_cubes(MAX_CHIPS[chip] // CUBE**3)]
-    if chip in ONE_CHIP:
-        slices.append((1, 1, 1))
+    slices: list[Sides] = [*PARTS.get(chip, ()), *SMALL, *_cubes(MAX_CHIPS[chip] // CUBE**3)]
     return sorted(slices, key=lambda sides: (math.prod(sides), max(sides)))
 
 
@@ -37,9 +40,20 @@ def _cubes(count: int) -> Iterator[Sides]:
                 yield CUBE * a, CUBE * b, CUBE * c
 
 
-def nearest(chip: str, sides: Sides) -> list[Sides]:
-    """Return the slices with as many chips as one that does not exist, else those around it."""
-    n_chips = math.prod(sides)
+def of_count(chip: str, n_chips: int) -> Sides | None:
+    """Return the slice of so many chips with the most even sides, None if there is none."""
+    return next((each for each in existing(chip) if math.prod(each) == n_chips), None)
+
+
+def host_bounds(sides: Sides) -> Sides | None:
+    """Return the sides of a host, as libtpu takes them, for a part of one. None: the usual ones."""
+    if math.prod(sides) >= CHIPS_OF_HOST:
+        return None
+    return (*sides, 1)[:3]
+
+
+def nearest(chip: str, n_chips: int) -> list[Sides]:
+    """Return the slice of so many chips, or else the next smaller one and the next larger one."""
     slices = existing(chip)
     same = [each for each in slices if math.prod(each) == n_chips]
     if same:

@@ -15,7 +15,7 @@ from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
 
-GPUS_PER_NODE = 8
+GPUS_PER_NODE = 8  # in one host
 
 
 class TpuType(NamedTuple):
@@ -47,7 +47,7 @@ class Target:
     here: bool  # the devices are this machine's
     # for the compiler, of a TPU slice, or GPUs (partitions x nodes x GPUs of a node)
     topology: str = ""
-    slices: int = 1  # of TPUs; nodes of GPUs
+    slices: int = 1  # of TPUs; of GPUs those that NVLink joins
 
     @property
     def kind(self) -> str:
@@ -134,20 +134,25 @@ def _names(vendor: str) -> list[str]:
 
 
 def _parse_gpus(text: str, devices: str) -> Target | None:
-    """Parse CARDxCOUNT or CARDxCOUNT*NODES."""
+    """Parse CARDxCOUNT or CARDxCOUNT*NODES. A node is what NVLink joins: 8 GPUs, or 72 (NVL72)."""
     match = re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", devices)
     if not match or match[1] not in _names("NVIDIA"):
         return None
+    chip = chips.by_name(match[1])
     per_node = int(match[2])
     nodes = int(match[3] or 1)
-    if match[3] is None and per_node > GPUS_PER_NODE and per_node % GPUS_PER_NODE == 0:
-        nodes = per_node // GPUS_PER_NODE
-        per_node = GPUS_PER_NODE
-    count = per_node * nodes
-    if not count:
+    if chip is None or not per_node * nodes:
         return None
+    if match[3] is None and per_node > chip.domain:
+        nodes = next(n for n in range(2, per_node + 1) if _divides(n, per_node, chip.domain))
+        per_node //= nodes
     topology = f"1x{nodes}x{per_node}"
-    return Target(text, chips.by_name(match[1]), count, False, topology, nodes)
+    return Target(text, chip, per_node * nodes, False, topology, nodes)
+
+
+def _divides(nodes: int, count: int, most: int) -> bool:
+    """Tell whether so many nodes share GPUs evenly, with no more than ``most`` on each."""
+    return count % nodes == 0 and count // nodes <= most
 
 
 def _parse_tpus(text: str, devices: str) -> Target | None:
@@ -170,13 +175,17 @@ def _require_slice(text: str, chip: str, sides: tuple[int, ...]) -> None:
     """Raise PlanError for a slice that does not exist, with the nearest that do."""
     if sides in slices_lib.existing(chip):
         return
+    raise no_slice(f"--plan={text}", chip, " × ".join(map(str, sides)), math.prod(sides))
+
+
+def no_slice(option: str, chip: str, size: str, n_chips: int) -> PlanError:
+    """Make the error for a slice of ``size``, in words, that does not exist."""
     nearest = [
         f"{slices_lib.name(chip, each)} ({math.prod(each)} chips)"
-        for each in slices_lib.nearest(chip, sides)
+        for each in slices_lib.nearest(chip, n_chips)
     ]
-    raise PlanError(
-        f"--plan={text}: there is no slice of {' × '.join(map(str, sides))} {chip} chips; the"
-        f" nearest: {' and '.join(nearest)}"
+    return PlanError(
+        f"{option}: there is no slice of {size} {chip} chips; the nearest: {' and '.join(nearest)}"
     )
 
 

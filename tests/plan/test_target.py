@@ -107,6 +107,19 @@ def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
     assert found.links == pytest.approx(found.chip.links * n_links / of)
 
 
+def test_gpus_are_spread_evenly_over_the_nodes_of_nvlink():
+    spread = {
+        "gpu:h100x12": (2, 12),
+        "gpu:h100x64": (8, 64),
+        "gpu:gb200x72": (1, 72),
+        "gpu:gb200x128": (2, 128),
+        "gpu:gb300x1024": (16, 1024),
+    }
+    for text, (nodes, count) in spread.items():
+        found = plan.parse_target(text)
+        assert (found.slices, found.count) == (nodes, count), text
+
+
 def test_each_core_of_a_tpu7x_is_a_device():
     found = plan.parse_target("tpu:tpu7x:2x2x1")
     assert found.count == 8 and found.kind == "tpu"

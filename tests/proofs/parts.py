@@ -91,7 +91,10 @@ PARTS = {
         workers=2,
     ),
     "plan": Part(
-        "lower bounds of steps against the compilers of chips", "plan/test_bound.py", workers=2
+        "lower bounds of steps against the compilers of chips; the list of TPU slices against"
+        " libtpu",
+        "plan/test_bound.py plan/test_slices.py",
+        workers=2,
     ),
     "compiled": Part(
         "steps and kernels compiled for GPUs and TPUs",
