@@ -156,6 +156,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (
+        r"plan .*--scale\b",
+        Why("it compiles each size, for minutes; tests/plan/test_scale.py has small ones"),
+    ),
+    (
         r"plan .*--search$|--config\.mesh=auto\b",
         Why("it compiles several steps, for minutes; tests/plan/test_search.py runs small ones"),
     ),

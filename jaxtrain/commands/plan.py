@@ -11,6 +11,7 @@
     jaxtrain plan --calibrate  measures this machine's CPUs for forecasts of its steps, once
 
     jaxtrain plan --config=trm_sudoku gpu:h100x8 --search    the fastest meshes and options
+    jaxtrain plan --config=trm_sudoku gpu:h100x8..64 --scale    the growth from 8 cards to 64
 
 With the target's compiler, which needs no such chip, the real step is compiled. Without it, the
 plan has exact bytes between steps and a lower bound of a step's.
@@ -18,6 +19,12 @@ plan has exact bytes between steps and a lower bound of a step's.
 With --search the plan compiles meshes and options in the order of an estimate, until five meshes
 fit. It prints their time, memory and exchanges, and their overrides. Ctrl-C prints the results so
 far.
+
+With --scale TARGET is a range of sizes: tpu:v5p:4..4096 (chips), gpu:h100x8..1024 (cards) or
+'tpu:v5e:16x16*1..8' (slices). The plan compiles a step for the first, each doubling of it and the
+last, with rows in proportion to the devices and with the config's rows. It prints memory, FLOP,
+exchanges, the forecast, the efficiency and what limits it. The mesh is the config's, whose axis of
+-1 takes the devices, or with --config.mesh=auto the first that fits. Ctrl-C as for --search.
 
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
@@ -48,18 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
     text = "search for the mesh and the options with the shortest step"
     parser.add_argument("--search", action="store_true", help=text)
+    text = "compile a step for each size of a range, as tpu:v5p:4..4096, and compare them"
+    parser.add_argument("--scale", action="store_true", help=text)
+    text = "factor between two sizes of --scale; default: 2"
+    parser.add_argument("--by", metavar="N", type=arguments.positive, help=text)
     text = "measure this machine's CPUs in about three minutes, and plan nothing"
     parser.add_argument("--calibrate", action="store_true", help=text)
     args = parser.parse_args(options)
+    plans = [name for name in ("search", "scale") if getattr(args, name)]
+    if len(plans) > 1:
+        parser.error("--search and --scale are two plans; omit one")
+    for name in ("calibrate", "setup"):
+        if getattr(args, name) and plans:
+            parser.error(f"--{name} plans nothing; omit --{plans[0]}")
+    if args.by and not args.scale:
+        parser.error("--by is the factor between sizes of --scale; add --scale, or omit it")
+    if args.by == 1:
+        parser.error("--by is 1, and sizes grow by a factor of 2 or more")
     if args.calibrate:
-        if args.search:
-            parser.error("--calibrate plans nothing; omit --search")
         return calibrate()
     if args.setup is not None:
-        if args.search:
-            parser.error("--setup plans nothing; omit --search")
         return set_up(args.setup)
     parsed = config.parse_args([*config_arguments, f"--plan={args.target}"])
+    if args.scale:
+        return scale(parsed, args.by or 2)
     return search(parsed) if args.search else show(parsed)
 
 
@@ -85,19 +104,37 @@ def search(parsed: config.Arguments) -> int:
     return 0 if fits else 1
 
 
-def _loaded(parsed: config.Arguments) -> config.Config:
+@arguments.reported
+def scale(parsed: config.Arguments, factor: int) -> int:
+    """Print the growth of a run over the range ``parsed.plan``. Return the exit code.
+
+    ``factor``: between two sizes.
+    """
+    from jaxtrain import plan
+
+    loaded = _loaded(parsed, is_range=True)
+    text, fits, is_interrupted = plan.report_scale(loaded, parsed.plan or "", factor)
+    print(text)
+    if is_interrupted:
+        return arguments.INTERRUPTED
+    return 0 if fits else 1
+
+
+def _loaded(parsed: config.Arguments, *, is_range: bool = False) -> config.Config:
     """Start JAX, and load the config. Raises PlanError for an unknown target before that."""
     from jaxtrain import plan
     from jaxtrain.parallel import cluster
+    from jaxtrain.plan.scale import parse_range
     from jaxtrain.telemetry import console
 
     console.start_console()
     cluster.start_jax()
     cluster.use_threads_for_host_devices()
-    if parsed.plan:
-        plan.parse_target(
-            parsed.plan
-        )  # an unknown one is reported before any data are read or made
+    # an unknown target is reported before any data are read or made
+    if parsed.plan and is_range:
+        parse_range(parsed.plan)
+    elif parsed.plan:
+        plan.parse_target(parsed.plan)
     return config.load(parsed.source, parsed.overrides)
 
 

@@ -17,6 +17,7 @@ needs no such chip, has the other figures: it compiles the real step.
     candidates   the meshes and options
     estimate  a time before the program        slices       the slices of TPUs that exist
     cpu_work  of kernels on CPUs               calibration  what it costs on this machine
+    scale     one run on many sizes            scale_report  its tables, for a person
 """
 
 from jaxtrain.plan.auto import decide, decide_once
@@ -25,6 +26,7 @@ from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.mesh_report import report as report_search
 from jaxtrain.plan.remedies import refuse_if_too_large
+from jaxtrain.plan.scale_report import report as report_scale
 from jaxtrain.plan.summary import checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
@@ -40,6 +42,7 @@ __all__ = (
     "parse_target",
     "refuse_if_too_large",
     "report",
+    "report_scale",
     "report_search",
     "resolve",
     "set_up",

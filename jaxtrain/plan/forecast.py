@@ -26,6 +26,7 @@ class Forecast(NamedTuple):
     exposed: float  # [s] of exchanges that no kernel hides
     error: float | None  # share of the time, None = never measured
     calibration: str  # as for a person
+    exchanges: Mapping[exposure.Axes, exposure.Exchange] = {}  # by mesh axes
 
 
 class Share(NamedTuple):
@@ -94,7 +95,9 @@ def _add_up(
     if walked.exposed:
         by_kind["exchange"] = walked.exposed
     seconds = walked.computing + walked.exposed
-    return Forecast(seconds, _largest_first(by_kind), walked.exposed, error, calibrated)
+    return Forecast(
+        seconds, _largest_first(by_kind), walked.exposed, error, calibrated, walked.exchanges
+    )
 
 
 def _largest_first(by_kind: Mapping[str, float]) -> dict[str, float]:

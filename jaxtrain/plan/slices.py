@@ -27,7 +27,7 @@ def existing(chip: str) -> list[Sides]:
     if chip not in MAX_CHIPS:
         return list(PLANE)
     slices: list[Sides] = [*PARTS.get(chip, ()), *SMALL, *_cubes(MAX_CHIPS[chip] // CUBE**3)]
-    return sorted(slices, key=lambda sides: (math.prod(sides), max(sides)))
+    return sorted(slices, key=lambda sides: (math.prod(sides), sum(sides)))
 
 
 def _cubes(count: int) -> Iterator[Sides]:

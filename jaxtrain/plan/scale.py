@@ -1,0 +1,165 @@
+"""The growth of a run with the number of its devices, with a program compiled for each size.
+
+A range of sizes has its first size, each doubling of it that exists, and its last. With another
+factor than two it has fewer:
+
+    tpu:v5p:4..4096       chips of one slice, with the most even sides
+    tpu:v5e:16x16*1..8    slices of one size, and nodes likewise
+    gpu:h100x8..1024      GPUs
+
+weak      the first size has the batch of the config, and it grows with the devices
+strong    each size has the batch of the config
+
+The mesh of a size is the config's, whose axis of -1 takes the devices. If the mesh is on auto, each
+size has the first mesh that fits, in the order of `mesh_search`, with the fields on auto that come
+with it. A size that does not fit, or that no compiler took, has a reason in place of its figures.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxtrain import config as config_lib
+from jaxtrain.parallel import chips
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan import slices, worker
+from jaxtrain.plan.auto import decide
+from jaxtrain.plan.candidates import MESH, NOTHING, Choice
+from jaxtrain.plan.mesh_search import Candidate, Search, Settled
+from jaxtrain.plan.target import PlanError, Target, no_slice, parse_target
+from loaders.io.checks import first_line
+
+WEAK, STRONG = "weak", "strong"
+DOUBLE = 2
+EXAMPLES = "tpu:v5p:4..4096, gpu:h100x8..1024 or 'tpu:v5e:16x16*1..8'"
+
+
+class Row(NamedTuple):
+    """A size of the range, in one kind of growth."""
+
+    growth: str  # WEAK or STRONG
+    target: Target
+    batch: int  # rows of a step
+    settled: Settled
+
+    @property
+    def chips(self) -> int:
+        return self.target.count // self.target.known_chip.devices
+
+    @property
+    def seconds(self) -> float:
+        """The forecast of a step, times the devices, for a row of the batch."""
+        return self.settled.seconds * self.target.count / self.batch
+
+    @property
+    def fits(self) -> bool:
+        return self.settled.step is not None and not self.settled.reason
+
+
+def parse_range(text: str, factor: int = DOUBLE) -> list[Target]:
+    """List the sizes of a range, the smallest first, each ``factor`` times the one before.
+
+    Raises PlanError.
+    """
+    match = re.fullmatch(r"(.*\D)(\d+)\.\.(\d+)", text.lower())
+    if not match:
+        raise PlanError(f"--scale takes a range of sizes as {EXAMPLES}, and TARGET is {text!r}")
+    kind, first, last = match[1], int(match[2]), int(match[3])
+    if first > last:
+        raise PlanError(f"{text}: {first} is more than {last}; write {kind}{last}..{first}")
+    if not first:
+        raise PlanError(f"{text}: the smallest size is 1; write {kind}1..{last}")
+    counts = [first]
+    while factor * counts[-1] < last:
+        counts.append(factor * counts[-1])
+    counts += [last] if last > first else []
+    if kind.startswith("tpu:") and kind.endswith(":"):
+        return list(_slices(text, kind[4:-1], counts))
+    return [parse_target(f"{kind}{count}") for count in counts]
+
+
+def _slices(text: str, version: str, counts: Sequence[int]) -> Iterator[Target]:
+    """Yield the slices of numbers of chips. The first and the last one must exist."""
+    chip = chips.by_name(version)
+    if chip is None or not chip.is_tpu:
+        parse_target(text)  # which lists the known ones
+        raise AssertionError(text)
+    for n_chips in counts:
+        sides = slices.of_count(chip.name, n_chips)
+        if sides:
+            yield parse_target(slices.name(chip.name, sides))
+        elif n_chips in (counts[0], counts[-1]):
+            raise no_slice(text, chip.name, str(n_chips), n_chips)
+
+
+def batches(config: config_lib.Config, targets: Sequence[Target]) -> dict[str, list[int]]:
+    """Return the batch of each size, by the kind of growth. Raises PlanError for parts of a row."""
+    batch, first = config.train.batch, targets[0]
+    weak = []
+    for target in targets:
+        rows, rest = divmod(batch * target.count, first.count)
+        if rest:
+            raise PlanError(
+                f"{target.name} has {target.count} devices, and train.batch={batch} is that of the"
+                f" {first.count} devices of {first.name}: {batch * target.count / first.count:g}"
+                f" rows; make train.batch a multiple of {first.count}"
+            )
+        weak.append(rows)
+    return {WEAK: weak, STRONG: [batch] * len(targets)}
+
+
+def rows(
+    config: config_lib.Config, targets: Sequence[Target], note: Callable[[str], None]
+) -> Iterator[Row]:
+    """Yield the rows of each size, compiled, the smallest size first.
+
+    ``note``: takes a line for each candidate that is settled. Raises PlanError without a compiler
+    for the targets, and for batches that are no whole rows.
+    """
+    of_growth = batches(config, targets)
+    for number, target in enumerate(targets):
+        known: dict[int, Settled] = {}  # by the batch
+        for growth in of_growth:
+            batch = of_growth[growth][number]
+            if batch not in known:
+                sized = replace(config, train=replace(config.train, batch=batch))
+
+                def noted(line: str, name: str = f"{target.name}, {batch} rows") -> None:
+                    note(f"{name}: {line}")
+
+                known[batch] = _settled(sized, target, noted)
+            yield Row(growth, target, batch, known[batch])
+
+
+def _settled(config: config_lib.Config, target: Target, note: Callable[[str], None]) -> Settled:
+    with worker.compiler(target, target.name) as compiler:
+        if compiler is None:
+            remedy = f"jaxtrain plan --setup {target.kind} fetches it"
+            raise PlanError(f"--scale compiles each size, and no compiler is here; {remedy}")
+        fields = tuple(path for path in config.train.auto if path != "mesh")
+        try:
+            if "mesh" in config.train.auto:
+                return _first_mesh(Search(config, target, compiler, fields=fields, note=note))
+            if fields:
+                config, _ = decide(config, target, target.name)
+            sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+            sizes = layout_lib.mesh_sizes(sizes, target.count, target.name)
+            choice = Choice(tuple(zip(MESH, sizes, strict=True)))
+            search = Search(config, target, compiler, fields=(), note=note)
+            return search.settle(search.candidate(choice))
+        except layout_lib.LayoutError as error:
+            note(first_line(error))
+            return Settled(Candidate(NOTHING, config, 0.0), float("inf"), first_line(error))
+
+
+def _first_mesh(search: Search) -> Settled:
+    """Return the first candidate that fits, else the one that lacks the least."""
+    result = search.run(enough=1)
+    if result.fitting:
+        return result.best[0]
+    nearest = result.nearest
+    if nearest is None:
+        reasons = [each.reason for each in result.failed] or list(result.refused)
+        raise layout_lib.LayoutError(reasons[0] if reasons else "no mesh is allowed")
+    return nearest

@@ -1,0 +1,226 @@
+"""The growth of a run with its devices: the sizes of a range, their tables, and what is lost."""
+
+import pytest
+
+from jaxtrain import cli, plan
+from jaxtrain.plan import hlo, mesh_search, scale, worker
+from jaxtrain.plan.compile import Compiled
+from jaxtrain.plan.exposure import Exchange
+from jaxtrain.plan.forecast import Forecast
+from tests.plan.cases import load
+from tests.plan.compilers import compiled_as, quickly
+from tests.plan.scheduled import WITHIN, kernel, start, text
+from tests.support import small_runs
+
+RANGE = "gpu:h100x8..32"
+
+
+@pytest.fixture
+def language(tmp_path, monkeypatch):
+    """Return a function: overrides -> a config of a small language model with 64 rows."""
+
+    def make(*overrides):
+        return load("language", tmp_path, monkeypatch, ("model.depth", "2"), *overrides)
+
+    return make
+
+
+def table(report, growth):
+    """Return the cells of a table, a list for each row."""
+    lines = report.partition(f"{growth} scaling")[2].split("\n\n")[1].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("range", "names"),
+    [
+        ("tpu:v5p:2..16", ["v5p:2x1x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4"]),
+        ("tpu:v5e:1..8", ["v5e:1x1", "v5e:2x2", "v5e:2x4"]),  # there are no two chips
+        ("tpu:v4:512..3072", ["v4:8x8x8", "v4:8x8x16", "v4:8x16x16", "v4:12x16x16"]),
+        ("TPU:tpu7x:4..4", ["tpu7x:2x2x1"]),
+        ("tpu:v5e:16x16*1..4", ["v5e:16x16*1", "v5e:16x16*2", "v5e:16x16*4"]),
+    ],
+)
+def test_a_range_has_each_doubling_that_exists_and_its_ends(range, names):
+    assert [target.name for target in scale.parse_range(range)] == [f"tpu:{n}" for n in names]
+
+
+def test_a_range_of_cards_has_whole_nodes():
+    targets = scale.parse_range("gpu:h100x8..1024", 4)
+    assert [(t.count, t.slices) for t in targets] == [(8, 1), (32, 4), (128, 16), (512, 64)] + [
+        (1024, 128)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("range", "message"),
+    [
+        ("tpu:v5p:64..4", "64 is more than 4; write tpu:v5p:4..64"),
+        ("gpu:h100x0..8", "the smallest size is 1; write gpu:h100x1..8"),
+        (
+            "tpu:v5p:3..64",
+            "tpu:v5p:3..64: there is no slice of 3 v5p chips; the nearest: tpu:v5p:2x1x1 (2 chips)"
+            " and tpu:v5p:2x2x1 (4 chips)",
+        ),
+        ("tpu:v5e:4..512", "no slice of 512 v5e chips; the nearest: tpu:v5e:16x16 (256 chips)"),
+        ("gpu:h100x8", "--scale takes a range of sizes as tpu:v5p:4..4096, "),
+        ("", "--scale takes a range of sizes"),
+        ("tpu:v9:4..8", "is unknown; expected for example"),
+        ("gpu:k80x1..8", "is unknown; expected for example"),
+    ],
+)
+def test_a_range_that_is_none_says_why(range, message):
+    with pytest.raises(plan.PlanError) as error:
+        scale.parse_range(range)
+    assert message in str(error.value)
+
+
+def test_batches_are_whole_rows(language):
+    targets = scale.parse_range("gpu:h100x4..10")
+    with pytest.raises(plan.PlanError) as error:
+        scale.batches(language(("train.batch", "7")), targets)
+    assert str(error.value) == (
+        "gpu:h100x10 has 10 devices, and train.batch=7 is that of the 4 devices of gpu:h100x4: 17.5"
+        " rows; make train.batch a multiple of 4"
+    )
+
+
+def test_each_size_is_compiled_with_its_rows(language, monkeypatch):
+    """Weak and strong growth share the first size. A step takes 1 s for each row of a device, and
+    0.5 s more on each doubling: two thirds of the rows a second are left on 16, half on 32."""
+    quickly(monkeypatch)
+    extra = {8: 0.0, 16: 0.5, 32: 1.0}
+    asked = compiled_as(
+        monkeypatch,
+        seconds=lambda config: config.train.batch / config.mesh.data / 8 + extra[config.mesh.data],
+    )
+    report, fits, interrupted = plan.report_scale(language(), RANGE)
+    assert fits and not interrupted
+    sizes = [(config.mesh.data, config.train.batch) for config in asked]
+    assert sizes == [(8, 64), (16, 128), (16, 64), (32, 256), (32, 64)]
+    weak, strong = table(report, "weak"), table(report, "strong")
+    assert [(row[0], row[2], row[8]) for row in weak] == [
+        ("8", "64", "100%"),
+        ("16", "128", "67%"),
+        ("32", "256", "50%"),
+    ]
+    assert [row[8] for row in strong] == ["100%", "50%", "20%"]
+    assert weak[0][1] == "8 × 1 × 1" and weak[0][3] == "1.00 GB"
+    assert "mesh: data -1 × fsdp 1 × model 1, -1 takes the devices" in report
+
+
+def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
+    """Two sums of the program, neither of them hidden, are the whole loss on 16 cards."""
+    quickly(monkeypatch)
+    program = text(start("a", WITHIN, ', backend_config={"is_sync":true}'), kernel("k"))
+
+    def forecast_of(step, assembly, target):
+        exposed = 0.0 if target.count == 8 else 1.0
+        parts = {"product": 1.0, "exchange": exposed}
+        exchanges = {("fsdp",): Exchange(1.0, exposed)}
+        return Forecast(1.0 + exposed, parts, exposed, None, "uncalibrated", exchanges)
+
+    compiled_as(monkeypatch, seconds=None)
+    exchanges = {("all-reduce", ("fsdp",)): hlo.Exchanged(3, 18e6, 0)}
+    step = Compiled(0, 0, 10**9, exchanges, 1.0, text=program)
+    monkeypatch.setattr(
+        worker.Process("gpu").__enter__(), "ask", lambda job: worker.Answer(step), raising=False
+    )
+    monkeypatch.setattr(mesh_search, "forecast_of", forecast_of)
+    config = language(("mesh.fsdp", "4"))
+    report, _, _ = plan.report_scale(config, "gpu:h100x8..16")
+    assert table(report, "weak")[1][5] == "18.00 MB all-reduce over fsdp"
+    assert table(report, "weak")[1][9] == "product 50%, exchange over fsdp 50%"
+    line = (
+        "16 chips, 50% of 8: exchange over fsdp is 100% of the loss (1000.00 ms a step, 0.00 on 8):"
+        " 3 × all-reduce in f32, 18.00 MB, 0 of them asynchronous"
+    )
+    assert line in report
+
+
+def test_a_size_that_does_not_fit_has_its_lack_in_place_of_figures(language, monkeypatch):
+    quickly(monkeypatch)
+    compiled_as(
+        monkeypatch,
+        seconds=lambda config: 1.0,
+        size=lambda config: 640e9 / config.mesh.data,
+    )
+    report, fits, _ = plan.report_scale(language(), RANGE)
+    assert fits
+    assert table(report, "weak")[0][3] == "its program takes 80.00 GB of 80.00 GB"
+    assert "the smallest size of the range that fits is gpu:h100x16" in report
+    assert [row[8] for row in table(report, "weak")] == ["", "100%", "100%"]
+
+
+def test_a_range_without_room_names_the_smallest_size_that_may_do(language, monkeypatch):
+    config = language(("mesh.data", "1"), ("mesh.fsdp", "-1"))
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    least = plan.memory.least(plan.abstractly(config, plan.parse_target("gpu:h100x4")), tiled=False)
+    monkeypatch.setattr(plan.Target, "memory", 0.6 * least)
+    report, fits, _ = plan.report_scale(config, "gpu:h100x2..4")
+    assert not fits and "problem: no candidate fits" in report
+    assert "The smallest target that may do, by its lower bound: gpu:h100x8" in report
+
+
+def test_mesh_auto_takes_the_first_mesh_that_fits(language, monkeypatch):
+    quickly(monkeypatch)
+    asked = compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    report, fits, _ = plan.report_scale(language(("mesh", "auto")), "gpu:h100x8..16")
+    assert fits and len(asked) == 3
+    assert "mesh: the first mesh that fits of a search at each size" in report
+
+
+def test_without_a_compiler_nothing_is_said(language):
+    with pytest.raises(plan.PlanError, match="jaxtrain plan --setup gpu fetches it"):
+        plan.report_scale(language(), RANGE)
+
+
+def run(tmp_path, *arguments):
+    small_runs.rows(tmp_path)
+    config = f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}/run"
+    return cli.main(["plan", *config, *arguments])
+
+
+def test_ctrl_c_names_the_sizes_that_are_left(tmp_path, monkeypatch, capsys):
+    compiled_as(monkeypatch, seconds=None)
+    monkeypatch.setattr(mesh_search, "forecast_of", _interrupting(2))
+    arguments = "gpu:h100x1..4", "--scale", "--config.train.batch=8"
+    assert run(tmp_path, *arguments) == 130
+    out = capsys.readouterr()
+    assert "interrupted: this is known so far" in out.out
+    assert "nothing is known of them: gpu:h100x2, gpu:h100x4" in out.out
+    assert out.err.count("by its compiler") == 1
+
+
+def _interrupting(number):
+    """Return a forecast that the user interrupts at its n-th call."""
+    calls = []
+
+    def forecast_of(step, assembly, target):
+        calls.append(target)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return Forecast(0.1, {}, 0.0, None, "")
+
+    return forecast_of
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpu:h100x8..16", "--scale", "--search"), "--search and --scale are two plans; omit one"),
+        (("--calibrate", "--scale"), "--calibrate plans nothing; omit --scale"),
+        (("gpu:h100x8", "--by=4"), "--by is the factor between sizes of --scale"),
+        (("gpu:h100x8..16", "--scale", "--by=1"), "sizes grow by a factor of 2 or more"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run(tmp_path, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_that_no_size_divides_is_an_error(tmp_path, monkeypatch, capsys):
+    compiled_as(monkeypatch, seconds=lambda config: 0.1)
+    assert run(tmp_path, "gpu:h100x8..16", "--scale", "--config.train.batch=12") == 2
+    assert "make train.batch a multiple of 8" in capsys.readouterr().err
