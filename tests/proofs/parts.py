@@ -133,7 +133,7 @@ PARTS = {
         " check of a chip; benchmarks",
         "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py"
         " loaders/test_doubts.py workloads/bird/test_fit.py tools/test_benches.py"
-        " tools/test_measure_card.py tools/test_gpu_check.py",
+        " tools/test_measure_card.py tools/test_gpu_check.py tools/test_show_runs.py",
         workers=2,
     ),
     "docs": Part(

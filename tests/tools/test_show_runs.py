@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxtrain import config as config_lib
+from tests import docs_data
 from tools import show_runs
 
 
@@ -61,3 +62,27 @@ def test_a_run_whose_time_is_over_is_asked_to_save(monkeypatch, capsys):
     )
     assert show_runs.train(["jaxtrain"], 0) == 3
     assert "the same command resumes it" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["characters", "birds"])
+def test_a_recipe_of_files_ends_in_its_small_form(name, tmp_path):
+    """The birds are two runs: the second begins with the encoder of the first."""
+    text = tmp_path / "input.txt"
+    text.write_text("the wren sings, and the owl sleeps\n" * 400)
+    if name == "birds":
+        docs_data.birds(tmp_path)
+    data = {"characters": text, "birds": tmp_path / "data" / "esc10"}[name]
+    page, out = tmp_path / "page.md", tmp_path / "out"
+    command = [name, f"--data={data}", f"--page={page}", f"--out={out}", "--small"]
+    assert show_runs.main(command) == 0
+    written = page.read_text()
+    assert f"<!-- run {name}, seed 0 begins -->" in written
+    for stage in show_runs.RECIPES[name].stages:
+        assert f"| {stage}: step |" in written
+        run = json.loads((out / "seed-0" / stage / "config.json").read_text())
+        assert run["train"]["steps"] == 4
+    if name == "characters":
+        assert run["model"]["dropout"] == run["model"]["attention_dropout"] == 0.2
+    else:
+        assert run["warm_start"]["source"].endswith("esc10-mae")

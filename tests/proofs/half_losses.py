@@ -1,0 +1,159 @@
+"""Compare losses in 16 bits of newer operations with those of a sum in another order.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.proofs.half_losses
+
+    gram      giblet, whose clip knows its gradients' norms by products of rows, not by the
+              gradients
+    chunks    the language model over fsdp=8, whose loss takes a quarter of the tokens at a time
+    glu       the recursive model, whose cycles without a gradient round SwiGLU once, as tokamax's
+              kernel does; a function of its formula stands in for it
+
+Each case trains a small model for --steps in bfloat16 on the same rows, in four ways: by the older
+operation, by the newer one, by the older one on another mesh, which adds in another order, and by
+the older one in float32. A row of the table has the mean of |loss - the older one's loss| / loss,
+over all steps and over the first ten. It exits with 1 if the newer operation is further away than
+twice the other order, and than float32.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.step import train_step as step_lib
+from jaxtrain.workloads.giblet import model as giblet
+from jaxtrain.workloads.trm import tokamax_glu
+from tests.support.cases import Case, Run
+from tests.support.cases import giblet as giblet_cases
+from tests.support.cases import language as language_cases
+from tests.support.cases import trm as trm_cases
+
+BATCHES = 8  # that come again and again
+FIRST = 10  # [steps] before runs diverge
+BOUND = 2.0  # times the difference of another order
+
+
+class Comparison(NamedTuple):
+    case: Case
+    mesh: tuple[int, int, int]
+    other_order: tuple[int, int, int]
+    older: Any  # context manager
+    newer: Any
+    changes: dict[str, Any] = {}  # of the newer one's model
+
+
+@contextlib.contextmanager
+def gram(factor: float) -> Iterator[None]:
+    with mock.patch.object(giblet, "MUCH_LARGER", factor):
+        yield
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Put a function in tokamax's place that multiplies and acts in float32 and rounds once."""
+
+    def gated_linear_unit(x: Any, w: Any, *, activation: Any, implementation: str) -> Any:
+        gate, up = (jnp.dot(x, w[:, i], preferred_element_type=jnp.float32) for i in range(2))
+        return (activation(gate) * up).astype(x.dtype)
+
+    package = types.SimpleNamespace(gated_linear_unit=gated_linear_unit)
+    with (
+        mock.patch.dict(sys.modules, tokamax=package),
+        mock.patch.object(tokamax_glu, "fits", lambda *_: True),
+    ):
+        yield
+
+
+def half(case: Case, **changes: Any) -> Case:
+    return case._replace(model=dataclasses.replace(case.model, dtype="bfloat16", **changes))
+
+
+def comparisons() -> dict[str, Comparison]:
+    plain = contextlib.nullcontext
+    trm = trm_cases.MATRIX["trm"]
+    return {
+        "gram": Comparison(
+            half(giblet_cases.CASE), (1, 1, 1), (2, 1, 1), lambda: gram(np.inf), lambda: gram(0)
+        ),
+        "chunks": Comparison(
+            half(language_cases.CASE, chunk=32), (1, 8, 1), (8, 1, 1), plain, plain, dict(chunk=8)
+        ),
+        "glu": Comparison(
+            half(trm, inner_multiple=128, kernel="xla"),
+            (1, 1, 1),
+            (2, 1, 1),
+            plain,
+            stand_in,
+            dict(kernel="tokamax"),
+        ),
+    }
+
+
+def losses(case: Case, mesh: Sequence[int], steps: int) -> np.ndarray:
+    """Return the loss of each step, float64 [steps]."""
+    run = Run(case._replace(steps=steps), tuple(mesh))
+    state = run.init()
+    go_on = step_lib.put_stop(run.layout, False)
+    batches = [run.put(case.batch(seed)) for seed in range(BATCHES)]
+    found = []
+    for i in range(steps):
+        state, metrics = run.step(state, batches[i % BATCHES], go_on)
+        total, weight = jax.device_get(metrics["loss"])
+        found.append(float(total) / float(weight))
+    return np.array(found)
+
+
+def compare(one: Comparison, steps: int) -> dict[str, np.ndarray]:
+    """Return |loss - the older one's loss| / loss of each step, by the name of a run."""
+    wide = one.case._replace(model=dataclasses.replace(one.case.model, dtype="float32"))
+    newer = one.case._replace(model=dataclasses.replace(one.case.model, **one.changes))
+    with one.older():
+        older = losses(one.case, one.mesh, steps)
+        found = {
+            "other order": losses(one.case, one.other_order, steps),
+            "float32": losses(wide, one.mesh, steps),
+        }
+    with one.newer():
+        found["newer"] = losses(newer, one.mesh, steps)
+    print(f"loss {older[0]:.4f} to {older[-1]:.4f}", flush=True)
+    return {name: np.abs(x - older) / np.abs(older) for name, x in found.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m tests.proofs.half_losses",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    all_of_them = comparisons()
+    parser.add_argument("--only", nargs="+", choices=all_of_them, default=list(all_of_them))
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args(argv)
+    rows, code = [], 0
+    for name in args.only:
+        differences = compare(all_of_them[name], args.steps)
+        means = {run: x.mean() for run, x in differences.items()}
+        bound = max(BOUND * means["other order"], means["float32"])
+        if not means["newer"] <= bound:
+            code = 1
+        cells = [
+            f"{means[run]:.1e}, {differences[run][:FIRST].mean():.1e}"
+            for run in ("newer", "other order", "float32")
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    print("| case | newer operation: all steps, the first | another order | float32 |")
+    print("|---|---:|---:|---:|")
+    print("\n".join(rows))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
