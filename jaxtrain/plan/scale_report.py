@@ -227,7 +227,7 @@ def _collective_text(kind: str, dtypes: str, collectives: Sequence[hlo.Collectiv
 
 
 def _left_lines(rows: Sequence[Row], targets: Sequence[Target]) -> Iterator[str]:
-    """Name the sizes that were not reached: nothing is said of them."""
+    """Name the sizes that were not reached."""
     reached = {row.target.name for row in rows}
     left = [target.name for target in targets if target.name not in reached]
     if left:
