@@ -187,6 +187,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
     ),
     (
+        r"tools\.chip\.tpu_steps ",
+        Why("it compiles for minutes; tests/compiled/test_tpu_steps.py compiles small ones by it"),
+    ),
+    (
         r"tools\.chip\.document_blocks ",
         Why("it makes a corpus; tests/nn/test_document_blocks.py counts by the same function"),
     ),
@@ -241,6 +245,15 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
             ),
         ),
     ),
+    (
+        r"launch_tpu\.sh --check .*--dry-run",
+        Run(quick=True, says=r"create check .*--type=v5litepod --topology=2x2(.*\n)*.*tpu_check"),
+    ),
+    (
+        r"tools\.tpu_check --cases=trm$",
+        Why("it computes for a minute; tests/tools/test_tpu_check.py runs it"),
+    ),
+    (r"^python -m tools\.tpu_check$", Run("--help", quick=True)),
     (
         r"launch_tpu\.sh .*--dry-run",
         Run(

@@ -7,7 +7,9 @@
 #
 #   --name=NAME          of the TPU VM and of its queued resource
 #   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them; `jaxtrain plan --config=… tpu:TYPE`
-#                        plans a run for such a pod
+#                        plans a run for such a pod. A slice by the plan's name, as tpu:v5e:2x4, is a TYPE, too
+#   --check              runs no config, but python -m tools.tpu_check on every worker: what of the plan holds there. Its
+#                        arguments follow after --, which may be left out
 #   --project=PROJECT    (default: gcloud's own)
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued
@@ -18,7 +20,7 @@
 #   --keep               leaves the pod there at the end
 #   --dry-run            prints the commands, runs none
 #
-# Everything after -- goes to python -m jaxtrain.main --supervise, which restarts a process after a fault. Every worker is a
+# Without --check, everything after -- goes to python -m jaxtrain.main --supervise, which restarts a process after a fault. Every worker is a
 # process of one run, which finds the others by the metadata of its VM, and knows them by a secret that is made here for each
 # pod. A run that is notified of a preemption saves and exits with 75; any other exit code ends this script, too.
 set -euo pipefail
@@ -27,6 +29,7 @@ usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$0"; }
 fail() { printf 'launch_tpu: %s\n' "$1" >&2; exit "${2:-2}"; }
 
 name="" zone="" type="" version="" project="" queued=false spot=false retries=20 wheel="" files="" setup=true keep=false dry=false
+check=false
 while (($#)); do
     case $1 in
         --name=* | --zone=* | --type=* | --version=* | --project=* | --wheel=* | --files=* | --retries=* | --setup=*)
@@ -36,6 +39,7 @@ while (($#)); do
         --queued) queued=true ;;
         --spot) spot=true queued=true ;;
         --keep) keep=true ;;
+        --check) check=true ;;
         --dry-run) dry=true ;;
         --help) usage; exit 0 ;;
         --) shift; break ;;
@@ -51,10 +55,19 @@ for needed in zone type version project; do
 done
 [[ $name =~ ^[a-z][a-z0-9-]*$ ]] || fail "--name=$name: small letters, digits and hyphens, a letter first"
 [[ $retries =~ ^[0-9]+$ ]] || fail "--retries=$retries is no number"
-(($#)) || fail "no config; end with: -- --config=xcm"
+(($#)) || $check || fail "no config; end with: -- --config=xcm"
 [[ -z $files || -d $files ]] || fail "--files=$files is no folder"
 
 root=$(cd "$(dirname "$0")/.." && pwd)
+spec=("--accelerator-type=$type")
+if [[ $type == tpu:* ]]; then
+    [[ $type =~ ^tpu:(v4|v5e|v5p|v6e|tpu7x):([0-9]+(x[0-9]+)+)$ ]] ||
+        fail "--type=$type is no slice; expected for example tpu:v5e:2x4, of v4, v5e, v5p, v6e or tpu7x"
+    version_of_chip=${BASH_REMATCH[1]} topology=${BASH_REMATCH[2]}
+    spec=("--type=${version_of_chip/v5e/v5litepod}" "--topology=$topology")
+fi
+program=(jaxtrain.main --supervise)
+! $check || program=(tools.tpu_check)
 if [[ -z $wheel ]]; then
     for built in "$root"/dist/jaxtrain-*-abi3-manylinux*_x86_64.whl; do
         [[ ! -f $built || -n $wheel && $wheel -nt $built ]] || wheel=$built
@@ -82,10 +95,10 @@ queue() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
 on_all() { tpu ssh "$name" --worker=all --command="$1"; }
 
 create() {
-    local spec=("--accelerator-type=$type")
     if $queued; then
-        ! $spot || spec+=(--spot)
-        queue create "$name" --node-id="$name" "${spec[@]}" --runtime-version="$version"
+        local more=()
+        ! $spot || more=(--spot)
+        queue create "$name" --node-id="$name" "${spec[@]}" "${more[@]}" --runtime-version="$version"
         wait_in_queue
     else
         tpu create "$name" "${spec[@]}" --version="$version"
@@ -117,6 +130,7 @@ delete() {
 install() {
     mkdir -p "$work/send"
     [[ -z $files ]] || run cp -R "$files"/. "$work/send"
+    ! $check || run cp -R "$root/tools" "$root/configs" "$work/send"
     run cp "$wheel" "$work/send"
     run tar -C "$work/send" -czf "$work/jaxtrain.tar.gz" .
     # In a file: arguments of a command are seen by everybody on the machine.
@@ -136,10 +150,10 @@ else python3 -m venv .uv; .uv/bin/pip install -q uv; .uv/bin/uv venv -q --seed -
 # Runs on all workers, in the background: a lost connection is not the end of a run. Each leaves its exit code in a file.
 train() {
     local arguments
-    arguments=$(printf '%q ' "$@")
+    arguments=$(printf '%q ' "${program[@]}" "$@")
     on_all "set -e; cd jaxtrain; rm -f exit-code worker.log; JAXTRAIN_SECRET=\$(cat ../jaxtrain-secret); export JAXTRAIN_SECRET
 $setup
-(code=0; nohup .venv/bin/python -m jaxtrain.main --supervise $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
+(code=0; nohup .venv/bin/python -m $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
     </dev/null >/dev/null 2>&1 &"
 }
 

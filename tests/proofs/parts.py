@@ -100,7 +100,7 @@ PARTS = {
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
-        " compiled/test_mesh.py compiled/test_tpu_attention.py"
+        " compiled/test_mesh.py compiled/test_tpu_attention.py compiled/test_tpu_steps.py"
         " nn/test_attention.py nn/test_attention_compiled.py test_compiler.py",
         workers=2,
     ),
@@ -133,7 +133,8 @@ PARTS = {
         " check of a chip; benchmarks",
         "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py"
         " loaders/test_doubts.py workloads/bird/test_fit.py tools/test_benches.py"
-        " tools/test_measure_card.py tools/test_gpu_check.py tools/test_show_runs.py",
+        " tools/test_measure_card.py tools/test_gpu_check.py tools/test_show_runs.py"
+        " tools/test_tpu_check.py",
         workers=2,
     ),
     "docs": Part(

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from jaxtrain.plan import parse_target, slices
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "launch_tpu.sh"
 
@@ -96,6 +98,36 @@ def test_a_run_from_creation_to_deletion(launch):
     assert "--worker=all" in calls[1] and "--worker=all" in calls[3] and "--worker=0" in calls[4]
     assert "sudo mount /data" in next(a for a in calls[3] if a.startswith("--command"))
     assert "step 1" in done.stdout
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_a_slice_of_the_plan_is_a_type(chip, launch, tmp_path):
+    for sides in slices.existing(chip)[1:5]:
+        name = slices.name(chip, sides)
+        assert parse_target(name).topology == name.removeprefix("tpu:")
+        (tmp_path / "calls").unlink(missing_ok=True)
+        _, kinds, calls = launch(f"--type={name}")
+        assert kinds == [*RUN, "tpu-vm-delete"]
+        sold = chip.replace("v5e", "v5litepod")
+        topology = "x".join(map(str, sides))
+        assert {f"--type={sold}", f"--topology={topology}"} < set(calls[0])
+        assert not any(word.startswith("--accelerator-type") for word in calls[0])
+
+
+def test_a_slice_that_no_plan_has_is_refused(launch):
+    done, kinds, _ = launch("--type=tpu:v9:2x2", code=2)
+    assert "--type=tpu:v9:2x2 is no slice; expected for example tpu:v5e:2x4" in done.stderr
+    assert not kinds
+
+
+def test_a_check_of_the_slice_runs_on_every_worker(launch):
+    done, kinds, calls = launch("--check", rest=("--minutes=20",))
+    assert kinds == [*RUN, "tpu-vm-delete"]
+    started = next(a for a in calls[kinds.index("start")] if a.startswith("--command="))
+    assert "-m tools.tpu_check --minutes=20" in started and "--supervise" not in started
+    done, _, _ = launch("--check", "--dry-run", rest=())
+    copied = next(line for line in done.stdout.splitlines() if line.startswith("cp -R"))
+    assert f"{ROOT}/tools {ROOT}/configs" in copied
 
 
 def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):

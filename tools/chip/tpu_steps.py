@@ -16,7 +16,7 @@ Of one chip and one step:
     cycles             by the compiler's own estimate, which has none for kernels of Pallas, copies
                        behind other kernels and exchanges
     exchanged          bytes of the results of all exchanges
-    passes             bytes of HBM ÷ bytes of the parameters
+    passes             bytes of HBM ÷ bytes of the parameters, if they bind the step
 """
 
 import argparse
@@ -47,6 +47,7 @@ SETTINGS: dict[str, cases.Overrides] = {
     "giblet": {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
 }
 LARGER = {"giblet": "tpu:v5e:4x4"}  # case -> its slice, as its state does not fit four chips
+MAX_PASSES = 20
 HEAD = (
     "| case | rows a chip | counted ms | products | HBM GB | GB a row | roofline ms | cycles ms |"
     " exchanged GB | passes | Pallas | peak GB | s |\n"
@@ -103,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(SETTINGS), help="default: all")
     parser.add_argument("--scopes", default="", help="of the source, whose sums are printed")
     parser.add_argument("--keep", action="store_true", help="write the programs' texts")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # settings may be last
     args.cases = args.cases.split(",")
     args.scopes = [scope for scope in args.scopes.split(",") if scope]
     for name in args.cases:
@@ -142,6 +143,7 @@ def row(step: Step, target: Target, seconds: float) -> str:
     counted = step.flops / chip.flops
     moved = sums.read + sums.written
     of_cycles = sums.cycles / chip.clock
+    passes = moved / step.parameter_bytes
     cells = [
         step.name,
         f"{step.rows:g}",
@@ -152,7 +154,7 @@ def row(step: Step, target: Target, seconds: float) -> str:
         f"{1e3 * sums.seconds:.0f} ({counted / sums.seconds:.0%})",
         f"{1e3 * of_cycles:.0f} ({counted / of_cycles:.0%})",
         f"{exchanged(step.compiled.text) / 1e9:.2f}",
-        f"{moved / step.parameter_bytes:.1f}",
+        f"{passes:.1f}" if passes < MAX_PASSES else "",
         f"{step.compiled.library_calls.get('tpu_custom_call', 0)}",
         f"{step.compiled.peak / 1e9:.2f}",
         f"{seconds:.0f}",

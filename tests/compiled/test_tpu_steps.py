@@ -1,0 +1,75 @@
+"""Ratchets for the measured cases compiled for v5e: a change lowers the bounds.
+
+Layers of a loop count their rounds, so that two layers compile as fast as all of them. Each case
+has the sizes of its own table (docs/results/compiled-steps.md), and the encoders fewer layers.
+"""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from jaxtrain import plan
+from jaxtrain.plan import hlo
+from tools.chip import cases, tpu_steps
+
+
+class Bounds(NamedTuple):
+    settings: dict[str, str]  # beyond those of `tpu_steps.SETTINGS`
+    target: str = tpu_steps.V5E
+    products: float = 0.0  # executed ÷ counted FLOP; kernels of Pallas are not among the executed
+    gigabytes: float = 0.0  # of HBM, of a chip and row
+    milliseconds: float = 0.0  # by the compiler's own estimate
+    exchanged: float = 0.0  # [GB]
+    kernels: int = 0  # of Pallas, executions
+
+
+CASES = {
+    "vit-s": Bounds({"model.depth": "2"}, gigabytes=0.06, milliseconds=45, exchanged=0.05),
+    "trm": Bounds(
+        {"train.batch": "768", "train.accumulate": "1"},
+        products=1.01,
+        gigabytes=0.25,
+        milliseconds=145,
+        exchanged=0.05,
+    ),
+    "giblet": Bounds({}, "tpu:v5e:4x4", gigabytes=2.0, milliseconds=17, exchanged=0.12),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_executes_no_more_than_the_table(name, tmp_path, tpu_compiler):
+    bounds = CASES[name]
+    case = next(case for case in cases.CASES if case.name == name)
+    settings = {**tpu_steps.SETTINGS[name], **bounds.settings}
+    config = case.config(cases.Data(tmp_path, small=False), {}, settings)
+    step = tpu_steps.compiled(name, config, bounds.target)
+    assert isinstance(step, tpu_steps.Step), step
+    target = plan.parse_target(bounds.target)
+    print(tpu_steps.row(step, target, 0))
+    sums = tpu_steps.sums_of(step.compiled.kernels, target)
+    assert (sums.read + sums.written) / step.rows / 1e9 <= bounds.gigabytes
+    assert 1e3 * sums.cycles / target.known_chip.clock <= bounds.milliseconds
+    assert tpu_steps.exchanged(step.compiled.text) / 1e9 <= bounds.exchanged
+    if bounds.products:
+        assert sums.flops / step.flops <= bounds.products
+
+
+@pytest.mark.slow
+def test_a_step_of_giblet_moves_its_largest_matrix_seven_times(tmp_path, tpu_compiler):
+    """Forward it is read. The kernel of its gradient reads it and both moments, and writes them."""
+    name, target = "giblet", "tpu:v5e:4x4"
+    case = next(case for case in cases.CASES if case.name == name)
+    config = case.config(cases.Data(tmp_path, small=False), {}, tpu_steps.SETTINGS[name])
+    step = tpu_steps.compiled(name, config, target)
+    assert isinstance(step, tpu_steps.Step), step
+    program = hlo.Program(step.compiled.text)
+    [matrix] = {shape for shape in re.findall(r"bf16\[102600,4096\]", step.compiled.text)}
+    bodies = {i.name: i for _, i in program.executed()}
+    moved = 0
+    for kernel in step.compiled.kernels:
+        i = bodies[kernel.name]
+        moved += kernel.times * i.result.count(matrix)
+        moved += kernel.times * sum(bodies[name].result.count(matrix) for name in i.operands)
+    assert moved <= 7
