@@ -34,7 +34,9 @@ CHUNK = 1024  # [tokens]
 CHUNK_ON_GPUS = 2048  # [tokens]
 # [tokens] on TPUs whose devices hold the whole matrix. Each chunk reads and writes its gradient
 CHUNK_ON_TPUS = 4096
+EXACT = 1 << 24  # float32 has each whole number up to it
 CHUNKS = {"gpu": CHUNK_ON_GPUS, "tpu": CHUNK_ON_TPUS}
+NUMBERS = {"tpu": jnp.float32}
 # [bytes] of a chunk's logits on a device. Below it a larger chunk pays: if devices share the matrix
 # they also share the state, and the logits are the largest arrays.
 MAX_SHARED_LOGITS = 1 << 30
@@ -76,6 +78,9 @@ class Settings(NamedTuple):
     vocab: int  # its rows that are a vocabulary
     axes: Axes
     split: Split
+    # Type of words' numbers as the first of the largest logits is found. In float32, as the sums
+    # over words, a TPU finds it in their kernel, which reads the logits once.
+    number: Any = jnp.int32
 
 
 class Tokens(NamedTuple):
@@ -120,7 +125,6 @@ def cross_entropy(
       weight_bt: float32, 0 for tokens that do not count, which may have any label.
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
       chunk: [tokens] on each device whose logits exist at the same time. 0 = `CHUNKS` or `CHUNK`.
-        Each chunk reads the matrix and its gradient, and writes the gradient.
       size: rows of ``w_vd`` that are a vocabulary. Others let devices have equal parts.
       axes: logical axes of ``w_vd``, and of its gradient.
     """
@@ -130,7 +134,8 @@ def cross_entropy(
         split = _split(shard, axes, x_btd.shape, w_vd.shape[0])
         chunk = chunk or _chunk_of_several(shard, axes, w_vd.shape[0], split)
     chunk = chunk or CHUNKS.get(shard.devices[0], CHUNK)
-    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split)
+    number = NUMBERS.get(shard.devices[0], jnp.int32) if w_vd.shape[0] < EXACT else jnp.int32
+    settings = Settings(z_loss, smoothing, chunk, w_vd.shape[0], vocab, axes, split, number)
     return _total(shard, settings, x_btd, w_vd, label_bt, weight_bt)
 
 
@@ -275,8 +280,8 @@ def _measure(
     label_x_c = _over(jax.lax.psum, jnp.where(is_label_cv, x_cv, 0).sum(-1), split.parts)
     lse_c = top_c + jnp.log(sum_c)
     # The first of the largest, so that equal logits everywhere are not all right.
-    best_c = jnp.where(x_cv == top_c[:, None], word_v[None], settings.rows).min(-1)
-    is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
+    number_v = word_v.astype(settings.number)
+    best_c = jnp.where(x_cv == top_c[:, None], number_v[None], settings.rows).min(-1)
     target_x_c = label_x_c
     if settings.smoothing:
         target_x_c = _smoothed_logit(settings, x_cv, word_v, label_x_c)
@@ -284,7 +289,7 @@ def _measure(
         loss=lse_c - target_x_c + settings.z_loss * lse_c**2,
         cross_entropy=lse_c - label_x_c,
         z=lse_c**2,
-        correct=is_right_c,
+        correct=_over(jax.lax.pmin, best_c, split.parts) == label_c,
     )
     if split.exchanged:  # each device adds those of its own tokens
         per_token = _of_own_tokens(split, per_token, len(own.label))

@@ -16,6 +16,7 @@ from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cpu import heads_first
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import product, scaled, spread
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.parallel.layout import abstract_mesh, devices_of, make_layout, make_mesh
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -75,6 +76,34 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
     )
     expected = np.einsum("btv,btd->vd", expected, logits[:, : expected.shape[1]].astype("f8"))
     np.testing.assert_allclose(dw[:n], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("vocab", [40, 37])
+def test_cross_entropy_on_tpus_counts_the_same_words_in_float32(vocab, monkeypatch):
+    """Two words have the largest logit of some tokens: the first one is the answer."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 8, 16)), rng.normal(size=(40, 16))
+    w[20:30] = w[:10]
+    label = (x @ w[:vocab].T).argmax(-1)
+    label[:, ::3] += 20
+    args = [jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)]
+
+    def sums_and_gradients(kind):
+        monkeypatch.setattr(layout_lib, "devices_like", lambda device: devices_of(kind))
+        shard = shard_on(1, 1, 1)
+
+        def loss(x, w):
+            sums = cross_entropy(x, w, jnp.asarray(label), jnp.ones((2, 8)), shard, size=vocab)
+            return sums.loss, sums
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)
+
+    plain, on_tpu = (sums_and_gradients(kind) for kind in ("cpu", "TPU v5 lite"))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(plain)(*args), jax.jit(on_tpu)(*args))
+    (_, sums), _ = on_tpu(*args)
+    assert 0 < sums.correct < 16
+    texts = [str(jax.make_jaxpr(f)(*args)) for f in (plain, on_tpu)]
+    assert ["i32[16] = reduce_min" in text for text in texts] == [True, False]
 
 
 def test_cross_entropy_never_holds_all_logits():
