@@ -436,3 +436,24 @@ def test_the_digest_is_of_the_files_that_python_imports(edited):
     (edited / "jaxtrain" / "run" / ".#loop.py").write_text("an editor's")
     (edited / "jaxtrain" / "notes.txt").write_text("no module")
     assert digest_in(edited) == processes.digest_of_files()
+
+
+def test_a_process_joins_jax_once_process_0s_listens(monkeypatch):
+    """gRPC would wait for a second after its first refusal."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    late = threading.Timer(0.3, lambda: listeners.append(listen(address)))
+    listeners = []
+    late.start()
+    began = time.monotonic()
+    processes._await_service(address)
+    assert 0.25 < time.monotonic() - began < processes.SERVICE / 2
+    listeners.pop().close()
+    monkeypatch.setattr(processes, "SERVICE", 0.2)
+    began = time.monotonic()
+    processes._await_service(address)
+    assert 0.15 < time.monotonic() - began < 2, "JAX says that nothing answers"
+
+
+def listen(address):
+    return socket.create_server(rendezvous.host_and_port(address))

@@ -1,5 +1,6 @@
 """The processes of a run: joining them, and their exchanges of small values."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -9,6 +10,7 @@ import pathlib
 import re
 import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +34,8 @@ log = logging.getLogger("jaxtrain")
 PACKAGES = ("jaxtrain", "loaders")  # of this repository
 # Packages whose versions must be equal in all processes. A checkpoint records them.
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+SERVICE = 5.0  # [s] for process 0's JAX to listen
+SERVICE_POLL = 0.01  # [s]
 
 
 def find() -> Cluster:
@@ -119,6 +123,8 @@ def initialize(
     # Gloo and JAX's service abort a process if another one has died. The links name that one.
     machine.delay_abort()
     _reach_without_proxy(coordinator)
+    if membership.process != 0:
+        _await_service(coordinator)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
@@ -148,6 +154,16 @@ def initialize(
         # end. `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
     return connected
+
+
+def _await_service(coordinator: str) -> None:
+    """Wait until process 0's JAX listens: gRPC would wait for a second after a refusal."""
+    deadline = time.monotonic() + SERVICE
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection(rendezvous.host_and_port(coordinator), SERVICE).close()
+            return
+        time.sleep(SERVICE_POLL)
 
 
 def _reach_without_proxy(coordinator: str) -> None:
