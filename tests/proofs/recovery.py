@@ -119,6 +119,7 @@ OF_DISK = ("disk", "full-kill", "full-host")
 CUT = 16.0  # [s] longer than a host may be silent
 MARGIN = 40.0  # [s] for a last fault, and the comparison
 UNTIL = "until the next start"
+VERSION = "version.txt"  # of an undisturbed run
 FULL = 8.0  # [s] several records and a checkpoint
 FULL_DURING_FAULT = 12.0  # [s] also the next attempt starts on a full disk
 STOPPED = (16.0, 20.0)  # [s]
@@ -594,6 +595,9 @@ def table_of(run: str, lines: Sequence[dict[str, Any]]) -> str:
         f"\n{len(sessions)} runs: {totals['records']} records and {totals['rows']} rows"
         f" compared with an undisturbed run's, {totals['wrong']} differ or are missing"
     )
+    compared = {session["session"] for session in sessions}
+    if lost := [fault for fault in faults if fault["session"] not in compared]:
+        rows.append(f"{len(lost)} faults are of runs that ended before they were compared")
     if odd:
         rows.append(f"{len(odd)} faults without a time: {', '.join(line['kind'] for line in odd)}")
     if ends := [code for fault in faults for code in fault["ends"]]:
@@ -614,12 +618,10 @@ def row(text: str, faults: Sequence[dict[str, Any]]) -> str:
 
 def extend(job: Job, until: int) -> None:
     """Let an undisturbed run of these files reach a step. One of other files begins again."""
-    version = job.folder / "version.txt"
-    digest = cluster_processes.digest_of_files()
-    if not version.exists() or version.read_text() != digest:
+    if not is_current(job):
         shutil.rmtree(job.folder, ignore_errors=True)
         write_sources(job.folder)
-        version.write_text(digest)
+        (job.folder / VERSION).write_text(cluster_processes.digest_of_files())
     if job.step() < until:
         job.start_all()
         try:
@@ -627,6 +629,12 @@ def extend(job: Job, until: int) -> None:
                 raise SystemExit(f"the undisturbed run stood still:\n{job.logs()}")
         finally:
             job.end()
+
+
+def is_current(job: Job) -> bool:
+    """Whether an undisturbed run is of these files."""
+    version = job.folder / VERSION
+    return version.exists() and version.read_text() == cluster_processes.digest_of_files()
 
 
 def write_sources(folder: pathlib.Path) -> None:
@@ -684,6 +692,7 @@ class Campaign:
             self._options += (f"--config.supervise.wait={args.wait}",)
         self._deadline = time.monotonic() + 60 * args.minutes
         self.wrong = 0
+        self._session = ""
         self._pace = 1.0
 
     def undisturbed(self) -> Job:
@@ -696,11 +705,12 @@ class Campaign:
         """Do faults to a run in a folder, and compare it. Return whether another one may begin."""
         write_sources(folder)
         expected = self.undisturbed()
-        workdir = folder / soak.DISK / f"run-{len(self.results.lines)}"
+        name = self._session = f"run-{len(self.results.lines)}"
+        workdir = folder / soak.DISK / name
         job = Job(folder, workdir, self._hosts, self._options, model=self._args.model)
         goes_on = False
         try:
-            goes_on = self._disturb(job, known=expected.step())
+            goes_on = self._disturb(job, known=expected.step() if is_current(expected) else 0)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         finally:
@@ -708,7 +718,7 @@ class Campaign:
         extend(expected, job.step())
         numbers, texts = differences(job, expected, bits=not self._args.wait)
         self.wrong += numbers["wrong"]
-        self.results.add({**self._run, **numbers})
+        self.results.add({**self._run, "session": name, **numbers})
         print("\n".join(texts[:20]), flush=True)
         return goes_on
 
@@ -718,7 +728,7 @@ class Campaign:
             draw = random.Random(f"{self._args.seed} {number}")
             before, since = job.step(), time.monotonic()
             problem = ""
-            line = {**self._run, "kind": "before a fault"}
+            line = {**self._run, "session": self._session, "kind": "before a fault"}
             try:
                 if job.reaches(before + draw.randint(*BETWEEN)):
                     if before:
