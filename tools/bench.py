@@ -11,6 +11,7 @@ feeding  the loader by number of threads and processes
 builds   builds of the extension against each other
 forest   a random forest on MFCC, the baseline of configs/folder.py
 forecast the forecast times of steps against measured ones
+rendezvous the rendezvous of up to 1,024 light processes
 
 `python -m tools.bench SUBCOMMAND --help` has the options of one.
 """
@@ -30,6 +31,7 @@ SUBCOMMANDS = (
     "builds",
     "forest",
     "forecast",
+    "rendezvous",
 )
 
 

@@ -1,7 +1,12 @@
-"""The folder of a run's checkpoints, named by their steps, and the bytes of those there."""
+"""The folder of a run's checkpoints, the bytes of those there, and the speed of its disk."""
 
 import contextlib
 import os
+import shutil
+import time
+
+BLOCK = 4 << 20  # [bytes]
+MAX_SECONDS = 5.0  # [s] of writing
 
 
 def folder_of(workdir: str, folder: str) -> str:
@@ -30,3 +35,29 @@ def _size(folder: str) -> int:
             with contextlib.suppress(OSError):  # a run may be removing it
                 size += os.lstat(os.path.join(path, name)).st_size
     return size
+
+
+def write(path: str, most: int) -> float:
+    """Write and sync a file of ``most`` bytes or a tenth of the free space. Returns [bytes/s]."""
+    free = shutil.disk_usage(os.path.dirname(path)).free
+    max_size = max(min(most, free // 10), BLOCK)
+    block = os.urandom(BLOCK)
+    size = 0
+    began = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        while size < max_size and time.perf_counter() - began < MAX_SECONDS:
+            size += file.write(block)
+        os.fsync(file.fileno())
+    return size / (time.perf_counter() - began)
+
+
+def read(path: str) -> float:
+    """Read a file that has been synced, from its disk if the system drops it. Returns [bytes/s]."""
+    with open(path, "rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = 0
+        began = time.perf_counter()
+        while block := file.read(BLOCK):
+            size += len(block)
+        return size / (time.perf_counter() - began)

@@ -8,14 +8,13 @@ import tempfile
 import time
 from typing import Any
 
+from jaxtrain.checkpoint import disk_usage
 from jaxtrain.doctor.check import FAIL, Check, Findings, fail, ok, warn
 from jaxtrain.telemetry.console import in_bytes
 from loaders.io import files
 
 GROUP = "disk"
 WRITTEN = 64 << 20  # [bytes]
-BLOCK = 4 << 20  # [bytes]
-MAX_SECONDS = 5.0  # [s] of writing
 SLOW = 20e6  # [bytes/s]
 MIN_FREE = 100e6  # [bytes] for the cache's data and programs, and a run's records in its workdir
 PERMISSIONS = "change its permissions, or choose a folder of your own"
@@ -67,7 +66,7 @@ def _try_to_write(folder: str) -> float:
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
     )
     with temporary_folder as temporary:
-        rate = _write(os.path.join(temporary, "data"))
+        rate = disk_usage.write(os.path.join(temporary, "data"), WRITTEN)
         os.mkdir(os.path.join(temporary, "folder"))
         for old, new in (("data", "renamed"), ("folder", "moved")):
             os.rename(os.path.join(temporary, old), os.path.join(temporary, new))
@@ -75,20 +74,6 @@ def _try_to_write(folder: str) -> float:
         os.fsync(handle)
         os.close(handle)
     return rate
-
-
-def _write(path: str) -> float:
-    """Write and sync a file of at most `WRITTEN`, and a tenth of the free space: [bytes/s]."""
-    free = shutil.disk_usage(os.path.dirname(path)).free
-    max_size = max(min(WRITTEN, free // 10), BLOCK)
-    block = os.urandom(BLOCK)
-    size = 0
-    began = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        while size < max_size and time.perf_counter() - began < MAX_SECONDS:
-            size += file.write(block)
-        os.fsync(file.fileno())
-    return size / (time.perf_counter() - began)
 
 
 def nearest(folder: str) -> str:

@@ -18,16 +18,18 @@ needs no such chip, has the other figures: it compiles the real step.
     estimate  a time before the program        slices       the slices of TPUs that exist
     cpu_work  of kernels on CPUs               calibration  what it costs on this machine
     scale     one run on many sizes            scale_report  its tables, for a person
+    hosts     rows, files, disks, processes    traffic  the bytes of each kernel
 """
 
 from jaxtrain.plan.auto import decide, decide_once
 from jaxtrain.plan.calibration import calibrate
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.environment import set_up
+from jaxtrain.plan.hosts import checkpoints, free_space
 from jaxtrain.plan.mesh_report import report as report_search
 from jaxtrain.plan.remedies import refuse_if_too_large
 from jaxtrain.plan.scale_report import report as report_scale
-from jaxtrain.plan.summary import checkpoints, free_space, report
+from jaxtrain.plan.summary import report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (

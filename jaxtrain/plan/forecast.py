@@ -12,10 +12,12 @@ import collections
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxtrain.assembly import Assembly
 from jaxtrain.parallel import chips
 from jaxtrain.plan import calibration, cpu_work, exposure, kinds, traffic
 from jaxtrain.plan.hlo import Program
 from jaxtrain.plan.target import Target
+from jaxtrain.step import state as state_lib
 
 UNCALIBRATED = "uncalibrated: the bound alone"
 
@@ -109,3 +111,11 @@ def rates_of(chip: chips.Chip) -> traffic.Rates:
     if chip.measured_flops:
         return traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
     return traffic.Rates(chip.bandwidth, chip.flops)
+
+
+def ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
+    """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
+    state = assembly.abstract.state
+    frozen = state_lib.bytes_per_device(state.variables.frozen)  # is not written
+    moved = 2 * state_lib.bytes_per_device(state) - frozen
+    return assembly.task.flops / (count * chip.flops), moved / chip.bandwidth

@@ -1,8 +1,6 @@
 """The whole plan of a run, for a person."""
 
 import itertools
-import shutil
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import jax
@@ -11,27 +9,28 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import disk_usage
-from jaxtrain.data import feed
-from jaxtrain.parallel import chips
-from jaxtrain.plan import calibration, environment, forecast, hlo, mesh_advice, traffic, worker
+from jaxtrain.plan import (
+    calibration,
+    environment,
+    forecast,
+    hlo,
+    hosts,
+    mesh_advice,
+    traffic,
+    worker,
+)
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
-from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
+from jaxtrain.plan.memory import held, in_bytes, least, offloaded
 from jaxtrain.plan.remedies import ways
-from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
-from jaxtrain.step import state as state_lib
+from jaxtrain.plan.target import Target, abstractly, parse_target
 from jaxtrain.types import Spec
-from loaders import base
-from loaders.io import files, machine
 
 SECOND = "second state of verified steps"  # of config.guard.verify_every
-READING = 0.7  # [s] for which the loader's rows are counted
 MAX_ARRAYS = 5  # that are listed of those that loops keep
 MAX_SCOPES = 10  # of the program that are listed with their time
-CHIPS_OF_TPU_HOST = 4
 SMALL_SHARE = 0.01  # of a step, below which a kind of kernel is not listed
 Forecasts = dict[tuple[Hashable, bool], forecast.Forecast]  # by stage, and whether it has norms
 
@@ -62,7 +61,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         "",
     ]
     seconds = _seconds_of_run(assembly, forecasts) / config.train.steps
-    for name, finding, is_good in checks(config, assembly, target, seconds):
+    for name, finding, is_good in hosts.checks(assembly, target, seconds):
         lines.append(f"{name:14}{finding}")
         if not is_good:
             problems.append(finding)
@@ -109,7 +108,7 @@ def _time_lines(assembly: Assembly, target: Target, forecasts: Forecasts) -> Ite
     train, task, chip = assembly.config.train, assembly.task, target.chip
     yield f"  {task.flops:.3e} FLOP of the model"
     if chip:
-        computing, moving = _ideal(assembly, chip, target.count)
+        computing, moving = forecast.ideal(assembly, chip, target.count)
         yield (
             f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind},"
             f" {chip.flops / 1e12:g} TFLOP/s each"
@@ -144,14 +143,6 @@ def _seconds_of_run(assembly: Assembly, forecasts: Forecasts) -> float:
         without = forecasts.get((stage, False), forecasts[stage, True]).seconds
         seconds += (last - first) * (with_norms + (every - 1) * without) / every
     return seconds
-
-
-def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
-    """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
-    state = assembly.abstract.state
-    frozen = state_lib.bytes_per_device(state.variables.frozen)  # is not written
-    moved = 2 * state_lib.bytes_per_device(state) - frozen
-    return assembly.task.flops / (count * chip.flops), moved / chip.bandwidth
 
 
 def _step_lines(
@@ -436,157 +427,13 @@ def _describe_split(
     return description
 
 
-def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:
-    """Return how many checkpoints a run holds at most, with the one in writing, and their bytes."""
-    saved = state.replace(variables=state.variables._replace(frozen=()))
-    n_bytes = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(saved))
-    rules = config.checkpoint
-    count = rules.keep + 1  # one more while it is written
-    if rules.keep_every:
-        count += config.train.steps // rules.keep_every
-    if rules.best:
-        count += 1
-    return count, n_bytes
-
-
-def free_space(place: str, count: int, n_bytes: int) -> tuple[str, bool]:
-    """Tell whether ``count`` checkpoints of ``n_bytes`` fit into a folder, with those there."""
-    needs = count * n_bytes
-    text = f"{count} checkpoints of {in_bytes(n_bytes)} need {in_bytes(needs)}"
-    if "://" in place:
-        return f"{text} in {place}, whose free space is not known", True
-    folder = files.expanded(place).absolute()
-    folder = next(p for p in (folder, *folder.parents) if p.exists())
-    existing = disk_usage.held(place, count - 1, n_bytes)
-    free = shutil.disk_usage(folder).free
-    if existing:
-        text += f", of which {in_bytes(existing)} are there"
-    return f"{text}; {folder} has {in_bytes(free)} free", needs - existing <= free
-
-
-def checks(
-    config: config_lib.Config, assembly: Assembly, target: Target, seconds: float = 0.0
-) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, finding, whether it is good) of the data, the disk and the host's memory.
-
-    ``seconds``: of a step by the forecast, 0 = there is none.
-    """
-    yield from _check_data(assembly, target, seconds)
-    count, n_bytes = checkpoints(config, assembly.abstract.state)
-    folder = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
-    text, fits = free_space(folder, count, n_bytes)
-    if target.here:
-        yield "disk", text, fits
-    else:  # a plan for devices elsewhere is for a disk elsewhere
-        yield "disk", f"{text} here", True
-    yield "host memory", *_check_host_memory(assembly, target, n_bytes)
-
-
-def _check_host_memory(
-    assembly: Assembly, target: Target, bytes_of_checkpoint: int
-) -> tuple[str, bool]:
-    abstract = assembly.abstract
-    local_devices = _local_devices(target)
-    # A save is written from a copy on the host.
-    state = state_lib.bytes_per_device(abstract.state)
-    copy = min(local_devices * state, bytes_of_checkpoint)
-    # The rows are the feed's, and the loader's.
-    batch = sum(device_bytes(x, tiled=False) for x in abstract.batch.values())
-    rows = 4 * local_devices * batch
-    optimizer = local_devices * offloaded(abstract)
-    needs = copy + rows + optimizer
-    use = "for a save and batches on their way"
-    if target.here and jax.devices()[0].platform == "cpu":
-        return f"{in_bytes(needs)} {use}, besides what the devices hold", True
-    if optimizer:
-        use = f"{in_bytes(optimizer)} of it for the optimizer's state, the rest {use}"
-    text = f"{in_bytes(needs)}, {use}, on a host of {local_devices} devices"
-    if not target.here:
-        return text, True
-    available = host_memory()
-    return f"{text}; {in_bytes(available)} are available", needs <= available
-
-
-def _local_devices(target: Target) -> int:
-    if target.here:
-        return jax.local_device_count()
-    return min(target.count, CHIPS_OF_TPU_HOST if target.tiled else GPUS_PER_NODE)
-
-
-def _check_data(
-    assembly: Assembly, target: Target, seconds_of_step: float
-) -> Iterator[tuple[str, str, bool]]:
-    """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
-    findings = []
-    rate = ""
-    for split in ("train", "test"):
-        began = time.perf_counter()
-        loader = _make_loader(assembly, split)
-        try:
-            if not loader.n_batches:
-                findings.append(f"{split} has no rows")
-                continue
-            loader.seek(0)
-            next(loader)
-            seconds = time.perf_counter() - began
-            if split == "train":
-                rate = _rate(loader, assembly, target, seconds_of_step)
-        except ValueError as error:
-            yield "data", f"{split}: {error}", False
-            return
-        finally:
-            loader.close()
-        batches = "1 batch,"
-        if loader.n_batches > 1:
-            batches = f"{loader.n_batches:,} batches, the first of them"
-        findings.append(f"{split} has {batches} read in {seconds:.1f} s")
-    yield "data", "; ".join(findings), True
-    if rate:
-        yield "loader", rate, True
-
-
 def _doubts(assembly: Assembly) -> Sequence[str]:
     """Return what is odd about the training data, if they can be read."""
     try:
-        loader = _make_loader(assembly, "train")
+        loader = hosts.make_loader(assembly, "train")
     except ValueError:
         return ()
     try:
         return loader.doubts()
     finally:
         loader.close()
-
-
-def _make_loader(assembly: Assembly, split: str) -> base.Loader:
-    config = assembly.config
-    make_loader = base.module(config.loader).make_loader
-    rows = feed.rows_of_one(assembly.abstract.batch)
-    return make_loader(config.data, split=split, rows=rows, seed=config.seed)
-
-
-def _rate(loader: base.Loader, assembly: Assembly, target: Target, seconds_of_step: float) -> str:
-    """Compare the rows/s that the loader gives here with those that a step asks for."""
-    measured = feed.measure(loader, READING)
-    threads = loader.diagnostics().get("threads")
-    text = f"{measured:,.0f} rows/s, measured here for {READING:g} s"
-    if threads:
-        text += f" on {_cores(min(threads, machine.cores()))}"
-    if not measured:
-        return text
-    at_most = ""
-    if not seconds_of_step and target.chip:
-        seconds_of_step = max(_ideal(assembly, target.chip, target.count))
-        at_most = "at most "
-    if not seconds_of_step:
-        return text
-    demand = assembly.config.train.batch / seconds_of_step
-    text += f"; a step asks for {at_most}{demand:,.0f}"
-    if threads and (missing := machine.cores_missing(demand, measured, threads)):
-        return f"{text}: {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
-    if demand > measured:
-        text += ": steps will wait for data, if a process gives no more there"
-    return text
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MEMINFO = pathlib.Path("/proc/meminfo")
+UNLIMITED = resource.RLIM_INFINITY
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 _keeps = False  # whether freed memory stays with this process
 
@@ -159,6 +160,22 @@ def peak_memory() -> int:
     """Return the most bytes of memory that this process has held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def open_files() -> tuple[int, int]:
+    """Return how many files this process may open at once, and how many it may allow itself."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def allow_open_files(count: int) -> int:
+    """Raise the limit of open files to ``count`` if possible. Return the limit."""
+    soft, hard = open_files()
+    if soft < count and soft != resource.RLIM_INFINITY:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if allowed > soft:
+            with contextlib.suppress(OSError, ValueError):  # the system has a lower limit
+                resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return open_files()[0]
 
 
 def meminfo() -> dict[str, int]:

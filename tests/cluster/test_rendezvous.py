@@ -457,3 +457,68 @@ def test_a_process_joins_jax_once_process_0s_listens(monkeypatch):
 
 def listen(address):
     return socket.create_server(rendezvous.host_and_port(address))
+
+
+def test_process_0_raises_its_limit_of_open_files_or_says_how_many_it_needs(port):
+    """By default Linux allows 1024, and process 0 has a connection to each of the others."""
+    program = f"""
+import resource, sys
+from jaxtrain.parallel.cluster import Cluster
+from jaxtrain.parallel.cluster.rendezvous import RendezvousError, await_peers
+limit, n, timeout = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit))
+try:
+    await_peers(Cluster(n, 0, "127.0.0.1:{port}"), job="run", facts={{}}, timeout=timeout)
+except RendezvousError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
+
+    def run(*arguments):
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60).stdout
+
+    found = run(600, 600, 100)
+    assert "may open 600 files at once, and needs 688 for connections to 599 others" in found
+    assert "ulimit -n 1600" in found and found.endswith("600\n")
+    found = run(2000, 200, 0)
+    assert "did not connect" in found and found.endswith("1200\n")
+
+
+def test_as_many_processes_as_are_in_the_run_come_at_once_and_none_has_to_come_again(
+    port, monkeypatch
+):
+    monkeypatch.setattr(rendezvous, "MAX_UNAUTHENTICATED", 0)
+    n_connections = 0
+    connect = rendezvous._connect
+
+    async def counted(host, port):
+        nonlocal n_connections
+        n_connections += 1
+        return await connect(host, port)
+
+    async def all_at_once(n):
+        leader = rendezvous.Rendezvous(
+            rendezvous.hello_of(Cluster(n, 0, ""), "run", {}), b"", 20.0, lambda: False
+        )
+        holding = asyncio.ensure_future(leader.hold(f"127.0.0.1:{port}"))
+        await asyncio.sleep(0.5)
+        monkeypatch.setattr(rendezvous, "_connect", counted)
+        patience = rendezvous._Patience(20.0, 20.0)
+        reports = []
+
+        def place():
+            return f"127.0.0.1:{port}"
+
+        for process in range(1, n):
+            hello = rendezvous.hello_of(Cluster(n, process, ""), "run", {})
+            reports.append(rendezvous._report(hello, place, b"", patience, lambda: False))
+        return await asyncio.gather(holding, *reports)
+
+    outcomes = asyncio.run(all_at_once(150))
+    assert [outcome.verdict.error for outcome in outcomes] == [""] * 150
+    assert len(outcomes[0].peers) == n_connections == 149
+    for outcome in outcomes:
+        for peer in outcome.peers:
+            peer.connection.close()

@@ -24,7 +24,7 @@ from tests.support import installed, small_runs
 @pytest.fixture(autouse=True)
 def short_reading(monkeypatch):
     """Count a loader's rows for a moment only."""
-    monkeypatch.setattr(plan.summary, "READING", 0.05)
+    monkeypatch.setattr(plan.hosts, "READING", 0.05)
 
 
 def only(monkeypatch, name):
@@ -113,8 +113,8 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     # This loader counts its threads, so that cores can be asked for.
     [loader] = re.findall(r"^loader +(.*)$", text, re.MULTILINE)
     line = (
-        r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for at most [\d,]+: "
-        r"[\d,]+ more such cores, on all hosts .*"
+        r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for at most [\d,]+, "
+        r"[\d,]+ on each host: [\d,]+ more such cores, on all hosts .*"
     )
     assert re.fullmatch(line, loader), loader
 
@@ -145,12 +145,12 @@ def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_pat
     config = load(
         "bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1")
     )
-    checks = plan.summary.checks
+    checks = plan.hosts.checks
     for name, verdict in (("", False), ("gpu:h100x8", True)):
         target = plan.parse_target(name)
         found = {
             what: (text, well)
-            for what, text, well in checks(config, plan.abstractly(config, target), target)
+            for what, text, well in checks(plan.abstractly(config, target), target)
         }
         assert "100000001 checkpoints of" in found["disk"][0] and found["disk"][1] == verdict
 
@@ -164,7 +164,7 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
     def small(folder):
         return types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)
 
-    report = plan.summary
+    report = plan.hosts
     monkeypatch.setattr(report.shutil, "disk_usage", small)
     monkeypatch.setattr(report, "checkpoints", lambda config, state: (3, 1000))
     target = plan.parse_target("")
@@ -173,7 +173,7 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
         config = load("bird", tmp_path, monkeypatch, ("data.threads", "1"), *overrides)
         found = {
             what: (text, well)
-            for what, text, well in report.checks(config, plan.abstractly(config, target), target)
+            for what, text, well in report.checks(plan.abstractly(config, target), target)
         }
         return found["disk"]
 

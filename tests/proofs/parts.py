@@ -115,8 +115,9 @@ PARTS = {
         on_newest_jax=True,
     ),
     "size": Part(
-        "giblet at its published size, its film and its memory",
-        "workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
+        "giblet at its published size, its film and its memory; the memory of each of four"
+        " processes",
+        "test_parts_of_hosts.py workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
         workers=2,
     ),
     "workloads": Part(

@@ -32,13 +32,17 @@ from jaxtrain.parallel.cluster import addresses, handshake
 from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
 from jaxtrain.parallel.cluster.links import Peer, notice_vanished_host
+from loaders.io import machine
 from loaders.io.checks import UserError, flatten
 
-MAX_UNAUTHENTICATED = 128  # peers that may be connected
+MAX_UNAUTHENTICATED = 128  # peers that may be connected, and one for each process of the run
+REPLIES = 64  # at once: a connection that stays open takes two files for a moment
 PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
 CONNECTING = 5.0  # [s] for a connection to process 0, and for its proof
 REPLYING = 5.0  # [s] for a verdict to be sent
 POLL = 0.1  # [s]
+OWN_FILES = 1000  # of process 0 without its connections: shards, checkpoints, devices
+FEW_FILES = 24  # that it has open before the run, at least
 MAX_NAMED = 16  # processes that a message lists by number
 # The fields of a message. Exactly these types: True, 0.5 and 1.0 are not the number of a process.
 FIELDS = {"job": str, "process": int, "processes": int, "host": str, "facts": dict}
@@ -203,6 +207,7 @@ class Rendezvous:
     async def hold(self, coordinator: str) -> Outcome:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         host, port = host_and_port(coordinator)
+        _allow_connections(self._hello["processes"])
         deadline = time.monotonic() + self._timeout
         own = self._hello["process"]
         verdict = Verdict(f"process {own} ({self._hello['host']}) has failed")
@@ -211,7 +216,8 @@ class Rendezvous:
             try:
                 verdict = await self._wait(port, deadline)
             finally:
-                replies = [_reply(*present, verdict) for present in self._present.values()]
+                at_once = asyncio.Semaphore(REPLIES)
+                replies = [_reply(*present, verdict, at_once) for present in self._present.values()]
                 for peer in await asyncio.gather(*replies):
                     peers += [peer] if peer else []
         return Outcome(verdict, peers)
@@ -290,7 +296,8 @@ class Rendezvous:
                 continue
             self._unauthenticated[writer] = None
             self._start(self._serve(reader, writer))
-            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            # All processes of a run may come at once. One that makes way has to come again.
+            if len(self._unauthenticated) > MAX_UNAUTHENTICATED + self._hello["processes"]:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -344,6 +351,23 @@ class Rendezvous:
         return ""
 
 
+def files_of_leader(processes: int) -> int:
+    """Return how many files process 0 opens at least, to hold a connection to each other one."""
+    return processes + min(processes, REPLIES) + FEW_FILES
+
+
+def _allow_connections(processes: int) -> None:
+    """Let process 0 open a connection to each other process. Raises RendezvousError."""
+    needs = files_of_leader(processes)
+    allowed = machine.allow_open_files(OWN_FILES + processes)
+    if allowed != machine.UNLIMITED and allowed < needs:
+        raise RendezvousError(
+            f"process 0 ({socket.gethostname()}) may open {allowed} files at once, and needs"
+            f" {needs} for connections to {processes - 1} others. Run ulimit -n"
+            f" {OWN_FILES + processes} before the launcher's command"
+        )
+
+
 def _reports(messages: Mapping[int, Message]) -> dict[int, Any]:
     return {process: message.get("report") for process, message in messages.items()}
 
@@ -374,11 +398,13 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
         await asyncio.sleep(0.5)
 
 
-async def _reply(hello: Message, line: Line, verdict: Verdict) -> Peer | None:
+async def _reply(
+    hello: Message, line: Line, verdict: Verdict, at_once: asyncio.Semaphore
+) -> Peer | None:
     """Send the verdict to a process. Return it if the run begins, and it is still there."""
     peer = None
     with contextlib.suppress(OSError):  # it has left; the others still get their reply
-        async with asyncio.timeout(REPLYING):
+        async with at_once, asyncio.timeout(REPLYING):
             await line.send(verdict._asdict())
             if not verdict.error:
                 peer = Peer(hello["process"], hello["host"], line.connection())

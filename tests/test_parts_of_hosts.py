@@ -1,0 +1,95 @@
+"""No process holds more than its part of a large state, at its start, in a save or a restore."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.processes import ROOT, xla_flags
+
+PROCESSES, DEVICES = 4, 2
+# Shares of the bytes of all devices' state by which a process may grow at most. It holds a quarter.
+# The start also has the random bits of its parts, and a restore the chunks that it reads.
+MOST = {"start": 0.65, "save": 0.35, "restore": 0.5}
+MESH = (("mesh.data", "1"), ("mesh.fsdp", "8"), ("train.batch", "16"))
+# A hundredth of giblet's parameters: its widest matrix has 1,641,600 rows, here as there.
+GIBLET = (
+    *MESH,
+    ("model.head_width", "64"),
+    ("model.bottleneck", "128"),
+    ("model.decoder_widths", "(64, 64, 64, 64)"),
+    ("model.trunk_widths", "(64, 64)"),
+    ("model.decode_video_widths", "(64, 48)"),
+    ("model.decode_audio_widths", "(64, 64)"),
+    ("model.decode_text_widths", "(64, 64)"),
+)
+CASES = {
+    "giblet": ("configs/giblet.py:blank", GIBLET, "model.video_widths", "({}, 48, 32)", (8, 48)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_no_process_holds_more_than_its_part(name, tmp_path):
+    """The growth with the size of the model: programs and threads take the same for any."""
+    source, overrides, field, form, sizes = CASES[name]
+    found = []
+    for size in sizes:
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        found.append(phases(folder, source, [*overrides, (field, form.format(size))]))
+    small, large = found
+    whole = large[0]["whole"] - small[0]["whole"]
+    held = large[0]["held"] - small[0]["held"]
+    assert whole > 5e8 and held == pytest.approx(whole / PROCESSES, rel=0.02)
+    shares = {}
+    for phase in MOST:
+        most = max(process[phase] for process in large)
+        least = min(process[phase] for process in small)
+        shares[phase] = (most - least) / whole
+    print(
+        f"{name}: {whole / 1e6:,.0f} MB of state; a process holds {held / whole:.2f} of it;", end=""
+    )
+    print(" grows by at most " + ", ".join(f"{x:.2f} ({phase})" for phase, x in shares.items()))
+    for phase, share in shares.items():
+        assert share < MOST[phase], shares
+
+
+def phases(tmp_path, source, overrides):
+    """Start, save and restore in four processes of two devices. Return what each printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    overrides = [*overrides, ("workdir", str(tmp_path / "run"))]
+    running = []
+    for process in range(PROCESSES):
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla_flags(DEVICES),
+            "JAXTRAIN_COORDINATOR": place,
+            "JAXTRAIN_PROCESSES": str(PROCESSES),
+            "JAXTRAIN_PROCESS": str(process),
+            "JAXTRAIN_CACHE": str(tmp_path / "cache"),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "tests.support.host_parts", source, json.dumps(overrides)]
+        running.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    found = []
+    for process in running:
+        output = process.communicate(timeout=900)[0]
+        assert process.returncode == 0, output[-3000:]
+        found.append(json.loads(output.strip().splitlines()[-1]))
+    return found
