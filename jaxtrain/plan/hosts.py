@@ -26,7 +26,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel.cluster import rendezvous
 from jaxtrain.plan import forecast
 from jaxtrain.plan.memory import device_bytes, host_memory, in_bytes, offloaded
-from jaxtrain.plan.target import Target
+from jaxtrain.plan.target import GPUS_PER_NODE, Target
 from jaxtrain.step import state as state_lib
 from jaxtrain.telemetry.console import duration
 from loaders import base
@@ -71,7 +71,7 @@ def _processes(target: Target) -> tuple[int, int]:
     if target.tiled:
         devices = min(target.count, CHIPS_OF_TPU_HOST)
     else:
-        devices = target.count // target.slices
+        devices = min(target.count // target.slices, GPUS_PER_NODE)
     return max(1, int(target.count) // devices), devices
 
 
