@@ -60,8 +60,7 @@ def tpu_devices(target: Target) -> list[Any]:
         options["chip_config_name"] = "megacore"
     if target.slices > 1:
         options["num_slices"] = target.slices
-    sides = target.topology.partition(":")[2].split("x")
-    if bounds := slices.host_bounds(tuple(map(int, sides))):
+    if bounds := slices.host_bounds(tuple(target.sides)):
         options["chips_per_host_bounds"] = bounds
     try:
         topology = topologies.get_topology_desc(target.topology, platform="tpu", **options)

@@ -7,7 +7,8 @@ It is arithmetic on the table of parameters, in the time of one assembly and wit
     bytes      the state is read and written once. Matrices are read for each microbatch, and their
                inputs and outputs three times
     exchanges  fsdp gathers the matrices for each microbatch, and adds up their gradients. data adds
-               up gradients once a step. model adds up one side of each matrix that it splits
+               up gradients once a step. model adds up one side of each matrix that it splits. Over
+               a whole torus of TPUs gathers are sums (`gathers_by_sums`)
 
 Only its order counts. The compilers' programs decide between the candidates that it puts first.
 """
@@ -78,7 +79,8 @@ def seconds(assembly: Assembly, target: Target, *, accumulate: int, remat: str) 
     update = 2 * state + on_host
 
     gathered = accumulate * local * ((PASSES * again - 1) * itemsize + 4)
-    exchanging = _on_links("fsdp", "all-gather", gathered, assembly, machine)
+    kind = "all-reduce" if gathers_by_sums(target, mesh["fsdp"]) else "all-gather"
+    exchanging = _on_links("fsdp", kind, gathered, assembly, machine)
     exchanging += _on_links(DATA, "all-reduce", 4 * local / mesh["fsdp"], assembly, machine)
     added_up = sum(matrix.whole_width for matrix in matrices if matrix.share < 1)
     rows = again * n_rows * added_up * itemsize
@@ -97,6 +99,21 @@ def _on_links(axis: str, kind: str, n_bytes: float, assembly: Assembly, machine:
     stride = math.prod(mesh[name] for name in names[names.index(axis) + 1 :])
     group = [stride * i for i in range(mesh[axis])]
     return machine.links.seconds(hlo.Collective(kind, (), int(n_bytes), [group], 1, False))
+
+
+def gathers_by_sums(target: Target, fsdp: int) -> bool:
+    """Tell whether a gather over so many devices of a TPU slice spans its three dimensions.
+
+    libtpu (0.0.42) has no such gather in a torus: each device writes its part into zeros, and all
+    of them add these up, which sends twice the bytes. It scatters sums of gradients likewise.
+    """
+    return target.is_torus and fsdp > most_gathered(target)
+
+
+def most_gathered(target: Target) -> int:
+    """Return the most devices of a torus that two of its dimensions have."""
+    _, *longer = sorted(target.sides)
+    return math.prod(longer) * target.known_chip.devices
 
 
 def row_shards(assembly: Assembly) -> int:

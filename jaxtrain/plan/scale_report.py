@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel.layout import LayoutError
-from jaxtrain.plan import hlo, mesh_report, scale
+from jaxtrain.plan import estimate, hlo, mesh_report, scale
 from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.forecast import Forecast
 from jaxtrain.plan.memory import in_bytes
@@ -188,6 +188,13 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
         if part.startswith(EXCHANGE):
             text += _exchanged(row.settled, part)
         yield text
+    fsdp = row.settled.candidate.config.mesh.fsdp
+    if estimate.gathers_by_sums(row.target, fsdp):
+        yield (
+            f"fsdp={fsdp} spans all three dimensions of the slice, over which libtpu gathers and"
+            " scatters by sums of whole arrays, twice the bytes; up to"
+            f" fsdp={estimate.most_gathered(row.target)}, and data for the rest, it gathers"
+        )
 
 
 def _exchanged(settled: Settled, part: str) -> str:

@@ -81,15 +81,26 @@ class Target:
         others if each dimension is one.
         """
         chip = self.known_chip
-        if not (self.tiled and self.topology):
+        sides = self.sides
+        if not sides:
             return chip.links
-        dimensions = [int(n) for n in self.topology.partition(":")[2].split("x")]
-        is_torus = len(dimensions) == 3 and all(n % 4 == 0 for n in dimensions)
         n_links = 0
-        for n in dimensions:
-            is_ring = is_torus or n == 16
+        for n in sides:
+            is_ring = self.is_torus or n == 16
             n_links += 2 if is_ring else int(n > 1)
-        return chip.links * max(n_links, 1) / (2 * len(dimensions))
+        return chip.links * max(n_links, 1) / (2 * len(sides))
+
+    @property
+    def sides(self) -> list[int]:
+        """The chips along each side of a TPU slice, [] for other devices."""
+        if not (self.tiled and self.topology):
+            return []
+        return [int(n) for n in self.topology.partition(":")[2].split("x")]
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether all three dimensions of a TPU slice are closed to rings."""
+        return len(self.sides) == 3 and all(n % 4 == 0 for n in self.sides)
 
     @property
     def memory(self) -> float:

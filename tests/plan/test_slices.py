@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, slices
+from jaxtrain.plan import environment, estimate, slices, target
 
 LARGEST = 10  # of a version's slices, besides those of up to 512 chips
 ASK = """
@@ -26,17 +26,18 @@ for text in json.load(sys.stdin):
 """
 
 
-def asked_of_libtpu(place, names):
+def asked_of_libtpu(place, questions, program):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
     process = subprocess.run(
-        [sys.executable, "-c", ASK],
-        input=json.dumps(names),
+        [sys.executable, "-c", program],
+        input=json.dumps(questions),
         capture_output=True,
         text=True,
         env=env,
     )
     lines = [line for line in process.stdout.splitlines() if line.startswith("ANSWER ")]
-    return dict(zip(names, [json.loads(line[7:]) for line in lines], strict=True))
+    assert len(lines) == len(questions), process.stderr[-2000:]
+    return [json.loads(line[7:]) for line in lines]
 
 
 def names_of(chip):
@@ -48,9 +49,9 @@ def names_of(chip):
 @pytest.mark.slow
 def test_libtpu_makes_each_slice(tpu_compiler):
     names = [name for chip in chips.CHIPS if chip.is_tpu for name in names_of(chip.name)]
-    answers = asked_of_libtpu(tpu_compiler, names)
-    assert len(answers) > 90
-    assert {name: answer for name, answer in answers.items() if answer is not True} == {}
+    answers = asked_of_libtpu(tpu_compiler, names, ASK)
+    assert len(names) > 90
+    assert [pair for pair in zip(names, answers, strict=True) if pair[1] is not True] == []
 
 
 def test_a_slice_of_a_number_of_chips_has_the_most_even_sides():
@@ -61,3 +62,36 @@ def test_a_slice_of_a_number_of_chips_has_the_most_even_sides():
     assert slices.nearest("v5p", 3) == [(2, 1, 1), (2, 2, 1)]
     assert slices.host_bounds((2, 1, 1)) == (2, 1, 1) and slices.host_bounds((1, 1)) == (1, 1, 1)
     assert slices.host_bounds((2, 2)) is None
+
+
+MESHES = """
+import json, sys
+from jaxtrain.parallel import layout
+from jaxtrain.plan import compile, target
+compile.ask_for_no_chips()
+for text, sizes in json.load(sys.stdin):
+    mesh = layout.make_mesh(*sizes, devices=compile.tpu_devices(target.parse_target(text)))
+    print("ANSWER", json.dumps(list(mesh.shape.values())), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_may_split_a_side_of_a_slice(tpu_compiler):
+    """JAX's own meshes have axes of whole sides alone."""
+    sizes = {"tpu:v5p:4x4x4": [2, 32, 1], "tpu:v4:4x4x8": [2, 8, 8], "tpu:v5e:4x8": [2, 16, 1]}
+    assert asked_of_libtpu(tpu_compiler, list(sizes.items()), MESHES) == list(sizes.values())
+
+
+def test_gathers_over_a_whole_torus_are_sums():
+    """As libtpu compiles them: docs/results/scale.md."""
+    for text, fsdp, expected in (
+        ("tpu:v5p:4x4x4", 64, True),
+        ("tpu:v5p:4x4x4", 16, False),
+        ("tpu:v5p:8x8x8", 64, False),
+        ("tpu:v5p:2x4x4", 32, False),
+        ("tpu:tpu7x:4x4x4", 128, True),
+        ("tpu:tpu7x:4x4x4", 32, False),
+        ("tpu:v5e:16x16", 256, False),
+        ("gpu:h100x8", 8, False),
+    ):
+        assert estimate.gathers_by_sums(target.parse_target(text), fsdp) == expected, text
