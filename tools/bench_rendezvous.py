@@ -7,10 +7,10 @@ whole protocol, but all of them share one process and its event loop. They compa
 run with CONFIG. After the rendezvous one of them is lost, and the time is that until the last of
 the others has the reason. JAX's own service is joined by as many clients, threads of one process.
 
-Columns: wall time until all have the verdict, CPU time of process 0, connections that the others
-opened (more than one each if process 0 was too busy), messages and bytes both ways after the
-handshakes, growth of process 0's resident memory and its most open files, and seconds until the
-loss has reached all, and seconds until all clients of JAX have joined and passed a barrier.
+The times are those until all have the verdict, of process 0's CPU, until the loss has reached all,
+and until all clients of JAX have joined and passed a barrier. Connections are those that the others
+opened: more than one each if process 0 was too busy. Messages and bytes go both ways after the
+handshakes. The memory is the growth of process 0's, next to its most open files.
 """
 
 import argparse

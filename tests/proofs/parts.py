@@ -117,7 +117,8 @@ PARTS = {
     "size": Part(
         "giblet at its published size, its film and its memory; the memory of each of four"
         " processes",
-        "test_parts_of_hosts.py workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
+        "test_parts_of_hosts.py workloads/test_giblet_size.py workloads/test_giblet.py"
+        " loaders/test_multimodal.py",
         workers=2,
     ),
     "workloads": Part(
