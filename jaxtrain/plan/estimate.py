@@ -102,18 +102,12 @@ def _on_links(axis: str, kind: str, n_bytes: float, assembly: Assembly, machine:
 
 
 def gathers_by_sums(target: Target, fsdp: int) -> bool:
-    """Tell whether a gather over so many devices of a TPU slice spans its three dimensions.
+    """Tell whether a gather over so many devices is one over all chips of a torus of TPUs.
 
-    libtpu (0.0.42) has no such gather in a torus: each device writes its part into zeros, and all
-    of them add these up, which sends twice the bytes. It scatters sums of gradients likewise.
+    libtpu (0.0.42) has no such gather: each device writes its part into zeros, and all of them add
+    these up, which sends twice the bytes. It scatters sums of gradients likewise.
     """
-    return target.is_torus and fsdp > most_gathered(target)
-
-
-def most_gathered(target: Target) -> int:
-    """Return the most devices of a torus that two of its dimensions have."""
-    _, *longer = sorted(target.sides)
-    return math.prod(longer) * target.known_chip.devices
+    return target.is_torus and fsdp == target.count // target.slices
 
 
 def row_shards(assembly: Assembly) -> int:

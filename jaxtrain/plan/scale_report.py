@@ -191,9 +191,8 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
     fsdp = row.settled.candidate.config.mesh.fsdp
     if estimate.gathers_by_sums(row.target, fsdp):
         yield (
-            f"fsdp={fsdp} spans all three dimensions of the slice, over which libtpu gathers and"
-            " scatters by sums of whole arrays, twice the bytes; up to"
-            f" fsdp={estimate.most_gathered(row.target)}, and data for the rest, it gathers"
+            f"fsdp={fsdp} spans the whole slice, over which libtpu gathers and scatters by sums of"
+            f" whole arrays, twice the bytes; with data=2 fsdp={fsdp // 2} it gathers"
         )
 
 

@@ -86,11 +86,12 @@ def test_gathers_over_a_whole_torus_are_sums():
     """As libtpu compiles them: docs/results/scale.md."""
     for text, fsdp, expected in (
         ("tpu:v5p:4x4x4", 64, True),
-        ("tpu:v5p:4x4x4", 16, False),
-        ("tpu:v5p:8x8x8", 64, False),
+        ("tpu:v5p:4x4x4", 32, False),
+        ("tpu:v5p:4x4x4*2", 64, True),
+        ("tpu:v5p:8x8x8", 256, False),
         ("tpu:v5p:2x4x4", 32, False),
         ("tpu:tpu7x:4x4x4", 128, True),
-        ("tpu:tpu7x:4x4x4", 32, False),
+        ("tpu:tpu7x:4x4x4", 64, False),
         ("tpu:v5e:16x16", 256, False),
         ("gpu:h100x8", 8, False),
     ):
