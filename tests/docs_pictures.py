@@ -4,6 +4,7 @@ python -m tests.docs_pictures report runs/xcm-demo  # docs/report.png and docs/c
 python -m tests.docs_pictures head runs/xcm-resumed  # docs/runs.png, of a run that was interrupted
 python -m tests.docs_pictures plan  # docs/plan.svg: compiles four plans, in minutes
 python -m tests.docs_pictures loader  # docs/results/loader.svg, from the table of its page
+python -m tests.docs_pictures scale  # docs/results/scale.svg, from the tables of its page
 """
 
 import base64
@@ -107,6 +108,32 @@ def loader() -> None:
     save(figure, DOCS / "results" / "loader.svg")
 
 
+def efficiencies(section: str, growth: str) -> dict[int, float]:
+    """Chips -> efficiency [%], from the table of a section of docs/results/scale.md."""
+    table = re.search(rf"^{growth} scaling.*?\n\n(.*?)\n\n", section, re.M | re.S)
+    rows = [line.split("|") for line in table[1].splitlines()[2:]] if table else []
+    return {int(row[1]): float(row[9].strip(" %")) for row in rows if row[9].strip()}
+
+
+def scale() -> None:
+    page = (DOCS / "results" / "scale.md").read_text()
+    figure, axes = pyplot.subplots(1, 2, figsize=(7, 3.2), sharey=True)
+    for section in page.split("\n## ")[1:]:
+        for axis, growth in zip(axes, ("weak", "strong"), strict=True):
+            found = efficiencies(section, growth)
+            if len(found) > 1:
+                title = section.partition("\n")[0]
+                axis.plot(found.keys(), found.values(), marker="o", markersize=3, label=title)
+    for axis, growth in zip(axes, ("weak", "strong"), strict=True):
+        axis.axhline(80, color="black", linestyle=":", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.set(title=f"{growth} scaling", xlabel="chips")
+    axes[0].set(ylabel="efficiency by the forecast [%]", ylim=(0, None))
+    axes[0].legend(frameon=False, fontsize=7, loc="lower left")
+    save(figure, DOCS / "results" / "scale.svg")
+
+
 def report(run: str) -> None:
     with page_of(run) as browser:
         take(browser, 0, 1164, 828, DOCS / "report.png")
@@ -146,4 +173,5 @@ def take(browser: Browser, top: float, width: float, height: float, path: pathli
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    {"report": report, "head": head, "plan": plan, "loader": loader}[sys.argv[1]](*sys.argv[2:])
+    pictures = {"report": report, "head": head, "plan": plan, "loader": loader, "scale": scale}
+    pictures[sys.argv[1]](*sys.argv[2:])

@@ -87,7 +87,8 @@ def _rule(config: config_lib.Config, targets: Sequence[Target]) -> str:
     rule = f"data {mesh.data} × fsdp {mesh.fsdp} × model {mesh.model}, -1 takes the devices"
     if "mesh" in config.train.auto:
         rule = "the first mesh that fits of a search at each size"
-    return f"{len(targets)} sizes, each compiled; mesh: {rule}"
+    sizes = "1 size" if len(targets) == 1 else f"{len(targets)} sizes"
+    return f"{sizes}, each compiled; mesh: {rule}"
 
 
 def _growth_lines(growth: str, config: config_lib.Config, rows: Sequence[Row]) -> Iterator[str]:
