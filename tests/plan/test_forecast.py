@@ -1,6 +1,9 @@
 """The forecast time of a step, by kind of kernel, and the error that is printed with it."""
 
 import json
+import pathlib
+import re
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,45 @@ def test_a_chip_that_nobody_measured_has_the_bound_alone():
     assert found.by_kind == pytest.approx({"exchange": sending, "map": moving})
     assert found.seconds == pytest.approx(moving + sending)
     assert found.exposed == pytest.approx(sending)
+
+
+def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
+    program = hlo.Program(text(kernel("k")))
+    found = forecast_lib.forecast(program, MESH, plan.parse_target("gpu:h100x8"))
+    fit = forecast_lib.FITS["NVIDIA H100"]
+    assert found.seconds == pytest.approx(3 * 8e6 / (fit.share * 3020e9))
+    assert found.error == fit.error
+    assert found.calibration.startswith("NVIDIA H100: within 12% on 6 steps, 35% too low")
+    other = forecast_lib.forecast(program, MESH, plan.parse_target("gpu:h100pciex1"))
+    assert other.error is None, "of another kind, which nobody measured"
+
+
+def test_the_fit_of_the_h100_is_that_of_the_published_steps():
+    """Half of the steps forecast the others, both ways."""
+    results = pathlib.Path(__file__).parents[2] / "docs" / "results"
+    rooflines = dict(
+        re.findall(
+            r"^\| ([\w-]+), [^|]*\| [\d,]+ GB, (\d+) ms",
+            (results / "compiled-steps.md").read_text(),
+            re.MULTILINE,
+        )
+    )
+    steps = re.findall(
+        r"^\| speed \| ([\w-]+): .*?([\d.]+) steps/s",
+        (results / "h100.md").read_text(),
+        re.MULTILINE,
+    )
+    ratios = [
+        1000 / float(rate) / float(rooflines[name]) for name, rate in steps if name in rooflines
+    ]
+    fit = forecast_lib.FITS["NVIDIA H100"]
+    assert len(ratios) == fit.steps
+    errors = []
+    for half in (0, 1):
+        factor = statistics.geometric_mean(ratios[half::2])
+        errors += [abs(factor / ratio - 1) for ratio in ratios[1 - half :: 2]]
+    assert len(errors) == fit.steps and fit.error - 0.01 < max(errors) <= fit.error
+    assert 1 / statistics.geometric_mean(ratios) == pytest.approx(fit.share, abs=0.005)
 
 
 def test_of_a_condition_the_longest_branch_counts():
