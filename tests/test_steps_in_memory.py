@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.run import checkpoint_manager
 from jaxtrain.supervise import partners, steps_in_memory
 from jaxtrain.supervise import parts as parts_lib
 from jaxtrain.supervise.parts import Part
@@ -78,13 +80,12 @@ def save(made, parts, *steps):
 
 def test_the_newest_whole_step_comes_back_bit_for_bit(tmp_path, parts):
     save(make(tmp_path, parts), parts, 10, 20, 30)
-    found = make(tmp_path, parts).newest(0, NOTE)
+    found = make(tmp_path, parts).newest(NOTE)
     assert found.step == 30 and found.note["history"] == {"offset": 30}
     expected = {**parts, "step": parts["step"] + 30, "w": parts["w"] * 30}
     for name, x in expected.items():
         assert np.asarray(found.parts[name]).tobytes() == np.asarray(x).tobytes(), name
         assert found.parts[name].sharding == x.sharding and found.parts[name].dtype == x.dtype
-    assert make(tmp_path, parts).newest(30, NOTE) is None, "the disk has it"
 
 
 def place_of(folder, step):
@@ -94,21 +95,37 @@ def place_of(folder, step):
     raise AssertionError("the step is not there")
 
 
+@pytest.mark.parametrize(("is_sound", "expected"), [(True, None), (False, 30)])
+def test_a_sound_checkpoint_that_is_newer_is_preferred(
+    monkeypatch, tmp_path, parts, is_sound, expected
+):
+    manager = object.__new__(checkpoint_manager.CheckpointManager)
+    save(make(tmp_path, parts), parts, 20, 30)
+    manager._memory = make(tmp_path, parts)
+    manager._abstract = None
+    manager._note = lambda: NOTE
+    manager._checkpointer = types.SimpleNamespace(has_newer=lambda step: is_sound and step == 30)
+    monkeypatch.setattr(checkpoint_manager, "of_saved_parts", lambda abstract, parts: parts)
+    monkeypatch.setattr(checkpoint_manager, "History", lambda **fields: fields)
+    restored = manager.in_memory()
+    assert (restored and restored.step) == expected
+
+
 def test_a_step_that_is_damaged_or_half_written_is_not_taken(tmp_path, parts, caplog):
     save(make(tmp_path, parts), parts, 10, 20)
     with (tmp_path / f"{place_of(tmp_path, 20)}.bin").open("r+b") as file:
         file.seek(100)
         file.write(b"\xff")
-    assert make(tmp_path, parts).newest(0, NOTE).step == 10
+    assert make(tmp_path, parts).newest(NOTE).step == 10
     assert "step 20 in memory fails its checksum" in caplog.text
     (tmp_path / f"{place_of(tmp_path, 10)}.json").unlink()  # as while it is written
-    assert make(tmp_path, parts).newest(0, NOTE) is None
+    assert make(tmp_path, parts).newest(NOTE) is None
 
 
 def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_path, parts):
     save(make(tmp_path, parts), parts, 10, 20)
     again = make(tmp_path, parts)
-    assert again.newest(0, NOTE).step == 20
+    assert again.newest(NOTE).step == 20
     save(again, parts, 21)
     assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {"0", "1"}
 
@@ -120,18 +137,18 @@ def test_a_step_with_records_that_wait_for_a_disk_is_not_resumed(tmp_path, parts
         made.save(step, parts, NOTE, recorded=recorded)
     made.close()
     again = make(tmp_path, parts)
-    assert again.newest(0, NOTE).step == 20
+    assert again.newest(NOTE).step == 20
     again.save(30, parts, NOTE, recorded=False)
     again.save(40, parts, NOTE)
     again.close()
-    assert make(tmp_path, parts).newest(0, NOTE).step == 40
+    assert make(tmp_path, parts).newest(NOTE).step == 40
     assert {place_of(tmp_path, 20), place_of(tmp_path, 40)} == {"0", "1"}
 
 
 def test_a_step_of_another_run_or_config_is_not_taken(tmp_path, parts):
     save(make(tmp_path, parts), parts, 10)
-    assert make(tmp_path, parts, run="other").newest(0, NOTE) is None
-    assert make(tmp_path, parts).newest(0, {**NOTE, "config": "other"}) is None
+    assert make(tmp_path, parts, run="other").newest(NOTE) is None
+    assert make(tmp_path, parts).newest({**NOTE, "config": "other"}) is None
 
 
 def on_mesh(parts, *sizes):
@@ -148,7 +165,7 @@ def test_a_step_of_another_mesh_is_put_together_bit_for_bit(tmp_path, parts, siz
     save(make(tmp_path, parts), parts, 10, 20)
     other = on_mesh(parts, *sizes)
     made = make(tmp_path, other)
-    found = made.newest(0, NOTE)
+    found = made.newest(NOTE)
     assert found.step == 20 and found.note["history"] == {"offset": 20}
     expected = {**parts, "step": parts["step"] + 20, "w": parts["w"] * 20}
     for name, x in expected.items():
@@ -384,7 +401,7 @@ abstract = jax.tree.map(
 place = pathlib.Path(folder, f"of-run-{process}")
 place.mkdir(exist_ok=True)
 memory = steps_in_memory.Memory(str(place), "run", abstract, processes)
-found = memory.newest(0, {})
+found = memory.newest({})
 for name, x in tree.items() if found else ():
     for ours, theirs in zip(found.parts[name].addressable_shards, x.addressable_shards):
         assert ours.index == theirs.index

@@ -223,6 +223,18 @@ class Checkpointer:
             newest = _newest_listed(_absolute(other) / "checkpoints")
         return newest or 0
 
+    def has_newer(self, step: int) -> bool:
+        """Whether a sound checkpoint is newer than ``step``. Damaged newer ones are set aside."""
+        newer = [other for other in self._manager.all_steps() if other > step]
+        for other in cluster.agree_on(sorted(newer, reverse=True)):
+            path = self._path / str(other)
+            damage = self._damage(path)
+            if not cluster.agree(bool(damage)):
+                return True
+            log.warning("checkpoint %s is damaged and is skipped: %s", path, damage)
+        self._set_aside(newer)
+        return False
+
     def restore(
         self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = ""
     ) -> Restored | None:

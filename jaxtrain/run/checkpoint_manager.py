@@ -107,15 +107,15 @@ class CheckpointManager:
             return self._checkpointer.save(step, state, data, history)
 
     def in_memory(self) -> Restored | None:
-        """Return the newest whole step in memory, if it is newer than each checkpoint here."""
+        """Return the newest whole step in memory, unless a sound checkpoint here is newer."""
         if not self._memory:
             return None
-        found = self._memory.newest(cluster.agree(self._checkpointer.listed()), self._note())
+        found = self._memory.newest(self._note())
         self._memory.reserve()
         coordinator = cluster.find().coordinator
         if coordinator:
             self._memory.find_partner(coordinator, cluster.secret_of(os.environ, coordinator))
-        if not found:
+        if not found or self._checkpointer.has_newer(found.step):
             return None
         state = of_saved_parts(self._abstract, found.parts)
         history = History(**found.note["history"])

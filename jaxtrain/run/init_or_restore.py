@@ -55,7 +55,7 @@ def init_or_restore(
     config.warm_start does not fit the parameters.
     """
     config = assembly.config
-    # 1. The newest whole step in the hosts' memory, if it is newer than any checkpoint here.
+    # 1. The newest whole step in the hosts' memory, unless a sound checkpoint here is newer.
     # 2. The newest checkpoint of this workdir that can be read.
     restored = in_memory() or newest("")
     # 3. The newest one of config.resume.path that can be read.

@@ -218,12 +218,12 @@ class Memory:
         except (OSError, TimeoutError) as error:
             log.warning("the copy of step %d did not arrive: %s", header["step"], error)
 
-    def newest(self, above: int, note: Mapping[str, Any]) -> Found | None:
-        """Return the newest step above one that is whole in memory, with this part in its note.
+    def newest(self, note: Mapping[str, Any]) -> Found | None:
+        """Return the newest step that is whole in memory, with this part in its note.
 
         A step of another run or note is left out, and so is one that fails its checksum.
         """
-        headers = self._headers(above, note)
+        headers = self._headers(note)
         has = [[*key, header["whole"]] for key, header in sorted(headers.items())]
         report = json.dumps({"parts": self._layout, "has": has})
         reports = [json.loads(text) for text in cluster.gather_texts(report)]
@@ -236,7 +236,7 @@ class Memory:
             log.warning("step %d in memory fails its checksum, and is skipped", moment[0])
         return None
 
-    def _headers(self, above: int, note: Mapping[str, Any]) -> dict[tuple[int, int, str], Any]:
+    def _headers(self, note: Mapping[str, Any]) -> dict[tuple[int, int, str], Any]:
         """(Step, attempt, parts) -> header, of this run's steps that are here, also copies."""
         headers = {}
         for path in sorted(self.folder.glob("*.json"), reverse=True):
@@ -245,7 +245,7 @@ class Memory:
             with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
                 header = json.loads(path.read_text())
                 of_note = all(header["note"].get(name) == value for name, value in note.items())
-                if header["run"] == self._run and of_note and header["step"] > above:
+                if header["run"] == self._run and of_note:
                     key = header["step"], header["attempt"], header["parts"]
                     headers[key] = header | {"stem": path.stem}
         return headers

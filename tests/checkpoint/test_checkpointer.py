@@ -106,6 +106,19 @@ def test_promise_5_every_bit_on_any_mesh(written, sizes):
     )
 
 
+def test_a_sound_newer_checkpoint_is_found_and_damaged_ones_are_set_aside(written, tmp_path):
+    folder, _ = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    ours = checkpointer(tmp_path)
+    assert ours.has_newer(2) and not ours.has_newer(4)
+    damaged = tmp_path / "checkpoints" / "4"
+    (damaged / "manifest.json").write_text("{}")
+    assert not ours.has_newer(2), "a restart takes step 2 of its memory"
+    assert not damaged.exists() and list(damaged.parent.glob("4.damaged-*"))
+    assert not ours.has_newer(2)
+    ours.close()
+
+
 def test_other_data_are_refused(written):
     with pytest.raises(
         CheckpointError, match="fingerprint: a saved, b now.*config.resume.data='restart'"
