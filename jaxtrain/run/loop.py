@@ -73,12 +73,12 @@ def run(
         with process.phase(goodput.PLAN):
             config = plan.resolve(plan.decide_once(config), plan.parse_target(""))
         assembly = assembly_lib.assemble(config)
-        assembly.compiler_options()  # the compiler refuses unknown ones before data is read
         log.info("%s", assembly_lib.describe(assembly))
         attempts = AttemptPrograms(config, assembly.layout.mesh)
         with process.phase(goodput.PLAN):
-            if not attempts.has_earlier:  # it has been allocated before
-                plan.refuse_if_too_large(assembly)  # before anything is allocated
+            if not attempts.has_earlier:  # it has been compiled and allocated before
+                assembly.compiler_options()  # the compiler refuses unknown ones
+                plan.refuse_if_too_large(assembly)
         with process.phase(goodput.INDEX):
             data = closing.enter_context(Data(assembly))
             process.clock.reads(data.digest())

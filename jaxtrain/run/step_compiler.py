@@ -113,7 +113,7 @@ class Other(NamedTuple):
 
     name: str
     arguments: tuple[Any, ...]  # as shapes
-    options: dict[str, Any]  # of the compiler
+    options: dict[str, Any] | None  # of the compiler; None = those of a step
     recorded: Recorded | None
     lowered: jax.stages.Lowered | None
 
@@ -156,13 +156,17 @@ class StepCompiler:
         self._clock = clock
         self._attempts = attempts
         self._offset = 0  # of the run's data; before `ready` nobody knows of another
-        self._options = assembly.compiler_options()
         self._lowered: dict[Key, jax.stages.Lowered] = {}
         self._recorded: dict[Key, Recorded] = {}  # steps that are not lowered
         self._steps = CompileAhead(self._key_of, self._compile_step)
         self.stop = {flag: step_lib.put_stop(assembly.layout, flag) for flag in (False, True)}
         if likely < assembly.config.train.steps:
             self._expect(likely)
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        """Those of a step's compilation, for which the compiler is asked."""
+        return self._assembly.compiler_options()
 
     def compile(
         self, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
@@ -270,7 +274,7 @@ class StepCompiler:
         name: str,
         function: jax.stages.Wrapped,
         arguments: tuple[Any, ...],
-        options: dict[str, Any],
+        options: dict[str, Any] | None,
     ) -> Other:
         """Find a program that an earlier attempt recorded, or lower it."""
         recorded = self._attempts.find(name, arguments)
@@ -285,7 +289,7 @@ class StepCompiler:
         for bucket, batch in enumerate(self._data.test_buckets):
             arguments = (assembly.abstract.state.variables, batch)
             name = f"evaluation {bucket}"
-            evaluations.append(self._other(name, evaluate, arguments, self._options))
+            evaluations.append(self._other(name, evaluate, arguments, None))
         return evaluations
 
     def _digests(self) -> list[Other]:
@@ -309,7 +313,7 @@ class StepCompiler:
             assert other.recorded
             recorded = other.recorded.program
             return lambda: recorded
-        options = other.options
+        options = self._options if other.options is None else other.options
         note = functools.partial(self._attempts.note, other.name, other.arguments, lowered, options)
         cached = program_cache.earlier(lowered, options)
         if cached:
