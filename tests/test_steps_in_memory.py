@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.parallel import cluster
 from jaxtrain.run import checkpoint_manager
 from jaxtrain.supervise import partners, steps_in_memory
 from jaxtrain.supervise import parts as parts_lib
@@ -206,6 +207,19 @@ def test_too_little_shared_memory_says_how_much_is_needed(small_disk, parts):
         steps_in_memory.SharedMemoryError, match=r"needs 400,000 bytes .* are left in"
     ):
         make(disk, parts)
+
+
+def test_too_little_shared_memory_for_the_copies_of_others_ends_the_start(
+    small_disk, parts, monkeypatch
+):
+    disk = small_disk(300)
+    made = make(disk, parts)
+    other = json.dumps(["other parts", "10.78.0.2", ["copy-3-0", "copy-3-1"], 200_000])
+    monkeypatch.setattr(cluster, "gather_texts", lambda text: [text, other])
+    with pytest.raises(
+        steps_in_memory.SharedMemoryError, match=r"needs 400,000 bytes .* for copy-3-0, copy-3-1"
+    ):
+        made.find_partner("127.0.0.1:1", "a secret of the job")
 
 
 def test_a_folder_of_somebody_else_is_refused_and_those_left_behind_are_removed(tmp_path):

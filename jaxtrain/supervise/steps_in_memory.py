@@ -134,16 +134,20 @@ class Memory:
 
     def reserve(self) -> None:
         """Allocate both places. Raises SharedMemoryError, with the bytes that are needed."""
-        needed = len(STEMS) * self._size
-        for stem in STEMS:
+        self._allocate({stem: self._size for stem in STEMS})
+
+    def _allocate(self, sizes: Mapping[str, int]) -> None:
+        """Allocate places [bytes]."""
+        for stem, size in sizes.items():
             descriptor = os.open(self._bin(stem), os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, max(self._size, 1))
+                os.posix_fallocate(descriptor, 0, max(size, 1))
             except OSError as error:
                 free = os.statvfs(self.folder)
                 raise SharedMemoryError(
-                    f"config.checkpoint.memory_every needs {needed:,} bytes of shared memory for"
-                    f" each process, and as much again for each copy of another one, and"
+                    f"config.checkpoint.memory_every needs {sum(sizes.values()):,} bytes of shared"
+                    f" memory for {', '.join(sizes)} of each process (0 and 1 are its own steps,"
+                    " and copies are those of processes on another host), and"
                     f" {free.f_bavail * free.f_frsize:,} are left in {self.folder.parent}:"
                     f" {error.strerror}. Enlarge it (mount -o remount,size=…; --shm-size of a"
                     " container), or set it to 0"
@@ -152,14 +156,20 @@ class Memory:
                 os.close(descriptor)
 
     def find_partner(self, coordinator: str, secret: str) -> None:
-        """Agree on the process on another host that takes copies of this one's steps."""
+        """Agree on the process on another host that takes copies of this one's steps.
+
+        Raises SharedMemoryError: there is no room for the copies of others.
+        """
         process = jax.process_index()
         host = partners.own_host(coordinator, is_coordinator=process == 0)
-        reports = cluster.gather_texts(json.dumps([self._layout, host]))
-        layouts, hosts = zip(*map(json.loads, reports), strict=True)
+        report = [self._layout, host, self._copies(), self._size]
+        reports = [json.loads(text) for text in cluster.gather_texts(json.dumps(report))]
+        layouts, hosts, copies, sizes = zip(*reports, strict=True)
         chosen = partners.choose(layouts, hosts)
         address: Sequence[Any] = ()
         if process in chosen:
+            senders = [sender for sender, partner in enumerate(chosen) if partner == process]
+            self._allocate({stem: sizes[sender] for sender in senders for stem in copies[sender]})
             self._receiver = partners.Receiver(self.folder, self._run, secret.encode(), host)
             address = self._receiver.address
         addresses = cluster.gather_texts(json.dumps(address))
@@ -168,6 +178,11 @@ class Memory:
             self._partner = partners.Address(*json.loads(addresses[partner]))
             self._secret = secret.encode()
             log.info("process %d takes copies of steps in memory", partner)
+
+    def _copies(self) -> list[str]:
+        """Return the places of copies elsewhere, by the number that this process always has."""
+        number = self.folder.name.rpartition("-")[2]  # also on another mesh
+        return [f"copy-{number}-{stem}" for stem in STEMS]
 
     def save(
         self, step: int, parts: PyTree, note: Mapping[str, Any], *, recorded: bool = True
@@ -210,8 +225,7 @@ class Memory:
         atomic_write.write(self._json(stem), json.dumps(header))
         if not self._partner:
             return
-        number = self.folder.name.rpartition("-")[2]  # which the process keeps on another mesh
-        name = f"copy-{number}-{stem}"
+        name = self._copies()[STEMS.index(stem)]
         try:
             with self._mapped(stem, self._size, writable=False) as content:
                 partners.send(self._partner, self._secret, name, header, content.data)
