@@ -227,6 +227,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"^jaxtrain plan --config=configs/lm\.py:llama",
         Why("it compiles for minutes; tests/compiled/test_mesh.py compiles four of its layers"),
     ),
+    (
+        r"^jaxtrain plan --config=shakespeare_char:\S+,gpu ",
+        Why("it compiles for an H100; tests/workloads/test_language_dropout.py takes such steps"),
+    ),
     (r"^python -m tests\.support\.step_walk$", Why("tests/test_floors.py compares its tables")),
     (
         r"^python -m tests\.test_prose ",

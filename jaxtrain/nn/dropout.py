@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn import NEVER
+from jaxtrain.nn.layers import product_in_float32
 from jaxtrain.types import Array, Key, Shard
 
 
@@ -55,7 +56,7 @@ def attention(
     repeat = functools.partial(jnp.repeat, repeats=h // k_bsgk.shape[2], axis=2)
     k_bshk = shard(repeat(k_bsgk), "batch", None, "heads", None)
     v_bshk = shard(repeat(v_bsgk), "batch", None, "heads", None)
-    x_bhts = jnp.einsum("bthk,bshk->bhts", q_bthk, k_bshk, preferred_element_type=jnp.float32)
+    x_bhts = product_in_float32("bthk,bshk->bhts", q_bthk, k_bshk, shard)
     x_bhts = jnp.where(mask_bts[:, None], x_bhts * k**-0.5, NEVER)
     weight_bhts = jax.nn.softmax(x_bhts)
     weight_bhts = shard(drop_weights(weight_bhts), "batch", "heads", None, None)

@@ -123,7 +123,8 @@ def compare(one: Comparison, steps: int) -> dict[str, np.ndarray]:
         }
     with one.newer():
         found["newer"] = losses(newer, one.mesh, steps)
-    print(f"loss {older[0]:.4f} to {older[-1]:.4f}", flush=True)
+    first, last = older[:BATCHES].mean(), older[-BATCHES:].mean()
+    print(f"loss {first:.4f} to {last:.4f}", flush=True)
     return {name: np.abs(x - older) / np.abs(older) for name, x in found.items()}
 
 

@@ -66,8 +66,9 @@ def test_a_run_whose_time_is_over_is_asked_to_save(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["characters", "birds"])
-def test_a_recipe_of_files_ends_in_its_small_form(name, tmp_path):
+def test_a_recipe_of_files_ends_in_its_small_form(name, tmp_path, monkeypatch):
     """The birds are two runs: the second begins with the encoder of the first."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the tests: eight devices
     text = tmp_path / "input.txt"
     text.write_text("the wren sings, and the owl sleeps\n" * 400)
     if name == "birds":
