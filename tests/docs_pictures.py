@@ -110,7 +110,7 @@ def loader() -> None:
 
 def efficiencies(section: str, growth: str) -> dict[int, float]:
     """Chips -> efficiency [%], from the table of a section of docs/results/scale.md."""
-    table = re.search(rf"^{growth} scaling.*?\n\n(.*?)\n\n", section, re.I | re.M | re.S)
+    table = re.search(rf"^{growth} scaling.*?\n\n(.*?)\n(?:\n|\Z)", section, re.I | re.M | re.S)
     rows = [line.split("|") for line in table[1].splitlines()[2:]] if table else []
     return {int(row[1]): float(row[9].strip(" %")) for row in rows if row[9].strip()}
 
