@@ -70,7 +70,7 @@ def test_a_recipe_of_files_ends_in_its_small_form(name, tmp_path, monkeypatch):
     """The birds are two runs: the second begins with the encoder of the first."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the tests: eight devices
     text = tmp_path / "input.txt"
-    text.write_text("the wren sings, and the owl sleeps\n" * 400)
+    text.write_text("ROMEO: the wren sings, and the owl sleeps\n" * 400)
     if name == "birds":
         docs_data.birds(tmp_path)
     data = {"characters": text, "birds": tmp_path / "data" / "esc10"}[name]
