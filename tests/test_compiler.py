@@ -126,6 +126,21 @@ def test_an_error_of_compilation_names_the_options():
     assert SCHEDULER not in str(error.value)
 
 
+def test_a_refusal_for_a_tpu_names_the_version_of_libtpu(monkeypatch, caplog):
+    monkeypatch.setattr(
+        xla_options, "_refusals", lambda options, device: dict.fromkeys(options, "x")
+    )
+    monkeypatch.setattr(xla_options.machine, "has_package", lambda name: name == "libtpu")
+    monkeypatch.setattr(xla_options.importlib.metadata, "version", lambda name: "0.0.42")
+    by = "the compiler for TPU v5 lite, libtpu 0.0.42, refuses"
+    with pytest.raises(config.ConfigError, match=f"xla_tpu_fast is 'true', and {by} it: x"):
+        options = {"xla_tpu_fast": "true"}
+        xla_options.options(options, "TPU v5 lite", count=1, device=jax.devices()[0])
+    with caplog.at_level("WARNING", "jaxtrain"):
+        assert not xla_options.options({}, "TPU v5 lite", count=4, device=jax.devices()[0])
+    assert f"compiled without xla_tpu_enable_latency_hiding_scheduler, which {by}" in caplog.text
+
+
 def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
     small_runs.rows(tmp_path)
     overrides = [("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]

@@ -1,4 +1,4 @@
-"""One command for the first minutes on a TPU slice: what of the plan holds there.
+"""Check in the first minutes on a TPU slice which of the plan's figures hold there.
 
     python -m tools.tpu_check  # on every worker of the slice, each with all of its chips
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tools.tpu_check --minutes 20
@@ -12,7 +12,7 @@
     steps      the measured cases on all chips (`tools.chip.cases`): ms a step, by the compiler's
                own estimate and by the roofline, and bytes next to the plan's lower bound
 
-The order is that of use: after each line whoever has the slice knows more. Worker 0 prints the
+The lines are in the order of use. Worker 0 prints the
 lines, and writes them to --out as JSON. A case that fails is named, and the next one begins. It
 exits with 1 if a check failed, with 2 if it was called wrongly, and with 3 if the time was over. On
 CPUs all is in its small form, which shows that it works.

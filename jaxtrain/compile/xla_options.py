@@ -6,6 +6,7 @@ An option of the table that it refuses is left out. An option of a config that i
 error that names it.
 """
 
+import importlib.metadata
 import logging
 import warnings
 from collections.abc import Mapping
@@ -142,15 +143,23 @@ def options(
     for name, reason in refusals.items():
         if name in ours:
             problem = (
-                f"is {own[name]!r}, and the compiler for {kind} refuses it: {reason}; correct it,"
+                f"is {own[name]!r}, and {_compiler_of(kind)} refuses it: {reason}; correct it,"
                 " or omit it"
             )
             problems.append((f"compiler.{name}", problem))
     if problems:
         raise ConfigError(problems)
     for name, reason in refusals.items():
-        log.warning("compiled without %s, which this version refuses: %s", name, reason)
+        log.warning("compiled without %s, which %s refuses: %s", name, _compiler_of(kind), reason)
     return {name: value for name, value in all_options.items() if name not in refusals}
+
+
+def _compiler_of(kind: str) -> str:
+    """Name a compiler, that of TPUs with its version, which is not that of JAX."""
+    name = f"the compiler for {kind}"
+    if kind.startswith("TPU") and machine.has_package("libtpu"):
+        name += f", libtpu {importlib.metadata.version('libtpu')},"
+    return name
 
 
 def compile(

@@ -282,6 +282,7 @@ def _measure(
     # The first of the largest, so that equal logits everywhere are not all right.
     number_v = word_v.astype(settings.number)
     best_c = jnp.where(x_cv == top_c[:, None], number_v[None], settings.rows).min(-1)
+    is_right_c = _over(jax.lax.pmin, best_c, split.parts) == label_c
     target_x_c = label_x_c
     if settings.smoothing:
         target_x_c = _smoothed_logit(settings, x_cv, word_v, label_x_c)
@@ -289,7 +290,7 @@ def _measure(
         loss=lse_c - target_x_c + settings.z_loss * lse_c**2,
         cross_entropy=lse_c - label_x_c,
         z=lse_c**2,
-        correct=_over(jax.lax.pmin, best_c, split.parts) == label_c,
+        correct=is_right_c,
     )
     if split.exchanged:  # each device adds those of its own tokens
         per_token = _of_own_tokens(split, per_token, len(own.label))

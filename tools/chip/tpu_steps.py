@@ -1,4 +1,4 @@
-"""Compile the measured cases for TPUs that need not be here, and print what their steps execute.
+"""Compile the measured cases for TPUs that need not be here, and print the work of their steps.
 
     python -m tools.chip.tpu_steps FOLDER  # all cases for their slices of v5e
     python -m tools.chip.tpu_steps FOLDER --cases=trm,vit-s --target=tpu:v6e:2x2
@@ -56,7 +56,7 @@ HEAD = (
 
 
 class Step(NamedTuple):
-    """A compiled step, with what its figures are relative to."""
+    """A compiled step, with the quantities that its figures are relative to."""
 
     name: str
     rows: float  # of a chip

@@ -29,7 +29,7 @@ from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import product, product_in_float32, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
-from jaxtrain.workloads.trm import tokamax_glu
+from jaxtrain.workloads.trm import tokamax_glu, tpu_mixer
 from loaders.io import checks, machine
 from loaders.sudoku.puzzles import kind_of
 
@@ -145,8 +145,9 @@ class Config(ModelSection):
     dtype: str = "bfloat16"
     # [name] recomputation in the backward pass: none, or full (each application of the net)
     remat: str = "none"
-    # [name] computation of SwiGLU and its products if no gradient is taken: xla, tokamax (one
-    # kernel of that package for H100s), or auto (tokamax if it is installed and takes the arrays)
+    # [name] computation of SwiGLU and its products: xla, tokamax (one kernel of that package for
+    # H100s, if no gradient is taken), or auto (tokamax if it is installed and takes the arrays;
+    # on TPUs a kernel for the mixer)
     kernel: str = "auto"
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -468,6 +469,8 @@ def mix(
     """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
     platform, _ = shard.devices
+    if platform == "tpu" and kernel == "auto" and tpu_mixer.fits(x_btd, w_up_tcn, shard):
+        return tpu_mixer.mix(w_up_tcn, w_down_nt, x_btd, shard, eps=EPS)
     # tokens last, or each product is written out once more, transposed
     if platform != "tpu":
         x_bdt = x_btd.swapaxes(1, 2)
@@ -508,12 +511,14 @@ def feed_forward(w: PyTree, l: int, x_btd: Array, shard: Shard, kernel: str = "x
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard, kernel: str = "xla") -> Array:
     """Apply the net to the sum of states and inputs. ``w`` has the activations' dtype.
 
-    ``kernel``: one of `KERNELS`. Only "xla" has a derivative on all devices.
+    ``kernel``: one of `KERNELS`. Only "xla" has a derivative on all devices. On TPUs the mixer's
+    kernel has one, too.
     """
+    kernel_of_mixer = c.kernel if shard.devices[0] == "tpu" else kernel
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":
-                x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard, kernel)
+                x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard, kernel_of_mixer)
             else:
                 x_btd = attend(c, w, l, x_btd, shard)
         with jax.named_scope("mlp"):

@@ -1,0 +1,90 @@
+"""The mixer's kernel for TPUs, by the interpreter against the formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.parallel import layout
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.workloads.trm import model, tpu_mixer
+
+
+def arrays(b, t, d, n, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = [((t, 2, n), t), ((n, t), n), ((b, t, d), 1), ((b, t, d), 1)]
+    return [jnp.asarray(rng.normal(size=s) * k**-0.5, dtype) for s, k in shapes]
+
+
+def shard_on(data, fsdp=1, model=1):
+    mesh = make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model])
+    return make_layout(mesh, {}).shard
+
+
+def by_formula(w_up, w_down, x):
+    gate, value = jnp.einsum("btd,tcn->cbnd", x, w_up)
+    y = x + jnp.einsum("bnd,nt->btd", jax.nn.silu(gate) * value, w_down)
+    return y / jnp.sqrt((y * y).mean(1, keepdims=True) + model.EPS)
+
+
+def result_and_gradients(f, *args):
+    @jax.jit
+    def both(*args):
+        *args, dz = args
+        z, pull = jax.vjp(f, *args)
+        return z, *pull(dz)
+
+    return both(*args)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [((6, 21, 128, 128), (1,)), ((4, 97, 128, 256), (1,)), ((8, 21, 128, 128), (2, 2))],
+    ids=str,
+)
+def test_it_equals_the_formula_and_its_gradients(sizes, mesh):
+    """On a mesh each device adds up its own rows' gradients of the matrices."""
+    args = arrays(*sizes)
+    shard = shard_on(*mesh)
+    how = dict(eps=model.EPS, interpret=True)
+    ours = result_and_gradients(lambda *a: tpu_mixer.mix(*a, shard, **how), *args)
+    exact = result_and_gradients(by_formula, *args)
+    for x, y in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
+
+
+def test_no_row_reads_another():
+    *matrices, x, _ = arrays(4, 21, 128, 128)
+    how = dict(eps=model.EPS, interpret=True)
+    z = tpu_mixer.mix(*matrices, x, shard_on(1), **how)
+    poisoned = tpu_mixer.mix(*matrices, x.at[1:].set(1e6), shard_on(1), **how)
+    np.testing.assert_array_equal(z[0], poisoned[0])
+
+
+def test_sixteen_bits_are_as_near_to_the_formula_as_products_of_xla():
+    args = arrays(4, 97, 128, 256)
+    exact = result_and_gradients(by_formula, *args)
+    narrow = [x.astype(jnp.bfloat16) for x in args]
+    shard = shard_on(1)
+    how = dict(eps=model.EPS, interpret=True)
+    ours = result_and_gradients(lambda *a: tpu_mixer.mix(*a, shard, **how), *narrow)
+    theirs = result_and_gradients(lambda *a: model.mix(*a, shard), *narrow)
+
+    def error(x, y):
+        return float(np.linalg.norm(np.asarray(x, "f4") - y) / np.linalg.norm(y))
+
+    for ours_, theirs_, y in zip(ours, theirs, exact, strict=True):
+        assert error(ours_, y) < 1.2 * error(theirs_, y)
+
+
+def test_it_is_for_16_bits_and_whole_widths_on_tpus():
+    def fits(kind="tpu", dtype="bfloat16", t=97, n=512, parts=1):
+        mesh = layout.abstract_mesh(1, 1, parts, count=parts, what="a test")
+        shard = make_layout(mesh, {}, devices=layout.Devices(kind)).shard
+        x = jax.ShapeDtypeStruct((8, t, 512), jnp.dtype(dtype))
+        return tpu_mixer.fits(x, jax.ShapeDtypeStruct((t, 2, n), x.dtype), shard)
+
+    assert fits() and not fits("gpu", dtype="bfloat16") and not fits("cpu")
+    assert not fits(dtype="float32") and not fits(n=64)
+    assert not fits(parts=2), "the model axis splits the inner width"
+    assert not fits(t=916, n=2560), "a maze of 30 × 30 takes more than the chip's own memory"
