@@ -69,7 +69,7 @@ def measure(name: str, out: pathlib.Path, every: int, pairs: int, *, partner: bo
         sealing.append(time.thread_time() - began)
 
     memory = out / f"memory-{name}"
-    shared = pathlib.Path("/dev/shm", f"bench-{os.getpid()}-{name}")
+    shared = pathlib.Path("/dev/shm", f"bench-{os.getpid()}-{name}-0")
     shared.mkdir(mode=0o700)
     attempt = supervised_attempt.Attempt(0, run=uuid.uuid4().hex, memory=str(shared))
     own = {
