@@ -1,32 +1,38 @@
 """Measures what kernels and exchanges cost on the CPUs of this machine, once.
 
 `calibrate` compiles and times small programs with one device, with one device a core and with two a
-core, each in a process of its own. The cost of each kind of work (`cpu_work`) is fitted to the
-times by least squares of the relative errors, with no cost below zero.
+core, each in a process of its own, and JAX's profiler times their kernels. The cost of each kind of
+work (`cpu_work`) is fitted to the times of the kernels, and then to the times of whole programs,
+which also determine the cost of calls and exchanges, and of devices that share the cores. The costs
+by kernels are expected in the second fit. Both are least squares of relative errors, with no cost
+below zero.
 
 The costs are kept in the cache folder, in calibrations/host.json: the machine (CPU, cores, version
 of JAX), a hash of the kinds of work, and by devices the costs and the error of the fit. They are
 refused on another machine, and if the kinds of work have changed since.
 """
 
+import collections
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.plan import cpu_work, hlo
+from jaxtrain.plan import cpu_work, hlo, kernel_times
 from jaxtrain.plan.target import PlanError
 from loaders.io import atomic_write, files, machine
 
@@ -37,13 +43,29 @@ SLICES = 5  # of it; other processes share the cores
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 LAYERS = 4
 STEP_WEIGHT = 3.0  # in the fit, of programs that are training steps
-REMEDY = "jaxtrain plan --calibrate measures this machine, in about three minutes"
+LEAST_WEIGHT = 0.05  # of a kernel that takes no time
+TYPICAL_WEIGHT = 0.1  # of typical costs, which decide if few kernels have a kind of work
+KERNEL_WEIGHT = 1.0  # of a cost by kernels' times, in the fit to whole programs
+LEAST_SHARE = 0.2  # of a typical cost, that a kind of work is expected to cost
+ROUNDS = 4  # of a fit
+TRACED, MIN_TRACED, MAX_TRACED = 0.1, 3, 20  # [s] and calls that the profiler times
+KERNELS, START = "time in kernels", "start of a kernel"
+REMEDY = "jaxtrain plan --calibrate measures this machine, in about two minutes"
+
+
+class Timed(NamedTuple):
+    """A kernel, as the profiler timed it."""
+
+    work: Mapping[str, float]
+    times: int  # executions in a call of the program
+    seconds: float  # of one (`kernel_times`)
 
 
 class Sample(NamedTuple):
     program: str
-    work: dict[str, float]
-    seconds: float
+    kernels: Sequence[Timed]
+    work: Mapping[str, float]  # of a call, without its kernels
+    seconds: float  # of a call
 
 
 def machine_key() -> dict[str, Any]:
@@ -129,19 +151,85 @@ def threads_of_each(n_devices: int) -> int:
 
 def fit(samples: Sequence[Sample]) -> tuple[dict[str, float], float]:
     """Return the cost of each kind of work, and the median of the relative errors."""
+    expected = _costs_of_kernels(samples)
+    works = [_work_of_all(sample) for sample in samples]
+    seconds = [sample.seconds for sample in samples]
+    weights = [STEP_WEIGHT if "step" in sample.program else 1.0 for sample in samples]
+    for kind, cost in expected.items():
+        works.append({kind: 1.0})
+        seconds.append(max(cost, LEAST_SHARE * cpu_work.typical_cost(kind)))
+        weights.append(KERNEL_WEIGHT)
+    costs = _least_squares(works, seconds, weights)
+    errors = [abs(seconds_of(sample, costs) / sample.seconds - 1) for sample in samples]
+    return costs, statistics.median(errors)
+
+
+def _costs_of_kernels(samples: Sequence[Sample]) -> dict[str, float]:
+    """Fit the costs of kernels' work to the times of the kernels, as long as in the programs."""
+    kernels = [kernel for sample in samples for kernel in sample.kernels]
+    weights = [weight for sample in samples for weight in _shares(sample)]
+    works = [kernel.work for kernel in kernels]
+    seconds = [kernel.seconds for kernel in kernels]
+    for kind in sorted({kind for work in works for kind in work}):
+        works.append({kind: 1.0})
+        seconds.append(cpu_work.typical_cost(kind))
+        weights.append(TYPICAL_WEIGHT)
+    of_work = _least_squares(works, seconds, weights)
+    rows = []
+    for sample in samples:
+        in_kernels = sum(kernel.times * kernel.seconds for kernel in sample.kernels)
+        n_kernels = sum(kernel.times for kernel in sample.kernels)
+        rows.append({**sample.work, KERNELS: in_kernels, START: n_kernels})
+    weights = [STEP_WEIGHT if "step" in sample.program else 1.0 for sample in samples]
+    found = _least_squares(rows, [sample.seconds for sample in samples], weights)
+    costs = {}
+    for kind, cost in of_work.items():
+        starting = found[START] if kind in cpu_work.LAUNCHES else 0.0
+        costs[kind] = found[KERNELS] * cost + starting
+    return costs
+
+
+def _work_of_all(sample: Sample) -> dict[str, float]:
+    work: dict[str, float] = collections.defaultdict(float, sample.work)
+    for kernel in sample.kernels:
+        for kind, amount in kernel.work.items():
+            work[kind] += kernel.times * amount
+    return dict(work)
+
+
+def seconds_of(sample: Sample, costs: Mapping[str, float]) -> float:
+    """Return the time of a call by costs of work."""
+    return sum(costs.get(kind, 0.0) * n for kind, n in _work_of_all(sample).items())
+
+
+def _shares(sample: Sample) -> list[float]:
+    """Return the weights of a program's kernels in the fit, by their shares of its time."""
+    together = sum(kernel.times * kernel.seconds for kernel in sample.kernels)
+    return [math.sqrt(k.times * k.seconds / together) + LEAST_WEIGHT for k in sample.kernels]
+
+
+def _least_squares(
+    works: Sequence[Mapping[str, float]], seconds: Sequence[float], weights: Sequence[float]
+) -> dict[str, float]:
+    """Fit a cost to each kind of work."""
     from scipy import optimize
 
     nnls: Any = optimize.nnls
 
-    kinds = sorted({kind for sample in samples for kind in sample.work})
-    amounts = np.array([[s.work.get(kind, 0.0) for kind in kinds] for s in samples])
-    relative = amounts / np.array([[s.seconds] for s in samples])
+    kinds = sorted({kind for work in works for kind in work})
+    amounts = np.array([[work.get(kind, 0.0) for kind in kinds] for work in works])
+    relative = amounts / np.array(seconds)[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    weights = np.array([STEP_WEIGHT if "step" in s.program else 1.0 for s in samples])
-    solution, _ = nnls(weights[:, None] * relative / scale, weights)
-    costs = solution / scale
-    errors = np.abs(relative @ costs - 1)
-    return dict(zip(kinds, costs.tolist(), strict=True)), float(np.median(errors))
+    found = np.ones(len(seconds))
+    costs = np.zeros(len(kinds))
+    for _ in range(ROUNDS):
+        # Squares of relative errors alone prefer costs that are too low, since those of times that
+        # are too short are 1 at most. Errors are relative to the mean of both.
+        by = np.array(weights) / np.sqrt(np.clip(found, 0.1, 10))
+        solution, _ = nnls(by[:, None] * relative / scale, by, maxiter=100 * len(kinds))
+        costs = solution / scale
+        found = relative @ costs
+    return dict(zip(kinds, costs.tolist(), strict=True))
 
 
 def measure(n_devices: int) -> list[Sample]:
@@ -159,7 +247,10 @@ def measure(n_devices: int) -> list[Sample]:
     )
     if process.returncode:
         raise PlanError(f"a process that measures this machine ended with {process.returncode}")
-    return [Sample(*row) for row in json.loads(process.stdout.strip().splitlines()[-1])]
+    samples = []
+    for program, kernels, work, seconds in json.loads(process.stdout.strip().splitlines()[-1]):
+        samples.append(Sample(program, [Timed(*row) for row in kernels], work, seconds))
+    return samples
 
 
 def main() -> None:
@@ -180,20 +271,33 @@ def _samples() -> Iterator[Sample]:
         in_mesh: Any = jax.set_mesh(mesh)
         with in_mesh:
             compiled = jax.jit(function).lower(*arguments).compile()
-        program = hlo.Program(compiled.as_text() or "")
-        seconds = _time(compiled, arguments)
-        yield Sample(name, cpu_work.work_of_step(program, threads), seconds)
+        call = functools.partial(compiled, *arguments)
+        seconds = _time(call)
+        yield sample_of(name, hlo.Program(compiled.as_text() or ""), threads, call, seconds)
 
 
-def _time(compiled: Callable[..., Any], arguments: Sequence[Any]) -> float:
+def sample_of(
+    name: str, program: hlo.Program, threads: int, call: Callable[[], Any], seconds: float
+) -> Sample:
+    """Time the kernels of a program, whose call takes so many seconds."""
+    n_calls = min(max(MIN_TRACED, round(TRACED / seconds)), MAX_TRACED)
+    quick = kernel_times.of_kernels(call, n_calls)
+    kernels = []
+    for kernel, work in cpu_work.works(program, threads):
+        if kernel.name in quick:
+            kernels.append(Timed(work, kernel.times, quick[kernel.name]))
+    return Sample(name, kernels, cpu_work.work_without_kernels(program), seconds)
+
+
+def _time(call: Callable[[], Any]) -> float:
     """Return the mean time of a call, in the fastest of some slices of time."""
-    jax.block_until_ready(compiled(*arguments))
+    jax.block_until_ready(call())
     means = []
     for _ in range(SLICES):
         began = time.perf_counter()
         n_calls = 0
         while n_calls < 2 or time.perf_counter() - began < SECONDS / SLICES:
-            jax.block_until_ready(compiled(*arguments))
+            jax.block_until_ready(call())
             n_calls += 1
         means.append((time.perf_counter() - began) / n_calls)
     return min(means)
@@ -227,7 +331,7 @@ def programs(n: int) -> Iterator[Entry]:
 
 
 def _of_products(n: int) -> Iterator[Entry]:
-    for rows, width in ((64, 64), (256, 256), (1024, 64), (2048, 256), (512, 512)):
+    for rows, width in ((256, 256), (2048, 256)):
 
         def product(x: Any, w: Any) -> Any:
             for i in range(LAYERS):
@@ -242,9 +346,21 @@ def _of_products(n: int) -> Iterator[Entry]:
             x = (x @ w[i]) @ w[i].T
         return x
 
-    for rows, width, inner in ((1024, 128, 8), (256, 512, 16), (4, 256, 256), (8, 1024, 512)):
+    for rows, width, inner in ((1024, 128, 8), (4, 256, 256), (8, 1024, 512)):
         shapes = [("rows", (n * rows, width)), ("whole", (LAYERS, width, inner))]
         yield f"thin {rows} {width} {inner}", thin, shapes
+
+    by_rows = jax.P("data")
+    share = functools.partial(jax.shard_map, in_specs=(by_rows, by_rows), out_specs=by_rows)
+
+    @share
+    def gradient(x: Any, y: Any) -> Any:
+        """Multiply over the rows, as for the gradient of a matrix."""
+        return x.T @ y
+
+    for rows, width, inner in ((256, 32, 64), (512, 64, 128), (1024, 128, 512)):
+        shapes = [("rows", (n * rows, width)), ("rows", (n * rows, inner))]
+        yield f"gradient {rows} {width}", gradient, shapes
 
     def attention(q: Any, k: Any) -> Any:
         for _ in range(2):
@@ -253,12 +369,9 @@ def _of_products(n: int) -> Iterator[Entry]:
         return q
 
     for rows, heads, length, width in (
-        (8, 2, 64, 16),
         (4, 4, 128, 32),
         (32, 4, 16, 8),
-        (8, 4, 128, 16),
-        (2, 2, 256, 16),
-        (2, 4, 64, 64),
+        (2, 4, 256, 16),
     ):
         shape = ("rows", (n * rows, heads, length, width))
         yield f"attention {rows} {length}", attention, [shape, shape]
@@ -277,13 +390,14 @@ def _of_maps(n: int) -> Iterator[Entry]:
     def most_expensive(x: Any, y: Any) -> Any:
         return jnp.cos(x) + jnp.sin(y)
 
-    for size in (1 << 10, 1 << 14, 1 << 18, 1 << 21):
+    for size in (1 << 14, 1 << 18, 1 << 21):
         shape = ("rows", (n * size,))
         yield f"map {size}", cheap, [shape, shape]
         yield f"add {size}", one, [shape, shape]
-        if size < 1 << 20:
-            yield f"expensive {size}", expensive, [shape, shape]
-            yield f"most_expensive {size}", most_expensive, [shape, shape]
+    for size in (1 << 12, 1 << 17):
+        shape = ("rows", (n * size,))
+        yield f"expensive {size}", expensive, [shape, shape]
+        yield f"most_expensive {size}", most_expensive, [shape, shape]
 
     def random(x: Any) -> Any:
         key = jax.random.key(0)
@@ -308,7 +422,7 @@ def _of_sums(n: int) -> Iterator[Entry]:
             x = jax.nn.softmax(x, -1)
         return x
 
-    for rows, width in ((256, 64), (1024, 256), (4096, 16)):
+    for rows, width in ((1024, 256), (4096, 16)):
         shapes = [("rows", (n * rows, width))]
         yield f"norms {rows} {width}", norms, shapes
         yield f"columns {rows} {width}", columns, shapes
@@ -348,7 +462,7 @@ def _of_moves(n: int) -> Iterator[Entry]:
     def small(*arrays: Any) -> Any:
         return [array * 0.5 + 1.0 for array in arrays]
 
-    for count in (8, 64, 200):
+    for count in (8, 200):
         yield f"arguments {count}", small, [("whole", (64,))] * count
 
 
@@ -382,30 +496,29 @@ def _of_exchanges(n: int) -> Iterator[Entry]:
 def _of_steps(n: int) -> Iterator[Entry]:
     """Yield training steps of small nets, with the mixture of kernels that a step has."""
     sizes = (
-        (4, 32, 32, 2),
-        (16, 32, 32, 4),
-        (4, 64, 64, 4),
-        (2, 128, 32, 2),
-        (8, 128, 64, 4),
-        (4, 96, 128, 8),
+        (4, 32, 32, 2, True),
+        (16, 32, 64, 4, False),
+        (2, 128, 32, 2, True),
+        (8, 128, 64, 4, False),
+        (4, 96, 128, 8, True),
     )
-    for rows, length, width, heads in sizes:
+    for rows, length, width, heads, in_loop in sizes:
         shapes: list[Shape] = [("numbers", (n * rows, length))]
         matrices = [(64, width), (LAYERS, width, 4 * width), (LAYERS, 4 * width, width)]
         matrices += [(LAYERS, width, 3 * width), (LAYERS, width, width)]
         parts: list[Shape] = [("whole", dims) for dims in matrices]
-        step = functools.partial(_step, heads)
+        step = functools.partial(_step, heads, in_loop)
         yield f"step {rows} {length} {width}", step, shapes + 3 * parts
-        if n > 1 and LAYERS % n == 0:
+        if n > 1 and LAYERS % n == 0 and in_loop:
             split: list[Shape] = [("parts", dims) for dims in matrices]
             yield f"split step {rows} {length} {width}", step, shapes + 3 * split
 
 
-def _step(heads: int, tokens: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+def _step(heads: int, in_loop: bool, tokens: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
     """Update a decoder of a few layers by Adam. ``arrays``: parameters and both moments."""
     n = len(arrays) // 3
     params, first, second = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
-    gradients = jax.grad(functools.partial(_loss, heads, tokens))(params)
+    gradients = jax.grad(functools.partial(_loss, heads, in_loop, tokens))(params)
     changed: list[jax.Array] = []
     moments: list[jax.Array] = []
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradients))
@@ -418,20 +531,28 @@ def _step(heads: int, tokens: jax.Array, *arrays: jax.Array) -> Sequence[jax.Arr
     return [*changed, *moments]
 
 
-def _loss(heads: int, tokens: jax.Array, params: Sequence[jax.Array]) -> jax.Array:
-    table, w_up, w_down, w_qkv, w_out = params
+def _loss(heads: int, in_loop: bool, tokens: jax.Array, params: Sequence[jax.Array]) -> jax.Array:
+    table, *layers = params
     x = table[tokens]
-    rows, length, width = x.shape
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    for i in range(LAYERS):
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-        qkv = jnp.reshape(y @ w_qkv[i], (rows, length, 3, heads, width // heads))
-        scores = jnp.einsum("bthk,bshk->bhts", qkv[:, :, 0], qkv[:, :, 1])
-        shares = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
-        mixed = jnp.einsum("bhts,bshk->bthk", shares, qkv[:, :, 2])
-        x = x + jnp.reshape(mixed, x.shape) @ w_out[i]
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-        x = x + jax.nn.gelu(y @ w_up[i]) @ w_down[i]
+    if in_loop:
+        x, _ = jax.lax.scan(lambda x, layer: (_layer(heads, x, layer), None), x, tuple(layers))
+    else:
+        for i in range(LAYERS):
+            x = _layer(heads, x, [stacked[i] for stacked in layers])
     logits = x @ table.T
     right = jax.nn.one_hot(tokens, table.shape[0])
     return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1))
+
+
+def _layer(heads: int, x: jax.Array, layer: Sequence[jax.Array]) -> jax.Array:
+    w_up, w_down, w_qkv, w_out = layer
+    rows, length, width = x.shape
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    qkv = jnp.reshape(y @ w_qkv, (rows, length, 3, heads, width // heads))
+    scores = jnp.einsum("bthk,bshk->bhts", qkv[:, :, 0], qkv[:, :, 1])
+    shares = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
+    mixed = jnp.einsum("bhts,bshk->bthk", shares, qkv[:, :, 2])
+    x = x + jnp.reshape(mixed, x.shape) @ w_out
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x + jax.nn.gelu(y @ w_up) @ w_down

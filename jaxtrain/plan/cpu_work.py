@@ -2,10 +2,13 @@
 
 A CPU's kernels are too small, and too unlike each other, for shares of one rate. A `Work` counts
 the numbers that a kernel computes, adds up or moves, and its bytes by the cache that holds them.
-Each has a cost in seconds, which `calibration` fits to programs that it runs on the machine.
+Each has a cost in seconds, which `calibration` fits to kernels that it times on the machine.
+Kernels of a library, products that XLA computes itself, and its others have costs of their own.
 
 Devices of one machine share its cores. Costs are measured with one device, with one device a core
 and with two a core. With more, the kernels of D devices on C cores run D / C after another.
+
+In an exchange the devices meet once for each array: a sum of 18 arrays takes 18 rendezvous.
 """
 
 import collections
@@ -17,21 +20,51 @@ from typing import NamedTuple
 from jaxtrain.plan import hlo, kinds, traffic
 from jaxtrain.plan.hlo import Collective, Instruction, Program
 
-EXPENSIVE = set(
-    "atan2 cbrt divide erf exponential exponential-minus-one expm1 log log-plus-one logistic"
-    " remainder rsqrt sqrt tanh".split()
-)
-MOST_EXPENSIVE = set("cosine power sine tan".split())
+EXPENSIVE = {
+    "division": set("cbrt divide remainder rsqrt sqrt".split()),
+    "exponential": set("exponential exponential-minus-one expm1 log log-plus-one logistic".split()),
+    "tanh": {"erf", "tanh"},
+    "most expensive": set("atan2 cosine power sine tan".split()),
+}
+KIND_OF = {op: kind for kind, ops in EXPENSIVE.items() for op in ops}
 MOVED = set(
     "concatenate copy dynamic-slice dynamic-update-slice pad reverse slice transpose".split()
 )
+# Prefixes of kinds of work with costs of their own.
+LIBRARY, PRODUCT, PRODUCTS = "library: ", "product by XLA: ", "batched product by XLA: "
+PREFIXES = (LIBRARY, PRODUCT, PRODUCTS, "")
+LAUNCHES = tuple(f"{prefix}launch" for prefix in PREFIXES)
 BY_NUMBER = {"gather", "scatter"}
 FREE = set(
     "bitcast bitcast-convert broadcast constant dot get-tuple-element iota parameter reduce"
     " reduce-window reshape sort tuple".split()
 )
 THIN = 32  # rows, columns or depth of a product, from which on it is as fast as large ones
-CACHES = (1 << 20, 16 << 20)  # [bytes] of a kernel that the second and the third cache hold
+# [bytes] of a kernel that the second and the third cache hold; what is beyond costs more
+CACHES = {"beyond the second cache": 1 << 20, "beyond the third cache": 16 << 20}
+# [s] of one, about as a core of 2.5 GHz with vectors of 512 bits has them
+TYPICAL = {
+    "launch": 1e-6,
+    "map": 3e-11,
+    "sum": 1.5e-10,
+    "result of a sum": 1e-9,
+    "product": 5e-12,
+    "thin product": 4e-12,
+    "result of a product": 1e-10,
+    "operand of a product": 5e-11,
+    "small product": 1e-7,
+    "division": 4e-10,
+    "exponential": 3e-10,
+    "tanh": 5e-10,
+    "most expensive": 2e-9,
+    "gather": 2e-10,
+    "sort": 5e-9,
+    "move": 3e-11,
+    "turn": 1e-9,
+    "moved": 1e-11,
+    "beyond the second cache": 1e-11,
+    "beyond the third cache": 3e-11,
+}
 LAYOUT = re.compile(r"\]\{(\d+)")  # the axis whose numbers are neighbours
 Work = Mapping[str, float]
 
@@ -46,7 +79,8 @@ class Exchanges(NamedTuple):
         return False
 
     def seconds(self, collective: Collective) -> float:
-        return self.rendezvous + self.sending * collective.bytes * len(collective.groups[0])
+        work = _work_of_exchange(collective)
+        return self.rendezvous * work["rendezvous"] + self.sending * work["sending"]
 
 
 class HostCosts(NamedTuple):
@@ -67,18 +101,25 @@ class HostCosts(NamedTuple):
         return f"{self.name}: median error {self.error:.0%} on the {self.steps} programs of its fit"
 
 
-def work_of_step(program: Program, threads: int) -> dict[str, float]:
-    """Add up the work of a step, with its exchanges, for a fit."""
+def typical_cost(kind: str) -> float:
+    """Return the seconds of a kind of kernels' work on a common CPU."""
+    prefix = next(prefix for prefix in PREFIXES if kind.startswith(prefix))
+    return TYPICAL[kind.removeprefix(prefix)]
+
+
+def work_without_kernels(program: Program) -> dict[str, float]:
+    """Add up the work of a step that is no kernel's: its call, exchanges, and kernels to start."""
     together: dict[str, float] = collections.defaultdict(float)
-    for kernel, work in works(program, threads):
-        for kind, amount in work.items():
-            together[kind] += kernel.times * amount
     for collective in hlo.collectives(program):
-        together["rendezvous"] += collective.times
-        together["sending"] += collective.times * collective.bytes * len(collective.groups[0])
-    for kind, amount in work_of_call(program).items():
-        together[kind] += amount
-    return dict(together)
+        for kind, amount in _work_of_exchange(collective).items():
+            together[kind] += collective.times * amount
+    return {**together, **work_of_call(program)}
+
+
+def _work_of_exchange(collective: Collective) -> dict[str, float]:
+    """Return the work of one execution."""
+    sent = collective.bytes * len(collective.groups[0])
+    return {"rendezvous": len(collective.shapes), "sending": sent}
 
 
 def work_of_call(program: Program) -> dict[str, float]:
@@ -108,7 +149,7 @@ def works(program: Program, threads: int) -> Iterator[tuple[traffic.Kernel, Work
         share = 1 / min(threads, _partitions(i))
         yield (
             kernel,
-            {kind: amount if kind == "launch" else amount * share for kind, amount in work.items()},
+            {kind: n if kind in LAUNCHES else n * share for kind, n in work.items()},
         )
 
 
@@ -126,8 +167,6 @@ def _work(
     inner = list(kinds.parts(i, program))
     by_name = {part.name: part for part in (inner if i.op == "fusion" else body)}
     is_library = '"kind":"__ynn_fusion"' in i.line
-    if is_library:
-        work["call of a library"] = 1
     for part in inner:
         size = float(sum(math.prod(dims) for _, dims in part.shapes))
         if part.op == "dot":
@@ -144,15 +183,20 @@ def _work(
             work["gather"] += size
         elif part.op in MOVED:
             work["turn" if _turns(part, by_name) else "move"] += min(size, moved)
-        elif part.op in EXPENSIVE:
-            work["expensive"] += size
-        elif part.op in MOST_EXPENSIVE:
-            work["most expensive"] += size
+        elif part.op in KIND_OF:
+            work[KIND_OF[part.op]] += size
         elif part.op not in FREE:
             work["map"] += size
-    place = sum(moved > cache for cache in CACHES)
-    work[("cached", "far", "memory")[place]] += moved
-    return work
+    work["moved"] = moved
+    for place, cache in CACHES.items():
+        if moved > cache:
+            work[place] = moved
+    prefix = ""
+    if is_library:
+        prefix = LIBRARY
+    elif i.op == "dot":
+        prefix = PRODUCTS if work["small product"] > 1 else PRODUCT
+    return {f"{prefix}{kind}": amount for kind, amount in work.items()}
 
 
 def _turns(part: Instruction, by_name: Mapping[str, Instruction]) -> bool:
@@ -185,7 +229,8 @@ def _product(dot: Instruction, by_name: Mapping[str, Instruction]) -> dict[str, 
     columns = math.prod(right.shapes[0][1]) / (n_products * depth)
     is_thin = min(rows, columns, depth) < THIN
     return {
-        "thin product" if is_thin else "product": flops,
+        "product": flops,
+        "thin product": flops if is_thin else 0.0,  # on top
         "result of a product": results,
         "operand of a product": n_products * depth * (rows + columns),
         "small product": n_products,
