@@ -60,6 +60,7 @@ OTHERS = {
         "model.attend",
         "rollouts",
         "tokamax_glu",
+        "tpu_mixer",
     },
 }
 
