@@ -37,7 +37,7 @@ from jaxtrain.plan.target import PlanError
 from loaders.io import atomic_write, files, machine
 
 FOLDER, FILE = "calibrations", "host.json"
-START = "import sys; from jaxtrain.plan import calibration; calibration.main(*sys.argv[1:])"
+PROGRAM = "from jaxtrain.plan import calibration; calibration.main()"
 SECONDS = 0.3  # of each program's measurement
 SLICES = 5  # of it; other processes share the cores
 CPUINFO = pathlib.Path("/proc/cpuinfo")
@@ -243,7 +243,7 @@ def measure(n_devices: int) -> list[Sample]:
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={n_devices}",
     }
     process = subprocess.run(
-        [sys.executable, "-c", START], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, text=True
     )
     if process.returncode:
         raise PlanError(f"a process that measures this machine ended with {process.returncode}")

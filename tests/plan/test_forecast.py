@@ -175,3 +175,19 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
     assert calibration.load(1) is None
     path.write_text("{")
     assert "cannot be read" in calibration.refusal() and calibration.load(1) is None
+
+
+def test_processes_of_their_own_measure_this_machine(tmp_path, monkeypatch):
+    """With a few programs in place of all."""
+    few = "calibration.programs = lambda n: [*calibration._of_maps(n)][:2]; calibration.main()"
+    assert calibration.PROGRAM.endswith("calibration.main()")
+    monkeypatch.setattr(
+        calibration, "PROGRAM", calibration.PROGRAM.replace("calibration.main()", few)
+    )
+    monkeypatch.setattr(calibration.machine, "cores", lambda: 1)  # so 1 and 2 devices
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    answer = calibration.calibrate()
+    assert "median error of the fit by number of devices: 1 devices" in answer
+    assert not calibration.refusal()
+    for n_devices in (1, 2):
+        assert calibration.load(n_devices).steps == 2
