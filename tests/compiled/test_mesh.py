@@ -14,10 +14,8 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain import plan, specs
 from jaxtrain.assembly import Assembly
-from jaxtrain.plan import hlo, mesh_advice, worker
+from jaxtrain.plan import exposure, hlo, mesh_advice, traffic, worker
 from jaxtrain.plan.compile import Compiled
-from jaxtrain.plan.exposure import exposure
-from jaxtrain.plan.traffic import Rates
 from jaxtrain.step import state as state_lib
 from tests.compiled import compiled_configs
 from tools.chip import cases
@@ -165,13 +163,9 @@ def test_little_is_exposed(name, most, language):
     """With all of its layers, it is a fourth of this: the table's sum is exposed once."""
     step = language[name]
     chip = step.target.known_chip
-    found = exposure(
-        step.program,
-        step.mesh,
-        step.compiled.kernels,
-        Rates(chip.measured_bandwidth, chip.measured_flops),
-        mesh_advice.links_of(step.target),
-    )
+    rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
+    seconds = traffic.seconds_of_each(step.compiled.kernels, rates)
+    found = exposure.exposure(step.program, step.mesh, seconds, exposure.links_of(step.target))
     assert found.share <= most
     waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
     assert not [c for c in waiting if c.sent > BIG]
