@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxtrain.arrays import orbax_steps
+from jaxtrain.arrays import checksums, orbax_steps
 from jaxtrain.parallel.cluster import notices
 from loaders import _rust
 from loaders.audio import spectrogram
@@ -539,6 +539,65 @@ def test_a_checkpoint_that_one_process_cannot_read_is_taken_by_none(folder):
         assert "resuming from step 2" in text, text
     after = records(folder / "runs" / "toy", "train")
     assert list(after) == [1, 2, 3, 4, 5] and {step: after[step] for step in before} == before
+
+
+SAVES_OF_TWO = """
+import json
+import os
+import pathlib
+from jaxtrain.arrays import checksums
+from tests.support.proxy_loader import Config, dataset_info, element_spec, make_loader
+
+measured = checksums._measure
+
+
+def recorded(path):
+    with open(os.environ["IDS"] + ".read", "a") as file:
+        print(pathlib.Path(path).relative_to(os.getcwd()), file=file)
+    return measured(path)
+
+
+checksums._measure = recorded
+"""
+
+
+def test_each_process_hashes_and_verifies_its_part_and_damage_of_any_is_damage_for_all(folder):
+    (folder / "recorded.py").write_text(SAVES_OF_TWO)
+    overrides = (
+        "--config.loader=recorded",
+        "--config.train.eval_every=0",
+        "--config.checkpoint.every=2",
+        "--config.mesh.data=1",
+        "--config.mesh.fsdp=2",
+    )
+    both = cluster(folder, "toy.py", *overrides, "--config.train.steps=4", processes=2)
+    for process, output in zip(both, ended(both), strict=True):
+        assert process.returncode == 0, output
+    reads = [(folder / f"ids{i}.jsonl.read").read_text().splitlines() for i in range(2)]
+    assert len(reads[1]) >= 4 and all("/ocdbt.process_1/" in name for name in reads[1])
+    assert not any("/ocdbt.process_1/" in name for name in reads[0])
+    steps = folder / "runs" / "toy" / "checkpoints"
+    for step in ("2", "4"):
+        assert checksums.verify(steps / step) == []
+        assert not [p.name for p in (steps / step).iterdir() if p.name.startswith(".")]
+    of_other, *_ = sorted((steps / "4").glob("state/ocdbt.process_1/d/*"))
+    content = bytearray(of_other.read_bytes())
+    content[len(content) // 2] ^= 1
+    of_other.write_bytes(content)
+    for i in range(2):
+        (folder / f"ids{i}.jsonl.read").unlink()
+    both = cluster(folder, "toy.py", *overrides, "--config.train.steps=5", processes=2)
+    for process, output in zip(both, ended(both), strict=True):
+        assert process.returncode == 0, output
+        if process is both[0]:
+            assert re.search(f"/4 is damaged and is skipped: .*{of_other.name}", output), output
+            assert "resuming from step 2" in output, output
+    assert list(steps.glob("4.damaged-*"))
+    verified = [
+        {line for line in (folder / f"ids{i}.jsonl.read").read_text().splitlines() if "/4/" in line}
+        for i in range(2)
+    ]
+    assert verified[0] and verified[1] and not verified[0] & verified[1]
 
 
 # Two hosts are network namespaces, joined by a cable that can be pulled.

@@ -9,7 +9,9 @@
 the rest.
 
 Orbax completes a step directory by renaming it. The manifest is computed from the files on disk
-right before, so that a step is never complete without one, however the run is killed. Steps of
+right before, so that a step is never complete without one, however the run is killed. Before, each
+process of several measures the files that it wrote (`measure`), and process 0 takes their hashes
+over. A reader of several processes compares a part of the files in each (`verify`). Steps of
 other programs have none: `verify` raises `NoManifest`, and its caller decides to read the step
 unverified, and says so. So a missing manifest is never a reason to reject a step, and one that
 disagrees with a byte always is. Damage before the first read of the disk cannot be seen.
@@ -25,7 +27,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -39,32 +42,54 @@ UNLISTED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 ALGORITHM = "sha256"
 PIECE = 4 << 20  # [bytes] held per file at a time. Other threads run while one is hashed
 THREADS = 8
+OF_PROCESS = "state/ocdbt.process_{}"  # the folder in which Orbax writes the arrays of a process
 
 
 class NoManifest(FileNotFoundError):
     """The step directory has no manifest: another program wrote it."""
 
 
-def write(step_dir: epath.PathLike) -> None:
-    """Write the manifest of a step directory, in one process, once every other file is written."""
+def measure(step_dir: epath.PathLike, process: int) -> None:
+    """Measure the files that a process wrote, and leave their hashes for `write` in process 0.
+
+    Call it once these files are complete, and before process 0 calls `write`.
+    """
+    folder = epath.Path(step_dir)
+    prefix = OF_PROCESS.format(process)
+    item, own = prefix.split("/")
+    measured = {}
+    for written in folder.glob(f"{item}*/{own}"):  # Orbax renames the item afterwards
+        names = sorted(_files(written))
+        for name, entry in _measure_all(written, names).items():
+            measured[f"{prefix}/{name}"] = {**entry, "time": _time(written / name)}
+    if not measured:
+        return
+    (folder / _note(process)).unlink(missing_ok=True)  # of an attempt that was killed
+    _put(folder, _note(process), json.dumps(measured).encode())
+
+
+def write(step_dir: epath.PathLike, processes: int = 1) -> None:
+    """Write the manifest of a step directory, in one process, once every other file is written.
+
+    ``processes``: how many may have called `measure`. Files that changed since are measured again.
+    """
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        entries = pool.map(_measure, [folder / name for name in names])
-        measured = dict(zip(names, entries, strict=True))
-    # A dot in front: a kill before the rename leaves a file that `_files` does not list.
-    temporary = folder / f".{NAME}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(_encode(measured))
-        file.flush()
-        # an object store has neither descriptors nor torn files
-        with contextlib.suppress(AttributeError, OSError):
-            os.fsync(file.fileno())
-    temporary.rename(folder / NAME)
+    known: dict[str, dict[str, Any]] = {}
+    for process in range(processes):
+        known |= _known(folder, process)
+    unknown = [name for name in names if name not in known]
+    measured = _measure_all(folder, unknown) | {n: known[n] for n in names if n in known}
+    _put(folder, NAME, _encode(measured))
+    for process in range(processes):
+        (folder / _note(process)).unlink(missing_ok=True)
 
 
-def verify(step_dir: epath.PathLike) -> list[str]:
-    """List the damage of a step directory, a line per file, its name first. Raises NoManifest."""
+def verify(step_dir: epath.PathLike, part: int = 0, parts: int = 1) -> list[str]:
+    """List the damage of a step directory, a line per file, its name first. Raises NoManifest.
+
+    With ``parts`` only the files of one part are read, which have about as many bytes in each.
+    """
     folder = epath.Path(step_dir)
     if not (folder / NAME).exists():
         raise NoManifest(f"{folder} has no {NAME}")
@@ -80,9 +105,86 @@ def verify(step_dir: epath.PathLike) -> list[str]:
         is_intact = False
     if not is_intact:
         return [damage.format("it does not match its own hash")]
+    names = _of_part(listed, part, parts)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda item: _problem(folder, *item), listed.items())
+        results = pool.map(lambda name: _problem(folder, name, listed[name]), names)
         return [problem for problem in results if problem]
+
+
+def number(step_dir: epath.PathLike) -> int:
+    """Return 31 bits of the content of the manifest, 0 if it cannot be read."""
+    try:
+        content = files.read(stored.inside(epath.Path(step_dir), NAME), most=files.MAX_JSON)
+    except (OSError, files.FileError, stored.StoredError):
+        return 0
+    digest = hashlib.new(ALGORITHM, content).digest()
+    return 1 + int.from_bytes(digest[:4], "big") % (2**31 - 1)
+
+
+def _of_part(listed: Mapping[str, dict[str, Any]], part: int, parts: int) -> list[str]:
+    """List the files whose middle byte, of all files in a row, is in one of equal parts.
+
+    The files of a process that saved are next to each other, so that as many processes that restore
+    have most of theirs, and read them once.
+    """
+    total = sum(entry["bytes"] for entry in listed.values()) or 1
+    names = []
+    before = 0
+    for name in sorted(listed, key=_place):
+        size = listed[name]["bytes"]
+        if min(parts - 1, parts * (2 * before + size) // (2 * total)) == part:
+            names.append(name)
+        before += size
+    return names
+
+
+def _place(name: str) -> tuple[int, str]:
+    match = re.match(OF_PROCESS.format(r"(\d{1,9})/"), name)
+    return (int(match[1]) if match else -1), name
+
+
+def _note(process: int) -> str:
+    # With a dot in front `_files` does not list it, and if it stays nobody reads it.
+    return f".{NAME}.of-{process}"
+
+
+def _known(folder: epath.Path, process: int) -> dict[str, dict[str, Any]]:
+    """Return the entries of a process's files that it measured, and that are as they were then."""
+    known = {}
+    # Without a note that can be read, as in another program's folder, all files are measured.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        text = (folder / _note(process)).read_text()
+        for name, entry in json.loads(text).items():
+            path = folder / name
+            is_same = path.stat().length == entry["bytes"] and _time(path) == entry.pop("time")
+            if is_same and _is_entry(name, entry):
+                known[name] = entry
+    return known
+
+
+def _time(path: epath.Path) -> int:
+    """Return the time of a file's last change, as exactly as its file system tells it."""
+    text = os.fspath(path)
+    return int(path.stat().mtime) if "://" in text else os.stat(text).st_mtime_ns
+
+
+def _measure_all(folder: epath.Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        entries = pool.map(_measure, [folder / name for name in names])
+        return dict(zip(names, entries, strict=True))
+
+
+def _put(folder: epath.Path, name: str, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    # A dot in front: a kill before the rename leaves a file that `_files` does not list.
+    temporary = folder / f".{name}.{os.getpid()}"
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        # an object store has neither descriptors nor torn files
+        with contextlib.suppress(AttributeError, OSError):
+            os.fsync(file.fileno())
+    temporary.rename(folder / name)
 
 
 def _is_entry(name: str, entry: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -50,9 +50,11 @@ from loaders.io.checks import FREE, first_line
 if TYPE_CHECKING:
     from jaxtrain.step.state import Abstract, TrainState
 
-# [s] that a save may take: all processes write, then one reads it all for the checksums
+# [s] that a save may take: each process writes its part, and reads it for the checksums
 TIMEOUT = 3600
 
+LATE = 30.0  # [s] after which a network file system has shown the files of another process
+MAX_DAMAGE = 2000  # letters of the damage that a process describes
 IN_FLIGHT = 16 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
 
 log = logging.getLogger("jaxtrain")
@@ -134,7 +136,9 @@ class Checkpointer:
         self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
-        self._barrier = joint_failure.SaveBarrier() if jax.process_count() > 1 else None
+        self._barrier: joint_failure.SaveBarrier | None = None
+        if jax.process_count() > 1:
+            self._barrier = joint_failure.SaveBarrier(self._measure)
         saves = ocp.options.AsyncOptions(
             timeout_secs=TIMEOUT,
             barrier_sync_fn=self._barrier,
@@ -229,7 +233,7 @@ class Checkpointer:
         for other in cluster.agree_on(sorted(newer, reverse=True)):
             path = self._path / str(other)
             damage = self._damage(path)
-            if not cluster.agree(bool(damage)):
+            if not damage:
                 return True
             log.warning("checkpoint %s is damaged and is skipped: %s", path, damage)
         self._set_aside(newer)
@@ -272,7 +276,7 @@ class Checkpointer:
                 steps.append(step)
         for step in cluster.agree_on(steps):
             path = self._path / str(step)
-            if not cluster.agree(bool(self._damage(path))):
+            if not self._damage(path):
                 return _read_state(path, orbax_steps.open_step(path), abstract), step
         return None
 
@@ -299,15 +303,23 @@ class Checkpointer:
             self._manager.close()
             self._remove_parts()
 
+    def _measure(self) -> None:
+        """Measure the files of a save that this process wrote, before process 0 seals it."""
+        checksums.measure(self._written(), jax.process_index())
+
     def _seal(self) -> None:
         """Write the checksums of a save, in process 0, once all have written, before the commit."""
+        checksums.write(self._written(), jax.process_count())
+
+    def _written(self) -> epath.Path:
+        """Return the folder that Orbax writes the save in flight into."""
         step = self._saving
         assert step
         parts = sorted(
             self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"),
             key=lambda part: part.stat().mtime,
         )
-        checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
+        return parts[-1] if parts else step  # an object store has no temporary folder
 
     def _settle(self) -> None:
         if not self._saving:
@@ -383,17 +395,40 @@ class Checkpointer:
         self._manager.reload()
 
     def _damage(self, path: epath.Path) -> str:
-        """Describe the damage that a step's checksums show to process 0, or return ""."""
-        if jax.process_index() != 0:
+        """Describe the damage that a step's checksums show to the processes, or return "".
+
+        Each reads its part of the files, and all return the same.
+        """
+        found = self._other_manifest(path)
+        if not any(cluster.gather(int(bool(found)))):
+            found = self._damage_of_part(path, jax.process_index(), jax.process_count())
+        if not any(cluster.gather(int(bool(found)))):
             return ""
+        # more than a line of each would not be read
+        texts = cluster.gather_texts(found[:MAX_DAMAGE])
+        return "; ".join(dict.fromkeys(text for text in texts if text))
+
+    def _other_manifest(self, path: epath.Path) -> str:
+        """Wait until this process sees the manifest that process 0 sees. Say so if it does not."""
+        if jax.process_count() == 1:
+            return ""
+        of_main = cluster.agree(checksums.number(path))
+        if _becomes_true(path.parent, lambda: checksums.number(path) == of_main):
+            return ""
+        return f"process {jax.process_index()} sees another {checksums.NAME} than process 0"
+
+    def _damage_of_part(self, path: epath.Path, part: int, parts: int) -> str:
         try:
-            orbax_steps.check_files(path)
-            return "; ".join(checksums.verify(path))
+            if part == 0:
+                orbax_steps.check_files(path)
+            return "; ".join(checksums.verify(path, part, parts))
         except checksums.NoManifest:
-            log.warning(
-                "checkpoint %s has no checksums, which no run leaves out: it is read unverified",
-                path,
-            )
+            if part == 0:
+                log.warning(
+                    "checkpoint %s has no checksums, which no run leaves out: it is read"
+                    " unverified",
+                    path,
+                )
             return ""
         except (OSError, ValueError) as error:
             return first_line(error)
@@ -405,7 +440,7 @@ class Checkpointer:
         for step in cluster.agree_on(steps):
             step_dir = path / str(step)
             damage = self._damage(step_dir)
-            if cluster.agree(bool(damage)):
+            if damage:
                 log.warning("checkpoint %s is damaged and is skipped: %s", step_dir, damage)
                 continue
             step_read, problem = self._read(step_dir, abstract)
@@ -597,11 +632,21 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
         ) from error
 
 
-def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
+def _becomes_true(folder: epath.Path, is_true: Callable[[], bool]) -> bool:
+    """Ask again for `LATE` seconds if a folder's content is not as expected yet."""
+    deadline = time.monotonic() + LATE
+    while not is_true():
+        if time.monotonic() >= deadline:
+            return False
+        list(folder.iterdir())  # makes some network file systems look again
+        time.sleep(0.2)
+    return True
+
+
+def _check_shared(folder: epath.Path) -> None:
     """Raise CheckpointError, naming the processes, unless all see the same folder.
 
-    Process 0 leaves a file there, which the others look for during ``seconds``: a network file
-    system may show it late.
+    Process 0 leaves a file there, which the others look for.
     """
     if jax.process_count() == 1:
         return
@@ -609,12 +654,7 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     if jax.process_index() == 0:
         (folder / token).write_text("")
     cluster.barrier("the shared file is written")
-    deadline = time.monotonic() + seconds
-    is_seen = (folder / token).exists()
-    while not is_seen and time.monotonic() < deadline:
-        list(folder.iterdir())  # makes some network file systems look again
-        time.sleep(0.2)
-        is_seen = (folder / token).exists()
+    is_seen = _becomes_true(folder, lambda: (folder / token).exists())
     blind = [process for process, sees in enumerate(cluster.gather(int(is_seen))) if not sees]
     if jax.process_index() == 0:
         (folder / token).unlink()

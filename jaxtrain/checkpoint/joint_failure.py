@@ -5,10 +5,13 @@ failed comes to neither, so the other processes would wait there until a watchdo
 regardless of config.checkpoint.on_error. Orbax makes the last calls of a save, which mark its end,
 in any case. There the failed process says why, and comes to the barriers that it has left out.
 Every process comes to each barrier once, and looks after each whether another process has failed.
+
+Before the first barrier each process measures the files that it wrote, which can fail as a write.
 """
 
 import sys
 import threading
+from collections.abc import Callable
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,7 +19,8 @@ import orbax.checkpoint as ocp
 from loaders.io.checks import first_line
 
 # parts of Orbax's names for them
-PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}
+WRITTEN, COMMITTED = "written", "committed"
+PHASES = {"async_write_complete": WRITTEN, "async_commit_complete": COMMITTED}
 
 
 class OtherFailedError(RuntimeError):
@@ -24,9 +28,13 @@ class OtherFailedError(RuntimeError):
 
 
 class SaveBarrier:
-    """Waits at Orbax's barriers of several processes, as its BarrierSyncFn."""
+    """Waits at Orbax's barriers of several processes, as its BarrierSyncFn.
 
-    def __init__(self) -> None:
+    ``measure``: is called once this process has written its part of a save.
+    """
+
+    def __init__(self, measure: Callable[[], None]) -> None:
+        self._measure = measure
         self._wait = ocp.multihost.get_barrier_sync_fn()
         self._client = ocp.multihost.get_jax_distributed_client()
         self._lock = threading.Lock()
@@ -45,6 +53,8 @@ class SaveBarrier:
         """Wait for all processes. Raises OtherFailedError if one failed in this phase."""
         for name, phase in PHASES.items():
             if name in key:
+                if phase == WRITTEN and phase in self._open_phases:
+                    self._measure()
                 self._end_phase(phase, timeout_ms)
                 self._raise_failure_of_others()
                 return

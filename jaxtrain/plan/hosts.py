@@ -1,8 +1,9 @@
 """The needs of a run's hosts: rows, open files, disk, memory, and the processes that join.
 
-A host has one process. Each needs its part of the rows, holds its part of the state, and writes and
-reads its part of a checkpoint. Process 0 also has a connection to each other process, and reads
-each checkpoint once more for its checksums. Rates are those of this machine, measured for a moment.
+A host has one process. Each needs its part of the rows, holds its part of the state, writes its
+part of a checkpoint and reads that once for the checksums, and reads its part in a restore. Process
+0 also has a connection to each other process. Rates are those of this machine, measured for a
+moment.
 """
 
 import contextlib
@@ -169,14 +170,13 @@ def _check_saves(
     except OSError as error:
         yield "saves", f"{folder} cannot be written: {error.strerror or error}", False
         return
-    # Then process 0 reads all of it for the checksums.
-    checksums = of_host.checkpoint / rates.reading
+    # Each host reads as many bytes as it writes for the checksums, and as many to verify a step.
+    checksums = of_host.written / rates.reading
     saving = of_host.written / rates.writing + checksums
     where = "a host" if of_host.processes > 1 else "this run"
     text = (
         f"{where} writes {in_bytes(of_host.written)} at {in_bytes(rates.writing)}/s, measured here,"
-        f" and process 0 reads {in_bytes(of_host.checkpoint)} for the checksums at"
-        f" {in_bytes(rates.reading)}/s: {duration(saving)}"
+        f" and reads it for the checksums at {in_bytes(rates.reading)}/s: {duration(saving)}"
     )
     good = saving <= checkpointer.TIMEOUT
     if not good:
@@ -195,7 +195,7 @@ def _check_saves(
     together = of_host.processes * of_host.held
     restoring = of_host.held / rates.reading + checksums
     text = (
-        f"process 0 verifies {in_bytes(of_host.checkpoint)}, then each host reads its part,"
+        f"{where} verifies {in_bytes(of_host.written)}, then reads its part of the state,"
         f" {in_bytes(of_host.held)}: {duration(restoring)}"
     )
     if together > 2 * of_host.checkpoint:

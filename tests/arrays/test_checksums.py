@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,3 +160,95 @@ def test_memory_is_bounded_by_pieces_not_by_files(tmp_path):
     checksums.write(tmp_path / "3")
     assert checksums.verify(tmp_path / "3") == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # [KiB]
+
+
+def test_a_process_measures_its_files_and_the_manifest_has_the_same_hashes(
+    step, written, monkeypatch
+):
+    """Files of two processes: each reads its own, and process 0 reads neither again."""
+    own, other = (step / checksums.OF_PROCESS.format(process) for process in (0, 1))
+    shutil.copytree(own, other)
+    whole = manifest_again(step)
+    (step / checksums.NAME).unlink()
+    read = record_reads(monkeypatch)
+    for process, folder in enumerate((own, other)):
+        read.clear()
+        checksums.measure(step, process)
+        assert read == {p for p in folder.rglob("*") if p.is_file()} and len(read) >= 2
+    read.clear()
+    checksums.write(step, processes=2)
+    assert read and not any(own in path.parents or other in path.parents for path in read)
+    assert (step / checksums.NAME).read_bytes() == whole and checksums.verify(step) == []
+    assert not [p.name for p in step.iterdir() if p.name.startswith(".")]
+
+
+def test_a_file_that_changes_after_its_process_measured_it_is_measured_again(step, written):
+    (step / checksums.NAME).unlink()
+    for _ in range(2):  # the first time in an attempt that was killed
+        checksums.measure(step, 0)
+    folder = step / checksums.OF_PROCESS.format(0)
+    first, *_ = sorted(p for p in folder.rglob("*") if p.is_file())
+    first.write_bytes(bytes(255 - byte for byte in first.read_bytes()))  # as many bytes
+    checksums.write(step, processes=1)
+    assert checksums.verify(step) == []
+    first.write_bytes(written[str(first.relative_to(step))])
+    assert [p.split(":")[0] for p in checksums.verify(step)] == [str(first.relative_to(step))]
+
+
+@pytest.mark.parametrize("note", [b"", b"[1]", b'{"state/x": 3}', b"\xff"])
+def test_hashes_of_a_process_that_cannot_be_read_are_measured_again(step, written, note):
+    (step / checksums.NAME).unlink()
+    (step / f".{checksums.NAME}.of-0").write_bytes(note)
+    checksums.write(step, processes=3)  # processes 1 and 2 wrote nothing
+    assert (step / checksums.NAME).read_bytes() == written[checksums.NAME]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 50])
+def test_each_file_is_verified_by_one_of_several_processes(step, written, parts, monkeypatch):
+    for name in written:
+        if name != checksums.NAME:
+            (step / name).write_bytes(b"")
+    problems = [checksums.verify(step, part, parts) for part in range(parts)]
+    every = [problem for of_part in problems for problem in of_part]
+    assert sorted(every) == sorted(checksums.verify(step)) and len(every) >= 8
+    assert sum(map(bool, problems)) > 1, "not one process alone"
+
+
+def test_the_parts_of_a_step_have_about_as_many_bytes(tmp_path, monkeypatch):
+    """Eleven processes saved; as many that restore have their own files, and five a fifth each."""
+    for process in range(11):
+        for name in "abcd":
+            path = tmp_path / checksums.OF_PROCESS.format(process) / "d" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(1000))
+    (tmp_path / "meta").write_bytes(bytes(100))
+    checksums.write(tmp_path)
+    read = record_reads(monkeypatch)
+    for process in range(11):
+        read.clear()
+        checksums.verify(tmp_path, process, 11)
+        folder = tmp_path / checksums.OF_PROCESS.format(process) / "d"
+        assert {path for path in read if path.name != "meta"} == {folder / n for n in "abcd"}
+    for process in range(5):
+        read.clear()
+        checksums.verify(tmp_path, process, 5)
+        assert 8 <= len(read) <= 10
+
+
+def manifest_again(step):
+    (step / checksums.NAME).unlink()
+    checksums.write(step)
+    return (step / checksums.NAME).read_bytes()
+
+
+def record_reads(monkeypatch):
+    """Return a set of the files that are read for their hashes."""
+    read = set()
+    real = checksums._measure
+
+    def measured(path):
+        read.add(pathlib.Path(path))
+        return real(path)
+
+    monkeypatch.setattr(checksums, "_measure", measured)
+    return read

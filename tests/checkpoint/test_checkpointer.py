@@ -245,13 +245,13 @@ def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
     exist, and the one before it stays."""
     ours, state, written = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0), []
 
-    def write(folder, real=checksums.write):
+    def write(folder, processes, real=checksums.write):
         written.append(
             (folder.name, [path.name for path in folder.parent.iterdir() if path.name.isdecimal()])
         )
         if len(written) == 2:
             raise OSError(errno.ENOSPC, "no space")
-        real(folder)
+        real(folder, processes)
 
     monkeypatch.setattr(checksums, "write", write)
     for step in (2, 4, 6):

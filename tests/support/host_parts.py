@@ -1,4 +1,4 @@
-"""Start, save and restore a run's state in one of several processes, and print the memory of each.
+"""Start, save and restore a run's state in one of several processes; print its memory and reads.
 
     python -m tests.support.host_parts CONFIG OVERRIDES
 
@@ -6,8 +6,8 @@ CONFIG is a config's file, and OVERRIDES are JSON: [["model.embed", "64"], …].
 process is in JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS.
 
 The last line is JSON: bytes of the state on all devices ("whole") and on those of this process
-("held"), and by phase the growth of this process's peak memory. A restore comes on top of nothing:
-the state that was saved has been dropped.
+("held"), by phase the growth of this process's peak memory, and the bytes that it read in a save
+and in a restore. A restore comes on top of nothing: the state that was saved has been dropped.
 """
 
 import gc
@@ -49,6 +49,14 @@ class Peak:
         return memory("VmHWM") - self._before
 
 
+def bytes_read() -> int:
+    """Return the bytes that this process has read from files, from a disk or its cache."""
+    for line in pathlib.Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise ValueError("rchar")
+
+
 def main(source: str, overrides: str) -> None:
     membership = cluster.find()
     config, _ = config_lib.read(source, [tuple(pair) for pair in json.loads(overrides)])
@@ -63,17 +71,19 @@ def main(source: str, overrides: str) -> None:
     jax.block_until_ready(start.state)
     found["start"] = peak.growth()
     saves = Checkpointer(config, assembly.task)
-    peak = Peak()
+    peak, before = Peak(), bytes_read()
     saves.save(1, start.state, {"position": 1}, History())
     saves.close()
     found["save"] = peak.growth()
+    found["read in a save"] = bytes_read() - before
     del start
     saves = Checkpointer(config, assembly.task)
-    peak = Peak()
+    peak, before = Peak(), bytes_read()
     restored = saves.restore(assembly.abstract, {"position": 1})
     assert restored and restored.step == 1
     jax.block_until_ready(restored.state)
     found["restore"] = peak.growth()
+    found["read in a restore"] = bytes_read() - before
     saves.close()
     links.close()
     print(json.dumps({"whole": of_host.checkpoint, "held": of_host.held, **found}))
