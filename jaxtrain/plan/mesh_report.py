@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator
 
 from jaxtrain import config as config_lib
-from jaxtrain.plan import candidates, estimate, mesh_search, worker
+from jaxtrain.plan import candidates, estimate, mesh_search, remedies, worker
 from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.candidates import Choice
 from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
 from jaxtrain.plan.mesh_search import Result, Search, Settled
-from jaxtrain.plan.remedies import size
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
@@ -190,8 +189,23 @@ def too_small(config: config_lib.Config, target: Target, result: Result) -> str:
         return f"{text}; more devices, or devices with more memory, would do"
     larger = smallest(config, target)
     if not larger:
-        return f"{text}, and no target of more {target.chip.name} has room for it"
+        rows = f"a step of train.batch={config.train.batch}"
+        return f"{text}, and no target of more {target.chip.name} has a mesh with room for {rows}"
     return f"{text}. The smallest target that may do, by its lower bound: {larger}"
+
+
+def remedy(config: config_lib.Config, target: Target, beyond: float | None = None) -> str:
+    """Write the changes by which a step fits (`remedies.ways`), else the smallest target for it."""
+    text = remedies.ways(config, target, beyond)
+    if text != remedies.NO_CHANGE or target.here or target.chip is None:
+        return text
+    larger = smallest(config, target)
+    if not larger:
+        return text
+    return (
+        f"{text} on {target.name}. The smallest target that may do, by its lower bound: {larger},"
+        f" with a mesh of jaxtrain plan … {larger} --search"
+    )
 
 
 def smallest(config: config_lib.Config, target: Target) -> str:
@@ -216,7 +230,7 @@ def _has_room(config: config_lib.Config, target: Target) -> bool:
     except (ValueError, TypeError):
         return False
     smallest_step = candidates.same_numbers(config, rows, OPTIONS[1:])[-1]
-    return size(smallest_step.apply(config), target, 0.0) <= target.memory
+    return remedies.size(smallest_step.apply(config), target, 0.0) <= target.memory
 
 
 def _larger(target: Target) -> Iterator[str]:

@@ -111,11 +111,14 @@ def size(config: config_lib.Config, target: Target, beyond: float) -> float:
         return math.nan
 
 
+NO_CHANGE = "No single change would make it fit"
+
+
 def ways(config: config_lib.Config, target: Target, beyond: float | None = None) -> str:
     """Write `remedies` as a sentence without its full stop."""
     changes = remedies(config, target, beyond)
     if not changes:
-        return "No single change would make it fit"
+        return NO_CHANGE
     return f"One of these may do: {'; '.join(changes)}"
 
 

@@ -8,7 +8,6 @@ libtpu compiles for all of them, and for more: it refuses only sides that its ho
 (tests/plan/test_slices.py), so that it also has 32 × 32 chips of v5e.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -40,7 +39,7 @@ def _cubes(count: int) -> Iterator[Sides]:
                 yield CUBE * a, CUBE * b, CUBE * c
 
 
-def of_count(chip: str, n_chips: int) -> Sides | None:
+def of_count(chip: str, n_chips: float) -> Sides | None:
     """Return the slice of so many chips with the most even sides, None if there is none."""
     return next((each for each in existing(chip) if math.prod(each) == n_chips), None)
 
@@ -52,15 +51,17 @@ def host_bounds(sides: Sides) -> Sides | None:
     return (*sides, 1)[:3]
 
 
-def nearest(chip: str, n_chips: int) -> list[Sides]:
+def nearest(chip: str, n_chips: float) -> list[Sides]:
     """Return the slice of so many chips, or else the next smaller one and the next larger one."""
     slices = existing(chip)
     same = [each for each in slices if math.prod(each) == n_chips]
     if same:
         return same[:1]
-    below = [each for each in slices if math.prod(each) < n_chips]
-    above = itertools.islice((each for each in slices if math.prod(each) > n_chips), 1)
-    return [*below[-1:], *above]
+    counts = sorted({math.prod(each) for each in slices})
+    below = [count for count in counts if count < n_chips][-1:]
+    above = [count for count in counts if count > n_chips][:1]
+    # of as many chips the first one has the most even sides
+    return [next(each for each in slices if math.prod(each) == n) for n in (*below, *above)]
 
 
 def name(chip: str, sides: Sides) -> str:

@@ -24,7 +24,7 @@ from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import held, in_bytes, least, offloaded
-from jaxtrain.plan.remedies import ways
+from jaxtrain.plan.mesh_report import remedy
 from jaxtrain.plan.target import Target, abstractly, parse_target
 from jaxtrain.types import Spec
 
@@ -158,7 +158,7 @@ def _step_lines(
     excess = needs.certain - target.memory
     if excess > 0:
         certain = f"state and gradients alone are {in_bytes(excess)} more than a device has"
-        problems.append(f"it does not fit: {certain}. {ways(config, target)}")
+        problems.append(f"it does not fit: {certain}. {remedy(config, target)}")
         return
     missing = "" if target.here else _missing(assembly, target)
     if missing:
@@ -168,7 +168,7 @@ def _step_lines(
         excess = needs.peak - target.memory
         if excess > 0:
             too_much = f"at least {in_bytes(excess)} too much"
-            problems.append(f"it does not fit: {too_much}. {ways(config, target)}")
+            problems.append(f"it does not fit: {too_much}. {remedy(config, target)}")
         return
     every = config.metrics.every
     programs = {True: f", with norms, every {every}th step"}  # by whether they have norms
@@ -275,7 +275,7 @@ def _answer_lines(
     step = answer.compiled
     if step is None:
         if answer.too_large:
-            problems.append(f"it does not fit: {answer.error}. {ways(config, target)}")
+            problems.append(f"it does not fit: {answer.error}. {remedy(config, target)}")
         else:
             problems.append(f"it does not compile: {answer.error}")
         yield f"not {title}: {answer.error}"
@@ -283,8 +283,8 @@ def _answer_lines(
     peak = step.peak + needs.second
     excess = peak - target.memory
     if excess > 0:
-        remedy = ways(config, target, peak - needs.peak)
-        problems.append(f"it does not fit: {in_bytes(excess)} too much. {remedy}")
+        changes = remedy(config, target, peak - needs.peak)
+        problems.append(f"it does not fit: {in_bytes(excess)} too much. {changes}")
     source = " by an earlier plan, whose figures were kept" if step.again else ""
     yield f"{title}, in {step.seconds:.0f} s{source}"
     yield _row("arguments", step.arguments)

@@ -170,6 +170,8 @@ def _parse_tpus(text: str, devices: str) -> Target | None:
     """Parse VERSION:AxB, VERSION:AxBxC or Google Cloud's TYPE-NUMBER, each also with *SLICES."""
     devices = _topology_of_type(devices)
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", devices)
+    if not match:
+        _refuse_number(text, devices)
     if not match or match[1] not in _names("TPU"):
         return None
     slices = int(match[3] or 1)
@@ -182,6 +184,23 @@ def _parse_tpus(text: str, devices: str) -> Target | None:
     return Target(text, chip, n_chips * chip.devices, False, topology, slices)
 
 
+def _refuse_number(text: str, devices: str) -> None:
+    """Raise PlanError for a number of chips without sides, and for a type that does not exist."""
+    match = re.fullmatch(r"(\w+)([:-])(\d+)(?:\*\d+)?", devices)
+    if not match or not int(match[3]):
+        return
+    name, n_chips = match[1], float(match[3])
+    if match[2] == "-" and name in TPU_TYPES:
+        of_type = TPU_TYPES[name]
+        name, n_chips = of_type.chip, n_chips / of_type.per_chip
+    elif match[2] == "-" or name not in _names("TPU"):
+        return
+    if sides := slices_lib.of_count(name, n_chips):
+        example = slices_lib.name(name, sides)
+        raise PlanError(f"--plan={text}: a slice is named by its sides, as {example}")
+    raise no_slice(f"--plan={text}", name, f"{n_chips:g}", n_chips)
+
+
 def _require_slice(text: str, chip: str, sides: tuple[int, ...]) -> None:
     """Raise PlanError for a slice that does not exist, with the nearest that do."""
     if sides in slices_lib.existing(chip):
@@ -189,15 +208,19 @@ def _require_slice(text: str, chip: str, sides: tuple[int, ...]) -> None:
     raise no_slice(f"--plan={text}", chip, " × ".join(map(str, sides)), math.prod(sides))
 
 
-def no_slice(option: str, chip: str, size: str, n_chips: int) -> PlanError:
+def no_slice(option: str, chip: str, size: str, n_chips: float) -> PlanError:
     """Make the error for a slice of ``size``, in words, that does not exist."""
     nearest = [
-        f"{slices_lib.name(chip, each)} ({math.prod(each)} chips)"
+        f"{slices_lib.name(chip, each)} ({_chips(math.prod(each))})"
         for each in slices_lib.nearest(chip, n_chips)
     ]
     return PlanError(
         f"{option}: there is no slice of {size} {chip} chips; the nearest: {' and '.join(nearest)}"
     )
+
+
+def _chips(count: int) -> str:
+    return "1 chip" if count == 1 else f"{count} chips"
 
 
 def _topology_of_type(devices: str) -> str:

@@ -113,6 +113,22 @@ def test_a_target_without_room_names_the_smallest_that_may_do(language, monkeypa
     assert "The smallest target that may do, by its lower bound: gpu:h100x8*2" in text
 
 
+def test_a_plan_without_a_single_change_that_would_do_names_the_smallest_target(
+    language, monkeypatch
+):
+    config = language(("mesh.data", "1"), ("mesh.fsdp", "-1"))
+    split = plan.abstractly(config, plan.parse_target(GPUS))
+    monkeypatch.setattr(plan.Target, "memory", 0.75 * plan.memory.least(split, tiled=False))
+    monkeypatch.setattr(plan.remedies, "_changes", lambda *of: ())
+    monkeypatch.setattr(plan.hosts, "READING", 0.05)
+    text, fits = plan.report(config, GPUS)
+    assert not fits
+    assert "No single change would make it fit on gpu:h100x8. The smallest target that may" in text
+    assert (
+        "do, by its lower bound: gpu:h100x8*2, with a mesh of jaxtrain plan … gpu:h100x8*2" in text
+    )
+
+
 def test_a_search_without_a_compiler_says_so(language):
     text, fits, _ = plan.report_search(language(), GPUS)
     assert fits and "jaxtrain plan --setup gpu fetches the compiler" in text

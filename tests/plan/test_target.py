@@ -21,8 +21,6 @@ def test_a_target_that_is_unknown_names_those_that_are():
         "gpu:h100x0",
         "tpu:v4:0x2",
         "tpu:v4:2x2*0",
-        "tpu:v4-33",
-        "tpu:v4-24",
         "tpu:v6e-0",
         "tpu:v9-8",
     ):
@@ -65,6 +63,11 @@ def test_a_slice_has_the_name_that_google_cloud_gives_it(text, topology, count):
         ("tpu:v5e:3x3", "tpu:v5e:2x4 (8 chips) and tpu:v5e:4x4 (16 chips)"),
         ("tpu:v5e:32x32", "tpu:v5e:16x16 (256 chips)"),
         ("tpu:v5e:2x2x2", "tpu:v5e:2x4 (8 chips)"),
+        ("tpu:v4-24", "tpu:v4:2x2x2 (8 chips) and tpu:v4:2x2x4 (16 chips)"),
+        ("tpu:v4-33", "tpu:v4:2x2x4 (16 chips) and tpu:v4:2x4x4 (32 chips)"),
+        ("tpu:v5e-3*2", "tpu:v5e:1x1 (1 chip) and tpu:v5e:2x2 (4 chips)"),
+        ("tpu:v5p:6", "tpu:v5p:2x2x1 (4 chips) and tpu:v5p:2x2x2 (8 chips)"),
+        ("tpu:v5p-99999", "tpu:v5p:16x16x24 (6144 chips)"),  # the most even sides of so many
     ],
 )
 def test_a_slice_that_does_not_exist_names_the_nearest(text, nearest):
@@ -73,6 +76,15 @@ def test_a_slice_that_does_not_exist_names_the_nearest(text, nearest):
     assert str(error.value).startswith(f"--plan={text}: there is no slice of ")
     assert str(error.value).endswith(f"the nearest: {nearest}")
     assert plan.parse_target("tpu:v4:12x16x16").count == 3072
+
+
+@pytest.mark.parametrize(
+    ("text", "example"), [("tpu:v5p:8", "tpu:v5p:2x2x2"), ("tpu:v5p-384", "tpu:v5p:4x4x12")]
+)
+def test_a_number_of_chips_without_sides_is_answered_with_a_slice_of_so_many(text, example):
+    with pytest.raises(plan.PlanError) as error:
+        plan.parse_target(text)
+    assert str(error.value) == f"--plan={text}: a slice is named by its sides, as {example}"
 
 
 def test_targets_know_their_devices():
