@@ -141,6 +141,44 @@ def test_a_refusal_for_a_tpu_names_the_version_of_libtpu(monkeypatch, caplog):
     assert f"compiled without xla_tpu_enable_latency_hiding_scheduler, which {by}" in caplog.text
 
 
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize("target", ["tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2"])
+def test_libtpu_takes_the_options_that_it_is_said_to_take(target):
+    device = plan.compile.tpu_devices(plan.parse_target(target))[0]
+    taken = xla_options.OF_LIBTPU
+    of_table = {o.name: o.value for o in xla_options.TABLE if "TPU v5 lite".startswith(o.kinds)}
+    assert taken.items() >= of_table.items()
+    options = xla_options.options(taken, device.device_kind, count=4, device=device)
+    assert options.items() >= taken.items()
+
+
+def test_a_refusal_for_a_tpu_names_the_versions_of_libtpu_that_take_the_option(monkeypatch, caplog):
+    """An older libtpu does not know it, or the value is of another type."""
+    monkeypatch.setattr(
+        xla_options, "_refusals", lambda options, device: dict.fromkeys(options, "No such option")
+    )
+    vmem, cpu = "xla_tpu_scoped_vmem_limit_kib", jax.devices()[0]
+    take = f"; libtpu {xla_options.LIBTPU} take"
+    with pytest.raises(
+        config.ConfigError, match=f"{vmem} is 7, .* refuses it: No such option{take} {vmem}=50000; "
+    ):
+        xla_options.options({vmem: 7}, "TPU v5 lite", count=1, device=cpu)
+    with pytest.raises(config.ConfigError, match="refuses it: No such option; correct it"):
+        xla_options.options({"xla_tpu_fast": 7}, "TPU v5 lite", count=1, device=cpu)
+    with caplog.at_level("WARNING", "jaxtrain"):
+        assert not xla_options.options({}, "TPU v6 lite", count=4, device=cpu)
+    name = "xla_tpu_enable_latency_hiding_scheduler"
+    assert f"refuses: No such option{take} {name}=True" in caplog.text
+
+
+@pytest.mark.usefixtures("libtpu")
+def test_a_value_that_libtpu_refuses_is_named_with_one_that_it_takes():
+    device = plan.compile.tpu_devices(plan.parse_target("tpu:v5e:2x2"))[0]
+    own = {"xla_tpu_scoped_vmem_limit_kib": "much"}
+    with pytest.raises(config.ConfigError, match=r"kib is 'much', .* take .*kib=50000; correct it"):
+        xla_options.options(own, device.device_kind, count=4, device=device)
+
+
 def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
     small_runs.rows(tmp_path)
     overrides = [("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]

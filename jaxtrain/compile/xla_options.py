@@ -36,6 +36,32 @@ class Option(NamedTuple):
     for_kept_products: bool = False
 
 
+# The releases of libtpu, the first and the last of those tried, whose compilers for v5e, v5p and
+# v6e take each of `OF_LIBTPU`. No older one works with this jaxlib.
+LIBTPU = "0.0.35 to 0.0.52"
+# Options for TPUs that a config may want -> a value that these releases take.
+# `python -m tests.proofs.options` tells what each changes in a program.
+OF_LIBTPU: dict[str, bool | int] = {
+    "xla_tpu_enable_latency_hiding_scheduler": True,
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": False,
+    "xla_tpu_scoped_vmem_limit_kib": 50000,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+    "xla_tpu_assign_all_reduce_scatter_layout": True,
+    "xla_tpu_use_bundle_aware_cost_model_for_fusions": False,
+    "xla_latency_hiding_scheduler_rerun": 2,
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000,
+}
 TABLE = (
     # Products of one array with several matrices stay several. Merged into one, the matrices are
     # first written side by side, in every layer of every microbatch: with adapters next to the
@@ -143,14 +169,16 @@ def options(
     for name, reason in refusals.items():
         if name in ours:
             problem = (
-                f"is {own[name]!r}, and {_compiler_of(kind)} refuses it: {reason}; correct it,"
-                " or omit it"
+                f"is {own[name]!r}, and {_compiler_of(kind)} refuses it: {reason}"
+                f"{_taken(name, kind)}; correct it, or omit it"
             )
             problems.append((f"compiler.{name}", problem))
     if problems:
         raise ConfigError(problems)
     for name, reason in refusals.items():
-        log.warning("compiled without %s, which %s refuses: %s", name, _compiler_of(kind), reason)
+        compiler = _compiler_of(kind)
+        taken = _taken(name, kind)
+        log.warning("compiled without %s, which %s refuses: %s%s", name, compiler, reason, taken)
     return {name: value for name, value in all_options.items() if name not in refusals}
 
 
@@ -160,6 +188,13 @@ def _compiler_of(kind: str) -> str:
     if kind.startswith("TPU") and machine.has_package("libtpu"):
         name += f", libtpu {importlib.metadata.version('libtpu')},"
     return name
+
+
+def _taken(name: str, kind: str) -> str:
+    """Say which releases of libtpu take an option, "" if that is unknown."""
+    if not kind.startswith("TPU") or name not in OF_LIBTPU:
+        return ""
+    return f"; libtpu {LIBTPU} take {name}={OF_LIBTPU[name]}"
 
 
 def compile(
