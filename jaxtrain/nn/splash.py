@@ -17,6 +17,9 @@ from jaxtrain.types import Array
 
 LANES = 128  # of a TPU's vector registers, which splash fills
 BLOCK = 512  # [queries or keys] of a tile, if it divides the sequence
+MOST_BLOCKS = 512  # of a row, so that its lists fit into a chip's scalar memory
+LISTS = 3 << 18  # [bytes] of a call's lists in scalar memory, which has 1 MiB
+BYTES = 3  # of a step of the lists: the block that it reads, and whether it is computed
 PADDING = 0  # the document of the places that fill a row, which are its last
 
 
@@ -26,7 +29,17 @@ def splash_fits(shape: tuple[int, ...]) -> bool:
 
 
 def block_size(t: int) -> int:
-    return next(size for size in (BLOCK, 256, LANES) if t % size == 0)
+    size = next(size for size in (BLOCK, 256, LANES) if t % size == 0)
+    while t // size > MOST_BLOCKS and t % (2 * size) == 0:
+        size *= 2
+    return size
+
+
+def rows_of_a_call(t: int) -> int:
+    """Return how many rows of documents a call of the kernel takes."""
+    n = t // block_size(t)
+    lanes = -(-n // LANES) * LANES
+    return max(1, LISTS // (n * lanes * BYTES))
 
 
 def document_blocks(segments_bt: Array, *, causal: bool, window: int) -> Array:
@@ -84,7 +97,13 @@ def splash(
     if segments_bt is not None:
         if blocks is None:
             blocks = document_blocks(segments_bt, causal=causal, window=window)
-        return _of_documents(kernel, scaled_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
+        arrays = (scaled_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
+        rows = rows_of_a_call(t)
+        parts = [
+            _of_documents(kernel, *(x[first : first + rows] for x in arrays))
+            for first in range(0, b, rows)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     q_bgrtk = scaled_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
     k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))
     y_bgrtk: Array = jax.vmap(jax.vmap(kernel))(q_bgrtk, k_bgsk, v_bgsk)
@@ -164,9 +183,10 @@ def _of_documents(
 
 
 def _lists(first_bn: Array, last_bn: Array) -> tuple[Array, Array]:
-    """Return the block that each step reads, and whether it is computed, both int32 [B N, N].
+    """Return the block that each step reads, int16 or int32, and whether it is computed, int8.
 
-    Steps after the last one read its block again, which moves nothing.
+    Both are [B N, N], in the chip's scalar memory. Steps after the last one read its block again,
+    which moves nothing.
     """
     n = first_bn.shape[1]
     first_of_row = n * jnp.arange(len(first_bn), dtype=jnp.int32)[:, None, None]
@@ -174,4 +194,6 @@ def _lists(first_bn: Array, last_bn: Array) -> tuple[Array, Array]:
     block_bnm = first_bn[:, :, None] + steps
     is_active = block_bnm <= last_bn[:, :, None]
     data_next = first_of_row + jnp.minimum(block_bnm, last_bn[:, :, None])
-    return data_next.reshape(-1, n), is_active.astype(jnp.int32).reshape(-1, n)
+    is_short = data_next.size // n <= jnp.iinfo(jnp.int16).max
+    data_next = data_next.astype(jnp.int16 if is_short else jnp.int32)
+    return data_next.reshape(-1, n), is_active.astype(jnp.int8).reshape(-1, n)

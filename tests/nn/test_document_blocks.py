@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from jaxtrain import plan
 from jaxtrain.nn import attention, splash
 from jaxtrain.nn.splash import LANES
 
@@ -64,6 +66,74 @@ def test_steps_that_compute_are_counted_against_documents(lengths, computed):
     # steps that compute nothing read the block that is there
     moves = (np.diff(data_next, axis=1) != 0).sum() + len(data_next)
     assert int(moves) == computed
+
+
+def attend_both_ways(segments, seed=0):
+    """Return results and gradients of the kernel on the interpreter, and of the formula."""
+    b, t = segments.shape
+    rng = np.random.default_rng(seed)
+    shapes = ((b, t, 2, 64), (b, t, 1, 64), (b, t, 1, 64), (b, t, 2, 64))
+    q, k, v, dy = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    seen = attention.same_segment(segments, segments) & jnp.tri(t, dtype=bool)[None]
+
+    def attend(q, k, v):
+        how = dict(causal=True, window=0, segments_bt=segments)
+        return splash.splash(q, k, v, **how, interpret=True)
+
+    def both(attend):
+        y, pull = jax.vjp(attend, q, k, v)
+        return y, *pull(dy)
+
+    exact = both(lambda *qkv: attention.masked(*qkv, seen))
+    return jax.jit(both, static_argnums=0)(attend), exact
+
+
+def test_rows_may_have_more_documents_than_blocks_and_any_numbers():
+    """A document for each token, for each pair of them, and numbers up to the largest int32."""
+    largest = np.iinfo(np.int32).max
+    tokens = np.arange(384)
+    high = np.where(tokens < 200, largest - 1, np.where(tokens < 300, largest, 0))
+    segments = jnp.asarray([1 + tokens, 1 + tokens // 2, high], jnp.int32)
+    for ours, exact in zip(*attend_both_ways(segments), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-5)
+
+
+def test_rows_whose_lists_exceed_the_scalar_memory_take_several_calls(monkeypatch):
+    monkeypatch.setattr(splash, "LISTS", 2 * 3 * LANES * splash.BYTES)
+    assert splash.rows_of_a_call(384) == 2
+    segments = jnp.asarray([ROWS["aligned"], ROWS["across blocks"], ROWS["one"]], jnp.int32)
+    for ours, exact in zip(*attend_both_ways(segments), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-5)
+
+
+def test_longer_rows_have_larger_blocks_so_that_their_lists_fit(monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 512)
+    sizes = {t: splash.block_size(t) for t in (1 << 11, 1 << 18, 1 << 19, 1 << 20)}
+    assert sizes == {1 << 11: 512, 1 << 18: 512, 1 << 19: 1024, 1 << 20: 2048}
+    for t in sizes:
+        n = t // splash.block_size(t)
+        assert splash.rows_of_a_call(t) * n * max(n, LANES) * splash.BYTES <= 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize(("rows", "tokens"), [(256, 2048), (4096, 512), (64, 8192)])
+def test_lists_of_many_rows_fit_into_the_scalar_memory(rows, tokens, monkeypatch):
+    """Before, libtpu refused 256 rows of 2,048 tokens, by 1.1 kB."""
+    monkeypatch.setattr(splash, "BLOCK", 512)
+    device = plan.compile.tpu_devices(plan.parse_target("tpu:v5e:2x2"))[0]
+    on = SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((rows, tokens, 1, 128), jnp.bfloat16, sharding=on)
+    segments = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=on)
+
+    def step(q, k, v, dy, segments):
+        how = dict(causal=True, window=0, segments_bt=segments)
+        y, pull = jax.vjp(lambda *qkv: splash.splash(*qkv, **how), q, k, v)
+        return y, *pull(dy)
+
+    text = jax.jit(step).lower(x, x, x, x, segments).compile().as_text()
+    calls = text.count('custom_call_target="tpu_custom_call"')
+    assert calls == 3 * -(-rows // splash.rows_of_a_call(tokens))
 
 
 def test_a_document_reads_no_block_of_another_one():
