@@ -88,3 +88,19 @@ def test_it_is_for_16_bits_and_whole_widths_on_tpus():
     assert not fits(dtype="float32") and not fits(n=64)
     assert not fits(parts=2), "the model axis splits the inner width"
     assert not fits(t=916, n=2560), "a maze of 30 × 30 takes more than the chip's own memory"
+
+
+def test_a_slice_without_a_kernel_for_the_mixer_is_reported_once(caplog):
+    tpu_mixer.log_no_kernel.cache_clear()
+    mesh = layout.abstract_mesh(1, 1, 1, count=1, what="a test")
+    shard = make_layout(mesh, {}, devices=layout.Devices("tpu")).shard
+    shapes = ((97, 2, 64), (64, 97), (8, 97, 512))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with caplog.at_level("INFO", "jaxtrain"):
+        for _ in range(2):
+            jax.eval_shape(lambda *a: model.mix(*a, shard, kernel="auto"), *arrays)
+        jax.eval_shape(lambda *a: model.mix(*a, shard, kernel="xla"), *arrays)
+    assert caplog.messages == [
+        "no kernel for TPUs mixes 97 tokens of 512 bfloat16 values with an inner width of 64 on"
+        " this mesh: XLA's own products are used, which write gate and values"
+    ]

@@ -469,8 +469,10 @@ def mix(
     """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
     platform, _ = shard.devices
-    if platform == "tpu" and kernel == "auto" and tpu_mixer.fits(x_btd, w_up_tcn, shard):
-        return tpu_mixer.mix(w_up_tcn, w_down_nt, x_btd, shard, eps=EPS)
+    if platform == "tpu" and kernel == "auto":
+        if tpu_mixer.fits(x_btd, w_up_tcn, shard):
+            return tpu_mixer.mix(w_up_tcn, w_down_nt, x_btd, shard, eps=EPS)
+        tpu_mixer.log_no_kernel(*x_btd.shape[1:], w_up_tcn.shape[2], x_btd.dtype.name)
     # tokens last, or each product is written out once more, transposed
     if platform != "tpu":
         x_bdt = x_btd.swapaxes(1, 2)

@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, D embed, N inner width, 2 gate and up, P devices that
 """
 
 import functools
+import logging
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 
+log = logging.getLogger("jaxtrain")
 LANES = 128  # of a TPU's vector registers
 ROWS = 8  # most of a step of the grid
 BLOCKS = 6 << 20  # [bytes] of the blocks of two steps, of which one is moved while one is computed
@@ -44,6 +46,19 @@ def fits(x_btd: Array, w_up_tcn: Array, shard: Shard) -> bool:
     n_bytes = 4 * WIDE * n * d + (4 * SUMS + 2 * COPIES) * n * -(-t // LANES) * LANES
     is_for_tpus = shard.devices[0] == "tpu" and x_btd.dtype == jnp.bfloat16
     return is_for_tpus and is_whole and fills_lanes and n_bytes + BLOCKS <= VMEM
+
+
+@functools.cache
+def log_no_kernel(tokens: int, embed: int, inner: int, dtype: str) -> None:
+    """Log once for each form that XLA mixes the tokens of a TPU's program."""
+    log.info(
+        "no kernel for TPUs mixes %d tokens of %d %s values with an inner width of %d on this mesh:"
+        " XLA's own products are used, which write gate and values",
+        tokens,
+        embed,
+        dtype,
+        inner,
+    )
 
 
 def mix(
