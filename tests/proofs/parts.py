@@ -101,7 +101,8 @@ PARTS = {
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
         " compiled/test_mesh.py compiled/test_tpu_attention.py compiled/test_tpu_steps.py"
-        " nn/test_attention.py nn/test_attention_compiled.py test_compiler.py",
+        " nn/test_attention.py nn/test_attention_compiled.py nn/test_document_blocks.py"
+        " test_compiler.py",
         workers=2,
     ),
     "newest": Part(
