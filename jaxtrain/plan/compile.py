@@ -19,7 +19,12 @@ from loaders.io import machine
 from loaders.io.checks import first_line
 
 # Without a card nothing is tuned, and then XLA's products by Triton find no tiles for some shapes.
-UNTUNED = {"xla_gpu_enable_triton_gemm": False}
+# So products are cuBLAS's, for which XLA copies matrices of odd sizes to whole tiles. A card has
+# Triton's for such matrices, which read them as they are.
+UNTUNED = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_disable_hlo_passes": "cublas-pad-for-gemms",
+}
 
 
 class Compiled(NamedTuple):

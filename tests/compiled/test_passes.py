@@ -3,9 +3,14 @@
 Ratchets: a change may lower a bound. One that raises it says why in the changelog.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
-from jaxtrain.plan import traffic, worker
+from jaxtrain.plan import environment, traffic, worker
 from tools.chip import cases
 
 SIXTEENTH = {"model.video_widths": "(256, 2048, 1024)"}  # of giblet's first matrix
@@ -23,14 +28,43 @@ def compiled(name, overrides, folder, *, has_norms):
     return answer.compiled
 
 
+# Prints the bytes that a product of a matrix with an odd number of columns moves, by options.
+ODD = """
+import json, sys
+import jax, jax.numpy as jnp
+from jaxtrain.plan import compile, hlo, target, traffic
+compile.ask_for_no_chips()
+[device] = compile.gpu_devices(target.parse_target("gpu:h100x1"))
+place = jax.sharding.SingleDeviceSharding(device)
+x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in ((64, 4096), (4096, 77347)))
+lowered = jax.jit(jnp.dot).trace(x, w).lower()
+for options in ({}, {"xla_gpu_enable_triton_gemm": False}, compile.UNTUNED):
+    figures, _ = compile.ask(lowered, [device], options)
+    kernels = traffic.traffic(hlo.Program(figures.text))
+    print("ANSWER", sum(kernel.read for kernel in kernels))
+"""
+
+
+@pytest.mark.slow
+def test_a_matrix_of_odd_width_is_read_once_as_by_a_card(gpu_compiler):
+    """A card has Triton's products for it. Those of cuBLAS would read a padded copy, too."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(gpu_compiler)}
+    process = subprocess.run([sys.executable, "-c", ODD], capture_output=True, text=True, env=env)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("ANSWER ")]
+    of_card, of_cublas, of_plan = (json.loads(line[7:]) for line in lines)
+    matrix = 2 * 4096 * 77347  # [bytes]
+    assert matrix < of_card < 1.05 * matrix and matrix < of_plan < 1.05 * matrix
+    assert of_cublas > 2 * matrix
+
+
 @pytest.mark.slow
 def test_giblet_reads_and_writes_its_parameters_as_often_as_it_must(tmp_path, gpu_compiler):
     """In 16 bits with Adam's moments in 16 bits, without norms of the update.
 
     Forward and backward read or write each matrix in a product (but the first has no gradient of
     its input), the guard's norm reads the gradients of matrices that are not much larger than the
-    operands of their products, and the update has four reads and three writes. Products of cuBLAS
-    pad the voxels' matrix, of 77,347 columns.
+    operands of their products, and the update has four reads and three writes. The voxels' matrix,
+    of 77,347 columns, is not padded.
     """
     step = compiled("giblet", SIXTEENTH | NARROW, tmp_path, has_norms=False)
     n_bytes = sum(kernel.times * (kernel.read + kernel.written) for kernel in step.kernels)

@@ -59,7 +59,7 @@ def is_installed() -> bool:
     else:
         log.info(
             "SwiGLU without a gradient is computed by XLA: tokamax, which has a kernel for this"
-            " GPU, is not installed"
+            " GPU, is not installed; pip install 'jaxtrain[tokamax]' in Python 3.12 or newer"
         )
     return is_here
 
