@@ -40,6 +40,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
 PR_SET_PDEATHSIG = 1
+HIDDEN = 4096  # [MiB] in use on a card from which on it is somebody's, though no process is listed
 CONVENTIONS = {
     "flops": (
         "products of matrices of the model, forward and backward; nothing recomputed, no gather of"
@@ -184,22 +186,42 @@ def _variant(text: str) -> str:
 
 
 def refuse_a_taken_card() -> None:
-    """Raise ResultsError if other processes compute on a GPU that this process may use."""
+    """Raise ResultsError if somebody else computes on a GPU that this process may use.
+
+    A driver lists no process of another container, but its memory.
+    """
     from tools.chip import results_file
 
-    command = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command.append(f"--id={visible}")  # else cards are listed that the check does not use
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return  # no card of NVIDIA, or a driver that does not answer: the first process says it
-    taken = [line.strip() for line in done.stdout.splitlines() if "MiB" in line]
-    if done.returncode == 0 and taken:
+    taken = [line for line in ask_driver("compute-apps=pid,name,used_memory") if "MiB" in line]
+    if taken:
         raise results_file.ResultsError(
             f"the card is taken by {'; '.join(taken)} (process, program, memory): its figures would"
             " not be the card's; end them, or choose a free card by CUDA_VISIBLE_DEVICES"
         )
+    for line in ask_driver("gpu=index,name,memory.used"):
+        amount = re.search(r"(\d+) MiB$", line)
+        if amount and int(amount[1]) > HIDDEN:
+            raise results_file.ResultsError(
+                f"the card is taken: {line} (card, kind, memory in use), by a process that"
+                " nvidia-smi does not list, as one of another container; end it, or choose a free"
+                " card by CUDA_VISIBLE_DEVICES"
+            )
+
+
+def ask_driver(query: str) -> list[str]:
+    """Return the lines of nvidia-smi, of the cards that this process may use.
+
+    They are none without a card of NVIDIA, or if the driver does not answer. The first process of
+    the check then says so.
+    """
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [] if done.returncode else [line.strip() for line in done.stdout.splitlines()]
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:

@@ -34,6 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LEAST = 60  # [s] with less, the next step is left to the next call; of --small, one second
 NEEDS = {"characters": "text", "birds": "birds"}  # recipe -> the option with its files
 CHECK = "check"
+FRONT_END = "vit-s data.form=waveform"  # the front end in the step, next to the case without it
 
 
 class Step(NamedTuple):
@@ -119,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def steps(args: argparse.Namespace, out: pathlib.Path, page: pathlib.Path) -> list[Step]:
-    check = [f"--out={out / 'check.json'}"]
+    check = [f"--out={out / 'check.json'}", f"--vary={FRONT_END}"]
     check += [f"--{n}={v}" for n in ("only", "models") if (v := getattr(args, n))]
     made = [Step(CHECK, ("tools.gpu_check", *check))]
     for name in show_runs.RECIPES:

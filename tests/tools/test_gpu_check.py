@@ -406,6 +406,22 @@ def test_a_card_that_somebody_else_uses_is_refused_with_their_processes(
     assert "taken by 4711, python3, 61234 MiB" in said and "CUDA_VISIBLE_DEVICES" in said
 
 
+def test_a_card_in_use_by_a_process_that_is_not_listed_is_refused(
+    tmp_path, monkeypatch, measured, capsys
+):
+    """The driver lists no process of another container. A card in use by nobody has some memory."""
+    monkeypatch.setattr(gpu_check, "refuse_a_taken_card", REFUSE)
+    arguments = ["--only=speed", "--models=giblet", f"--out={tmp_path / 'x.json'}"]
+    answer = 'case "$*" in *query-gpu*) echo "0, NVIDIA H100 80GB HBM3, {} MiB";; esac'
+    nvidia_smi(tmp_path, monkeypatch, answer.format(61234))
+    assert gpu_check.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "the card is taken: 0, NVIDIA H100 80GB HBM3, 61234 MiB" in said
+    assert "another container" in said
+    nvidia_smi(tmp_path, monkeypatch, answer.format(600))
+    assert gpu_check.main(arguments) == 0
+
+
 def test_a_free_card_is_taken_though_another_one_is_used(tmp_path, monkeypatch, measured):
     of_card_0 = 'case "$*" in *--id=1*) ;; *) echo "4711, python3, 61234 MiB";; esac'
     nvidia_smi(tmp_path, monkeypatch, of_card_0)

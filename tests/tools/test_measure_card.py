@@ -58,6 +58,12 @@ def test_all_is_measured_once_and_in_order(on_card, tmp_path, capsys):
     assert card.main(arguments) == 0 and not on_card.asked
 
 
+def test_the_check_measures_the_front_end_in_the_step_too(tmp_path):
+    check, *_ = card.steps(card.parse([]), tmp_path, tmp_path / "h100.md")
+    args = gpu_check.parse(check.command[1:])
+    assert args.vary == ["vit-s data.form=waveform"] and set(args.only) == set(gpu_check.PARTS)
+
+
 def test_the_next_call_goes_on_where_the_time_was_over(on_card, monkeypatch, capsys):
     on_card.codes["gpu_check"] = 3
     assert card.main(on_card.arguments) == 3
