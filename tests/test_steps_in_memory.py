@@ -333,13 +333,12 @@ def test_a_partner_without_room_says_how_much_it_needs(small_disk):
 def test_parts_of_different_steps_or_attempts_are_no_step():
     """A partner may have a copy of the step before."""
     whole = steps_in_memory._whole(["a", "b"])
-    first = {"parts": "a", "has": [[8, 0, "a", whole], [7, 0, "a", whole]]}
+    first = [[8, 0, "a", whole], [7, 0, "a", whole]]
     for copies in ([[7, 0, "b", whole]], [[8, 1, "b", whole], [7, 0, "b", whole]]):
-        reports = [first, {"parts": "b", "has": copies}]
-        assert steps_in_memory._sources((8, 0), reports) == {}
-        assert steps_in_memory._sources((7, 0), reports) == {"a": 0, "b": 1}
+        assert steps_in_memory._sources((8, 0), [first, copies]) == {}
+        assert steps_in_memory._sources((7, 0), [first, copies]) == {"a": 0, "b": 1}
     of_another_mesh = [[8, 0, "b", steps_in_memory._whole(["b", "c"])]]
-    assert steps_in_memory._sources((8, 0), [first, {"parts": "b", "has": of_another_mesh}]) == {}
+    assert steps_in_memory._sources((8, 0), [first, of_another_mesh]) == {}
 
 
 def test_partners_are_on_other_hosts_and_only_if_the_layout_has_no_replica_there():

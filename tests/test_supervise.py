@@ -143,7 +143,7 @@ def test_a_crash_loop_ends_with_the_cause_of_each_attempt(folder):
     run = supervised(folder, *ENDLESS, "--config.loader=failing", "--config.supervise.idle=2")
     (output,) = outputs_of([run])
     assert run.returncode == 1, output
-    assert "2 attempts in a row made no new step (config.supervise.idle)" in output, output
+    assert "2 attempts in a row made no progress (config.supervise.idle)" in output, output
     given_up = output[output.index("the run is given up") :]
     assert given_up.count("the disk of this host is gone") == 3, output
     assert [start.facts["attempt"] for start in starts(folder)] == [0, 1, 2]

@@ -3,14 +3,16 @@
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from jaxtrain.config import Config
-from jaxtrain.supervise import attempts
+from jaxtrain.supervise import attempts, steps_in_memory
 from jaxtrain.supervise.attempts import Past
 from jaxtrain.telemetry import goodput
-from tests.support.processes import ids, records, step_of, wait_for
+from tests.support.processes import free_port, ids, records, step_of, wait_for
 from tests.support.supervised_hosts import fill
 from tests.support.supervised_runs import has_saved, outputs_of, pid_in, supervised
 
@@ -63,6 +65,58 @@ def test_a_full_disk_stops_no_supervised_run_and_no_record_is_lost(folder, endin
     assert ids(folder)  # the same rows, if a batch was read twice
 
 
+@pytest.mark.slow
+def test_two_processes_on_a_full_disk_repeat_lost_steps_and_are_not_given_up(
+    folder, ending, small_disk
+):
+    """Each kill comes before the run is as far again as on the full disk."""
+    disk = small_disk(20_000, lazily=True)
+    workdir = disk / "run"
+    port = free_port()
+    both = []
+    for process in (0, 1):
+        place = f"--config.workdir={workdir}"
+        both.append(supervised(folder, *SAVING, place, port=port, process=process, processes=2))
+    ending += both
+    wait_for(lambda: has_saved(workdir), watch=both)
+
+    def reads(position):
+        fill(disk)
+        return max(ids(folder, "ids0.jsonl")) >= position
+
+    lost = max(ids(folder, "ids0.jsonl")) + 100
+    wait_for(lambda: reads(lost), watch=both)
+    os.kill(pid_in(workdir, 1), signal.SIGKILL)
+
+    def waits():
+        fill(disk)
+        return b"a disk refused this run's files" in both[0].text
+
+    wait_for(waits, watch=both)  # process 0 says so, although process 1 ends at once, too
+    (disk / "ballast").unlink()
+    for attempt in range(2, 6):  # more than config.supervise.idle
+        wait_for(lambda n=attempt: resumed_from(workdir, n), watch=both)
+        first = resumed_from(workdir, attempt)
+        wait_for(lambda n=first + 3: step_of(workdir) >= n, watch=both)
+        os.kill(pid_in(workdir, 1), signal.SIGKILL)
+    assert step_of(workdir) < lost - 10
+    wait_for(lambda: step_of(workdir) > lost, watch=both)
+    both[0].send_signal(signal.SIGTERM)
+    outputs = outputs_of(both)
+    assert [run.returncode for run in both] == [75, 75], outputs
+    assert "process 0" in outputs[0] and "could not be written" in outputs[0]
+    steps = list(records(workdir, "train"))
+    assert steps == list(range(1, len(steps) + 1))
+    for process in (0, 1):
+        assert ids(folder, f"ids{process}.jsonl")  # the same rows, if a batch was read twice
+
+
+def resumed_from(workdir, attempt):
+    """The step that an attempt resumed from, 0 before it has."""
+    start = goodput.starts(workdir / "goodput" / "process-0.jsonl")[-1]
+    return start.first if start.facts["attempt"] >= attempt else 0
+
+
 def test_an_attempt_that_a_disk_ends_waits_longer_each_time_and_is_no_idle_one():
     config = Config()
     waits = [attempts.wait_for_disk(n, config) for n in range(1, 9)]
@@ -71,3 +125,59 @@ def test_an_attempt_that_a_disk_ends_waits_longer_each_time_and_is_no_idle_one()
     assert attempts.why_given_up(past, config, 0.0) == ""
     assert "restarts within an hour" in attempts.why_given_up([*past, past[0]], config, 0.0)
     assert not attempts.is_final(74, config)
+
+
+def past_of(*steps_and_kept):
+    return [
+        Past(n, 0.0, step, "killed", kept=kept) for n, (step, kept) in enumerate(steps_and_kept)
+    ]
+
+
+def test_steps_that_were_lost_and_are_made_again_are_progress():
+    config = Config()
+    # on a full disk the run went on to step 570, and a restart resumed from step 553
+    again = past_of((570, 553), (570, 556), (570, 559), (570, 562))
+    assert attempts.count_idle(again) == 0
+    # both hosts lost their memory: the restart resumed from the disk
+    lost = past_of((570, 569), (570, 540), (570, 543), (570, 546), (570, 549))
+    assert attempts.count_idle(lost) == 0
+    # the same step each time, with and without steps in memory
+    for kept in (0, 100, 149):
+        loop = past_of(*[(150, kept)] * 4)
+        assert attempts.count_idle(loop) == 3
+        assert "3 attempts in a row" in attempts.why_given_up(loop, config, 0.0)
+    # once the steps are made again, the loop is one
+    assert attempts.count_idle([*again, *past_of((570, 562), (570, 562))]) == 2
+
+
+def test_the_step_that_a_restart_resumes_from_is_whole_somewhere():
+    whole = steps_in_memory._whole(["a", "b"])
+    first = [[7, 0, "a", whole], [8, 0, "a", whole]]
+    second = [[7, 0, "b", whole]]
+    assert steps_in_memory.newest_whole([first, second]) == 7
+    copy = [[8, 0, "b", whole]]
+    assert steps_in_memory.newest_whole([first, [*second, *copy]]) == 8
+    assert steps_in_memory.newest_whole([first, []]) == 0
+    assert steps_in_memory.newest_whole([[], ()]) == 0
+
+
+def test_a_process_that_a_disk_refused_says_so_if_another_one_ends_it():
+    """Process 1 dies while process 0 unwinds, before or after it could tell the others."""
+    for delay in ("0", "0.6"):
+        command = [sys.executable, "-c", UNWINDING, delay]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 74, process.stderr
+        assert "process 1 (b) has died" in process.stderr
+
+
+UNWINDING = """
+import socket, sys, threading, time
+from jaxtrain.parallel.cluster.links import Links, Peer
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    one = socket.create_connection(listener.getsockname())
+    other = listener.accept()[0]
+links = Links(0, [Peer(1, "b", one)])
+threading.Timer(float(sys.argv[1]), other.close).start()
+links.report("No space left on device", code=74)
+time.sleep(30)  # as JAX's end, which waits for the other process
+"""

@@ -12,7 +12,6 @@ any device is used. A run that a signal ends is saved and exits with 75, after C
 rerun the same command to resume.
 """
 
-import errno
 import logging
 import pathlib
 import shlex
@@ -134,7 +133,7 @@ def _train(parsed: config.Arguments) -> int:
 
 
 def _start(parsed: config.Arguments) -> int:
-    from jaxtrain.parallel import cluster
+    from jaxtrain.parallel import cluster, supervised_attempt
     from jaxtrain.telemetry import console
 
     console.start_console()
@@ -152,13 +151,13 @@ def _start(parsed: config.Arguments) -> int:
             return _run(parsed, resolved)
     except UserError as error:
         arguments.report(error)
-        return _code_of_disk() if error.is_of_disk else arguments.USER_ERROR
+        return supervised_attempt.code_of_disk(error) or arguments.USER_ERROR
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or resolved is None:
+        if not supervised_attempt.is_of_disk(error) or resolved is None:
             raise
         where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
         arguments.report(f"{where}; free some space, then rerun the same command to resume")
-        return _code_of_disk()
+        return supervised_attempt.code_of_disk(error) or arguments.USER_ERROR
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
             raise
@@ -169,14 +168,6 @@ def _start(parsed: config.Arguments) -> int:
         reason = str(error) or "ended by Ctrl-C"
         print(f"{reason}; rerun the same command to resume", file=sys.stderr)
         return arguments.INTERRUPTED
-
-
-def _code_of_disk() -> int:
-    """Return the exit code after an error of a disk: a supervisor tries again."""
-    from jaxtrain.parallel import supervised_attempt
-
-    is_supervised = supervised_attempt.from_environment().is_supervised
-    return supervised_attempt.DISK if is_supervised else arguments.USER_ERROR
 
 
 def _supervise(parsed: config.Arguments, run: config.Config) -> int:

@@ -6,7 +6,7 @@ config, the code, JAX, its options, the devices and their driver. They are hashe
 keeps a file of this hash: name -> where the program lies, its arguments, results, and the digest of
 its text. An attempt uses the names that all its processes have of the same attempt. Without a name,
 a program is traced as ever, and so is one that cannot be loaded. After `IDLE` attempts in a row
-without a new step all are traced: a program that was loaded may be at fault.
+without progress all are traced: a program that was loaded may be at fault.
 """
 
 import hashlib

@@ -641,7 +641,7 @@ class Supervise(Section):
     on_resume = OnResume(FREE)
 
     restarts: int = 20  # [times] restarts within an hour, after which the run is given up
-    # [attempts] attempts in a row without a new step, after which the run is given up
+    # [attempts] attempts in a row without progress, after which the run is given up
     idle: int = 3
     # [s] time for a lost host to return, after which the others train without it, and take it back
     # once it does; 0 = they do not

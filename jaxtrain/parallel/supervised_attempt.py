@@ -5,10 +5,13 @@ The variable is JSON: {"attempt": 2, "cause": "process 1 (node7) was killed by S
 […], "idle": 0}. Without a supervisor there is none, and `from_environment` returns attempt -1.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from loaders.io.checks import UserError
 
 VARIABLE = "JAXTRAIN_SUPERVISOR"
 # The exit code of a supervised process that a disk refused, which may pass (EX_IOERR of sysexits).
@@ -26,7 +29,7 @@ class Attempt(NamedTuple):
     coordinator: str = ""  # host:port at which the processes meet; "" if there is only one
     members: Sequence[int] = ()  # the launcher's numbers of the processes that take part
     hosts: Sequence[str] = ()  # theirs
-    idle: int = 0  # attempts in a row before this one that made no new step
+    idle: int = 0  # attempts in a row before this one that made no progress
 
     @property
     def is_supervised(self) -> bool:
@@ -40,3 +43,15 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Attempt:
     """Return the attempt that the supervisor of this process began."""
     text = environment.get(VARIABLE, "")
     return Attempt(**json.loads(text)) if text else Attempt()
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Tell whether a process ends with ``error`` because a disk was full, or refused a save."""
+    if isinstance(error, UserError):
+        return error.is_of_disk
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def code_of_disk(error: BaseException) -> int:
+    """Return `DISK` if a supervised process ends with ``error`` and that is of a disk, else 0."""
+    return DISK if from_environment().is_supervised and is_of_disk(error) else 0

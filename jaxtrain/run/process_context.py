@@ -137,14 +137,16 @@ class ProcessContext:
                 self.confirm()  # a workdir deleted after the last record is an error, too
         except OSError as error:
             lost = self._loss()  # as in `writing`, wherever it was
-            self._links.report(_in_words(lost or error))
+            code = supervised_attempt.code_of_disk(lost or error)
+            self._links.report(_in_words(lost or error), code=code)
             self.clock.close(_in_words(lost or error))
             if lost:
                 raise lost from error
             raise
         except BaseException as error:
             if not isinstance(error, Preempted):  # all processes have saved, and end
-                self._links.report(_in_words(error))
+                code = supervised_attempt.code_of_disk(error)
+                self._links.report(_in_words(error), code=code)
             self.clock.close(_in_words(error))
             raise
         self.clock.close("ended")

@@ -10,20 +10,25 @@ An attempt is one start of all processes of a run. A process's end is final with
 
 After every other end, all processes are started again, unless
 
-1. the last config.supervise.idle attempts made no step that was new, or
+1. the last config.supervise.idle attempts made no progress, or
 2. config.supervise.restarts attempts ended within the last hour.
 
-An end with the code `supervised_attempt.DISK` (a full disk) does not count for rule 1, and a
-supervisor waits after it, each time in a row for twice as long, at most for most of
-config.distributed.init_timeout. The wait ends once there is room again.
+An attempt made progress if it reached a step that was new, or if the step that a restart resumes
+from is later than before it. The second holds for steps that are made again because their records
+were lost on a full disk, or their copies in memory with their hosts.
+
+If a process of an attempt ends with the code `supervised_attempt.DISK` (a full disk), the attempt
+does not count for rule 1, and the supervisor of that process waits, each time in a row for twice as
+long, at most for most of config.distributed.init_timeout. The wait ends once there is room again.
 """
 
 import signal
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtrain.config import Config
+from jaxtrain.parallel.supervised_attempt import DISK
 
 ENDED, USER_ERROR, LOST, INTERRUPTED = 0, 2, 70, 130
 GIVEN_UP = 1
@@ -40,6 +45,7 @@ class Report(NamedTuple):
     run: str = ""  # the name of the run's steps in memory, once it has one
     of_disk: bool = False  # its process ended because a disk refused it
     host: str = ""
+    in_memory: Sequence[Sequence[Any]] = ()  # `steps_in_memory.listed` there
 
 
 class Past(NamedTuple):
@@ -50,6 +56,7 @@ class Past(NamedTuple):
     step: int  # the highest one so far
     cause: str
     of_disk: bool = False
+    kept: int = 0  # the step that a restart resumes from
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S UTC", time.gmtime(self.ended))
@@ -71,6 +78,8 @@ def describe(name: str, code: int, reason: str) -> str:
     """Say how a process has ended. ``reason``: its own last words, or ""."""
     if code < 0:
         return f"{name} was killed by {_signal_name(-code)}"
+    if code == DISK:
+        reason = reason or "a disk refused its files"
     return f"{name} ended with code {code}{f': {reason}' * bool(reason)}"
 
 
@@ -95,12 +104,14 @@ def first_cause(reports: Sequence[Report]) -> str:
 
 
 def count_idle(past: Sequence[Past]) -> int:
-    """Count the last attempts in a row that made no new step, without those that a disk ended."""
+    """Count the last attempts in a row without progress, and without those that a disk ended."""
     idle = 0
-    best_step = 0
+    best_step = kept = 0
     for attempt in past:
-        idle = 0 if attempt.step > best_step else idle + (not attempt.of_disk)
+        has_progress = attempt.step > best_step or attempt.kept > kept
+        idle = 0 if has_progress else idle + (not attempt.of_disk)
         best_step = max(best_step, attempt.step)
+        kept = attempt.kept  # also an earlier one, if memory was lost
     return idle
 
 
@@ -109,7 +120,7 @@ def why_given_up(past: Sequence[Past], config: Config, now: float) -> str:
     rules = config.supervise
     idle = count_idle(past)
     if idle >= rules.idle:
-        return f"{idle} attempts in a row made no new step (config.supervise.idle)"
+        return f"{idle} attempts in a row made no progress (config.supervise.idle)"
     recent = sum(attempt.ended > now - HOUR for attempt in past)
     if recent > rules.restarts:
         return f"{rules.restarts} restarts within an hour (config.supervise.restarts)"

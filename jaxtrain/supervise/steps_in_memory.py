@@ -237,32 +237,14 @@ class Memory:
 
         A step of another run or note is left out, and so is one that fails its checksum.
         """
-        headers = self._headers(note)
-        has = [[*key, header["whole"]] for key, header in sorted(headers.items())]
-        report = json.dumps({"parts": self._layout, "has": has})
+        headers = _headers(self.folder, self._run, note)
+        report = json.dumps({"parts": self._layout, "has": _keys(headers)})
         reports = [json.loads(text) for text in cluster.gather_texts(report)]
-        moments = {(step, attempt) for each in reports for step, attempt, *_ in each["has"]}
-        for moment in sorted(moments, reverse=True):
-            if not (sources := _sources(moment, reports)):
-                continue
+        for moment, sources in _whole_moments([each["has"] for each in reports]):
             if restored := self._read(moment, headers, reports, sources):
                 return restored
             log.warning("step %d in memory fails its checksum, and is skipped", moment[0])
         return None
-
-    def _headers(self, note: Mapping[str, Any]) -> dict[tuple[int, int, str], Any]:
-        """(Step, attempt, parts) -> header, of this run's steps that are here, also copies."""
-        headers = {}
-        for path in sorted(self.folder.glob("*.json"), reverse=True):
-            if path.name == HOLDER:
-                continue
-            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-                header = json.loads(path.read_text())
-                of_note = all(header["note"].get(name) == value for name, value in note.items())
-                if header["run"] == self._run and of_note:
-                    key = header["step"], header["attempt"], header["parts"]
-                    headers[key] = header | {"stem": path.stem}
-        return headers
 
     def _is_sound(self, header: Mapping[str, Any]) -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -357,12 +339,53 @@ def _whole(layouts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(sorted(set(layouts))).encode()).hexdigest()
 
 
-def _sources(moment: Moment, reports: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def listed(folder: str | os.PathLike[str], run: str) -> list[list[Any]]:
+    """List the steps of a run in a folder: step, attempt, parts, and the digest of all parts."""
+    return _keys(_headers(pathlib.Path(folder), run, {}))
+
+
+def newest_whole(has: Sequence[Sequence[Sequence[Any]]]) -> int:
+    """Return the newest step that is whole somewhere by the lists of all folders, 0 = none."""
+    return next((step for (step, _), _ in _whole_moments(has)), 0)
+
+
+def _headers(
+    folder: pathlib.Path, run: str, note: Mapping[str, Any]
+) -> dict[tuple[int, int, str], Any]:
+    """(Step, attempt, parts) -> header, of a run's steps in a folder, also copies."""
+    headers = {}
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        if path.name == HOLDER:
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+            header = json.loads(path.read_text())
+            of_note = all(header["note"].get(name) == value for name, value in note.items())
+            if header["run"] == run and of_note:
+                key = header["step"], header["attempt"], header["parts"]
+                headers[key] = header | {"stem": path.stem}
+    return headers
+
+
+def _keys(headers: Mapping[tuple[int, int, str], Any]) -> list[list[Any]]:
+    return [[*key, header["whole"]] for key, header in sorted(headers.items())]
+
+
+def _whole_moments(
+    has: Sequence[Sequence[Sequence[Any]]],
+) -> Iterator[tuple[Moment, dict[str, int]]]:
+    """Yield the steps that are whole somewhere, the newest first, with their `_sources`."""
+    moments = {(step, attempt) for each in has for step, attempt, *_ in each}
+    for moment in sorted(moments, reverse=True):
+        if sources := _sources(moment, has):
+            yield moment, sources
+
+
+def _sources(moment: Moment, has: Sequence[Sequence[Sequence[Any]]]) -> dict[str, int]:
     """Parts of a step -> the first process that has them, {} if some are nowhere."""
     sources: dict[str, int] = {}
     expected = set()
-    for process, report in enumerate(reports):
-        for *of, layout, whole in report["has"]:
+    for process, listed_there in enumerate(has):
+        for *of, layout, whole in listed_there:
             if tuple(of) == moment:
                 sources.setdefault(layout, process)
                 expected.add(whole)

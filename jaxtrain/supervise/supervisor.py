@@ -364,7 +364,8 @@ class Supervisor:
         if attempt >= 0:
             cause = attempts.first_cause(each)
             of_disk = any(report.of_disk for report in each)
-            past = Past(attempt, time.time(), self._step(), cause, of_disk)
+            kept = self._kept_step(each)
+            past = Past(attempt, time.time(), self._step(), cause, of_disk, kept)
             self._past.append(past)
             if rule := attempts.why_given_up(self._past, self._config, time.time()):
                 text = "\n  ".join([f"the run is given up: {rule}", *map(str, self._past)])
@@ -430,8 +431,9 @@ class Supervisor:
                 last_words = start.end
         cause = attempts.describe(self._name, code, last_words)
         rank, of_disk = attempts.rank_of(code), code == DISK
-        report = Report(number, cause, rank, decision["run"], of_disk, self._host)
-        if loss:
+        listed = steps_in_memory.listed(folder, decision["run"]) if folder else ()
+        report = Report(number, cause, rank, decision["run"], of_disk, self._host, listed)
+        if loss and not of_disk:
             report = report._replace(cause=loss.reason, rank=report.rank + 1)
         return Outcome(report, self._final(code, cause, loss, links))
 
@@ -476,6 +478,12 @@ class Supervisor:
 
     def _step(self) -> int:
         return run_lib.Run(pathlib.Path(self._config.workdir), "").step
+
+    def _kept_step(self, reports: Sequence[Report]) -> int:
+        """Return the step that a restart resumes from: the newest one in memory, or saved."""
+        in_memory = steps_in_memory.newest_whole([report.in_memory for report in reports])
+        run = run_lib.Run(pathlib.Path(self._config.workdir), "")
+        return max(in_memory, run.saved_step or 0)
 
     def _wait(self, attempt: int, links: Links) -> tuple[int, Loss | None]:
         """Return the process's exit code, and the loss that ended the attempt before, if any."""

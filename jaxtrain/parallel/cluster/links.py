@@ -10,9 +10,10 @@ A message is 4 bytes of length, then JSON:
     {"end": "", "seconds": 0}          the sender has left the run. Its connection may close
     {"end": "reason", "seconds": 10}   the receiver has to end within this time, for this reason
 
-Process 0 sends the reason on to all others, and every process exits with `EXIT_CODE`. Between
-supervisors (`jaxtrain.supervise`) a message may have a "code", with which their run ends for good,
-and the last one of a supervisor whose run has ended has a "code", too.
+Process 0 sends the reason on to all others, and every process exits with `EXIT_CODE`, or with the
+code of its own error. Between supervisors (`jaxtrain.supervise`) a message may have a "code", with
+which their run ends for good, and the last one of a supervisor whose run has ended has a "code",
+too.
 """
 
 import contextlib
@@ -78,6 +79,7 @@ class Links:
         self._loss: Loss | None = None
         self._deadline = float("inf")
         self._is_unwinding = False  # by an error of its own
+        self._code = EXIT_CODE
         self._closed = threading.Event()
         self._sending = threading.Lock()
         self._ending = threading.Lock()
@@ -90,18 +92,22 @@ class Links:
         """Call ``note(reason)`` before a loss ends this process."""
         self._on_loss = note
 
-    def report(self, reason: str) -> None:
+    def report(self, reason: str, *, code: int = 0) -> None:
         """Tell the other processes that this one ends early, and why.
 
         An error may be the consequence of another process's death. Its connection then names it.
         From then on this process has `OWN_ERROR_SECONDS` to end, since JAX's own end waits for all
         processes, and for a dead one until its heartbeats have timed out.
+
+        ``code``: the exit code of an error that is no consequence. It stays if this process is
+        ended here, and the others end at once.
         """
         if not self._peers:
             return
+        self._code = code or self._code
         time.sleep(FORWARD_SECONDS)
         loss = Loss(f"process {self._process} ended: {reason}")
-        self._send(loss, ERROR_SECONDS)
+        self._send(loss, 0 if code else ERROR_SECONDS)
         self._is_unwinding = True
         self._end_in(OWN_ERROR_SECONDS, loss)
         self._wake.send(b"x")
@@ -206,7 +212,7 @@ class Links:
         print(text, file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # the process has to end in any case
             self._on_loss(self._loss.reason)
-        os._exit(EXIT_CODE)
+        os._exit(self._code)
 
 
 def notice_vanished_host(connection: socket.socket) -> None:
