@@ -12,8 +12,8 @@ from the seed, one after the other, each some steps after the run went on:
 
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save
                  and end
-    coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the
-                 watchdog ends the rest
+    coordinator  SIGKILL of process 0                            stop    SIGSTOP of one for 16 s,
+                 and the run continues
     cut          the link between the hosts is down              slow    it has 20 Mbit/s for 10 s,
                  and the run continues
     damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill if it
@@ -25,13 +25,13 @@ from the seed, one after the other, each some steps after the run went on:
 With --supervise each process has a supervisor, and each step is kept in memory. The supervisors go
 on after a fault by themselves: a cut lasts 16 s, a full disk 20 s, and no host is gone.
 
-The first lap has no fault. Each later one must end like it: with the same rows in each batch, a
-record of every step and, unless a host was gone meanwhile, the same loss in each record and the
-same bytes in every array. Prints a row for each kind of
-fault: its number, seconds until the end of the job (noticed) and from its restart to its next new
-step (going on), median and most, and steps computed again. Then come all laps' times by phase. It
-exits with 1 if something was lost or wrong, or if the supervisor ended a job that stood still (by
-hand). Ctrl-C and SIGTERM end it with the results so far.
+All timeouts are the defaults, which users have. The first lap has no fault. Each later one must end
+like it: with the same rows in each batch, a record of every step and, unless a host was gone
+meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each
+kind of fault: its number, seconds until the end of the job (noticed) and from its restart to its
+next new step (going on), median and most, and steps computed again. Then come all laps' times by
+phase. It exits with 1 if something was lost or wrong, or if the supervisor ended a job that stood
+still (by hand). Ctrl-C and SIGTERM end it with the results so far.
 """
 
 import argparse
@@ -68,7 +68,9 @@ STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
 DISK = "disk"
 SIZE = "1g"  # of that
 KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
-LASTING = {"cut": 16.0, "full": 20.0}  # [s] with supervisors, which do not end by them
+LASTING = {"slow": 10.0, "stop": 16.0}  # [s] no run ends by these faults
+# [s] nor one with supervisors by these
+SUPERVISED_LASTING = {"kill": 0.0, "coordinator": 0.0, "cut": 16.0, "full": 20.0}
 SUPERVISED = (
     "--supervise",
     "--config.checkpoint.memory_every=1",
@@ -99,10 +101,7 @@ MODELS = {
         *SMALL,
     ),
 }
-BOUNDS = (
-    "--config.distributed.step_timeout=20",
-    "--config.metrics.every=1",
-)
+RECORDS = ("--config.metrics.every=1",)
 
 # Wraps the config's loader: each process notes a digest of every row that it trains on.
 LOADER = """
@@ -256,7 +255,7 @@ class Job:
                 "jaxtrain.main",
             ]
             command += [
-                *BOUNDS,
+                *RECORDS,
                 *config,
                 *(SUPERVISED if supervised else ()),
                 "--config.loader=soak_loader",
@@ -283,15 +282,13 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             self.processes[process].send_signal(number)
 
-    def strike(self, process: int, number: int) -> None:
-        """Send a signal to a process that trains, and not to its supervisor."""
+    def pid(self, process: int) -> int:
+        """Return the id of a process that trains, and not that of its supervisor."""
         if not self.supervised:
-            self.signal(process, number)
-            return
+            return self.processes[process].pid
         path = self.workdir / "goodput" / f"process-{process}.jsonl"
         starts = [line for line in path.read_text().splitlines() if '"pid"' in line]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(json.loads(starts[-1])["pid"], number)
+        return int(json.loads(starts[-1])["pid"])
 
     def kill(self) -> None:
         for i in range(len(self.processes)):
@@ -302,6 +299,12 @@ class Job:
         for holder in steps_in_memory.PARENT.glob(f"jaxtrain-*/{steps_in_memory.HOLDER}"):
             if json.loads(holder.read_text())["pid"] in pids:
                 shutil.rmtree(holder.parent)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, which may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 class Soak:
@@ -401,23 +404,15 @@ class Soak:
         time.sleep(self.draw.random())
         fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
         undo = self._do(fault, job)
-        if self.supervised and fault.kind in ("kill", "coordinator", "stop", "cut", "full"):
-            time.sleep(LASTING.get(fault.kind, 0))
-            undo()
-            if self._reaches(job, fault.step + 2):  # the next one may have been computed before
-                fault.resumed = time.monotonic() - began
-            return fault  # the job goes on: if it does not, it is found out at its end
+        lasting = LASTING | (SUPERVISED_LASTING if self.supervised else {})
         try:
-            if fault.kind == "slow":
-                time.sleep(10)
+            if fault.kind in lasting:
+                time.sleep(lasting[fault.kind])
                 undo()
-                if self._reaches(job, fault.step + 1):
+                if self._reaches(job, fault.step + 2):  # the next one may have been computed before
                     fault.resumed = time.monotonic() - began
                 return fault  # the job goes on: if it does not, it is found out at its end
             while any(code is None for code in job.codes()):
-                # One that is stopped, or behind a cut link, may be left to the scheduler.
-                if fault.kind == "stop" and sum(code is None for code in job.codes()) == 1:
-                    break
                 if time.monotonic() - began > STUCK:
                     fault.by_hand = True
                     break
@@ -433,11 +428,13 @@ class Soak:
         kind = fault.kind
         one = self.draw.randrange(len(job.processes))
         if kind in ("kill", "coordinator"):
-            job.strike(one if kind == "kill" else 0, signal.SIGKILL)
+            send(job.pid(one if kind == "kill" else 0), signal.SIGKILL)
         elif kind == "term":
             job.signal(one, signal.SIGTERM)
         elif kind == "stop":
-            job.strike(one, signal.SIGSTOP)
+            pid = job.pid(one)
+            send(pid, signal.SIGSTOP)
+            return lambda: send(pid, signal.SIGCONT)
         elif kind == "host":
             for i in range(len(job.processes) // HOSTS, len(job.processes)):
                 job.signal(i, signal.SIGKILL)
