@@ -18,7 +18,7 @@ from is later than before it. The second holds for steps that are made again bec
 were lost on a full disk, or their copies in memory with their hosts.
 
 If a process of an attempt ends with the code `supervised_attempt.DISK` (a full disk), the attempt
-does not count for rule 1, and the supervisor of that process waits, each time in a row for twice as
+does not count for rule 1. The supervisor of that process waits, each time in a row for twice as
 long, at most for most of config.distributed.init_timeout. The wait ends once there is room again.
 """
 

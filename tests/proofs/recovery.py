@@ -42,10 +42,11 @@ scheduler without a queue.
 
 In the end every batch's rows, every record's loss and every digest are compared with those of an
 undisturbed run, which --out keeps for the next time. --undisturbed makes its steps beforehand. Each
-fault is a line of faults.jsonl there. A seed whose faults are there goes on with the next one, and
---faults counts them, too. After a fault behind which the run stands still another run begins, and
-so it does after an error of this program: both are lines, and count as wrong. Prints a row for each
-kind, and exits with 1 if something differs or is wrong.
+fault is a line of faults.jsonl there, and logs/RUN has the logs of its supervisors. A seed whose
+faults are there goes on with the next one, and --faults counts them, too. After a fault behind
+which the run stands still another run begins, and so it does after an error of this program: both
+are lines, and count as wrong. Prints a row for each kind, and exits with 1 if something differs or
+is wrong.
 """
 
 import argparse
@@ -715,12 +716,20 @@ class Campaign:
             print("interrupted", flush=True)
         finally:
             job.end()
+            self._keep_logs(folder)
         extend(expected, job.step())
         numbers, texts = differences(job, expected, bits=not self._args.wait)
         self.wrong += numbers["wrong"]
         self.results.add({**self._run, "session": name, **numbers})
         print("\n".join(texts[:20]), flush=True)
         return goes_on
+
+    def _keep_logs(self, folder: pathlib.Path) -> None:
+        """Copy the logs of all supervisors before their folder is removed."""
+        kept = self._out / "logs" / self._session
+        kept.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("log-*.txt"):
+            shutil.copy(log, kept)
 
     def _disturb(self, job: Job, known: int) -> bool:
         """Do faults. Return whether it ends because the run stands still, or of an error."""
