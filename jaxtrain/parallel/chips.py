@@ -8,10 +8,13 @@ NVLink together, as Google does for TPU7x. The memory of a TPU is the part that 
 a program, by its own messages. Of a TPU7x, each of its two cores is a device, with half of the
 chip's figures.
 
-Between nodes each GPU of the HGX and NVL systems has its own adapter: of 200 Gb/s with A100, of 800
-with B300 and GB300 (ConnectX-8), else of 400, of which rings of NCCL reach nine tenths. Between
-slices, "Data center network bandwidth" of the pages of v5e (6.4 Tb/s of 256 chips) and v5p (50 Gb/s
-a chip), and "How to Scale Your Model" for the others.
+Between nodes a GPU has an adapter of its own, of which rings of NCCL reach nine tenths: 400 Gb/s
+with H100, H200 and B200 (NVIDIA's "DGX BasePOD" and "DGX B200 User Guide") and GB200 ("DGX GB200
+User Guide": four in a tray of four), 800 with B300 ("DGX B300 User Guide") and GB300 (four
+ConnectX-8 in a tray of four, "NVL72 AI factory" of NVIDIA's reference architectures). Between
+slices, "Data center network bandwidth" of the pages of v5e (6.4 Tb/s of 256 chips), v5p (50 Gb/s a
+chip), v6e (25.6 Tb/s of 256) and TPU7x (100 Gb/s a chip). No page that was read states the others,
+which have ``network_is_assumed``: a plan that counts on one says so.
 """
 
 from typing import NamedTuple
@@ -33,6 +36,7 @@ class Chip(NamedTuple):
     devices: int = 1  # of JAX on one chip
     clock: float = 0  # [1/s] of a TPU, by its FLOP/s and the size of its matrix units
     network: float = 45e9  # [bytes/s] sent by a device to other nodes or slices
+    network_is_assumed: bool = False  # no page of the vendor that was read states it
     # GPUs that NVLink joins. A GB200's and GB300's are in 18 hosts of four (NVL72).
     domain: int = 8
 
@@ -42,19 +46,31 @@ class Chip(NamedTuple):
 
 
 CHIPS = (
-    Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9, network=22.5e9),
+    Chip(
+        "a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9, network=22.5e9, network_is_assumed=True
+    ),
     # "NVIDIA H100 80GB HBM3": SXM. Measured: docs/results/h100.md
     Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9, 3020e9, 732e12),
-    Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9),
-    Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9),
+    Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9, network_is_assumed=True),
+    Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9, network_is_assumed=True),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
     Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9, network=90e9),
     Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9, domain=72),
     Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9, network=90e9, domain=72),
-    Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),
-    Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9),
-    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9, clock=1.05e9, network=6.25e9),
+    Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9, network_is_assumed=True),
+    Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9, network_is_assumed=True),
+    Chip(
+        "v4",
+        "TPU v4",
+        275e12,
+        30.75 * GIB,
+        1228e9,
+        300e9,
+        clock=1.05e9,
+        network=6.25e9,
+        network_is_assumed=True,
+    ),
     Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9, clock=1.5e9, network=3.125e9),
     Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9, clock=1.75e9, network=6.25e9),
     Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9, clock=1.75e9, network=12.5e9),

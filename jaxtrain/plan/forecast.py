@@ -17,6 +17,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.parallel import chips
 from jaxtrain.plan import calibration, cpu_work, exposure, kinds, traffic
 from jaxtrain.plan.hlo import Program
+from jaxtrain.plan.memory import in_bytes
 from jaxtrain.plan.target import Target
 from jaxtrain.step import state as state_lib
 
@@ -91,7 +92,19 @@ def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forec
         kind_of[kernel.name] = kind
         seconds[kernel.name] = costs.seconds(kernel, kind)
     walked = exposure.exposure(program, mesh, seconds, exposure.links_of(target))
-    return _add_up(walked, kind_of, costs.error, costs.describe())
+    return _add_up(walked, kind_of, costs.error, costs.describe() + _network_note(target))
+
+
+def _network_note(target: Target) -> str:
+    """Say that the rate between a target's nodes or slices is assumed, if it is, or return ""."""
+    chip = target.known_chip
+    if target.slices == 1 or not chip.network_is_assumed:
+        return ""
+    between = "slices" if chip.is_tpu else "nodes"
+    return (
+        f"; the rate between {between}, {in_bytes(chip.network)}/s a device, is assumed: no page of"
+        " its vendor that was read states it"
+    )
 
 
 def _costs_of(chip: chips.Chip) -> ChipCosts:

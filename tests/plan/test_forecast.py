@@ -40,6 +40,23 @@ def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
     assert other.error is None, "of another kind, which nobody measured"
 
 
+@pytest.mark.parametrize(
+    ("target", "note"),
+    [
+        ("gpu:a100x8*2", "; the rate between nodes, 22.50 GB/s a device, is assumed"),
+        ("tpu:v4:2x2x1*2", "; the rate between slices, 6.25 GB/s a device, is assumed"),
+        ("gpu:a100x8", ""),
+        ("gpu:h100x8*2", ""),
+        ("tpu:tpu7x:2x2x1*2", ""),
+    ],
+)
+def test_a_rate_of_a_network_that_no_page_states_is_printed_as_assumed(target, note):
+    program = hlo.Program(text(kernel("k")))
+    found = forecast_lib.forecast(program, MESH, plan.parse_target(target))
+    assert note in found.calibration
+    assert ("is assumed" in found.calibration) == bool(note)
+
+
 def test_the_fit_of_the_h100_is_that_of_the_published_steps():
     """Half of the steps forecast the others, both ways."""
     results = pathlib.Path(__file__).parents[2] / "docs" / "results"
