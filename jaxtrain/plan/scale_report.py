@@ -6,6 +6,7 @@ below 80 %    the parts that grew in the time of a row and device, by the foreca
               exchanges of the program that are behind them
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from jaxtrain.plan.scale import STRONG, WEAK, Row
 from jaxtrain.plan.target import Target
 
 ENOUGH = 0.8  # efficiency below which the parts that grew are named
+LARGE_SUMS = 0.2  # share of the bytes sent, from which on sums of whole arrays are named
 LITTLE = 0.05  # share of a step, or of a loss, that is not named
 HEAD = (
     "chips",
@@ -195,6 +197,33 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
             f"fsdp={fsdp} spans the whole slice, over which libtpu gathers and scatters by sums of"
             f" whole arrays, twice the bytes; compare data=2 fsdp={fsdp // 2}, which gathers parts"
         )
+    elif whole := _summed_whole(row):
+        data = row.settled.candidate.config.mesh.data
+        yield (
+            f"libtpu adds up whole arrays over fsdp={fsdp}, the largest of them {whole}, and cuts"
+            f" the sums, which sends twice the bytes of a scatter; compare data={4 * data}"
+            f" fsdp={fsdp // 4}, over which it may scatter them"
+        )
+
+
+def _summed_whole(row: Row) -> str:
+    """Name the largest array that TPUs add up over fsdp, "" if such sums are a small part.
+
+    libtpu (0.0.42) scatters over some groups of a torus only arrays of some shapes: over 512 chips
+    8192 × 24576 numbers, and not 8192 × 28672 (docs/results/scale.md).
+    """
+    step, mesh = row.settled.step, row.settled.candidate.config.mesh
+    if not row.target.tiled or step is None or mesh.fsdp % 4:
+        return ""
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
+    found = list(hlo.collectives(hlo.Program(step.text)))
+    sums = [each for each in found if each.kind == "all-reduce" and each.axes(sizes) == ("fsdp",)]
+    of_sums = sum(each.sent for each in sums)
+    if of_sums <= LARGE_SUMS * sum(each.sent for each in found):
+        return ""
+    largest = max(sums, key=lambda each: each.bytes)
+    dims = max(largest.shapes, key=math.prod)
+    return f"{'+'.join(sorted(set(largest.dtypes)))}[{','.join(map(str, dims))}]"
 
 
 def _exchanged(settled: Settled, part: str) -> str:

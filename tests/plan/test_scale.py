@@ -109,13 +109,12 @@ def test_each_size_is_compiled_with_its_rows(language, monkeypatch):
     assert "mesh: data -1 × fsdp 1 × model 1, -1 takes the devices" in report
 
 
-def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
-    """Two sums of the program, neither of them hidden, are the whole loss on 16 cards."""
-    quickly(monkeypatch)
+def sums_exposed_on_more_than(monkeypatch, few, kind):
+    """Compile each step as a program of three sums over fsdp=4, exposed from more devices on."""
     program = text(start("a", WITHIN, ', backend_config={"is_sync":true}'), kernel("k"))
 
     def forecast_of(step, assembly, target):
-        exposed = 0.0 if target.count == 8 else 1.0
+        exposed = 0.0 if target.count == few else 1.0
         parts = {"product": 1.0, "exchange": exposed}
         exchanges = {("fsdp",): Exchange(1.0, exposed)}
         return Forecast(1.0 + exposed, parts, exposed, None, "uncalibrated", exchanges)
@@ -124,9 +123,15 @@ def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
     exchanges = {("all-reduce", ("fsdp",)): hlo.Exchanged(3, 18e6, 0)}
     step = Compiled(0, 0, 10**9, exchanges, 1.0, text=program)
     monkeypatch.setattr(
-        worker.Process("gpu").__enter__(), "ask", lambda job: worker.Answer(step), raising=False
+        worker.Process(kind).__enter__(), "ask", lambda job: worker.Answer(step), raising=False
     )
     monkeypatch.setattr(mesh_search, "forecast_of", forecast_of)
+
+
+def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
+    """Two sums of the program, neither of them hidden, are the whole loss on 16 cards."""
+    quickly(monkeypatch)
+    sums_exposed_on_more_than(monkeypatch, 8, "gpu")
     config = language(("mesh.fsdp", "4"))
     report, _, _ = plan.report_scale(config, "gpu:h100x8..16")
     assert table(report, "weak")[1][5] == "18.00 MB all-reduce over fsdp"
@@ -134,6 +139,18 @@ def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
     line = (
         "16 chips, 50% of 8: exchange over fsdp is 100% of the loss (1000.00 ms a step, 0.00 on 8):"
         " 3 × all-reduce in f32, 18.00 MB, 0 of them asynchronous"
+    )
+    assert line in report and "compare data=" not in report
+
+
+def test_sums_of_whole_arrays_on_tpus_name_a_mesh_that_may_scatter_them(language, monkeypatch):
+    quickly(monkeypatch)
+    sums_exposed_on_more_than(monkeypatch, 4, "tpu")
+    report, _, _ = plan.report_scale(language(("mesh.fsdp", "4")), "tpu:v5e:4..8")
+    line = (
+        "libtpu adds up whole arrays over fsdp=4, the largest of them f32[1000000], and cuts the"
+        " sums, which sends twice the bytes of a scatter; compare data=8 fsdp=1, over which it may"
+        " scatter them"
     )
     assert line in report
 
