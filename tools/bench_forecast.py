@@ -2,10 +2,10 @@
 
     python -m tools.bench forecast --out DIR [--minutes N] [--workload NAME …] [--table]
 
-Five workloads at three sizes on three meshes are 45 cells. Each is compiled and timed in a process
-of its own, and kept in DIR with its program: the next call continues. `--minutes`
-ends it before the next cell. The table compares the cells in DIR with the forecast by this
-machine's calibration (`jaxtrain plan --calibrate`), which has seen none of them.
+Five workloads at three sizes on three meshes are 45 cells, the smallest sizes first. Each is
+compiled and timed in a process of its own, and kept in DIR with its program: the next call
+continues. `--minutes` ends it before the next cell. The table compares the cells in DIR with the
+forecast by this machine's calibration (`jaxtrain plan --calibrate`), which has seen none of them.
 """
 
 import argparse
@@ -70,8 +70,9 @@ class Cell(NamedTuple):
 
 
 def cells(workloads: list[str]) -> Iterator[Cell]:
-    for workload in workloads:
-        for size in range(3):
+    """Yield all workloads at the smallest size first, so that each has cells if time is short."""
+    for size in range(3):
+        for workload in workloads:
             for mesh in MESHES:
                 yield Cell(workload, size, mesh)
 
@@ -127,13 +128,14 @@ def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, f
 
 
 def table(workloads: list[str], out: pathlib.Path) -> None:
-    errors = []
+    errors, loads = list[float](), list[float]()
     print("| workload | size | mesh | measured [ms] | forecast [ms] | error | most of it |")
     print("|---|---:|---|---:|---:|---:|---|")
     for cell in cells(workloads):
         if not (out / f"{cell.file}.json").exists():
             continue
         seconds, forecast, by_kind = compare(cell, out)
+        loads.append(json.loads((out / f"{cell.file}.json").read_text())["load"])
         errors.append(forecast / seconds - 1)
         largest = list(by_kind)[:2]
         print(
@@ -144,6 +146,7 @@ def table(workloads: list[str], out: pathlib.Path) -> None:
         sizes = [abs(error) for error in errors]
         median = statistics.median(sizes)
         print(f"\n{len(errors)} cells: median {median:.1%}, largest {max(sizes):.0%}")
+        print(f"load of the machine: {min(loads):.1f} to {max(loads):.1f}")
 
 
 def main() -> int:
