@@ -8,13 +8,13 @@ NVLink together, as Google does for TPU7x. The memory of a TPU is the part that 
 a program, by its own messages. Of a TPU7x, each of its two cores is a device, with half of the
 chip's figures.
 
-Between nodes a GPU has an adapter of its own, of which rings of NCCL reach nine tenths: 400 Gb/s
-with H100, H200 and B200 (NVIDIA's "DGX BasePOD" and "DGX B200 User Guide") and GB200 ("DGX GB200
-User Guide": four in a tray of four), 800 with B300 ("DGX B300 User Guide") and GB300 (four
-ConnectX-8 in a tray of four, "NVL72 AI factory" of NVIDIA's reference architectures). Between
-slices, "Data center network bandwidth" of the pages of v5e (6.4 Tb/s of 256 chips), v5p (50 Gb/s a
-chip), v6e (25.6 Tb/s of 256) and TPU7x (100 Gb/s a chip). No page that was read states the others,
-which have ``network_is_assumed``: a plan that counts on one says so.
+Between nodes a GPU has an adapter of its own, of which rings of NCCL reach nine tenths. It has
+400 Gb/s with H100, H200 and B200 by NVIDIA's "DGX BasePOD", and with GB200 by the "DGX GB200 User
+Guide", which counts four in a tray of four. It has 800 with B300 by the "DGX B300 User Guide", and
+with GB300 by the reference architecture "NVL72 AI factory", four ConnectX-8 in a tray of four.
+Between slices, rates are "Data center network bandwidth" of the pages of v5e (6.4 Tb/s of 256
+chips), v5p (50 Gb/s a chip), v6e (25.6 Tb/s of 256) and TPU7x (100 Gb/s a chip). No page that was
+read states the others, which have ``network_is_assumed``: a plan that counts on one says so.
 """
 
 from typing import NamedTuple
