@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtrain.types import Array
 
@@ -20,6 +21,7 @@ BLOCK = 512  # [queries or keys] of a tile, if it divides the sequence
 MOST_BLOCKS = 512  # of a row, so that its lists fit into a chip's scalar memory
 LISTS = 3 << 18  # [bytes] of a call's lists in scalar memory, which has 1 MiB
 BYTES = 3  # of a step of the lists: the block that it reads, and whether it is computed
+TOKENS_LAST = Layout((0, 2, 3, 1))  # of arrays [B, T, H, K] in the device's memory
 PADDING = 0  # the document of the places that fill a row, which are its last
 
 
@@ -173,6 +175,11 @@ def _of_documents(
     of_keys = mask_info(first_query, last_query, by_keys=True)
     kwargs = {**kernel.kwargs, "is_mqa": False}
     on_rows: Any = kernel_lib.SplashAttentionKernel(of_queries, of_queries, of_keys, **kwargs)
+    if k < LANES and not kernel.kwargs["interpret"]:
+        # Rotated with the few values of a head in the lanes, q would be two to four times its size.
+        q_bthk, k_bsgk, v_bsgk = (
+            with_layout_constraint(x, TOKENS_LAST) for x in (q_bthk, k_bsgk, v_bsgk)
+        )
     # a row's blocks are whole, so that no block of queries is active with another row's keys
     q_hnk, k_gnk, v_gnk = (
         x.transpose(2, 0, 1, 3).reshape(-1, b * t, k) for x in (q_bthk, k_bsgk, v_bsgk)
