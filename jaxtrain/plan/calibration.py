@@ -117,7 +117,9 @@ def refusal() -> str:
                 return f"{path} is of another machine, since {there}. {REMEDY}"
         if content["kinds"] != kinds_hash():
             return f"{path} has costs of other kinds of work than this version counts. {REMEDY}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not _fits(content):
+            return f"{path} has no costs. {REMEDY}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} cannot be read ({error}). {REMEDY}"
     return ""
 
@@ -127,21 +129,27 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def _fits(content: Mapping[str, Any]) -> dict[int, tuple[dict[str, float], float, int]]:
+    """Return number of devices -> costs, error, programs. Raises as a damaged file does."""
+    found = {}
+    for n_devices, fit in content["fits"].items():
+        costs = {kind: float(cost) for kind, cost in fit["costs"].items()}
+        found[int(n_devices)] = costs, float(fit["error"]), int(fit["programs"])
+    return found
+
+
 def load(n_devices: int) -> cpu_work.HostCosts | None:
     """Return the costs of kernels on each of ``n_devices`` of this machine, None by `refusal`."""
     if refusal():
         return None
     content = _read(machine.cache_folder(FOLDER, FILE))
-    fits = {int(n): fit for n, fit in content["fits"].items()}
+    fits = _fits(content)
     nearest = max((n for n in fits if n <= n_devices), default=min(fits))
-    fitted = fits[nearest]
-    costs = fitted["costs"]
+    costs, error, programs = fits[nearest]
     if nearest == max(fits):  # kernels of the other devices run after each other
         costs = {kind: cost * n_devices / nearest for kind, cost in costs.items()}
     threads = threads_of_each(n_devices)
-    return cpu_work.HostCosts(
-        costs, content["machine"]["cpu"], threads, fitted["error"], fitted["programs"]
-    )
+    return cpu_work.HostCosts(costs, content["machine"]["cpu"], threads, error, programs)
 
 
 def threads_of_each(n_devices: int) -> int:

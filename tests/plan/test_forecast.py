@@ -184,6 +184,10 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
         assert found.seconds == pytest.approx(0.501 * ratio)
         assert list(found.by_kind) == ["call", "map"]
         assert "median error 10% on the 7 programs" in found.calibration
+    one = fits["1"]
+    for damaged in ({}, [], None, {"x": one}, {"1": {}}, {"1": one | {"costs": {"launch": "-"}}}):
+        path.write_text(json.dumps(content | {"fits": damaged}))
+        assert str(path) in calibration.refusal() and calibration.load(1) is None, damaged
     path.write_text(json.dumps(content | {"kinds": "earlier"}))
     assert "other kinds of work" in calibration.refusal() and calibration.load(1) is None
     content["machine"]["cores"] = -3
