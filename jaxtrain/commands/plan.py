@@ -66,8 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(plans) > 1:
         parser.error("--search and --scale are two plans; omit one")
     for name in ("calibrate", "setup"):
-        if getattr(args, name) and plans:
-            parser.error(f"--{name} plans nothing; omit --{plans[0]}")
+        if not getattr(args, name):
+            continue
+        others = [*(f"--{plan}" for plan in plans), args.target, *config_arguments]
+        others += ["--setup"] if name == "calibrate" and args.setup else []
+        if superfluous := [other for other in others if other]:
+            parser.error(f"--{name} plans nothing; omit {superfluous[0]}")
     if args.by and not args.scale:
         parser.error("--by is the factor between sizes of --scale; add --scale, or omit it")
     if args.by == 1:

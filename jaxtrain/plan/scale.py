@@ -27,7 +27,7 @@ from jaxtrain.plan import slices, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.candidates import MESH, NOTHING, Choice
 from jaxtrain.plan.mesh_search import Candidate, Search, Settled
-from jaxtrain.plan.target import PlanError, Target, no_slice, parse_target
+from jaxtrain.plan.target import PlanError, Target, no_slice, parse_target, unknown
 from loaders.io.checks import first_line
 
 WEAK, STRONG = "weak", "strong"
@@ -83,8 +83,7 @@ def _slices(text: str, version: str, counts: Sequence[int]) -> Iterator[Target]:
     """Yield the slices of numbers of chips. The first and the last one must exist."""
     chip = chips.by_name(version)
     if chip is None or not chip.is_tpu:
-        parse_target(text)  # which lists the known ones
-        raise AssertionError(text)
+        raise unknown(text)
     for n_chips in counts:
         sides = slices.of_count(chip.name, n_chips)
         if sides:

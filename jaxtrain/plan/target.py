@@ -124,14 +124,21 @@ def parse_target(text: str) -> Target:
         target = _parse_gpus(text, devices)
     elif platform == "tpu":
         target = _parse_tpus(text, devices)
+    if target is None and re.search(r"\d\.\.\d+$", text):
+        raise PlanError(f"--plan={text} is a range of sizes: jaxtrain plan CONFIG {text} --scale")
     if target is None:
-        tpus = ", ".join(_names("TPU"))
-        gpus = ", ".join(_names("NVIDIA"))
-        raise PlanError(
-            f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({tpus})"
-            f" or --plan=gpu:h100x8 ({gpus}), followed by *2 for two slices or nodes"
-        )
+        raise unknown(text)
     return target
+
+
+def unknown(text: str) -> PlanError:
+    """Make the error for a target of unknown chips, which lists the known ones."""
+    tpus = ", ".join(_names("TPU"))
+    gpus = ", ".join(_names("NVIDIA"))
+    return PlanError(
+        f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({tpus})"
+        f" or --plan=gpu:h100x8 ({gpus}), followed by *2 for two slices or nodes"
+    )
 
 
 def _this_machine() -> Target:

@@ -227,6 +227,9 @@ def _interrupting(number):
     [
         (("gpu:h100x8..16", "--scale", "--search"), "--search and --scale are two plans; omit one"),
         (("--calibrate", "--scale"), "--calibrate plans nothing; omit --scale"),
+        (("--calibrate", "gpu:h100x8"), "--calibrate plans nothing; omit gpu:h100x8"),
+        (("--calibrate", "--setup=gpu"), "--calibrate plans nothing; omit --config="),
+        (("--setup=gpu",), "--setup plans nothing; omit --config="),
         (("gpu:h100x8", "--by=4"), "--by is the factor between sizes of --scale"),
         (("gpu:h100x8..16", "--scale", "--by=1"), "sizes grow by a factor of 2 or more"),
     ],
@@ -235,6 +238,18 @@ def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, argume
     with pytest.raises(SystemExit):
         run(tmp_path, *arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_range_without_scale_is_answered_with_the_option(tmp_path, capsys):
+    assert run(tmp_path, "gpu:h100x8..16") == 2
+    message = "--plan=gpu:h100x8..16 is a range of sizes: jaxtrain plan CONFIG gpu:h100x8..16"
+    assert f"{message} --scale" in capsys.readouterr().err
+
+
+def test_a_calibration_and_a_compiler_are_two_calls(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--calibrate", "--setup=gpu"])
+    assert "--calibrate plans nothing; omit --setup" in capsys.readouterr().err
 
 
 def test_a_batch_that_no_size_divides_is_an_error(tmp_path, monkeypatch, capsys):
