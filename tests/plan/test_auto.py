@@ -149,6 +149,18 @@ def test_on_gpus_the_compiler_decides_and_layers_are_written_out(language, monke
     assert decided(config, GPU)[0] == (1, "none", 1) and asked == [values, (1, "none", 1)]
 
 
+def test_on_tpus_the_compiler_decides_and_layers_stay_a_loop(language, monkeypatch):
+    """Written out they were no faster by a TPU's compiler: docs/results/compiled-steps.md."""
+    with_memory(monkeypatch, 10e9)
+    with_bounds(monkeypatch, lambda accumulate, remat: 5e9)
+    config = language(*ALL, ("mesh.data", "1"), ("mesh.fsdp", "-1"))
+    sizes = {"none": 9.6e9, "full": 9.4e9}
+    asked = on_gpus(monkeypatch, lambda accumulate, remat, unroll: sizes[remat])
+    values, line = decided(config, "tpu:v5e:2x2")
+    assert values == (1, "full", 1) and asked == [(1, "none", 1), values]
+    assert "by its compiler 9.40 GB of 10.00 GB" in line
+
+
 def test_a_choice_that_cannot_fit_by_another_ones_program_is_not_compiled(language, monkeypatch):
     """A step needs 80 GB a microbatch, or 64 in a loop: 8 of them fit into 10 GB. One that the
     compiler refuses is followed by the next."""
