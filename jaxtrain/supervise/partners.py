@@ -106,10 +106,14 @@ class Receiver:
                 line = await handshake.admit(reader, writer, self._secret)
                 message = await line.receive()
             problem = self._problem(message) or self._make_room(message)
+            if not problem:
+                transport: Any = writer.transport
+                transport.pause_reading()  # the parts take no way through its buffers
             await line.send({"error": problem})
             if not problem:
-                async with asyncio.timeout(TRANSFER):
-                    problem = await self._store(message, reader)
+                with line.connection() as connection:
+                    async with asyncio.timeout(TRANSFER):
+                        problem = await self._store(message, connection)
                 await line.send({"error": problem})
             if problem:
                 log.warning("a step in memory of another process is refused: %s", problem)
@@ -140,20 +144,21 @@ class Receiver:
             os.close(descriptor)
         return ""
 
-    async def _store(self, message: Mapping[str, Any], reader: asyncio.StreamReader) -> str:
+    async def _store(self, message: Mapping[str, Any], connection: socket.socket) -> str:
         """Store the parts of a step. Return the reason for which they are refused, or ""."""
         header = message["header"]
         path = self._path(message)
         unread = int(header["bytes"])
         digest = hashlib.sha256()
+        buffer = memoryview(bytearray(CHUNK))  # small enough for a cache of the CPU
         with path.open("r+b") as file:
             while unread:
-                part = await reader.read(min(CHUNK, unread))
-                if not part:
+                n = await self._loop.sock_recv_into(connection, buffer[: min(CHUNK, unread)])
+                if not n:
                     raise PartnerError("it closed the connection")
-                file.write(part)
-                digest.update(part)
-                unread -= len(part)
+                file.write(buffer[:n])
+                digest.update(buffer[:n])
+                unread -= n
         if digest.hexdigest() != header["sha256"]:
             return "it fails its checksum"
         atomic_write.write(path.with_suffix(".json"), json.dumps(header))

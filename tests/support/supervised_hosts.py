@@ -20,9 +20,21 @@ MEMORY = ("--config.checkpoint.memory_every=1", "--config.checkpoint.every=10000
 
 
 class Job:
-    """Supervisors of a run, each on a host of its own."""
+    """Supervisors of a run, each on a host of its own.
 
-    def __init__(self, folder, ending, *overrides, processes=2, hosts=None, workdir="runs/toy"):
+    ``environments``: process -> variables of its host.
+    """
+
+    def __init__(
+        self,
+        folder,
+        ending,
+        *overrides,
+        processes=2,
+        hosts=None,
+        workdir="runs/toy",
+        environments=None,
+    ):
         self.folder = folder
         self.hosts = hosts  # network namespaces, one for each process
         self.workdir = folder / workdir
@@ -32,6 +44,7 @@ class Job:
         self._processes = processes
         self._port = free_port()
         self.supervisors = {}
+        self.environments = environments or {}
         for process in range(processes):
             self.start(process)
 
@@ -43,6 +56,7 @@ class Job:
             environment["JAXTRAIN_COORDINATOR"] = self.hosts.coordinator(self._port)
             environment["JAXTRAIN_SECRET"] = "5e" * 16
             inside = self.hosts.inside(process)
+        environment |= self.environments.get(process, {})
         arguments = ("--supervise", *QUIET, *self._overrides, *overrides)
         supervisor = command(self.folder, "toy.py", *arguments, inside=inside, **environment)
         self.supervisors[process] = supervisor

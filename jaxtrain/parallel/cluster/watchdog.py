@@ -97,8 +97,11 @@ class Watchdog:
         for process in range(self._processes):
             path = self._folder / f"alive-{process}.json"
             with contextlib.suppress(OSError, ValueError):
-                reports[process] = json.loads(path.read_text())
-        culprit = blame(reports, self._processes, time.time(), 3 * pause)
+                # by the file system's clock, as those of hosts differ
+                written = {"time": path.stat().st_mtime}
+                reports[process] = json.loads(path.read_text()) | written
+        now = max((report["time"] for report in reports.values()), default=0.0)
+        culprit = blame(reports, self._processes, now, 3 * pause)
         reason = f"no progress for {self._limit:g} s; {culprit}"
         self._report_end(reason)
         text = f"{reason}; ending process {self._process}"
