@@ -36,6 +36,7 @@ SETTINGS = {
     "one": Setting("gpu:h100x1", (1, 1, 1), 16),
     "data": Setting(NODE, (8, 1, 1), 64),
     "fsdp": Setting(NODE, (1, 8, 1), 128),
+    "fsdp, more overlap": Setting(NODE, (1, 8, 1), 128, 1, mesh_advice.MORE_OVERLAP),
     "both": Setting(NODE, (2, 4, 1), 128),
     "both, in parts": Setting(NODE, (2, 4, 1), 512, 4),
     "nodes": Setting(NODES, (2, 8, 1), 256, 1, mesh_advice.MORE_OVERLAP),
@@ -157,18 +158,34 @@ def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(languag
     assert [c for c in whole.over("data") if c.in_loop], "each layer's sum is in the loop"
 
 
+def exposed(step):
+    chip = step.target.known_chip
+    rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
+    seconds = traffic.seconds_of_each(step.compiled.kernels, rates)
+    return exposure.exposure(step.program, step.mesh, seconds, exposure.links_of(step.target))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("data", 0.05), ("fsdp", 0.04), ("nodes", 0.06)])
 def test_little_is_exposed(name, most, language):
     """With all of its layers, it is a fourth of this: the table's sum is exposed once."""
     step = language[name]
-    chip = step.target.known_chip
-    rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
-    seconds = traffic.seconds_of_each(step.compiled.kernels, rates)
-    found = exposure.exposure(step.program, step.mesh, seconds, exposure.links_of(step.target))
-    assert found.share <= most
+    assert exposed(step).share <= most
     waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
     assert not [c for c in waiting if c.sent > BIG]
+
+
+@pytest.mark.slow
+def test_the_plan_proposes_options_that_hide_more(language):
+    """If more than half a percent is exposed. A config that has the options is left as it is."""
+    step, other = language["fsdp"], language["fsdp, more overlap"]
+    found, better = exposed(step), exposed(other)
+    changed = mesh_advice.changed_options(step.config, found)
+    assert changed is not None and set(changed.compiler) == set(mesh_advice.MORE_OVERLAP)
+    assert better.exposed < 0.8 * found.exposed
+    line = mesh_advice.options_line(found, better, other.compiled, step.target)
+    assert "more overlap:" in line and "--config.compiler.optimization_level=O1" in line
+    assert mesh_advice.changed_options(other.config, better) is None
 
 
 @pytest.mark.slow
