@@ -62,7 +62,7 @@ PARTS = {
         " leases, the doctor",
         "test_reliability.py test_train.py test_hosts.py test_supervise.py"
         " test_supervise_full_disk.py test_supervise_opponent.py test_fewer_hosts.py"
-        " test_steps_in_memory.py"
+        " test_supervise_differing_hosts.py test_steps_in_memory.py"
         " workloads/test_commands_on_full_disks.py"
         " test_object_store.py parallel/test_lease.py doctor/test_doctor.py"
         " commands/test_launch_slurm.py commands/test_errors_file.py proofs/test_soak.py",
