@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain import plan as plan_lib
 from jaxtrain.data import feed
-from jaxtrain.plan import hlo, traffic
+from jaxtrain.plan import forecast, hlo, traffic
 from jaxtrain.telemetry import metrics
 from jaxtrain.types import Batch, Task
 from tools.chip import cases
@@ -107,7 +107,7 @@ def _measure(
         "flops_per_second": task.flops / seconds,
         "full_flops_per_second": full_flops / seconds,
         "document_flops_per_second": _document_flops(task, steps.batch) / seconds,
-        "predicted": _predicted(program, rates),
+        "predicted": _predicted(program, chosen, rates),
         "memory": _memory(program, chosen, device),
         "loss": metrics.mean([steps()])["loss"],
     }
@@ -121,16 +121,28 @@ def _document_flops(task: Task, batch: Batch) -> float:
     return counted.count(*(feed.local_rows(batch[name]) for name in counted.fields))
 
 
-def _predicted(program: jax.stages.Compiled, rates: traffic.Rates) -> dict[str, Any] | None:
-    """Return the roofline of the compiled step, or None if its text cannot be read."""
+def _predicted(
+    program: jax.stages.Compiled, chosen: cases.Chosen, rates: traffic.Rates
+) -> dict[str, Any] | None:
+    """Return the roofline of the compiled step, or None if its text cannot be read.
+
+    It is the bound, at the rates that this card reaches. "forecast" is the plan's
+    (`jaxtrain plan`), with the shares that are fitted to measured steps, or None for devices that
+    nothing is known of.
+    """
     try:
         text = program.as_text() or ""
     except jax.errors.JaxRuntimeError:  # a libtpu that is newer than jaxlib
         return None
-    kernels = traffic.traffic(hlo.Program(text))
+    read = hlo.Program(text)
+    kernels = traffic.traffic(read)
     sums = traffic.roofline(kernels, rates)._asdict()
     largest = itertools.islice(sums["scopes"].items(), LARGEST)
-    return {**sums, "scopes": dict(largest)}
+    mesh = dict(chosen.assembly.layout.mesh.shape)
+    planned = forecast.forecast(read, mesh, plan_lib.parse_target(""))
+    names = ("seconds", "error", "calibration")
+    found = {name: getattr(planned, name) for name in names} if planned else None
+    return {**sums, "scopes": dict(largest), "forecast": found}
 
 
 def _memory(
