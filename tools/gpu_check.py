@@ -24,8 +24,12 @@ fails ends no other and keeps no memory of the device. It prints a table, and wr
 and begins with the rest. A case that no size of fits the card is named. A variant (--vary) is
 measured next to its case in one call, since cards of one kind differ. It exits with 1 if a check
 failed or a part could not run, with 2 if it was called wrongly or the card is taken, and with 3 if
-the time was over before all parts ran. On a CPU it runs its small form, which shows that it works,
-not how fast.
+the time was over before all parts ran, or PyTorch is missing. On a CPU it runs its small form,
+which shows that it works, not how fast.
+
+A unit that the end of a call cuts is left out, and is the first of the next call. One that had all
+of its own time and failed is a failure: the next call tries it again, after the others. Peers
+without PyTorch are asked again in each call.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
@@ -67,6 +71,7 @@ QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 # the others are these at another size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
 PR_SET_PDEATHSIG = 1
+ENDED = "was ended after its "  # the begin of the reason, of a process that took too long
 HIDDEN = 4096  # [MiB] in use on a card from which on it is somebody's, though no process is listed
 CONVENTIONS = {
     "flops": (
@@ -110,7 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
     print(results_table.text(found))
     print(f"all numbers: {args.out}")
-    return 1 if not found["well"] else 3 if found["left_out"] else 0
+    for line in remaining(found):
+        print(f"left: {line}")
+    return 1 if not found["well"] else 3 if found["left_out"] or found["skipped"] else 0
+
+
+def remaining(found: dict[str, Any]) -> list[str]:
+    """Return what the next call has to do, with the remedy if more calls alone do not help."""
+    lines = []
+    for unit in found["left_out"]:
+        n_cut = found["cut"].get(unit, 0)
+        bound = BOUNDS[unit.partition(" ")[0].removesuffix(FIXED)]
+        longer = f", cut {n_cut} times: it may take {bound} s, give a longer call by --minutes"
+        lines.append(unit + longer * (n_cut > 1))
+    return lines + [f"{unit}: {reason}" for unit, reason in found["skipped"].items()]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -246,7 +264,10 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         **found,
         "parts": [*found.get("parts", ()), part],
         "failures": [],
+        "tries": found.get("tries", {}),  # unit -> number of calls in which it failed
         "left_out": [],  # for want of time
+        "cut": found.get("cut", {}),  # unit -> number of calls whose end cut it
+        "skipped": {},  # unit -> the reason, with the remedy; it is asked again
         "well": True,
     }
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
@@ -260,8 +281,13 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
                 found["left_out"].append(str(unit))
                 continue
             print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
-            bound = min((1 + args.small) * BOUNDS[unit.part], left)
-            result, why = run(unit, args, pathlib.Path(folder), bound)
+            whole = (1 + args.small) * BOUNDS[unit.part]
+            result, why = run(unit, args, pathlib.Path(folder), min(whole, left))
+            if left < whole and why.rpartition("\n")[2].startswith(ENDED):
+                print(f"         {unit} was cut: the call is over", file=sys.stderr, flush=True)
+                found["left_out"].append(str(unit))
+                found["cut"][str(unit)] = found["cut"].get(str(unit), 0) + 1
+                continue
             if unit.kind == "machine" and result:
                 results_file.refuse_another_machine(args.out, found, result)
                 reached = result["reached"]
@@ -278,12 +304,17 @@ def _clock(seconds: float) -> str:
 
 
 def _add(found: dict[str, Any], part: dict[str, Any], unit: Unit, result: Any, why: str) -> None:
+    found["cut"].pop(str(unit), None)
+    n_failed = found["tries"].pop(str(unit), 0)
     if why:
         found["failures"].append({"unit": str(unit), "why": why})
+        found["tries"][str(unit)] = n_failed + 1
         last_line = why.strip().splitlines()[-1]
         print(f"         {unit} failed: {last_line}", file=sys.stderr, flush=True)
     elif unit.kind == "machine":
         part["machine"] = result
+    elif unit.kind == "peers" and "skipped" in result:
+        found["skipped"][str(unit)] = result["skipped"]
     else:
         part["units"].append(str(unit))
         number = len(found["parts"]) - 1
@@ -305,15 +336,18 @@ def units(
 ) -> Iterator[Unit]:
     """Yield the units without figures of an earlier part. The machine decides which there are.
 
-    The case of a variant is measured again next to it. Those that ``failed`` in the last part are
-    the last ones, so that the others are reached.
+    The case of a variant is measured again next to it. One that the end of a call cut is the first.
+    Those that ``failed`` in the last part are the last ones, so that the others are reached, as are
+    those that two calls have cut.
     """
     yield Unit("machine")
     machine = found["parts"][-1]["machine"]
     if machine is None:
         return
-    left = list(_left(args, found, machine))
-    yield from sorted(left, key=lambda unit: str(unit) in failed)
+    ranks = {unit: 0 if times == 1 else 2 for unit, times in found["cut"].items()}
+    ranks |= dict.fromkeys(failed, 2)
+    # sorted has read them all before a unit's result changes their order
+    yield from sorted(_left(args, found, machine), key=lambda unit: ranks.get(str(unit), 1))
 
 
 def _left(
@@ -404,7 +438,7 @@ def run(
                 signal.raise_signal(signal.SIGTERM)
             code, why = process.wait(seconds), ""
         except subprocess.TimeoutExpired:
-            why = f"was ended after its {seconds:.0f} s"
+            why = f"{ENDED}{seconds:.0f} s"
         finally:
             _end(process)
         file.seek(0)

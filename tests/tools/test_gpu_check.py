@@ -146,7 +146,7 @@ BITS_AND_KILLS = [f"{kind}{end} trm" for kind in ("bits", "kills") for end in ("
 )
 def test_only_the_selected_parts_are_run(arguments, platform, expected):
     found = {"parts": [{"machine": machine(platform)}], "correctness": None}
-    found |= {"models": {}, "more": {}}
+    found |= {"models": {}, "more": {}, "cut": {}}
     units = gpu_check.units(gpu_check.parse(arguments), found)
     assert [str(unit) for unit in units] == ["machine", *expected]
 
@@ -220,6 +220,7 @@ def found_on(platform, chip=None):
         "correctness": None,
         "failures": [],
         "left_out": [],
+        "skipped": {},
         "models": {"vit-s": case, "vit-s model.unroll=1": variant},
         "more": {},
     }
@@ -343,6 +344,90 @@ def test_a_unit_that_failed_comes_last_in_the_next_call(tmp_path, measured, monk
     (tmp_path / "x.json").write_text(json.dumps({**found, "models": {}}))
     measured.clear()
     assert gpu_check.main([*arguments]) == 0
+    assert measured == ["machine", "model vit-b", "model vit-s"]
+
+
+def test_peers_without_pytorch_are_named_with_the_remedy_and_asked_again(
+    tmp_path, measured, monkeypatch, capsys
+):
+    """Else a card that gets PyTorch between two calls would keep its empty row."""
+    out = tmp_path / "x.json"
+    arguments = ["--only=peers", "--models=trm", f"--out={out}"]
+    run = gpu_check.run
+
+    def without(unit, *rest):
+        skipped = {"case": unit.case, "skipped": peers.missing(is_gpu=True)}
+        return (skipped, "") if unit.kind == "peers" else run(unit, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "run", without)
+        patch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+        assert gpu_check.main(arguments) == 3
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("left: peers trm: PyTorch is not installed; pip install")
+    assert not json.loads(out.read_text())["more"]
+    measured.clear()
+    assert gpu_check.main(arguments) == 0 and measured == ["machine", "peers trm"]
+    assert "left: " not in capsys.readouterr().out
+
+
+def cut(patch, names, after=gpu_check.LIMIT - 30):
+    """End these units as `gpu_check.run` does, in a call that has 30 s left."""
+    run, began = gpu_check.run, time.time()
+
+    def too_long(unit, args, folder, seconds):
+        if unit.kind == "machine":
+            patch.setattr(gpu_check.time, "time", lambda: began + after)
+        if str(unit) in names:
+            return None, f"a line\nwas ended after its {seconds:.0f} s"
+        return run(unit, args, folder, seconds)
+
+    patch.setattr(gpu_check, "run", too_long)
+
+
+def test_a_unit_that_the_calls_end_cuts_is_no_failure_and_the_first_of_the_next(
+    tmp_path, measured, monkeypatch
+):
+    out = tmp_path / "x.json"
+    arguments = ["--only=correctness,speed", "--models=bird", f"--out={out}"]
+    with monkeypatch.context() as patch:
+        cut(patch, ["model vit-b"])
+        assert gpu_check.main(arguments) == 3
+    found = json.loads(out.read_text())
+    assert found["left_out"] == ["model vit-b"] and not found["failures"]
+    # so that it is first for another reason than that there are no others
+    out.write_text(json.dumps({**found, "models": {}, "correctness": None}))
+    measured.clear()
+    assert gpu_check.main(arguments) == 0
+    assert measured == ["machine", "model vit-b", "correctness", "model vit-s"]
+
+
+def test_a_unit_that_had_all_of_its_time_and_took_longer_is_a_failure(
+    tmp_path, measured, monkeypatch
+):
+    arguments = ["--only=speed", "--models=bird", f"--out={tmp_path / 'x.json'}"]
+    cut(monkeypatch, ["model vit-s"], after=0)
+    assert gpu_check.main(arguments) == 1
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert [one["unit"] for one in found["failures"]] == ["model vit-s"] and not found["left_out"]
+    assert found["tries"] == {"model vit-s": 1}
+
+
+def test_a_unit_that_two_calls_cut_lets_the_others_go_first(
+    tmp_path, measured, monkeypatch, capsys
+):
+    """A short call can never end it. The text says so."""
+    out = tmp_path / "x.json"
+    arguments = ["--only=speed", "--models=bird", f"--out={out}"]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            cut(patch, ["model vit-s"])
+            assert gpu_check.main(arguments) == 3
+    said = capsys.readouterr().out
+    assert "left: model vit-s, cut 2 times: it may take 100 s, give a longer call" in said
+    out.write_text(json.dumps({**json.loads(out.read_text()), "models": {}}))
+    measured.clear()
+    assert gpu_check.main(arguments) == 0
     assert measured == ["machine", "model vit-b", "model vit-s"]
 
 

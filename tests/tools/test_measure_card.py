@@ -20,7 +20,7 @@ MACHINE |= {"datasheet_flops_per_second": 989e12, "datasheet_bytes_per_second": 
 MACHINE |= {"reached": {"flops_per_second": 732e12, "bytes_per_second": 3020e9}, "versions": {}}
 PART = {"when": "2026-01-01", "seconds": 400.0, "machine": MACHINE, "units": []}
 CHECKED = {"form": "full", "parts": [PART], "correctness": None, "models": {}, "more": {}}
-CHECKED |= {"failures": [], "left_out": []}
+CHECKED |= {"failures": [], "left_out": [], "cut": {}, "tries": {}, "skipped": {}}
 
 
 @pytest.fixture

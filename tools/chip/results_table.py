@@ -50,6 +50,8 @@ def rows(found: Found) -> Iterator[Row]:
         yield from results_rows.rows(unit, one, found["more"])
     for failure in found["failures"]:
         yield Row("failed", failure["unit"], "did not run", failure["why"].strip().splitlines()[-1])
+    for unit, reason in found["skipped"].items():
+        yield Row("left out", unit, "not measured", reason)
     for unit in found["left_out"]:
         yield Row(
             "left out",
