@@ -7,7 +7,6 @@ from tools.chip import results_rows
 from tools.chip.results_rows import Row
 
 
-
 class Goal(NamedTuple):
     """The figure that one H100 is to reach (docs/results/h100.md, "The limit of each case")."""
 
