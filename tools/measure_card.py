@@ -10,30 +10,33 @@
 
 The figures are on the page of this kind of device (docs/results/h100.md), which is begun if there
 is none, and below --out, whose default has the kind in its name. So figures of two kinds are never
-mixed. done.json there lists the steps that ended, with their codes: a step that failed is not tried
-again, and the others go on. With other code all is measured again.
+mixed. done.json there has the device, and lists the steps that ended, with their codes: a step that
+failed is not tried again, and the others go on. A unit of the check that failed is tried once more
+by the next call, and peers without PyTorch are asked again. With other code all is measured again.
 
-It exits with 0 if all is done and well, with 1 if a step failed, with 2 if it was called wrongly,
-the card is taken or there is none, and with 3 if the time was over.
+It exits with 0 if all is done and well, with 1 if a step failed, and with 2 if it was called
+wrongly, the card is taken or there is none. It exits with 3 if the time was over or a part of the
+check is left.
+SIGTERM ends its child, too: a run saves first.
 """
 
 import argparse
 import json
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from loaders.io import atomic_write
-from tools import gpu_check, show_runs
+from tools import child_group, gpu_check, show_runs
 from tools.chip import results_file, results_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LEAST = 60  # [s] with less, the next step is left to the next call; of --small, one second
 NEEDS = {"characters": "text", "birds": "birds"}  # recipe -> the option with its files
 CHECK = "check"
+MAX_TRIES = 2  # calls, of a unit of the check that fails
 FRONT_END = "vit-s data.form=waveform"  # the front end in the step, next to the case without it
 
 
@@ -68,27 +71,44 @@ def measure(args: argparse.Namespace, deadline: float) -> int:
     out = args.out or ROOT / "runs" / f"card-{kind}"
     out.mkdir(parents=True, exist_ok=True)
     page = args.page or show_runs.RESULTS / f"{kind}.md"
-    done = earlier(out)
+    done, left, refused = earlier(out, device), [], []
     for step in steps(args, out, page):
         if step.name in done:
             continue
-        left = deadline - time.monotonic()
-        if left < (1 if args.small else LEAST):
+        seconds = deadline - time.monotonic()
+        if seconds < (1 if args.small else LEAST):
             return later(step.name)
         print(f"{step.name}: {' '.join(step.command)}", flush=True)
-        command = [sys.executable, "-m", *step.command, f"--minutes={left / 60:.2f}"]
-        code = subprocess.run(command, cwd=ROOT).returncode
+        command = [sys.executable, "-m", *step.command, f"--minutes={seconds / 60:.2f}"]
+        code = child_group.run(command, ROOT)
+        if code == 2 and step.name == CHECK:
+            return 2  # it has said why, and it is of the card: no step can go on
         if code == 2:
-            return 2  # the step has said why
-        if step.name == CHECK and has_more(out / "check.json", page, device):
-            code = 3
+            refused.append(step.name)
+            continue
+        if step.name == CHECK:
+            found = put_on_page(out / "check.json", page, device)
+            if found.get("left_out"):
+                return later(CHECK)
+            if left := to_try_again(found):
+                continue
         if code == 3:
             return later(step.name)
         done[step.name] = code
-        write(out, done)
-    failed = [name for name, code in done.items() if code]
-    print(f"all is done; failed: {', '.join(failed) or 'nothing'}; figures: {page} and {out}")
-    return 1 if failed else 0
+        write(out, device, done)
+    return end(done, left, refused, f"{page} and {out}")
+
+
+def end(done: dict[str, int], left: list[str], refused: list[str], figures: str) -> int:
+    failed = ", ".join([name for name, code in done.items() if code]) or "nothing"
+    for line in left:
+        print(f"left: {line}")
+    for name in refused:
+        print(f"refused: {name}; its reason is above, and the next call takes it again")
+    print(f"all {'else ' if left or refused else ''}is done; failed: {failed}; figures: {figures}")
+    if refused:
+        return 2
+    return 3 if left else 1 if failed != "nothing" else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -116,13 +136,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--small shows that it works, and no page has its figures; give --page")
     if args.minutes <= 0:
         parser.error(f"--minutes={args.minutes}: expected a number above 0")
+    for recipe, name in NEEDS.items():  # a step that is refused after hours would come too late
+        path = getattr(args, name)
+        if path and (problem := show_runs.error_of(recipe, path, small=args.small)):
+            parser.error(f"--{name}={path}: {problem}")
+    gpu_check.parse(check_options(args, pathlib.Path()))
     return args
 
 
+def check_options(args: argparse.Namespace, out: pathlib.Path) -> list[str]:
+    options = [f"--out={out / 'check.json'}", f"--vary={FRONT_END}"]
+    return options + [f"--{n}={v}" for n in ("only", "models") if (v := getattr(args, n))]
+
+
 def steps(args: argparse.Namespace, out: pathlib.Path, page: pathlib.Path) -> list[Step]:
-    check = [f"--out={out / 'check.json'}", f"--vary={FRONT_END}"]
-    check += [f"--{n}={v}" for n in ("only", "models") if (v := getattr(args, n))]
-    made = [Step(CHECK, ("tools.gpu_check", *check))]
+    made = [Step(CHECK, ("tools.gpu_check", *check_options(args, out)))]
     for name in show_runs.RECIPES:
         data = getattr(args, NEEDS[name]) if name in NEEDS else ""
         if data is None:
@@ -134,10 +162,10 @@ def steps(args: argparse.Namespace, out: pathlib.Path, page: pathlib.Path) -> li
     return made
 
 
-def earlier(out: pathlib.Path) -> dict[str, int]:
+def earlier(out: pathlib.Path, device: str) -> dict[str, int]:
     """Return the codes of the steps that ended with the code of today, by their names.
 
-    Raises ResultsError if the list is damaged.
+    Raises ResultsError if the list is damaged, or of another device.
     """
     try:
         found = json.loads((out / "done.json").read_text())
@@ -148,22 +176,37 @@ def earlier(out: pathlib.Path) -> dict[str, int]:
         raise results_file.ResultsError(
             f"{out / 'done.json'} lists no steps ({error!r}); remove it"
         ) from error
+    before = found.get("device", device)
+    if before != device:
+        raise results_file.ResultsError(
+            f"{out / 'done.json'} has steps of {before}, and this machine has {device}: runs of two"
+            " devices are not put into one folder; give another one by --out"
+        )
     return codes if found.get("code") == results_file.code() else {}
 
 
-def write(out: pathlib.Path, done: dict[str, int]) -> None:
-    text = json.dumps({"code": results_file.code(), "codes": done}, indent=1)
+def write(out: pathlib.Path, device: str, done: dict[str, int]) -> None:
+    parts = {"code": results_file.code(), "device": device, "codes": done}
+    text = json.dumps(parts, indent=1)
     atomic_write.write(out / "done.json", text + "\n")
 
 
-def has_more(path: pathlib.Path, page: pathlib.Path, device: str) -> bool:
-    """Put the table of the check on the page. Return whether the next call has more to measure."""
-    if not path.exists():  # it ended before its first figure
-        return False
-    found = json.loads(path.read_text())
+def put_on_page(path: pathlib.Path, page: pathlib.Path, device: str) -> dict[str, Any]:
+    """Put the table of the check on the page. Return its figures, none if it ended before them."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
     table = results_table.text(found)
-    show_runs.add(page, device, CHECK, f"## The check of this card\n\n```text\n{table}\n```")
-    return bool(found["left_out"])
+    text = f"## The check of this card\n\n```text\n{table}\n```"
+    show_runs.add(page, device, f"{CHECK}, {device}", text)
+    return found
+
+
+def to_try_again(found: Mapping[str, Any]) -> list[str]:
+    """Return the units that the next call takes again: skipped, or failed in one call alone."""
+    again = [f"{unit}: {reason}" for unit, reason in found.get("skipped", {}).items()]
+    once = [unit for unit, times in found.get("tries", {}).items() if times < MAX_TRIES]
+    return again + [f"{unit}: it failed, and is tried once more" for unit in once]
 
 
 def later(name: str) -> int:

@@ -6,10 +6,10 @@
     python -m tools.show_runs all --small --page /tmp/page.md  # each for some steps, on a CPU
 
 A recipe is one config or two, each by `jaxtrain train`, so that a run that was cut off is resumed
-by the same command. Its workdir is below --out. After --minutes it is asked to save and end, and
-the command exits with 3. A finished recipe is a section of the page of this kind of device
-(docs/results/h100.md), which is begun if there is none. A section of the same recipe and seed is
-replaced, and no other is touched.
+by the same command. Its workdir is below --out. After --minutes, or by SIGTERM,
+it is asked to save and end; the first exits with 3. A finished recipe is a section of the page of
+this kind of device (docs/results/h100.md), which is begun if there is none. A section of the same
+recipe, seed and device is replaced, and no other is touched.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from loaders.io import atomic_write
+from tools import child_group
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -123,9 +124,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if not pathlib.Path(path).exists():
             parser.error(f"--data={path}: there is no such file or folder")
     args.data_of = dict(zip(needing, args.data, strict=True))
+    for name, path in args.data_of.items():
+        if problem := error_of(name, path, small=args.small):
+            parser.error(f"--data={path}: {problem}")
     if args.small and args.page is None:
         parser.error("--small shows that it works, and no page has its figures; give --page")
     return args
+
+
+def error_of(name: str, data: str, *, small: bool) -> str:
+    """Return the error of a recipe's first config with these files, or an empty text.
+
+    The later stages begin with runs that are not there yet. No device is taken.
+    """
+    from jaxtrain import config as config_lib
+
+    recipe = RECIPES[name]
+    config = next(iter(recipe.stages.values())).format(data=data, out="")
+    settings = [tuple(each.split("=", 1)) for each in (*SMALL, *recipe.small) if small]
+    try:
+        config_lib.load(config, settings)
+    except config_lib.ConfigError as error:
+        return str(error)
+    return ""
 
 
 def show(name: str, args: argparse.Namespace, deadline: float) -> int:
@@ -147,7 +168,7 @@ def show(name: str, args: argparse.Namespace, deadline: float) -> int:
     device, kind = this_device()
     page = args.page or RESULTS / f"{kind}.md"
     text = section(name, recipe, args.seed, commands, curves, device)
-    add(page, device, f"{name}, seed {args.seed}", text)
+    add(page, device, f"{name}, seed {args.seed}, {device}", text)
     print(f"{page}: {recipe.title}, seed {args.seed}")
     return 0
 
@@ -163,16 +184,12 @@ def add(page: pathlib.Path, device: str, name: str, text: str) -> None:
 
 def train(command: Sequence[str], deadline: float) -> int:
     """Run a stage. Return 0 at its end, 3 if time was over and it was saved, else its code."""
-    process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT)
-    try:
-        code = process.wait(max(deadline - time.monotonic(), 1.0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # it saves, and ends with 75
-        code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+    with child_group.child([sys.executable, "-m", *command], ROOT) as process:
+        try:
+            code = process.wait(max(deadline - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # it saves, and ends with 75
+            code = process.wait()
     if code == 75:
         print("the time was over, and the run is saved: the same command resumes it")
         return 3
@@ -192,13 +209,24 @@ def curve(workdir: pathlib.Path, metrics: Sequence[str]) -> list[dict[str, float
 
 def this_device() -> tuple[str, str]:
     """Return the device of this machine, and the name of its page: h100 or cpu."""
-    from jaxtrain.parallel import chips
-
     command = "import jax; print(jax.devices()[0].device_kind)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     device = done.stdout.strip() or "unknown"
+    return device, page_name(device)
+
+
+def page_name(device: str) -> str:
+    """Return the chip's name, or the device's if it has other memory or is a part of a chip.
+
+    So an A100 of 40 GB, and an instance (MIG) of an H100, have pages of their own.
+    """
+    from jaxtrain.parallel import chips
+
     chip = chips.find(device)
-    return device, chip.name if chip else device.lower().replace(" ", "-")
+    sizes = [1e9 * int(size) for size in re.findall(r"(\d+) ?GB\b", device)]
+    if chip and "MIG" not in device.split() and all(size == chip.memory for size in sizes):
+        return chip.name
+    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
 
 
 def section(

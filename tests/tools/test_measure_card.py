@@ -11,7 +11,8 @@ import types
 
 import pytest
 
-from tools import gpu_check, show_runs
+from tests import docs_data
+from tools import child_group, gpu_check, show_runs
 from tools import measure_card as card
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,30 +27,33 @@ CHECKED |= {"failures": [], "left_out": [], "cut": {}, "tries": {}, "skipped": {
 @pytest.fixture
 def on_card(monkeypatch, tmp_path):
     """A card whose steps end at once, with the codes of a table. Each is listed."""
-    asked, codes = [], {}
+    asked, codes, changes = [], {}, {}
 
-    def run(command, **_):
+    def run(command, _):
         name = command[2] if command[2].endswith("gpu_check") else command[3]
         asked.append(name.removeprefix("tools."))
         code = codes.get(asked[-1], 0)
         if asked[-1] == "gpu_check" and code != 2:
             out = next(word for word in command if word.startswith("--out="))
-            found = {**CHECKED, "left_out": ["peers trm"] if code == 3 else []}
+            found = {**CHECKED, **changes}
+            found["left_out"] = ["peers trm"] if code == 3 and not changes else []
             pathlib.Path(out[6:]).write_text(json.dumps(found))
-        return types.SimpleNamespace(returncode=code)
+        return code
 
-    monkeypatch.setattr(card.subprocess, "run", run)
+    monkeypatch.setattr(child_group, "run", run)
     monkeypatch.setattr(gpu_check, "refuse_a_taken_card", lambda: None)
     monkeypatch.setattr(show_runs, "this_device", lambda: ("NVIDIA H100 80GB HBM3", "h100"))
     arguments = [f"--out={tmp_path / 'out'}", f"--page={tmp_path / 'h100.md'}"]
-    return types.SimpleNamespace(asked=asked, codes=codes, arguments=arguments)
+    return types.SimpleNamespace(asked=asked, codes=codes, changes=changes, arguments=arguments)
 
 
 BOARDS = ["sudoku-medium", "sudoku-hard"]
 
 
 def test_all_is_measured_once_and_in_order(on_card, tmp_path, capsys):
-    arguments = [*on_card.arguments, f"--text={__file__}", f"--birds={tmp_path}"]
+    docs_data.birds(tmp_path)
+    birds = tmp_path / "data" / "esc10"
+    arguments = [*on_card.arguments, f"--text={__file__}", f"--birds={birds}"]
     assert card.main(arguments) == 0
     assert on_card.asked == ["gpu_check", *BOARDS, "characters", "birds"]
     assert "all is done; failed: nothing" in capsys.readouterr().out
@@ -88,6 +92,78 @@ def test_a_step_that_fails_is_named_and_the_others_go_on(on_card, capsys):
     assert card.main(on_card.arguments) == 1 and not on_card.asked
 
 
+def test_a_step_that_is_refused_is_taken_again_and_the_others_go_on(on_card, capsys):
+    on_card.codes["sudoku-medium"] = 2
+    assert card.main(on_card.arguments) == 2
+    assert on_card.asked == ["gpu_check", *BOARDS]
+    assert "refused: sudoku-medium" in capsys.readouterr().out
+    on_card.asked.clear()
+    on_card.codes.clear()
+    assert card.main(on_card.arguments) == 0 and on_card.asked == ["sudoku-medium"]
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "said"),
+    [
+        (3, {"skipped": {"peers trm": "PyTorch is not installed"}}, "peers trm: PyTorch is not"),
+        (1, {"tries": {"model trm": 1}}, "model trm: it failed, and is tried once more"),
+    ],
+)
+def test_the_others_go_first_and_the_next_call_asks_the_check_again(
+    on_card, capsys, code, changes, said
+):
+    on_card.codes["gpu_check"] = code
+    on_card.changes |= changes
+    assert card.main(on_card.arguments) == 3
+    assert on_card.asked == ["gpu_check", *BOARDS]
+    assert f"left: {said}" in capsys.readouterr().out
+    on_card.asked.clear()
+    on_card.codes.clear()
+    on_card.changes.clear()
+    assert card.main(on_card.arguments) == 0 and on_card.asked == ["gpu_check"]
+
+
+def test_a_unit_that_failed_twice_is_a_failure(on_card, capsys):
+    on_card.codes["gpu_check"] = 1
+    on_card.changes |= {"tries": {"model trm": 2}}
+    assert card.main(on_card.arguments) == 1
+    assert "failed: check;" in capsys.readouterr().out
+    on_card.asked.clear()
+    assert card.main(on_card.arguments) == 1 and not on_card.asked
+
+
+def test_figures_of_two_devices_are_never_in_one_folder_or_section(
+    on_card, tmp_path, monkeypatch, capsys
+):
+    assert card.main(on_card.arguments) == 0
+    other = "NVIDIA H100 NVL"
+    monkeypatch.setattr(show_runs, "this_device", lambda: (other, "h100nvl"))
+    on_card.asked.clear()
+    assert card.main(on_card.arguments) == 2 and not on_card.asked
+    said = capsys.readouterr().err
+    assert "has steps of NVIDIA H100 80GB HBM3, and this machine has NVIDIA H100 NVL" in said
+    assert card.main([f"--out={tmp_path / 'other'}", on_card.arguments[1]]) == 0
+    page = (tmp_path / "h100.md").read_text()
+    for device in ("NVIDIA H100 80GB HBM3", other):
+        assert page.count(f"<!-- run check, {device} begins -->") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "nvidia-h100-80gb-hbm3-mig-1g.10gb"),
+        ("Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_page_is_of_one_kind_and_size_of_card(device, expected):
+    assert show_runs.page_name(device) == expected
+
+
 def test_a_check_that_is_refused_is_asked_again(on_card):
     """Another machine wrote the file: nothing goes to the page, and the runs wait."""
     on_card.codes["gpu_check"] = 2
@@ -112,12 +188,75 @@ def test_each_kind_has_its_own_folder_and_page(on_card, tmp_path, monkeypatch):
         (["--text=/no/such"], "--text=/no/such: there is no such file or folder"),
         (["--small"], "give --page"),
         (["--minutes=0"], "--minutes=0.0: expected a number above 0"),
+        (["--only=speeed"], "expected one of: correctness"),
+        (["--models=bert"], "expected one of: bird"),
+        ([f"--text={ROOT}"], f"--text={ROOT}: config.data"),
+        ([f"--birds={ROOT / 'docs'}"], "a folder without Arrow or Parquet shards"),
     ],
 )
 def test_bad_arguments_have_a_remedy(arguments, expected, capsys):
     with pytest.raises(SystemExit):
         card.main(arguments)
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_call_that_is_terminated_ends_its_child_and_what_that_started(tmp_path, ignores):
+    """The stand-in for a step writes its own id and that of a process of its own."""
+    python = tmp_path / "python"
+    ignoring = "trap '' TERM" if ignores else ":"
+    python.write_text(
+        f"#!/bin/sh\n{ignoring}\nsleep 60 &\necho $$ $! > {tmp_path}/new\n"
+        f"mv {tmp_path}/new {tmp_path}/pids\nwait\nsleep 60\n"
+    )
+    python.chmod(0o755)
+    program = (
+        "from tools import child_group, measure_card as card, show_runs;"
+        f" card.sys.executable = {str(python)!r}; child_group.GRACE = 0.5;"
+        " card.gpu_check.refuse_a_taken_card = lambda: None;"
+        " show_runs.this_device = lambda: ('NVIDIA H100', 'h100');"
+        f" card.main(['--out={tmp_path / 'out'}', '--page={tmp_path / 'page.md'}'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as call:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pids").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        call.terminate()
+        assert call.wait(60) == 128 + 15
+    for pid in pids:
+        assert has_ended(pid), pid
+
+
+def test_a_call_that_is_killed_has_its_child_asked_to_end(tmp_path):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("of Linux alone")
+    program = (
+        "import pathlib; from tools import child_group;"
+        f" child_group.run(['sh', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 60'],"
+        " pathlib.Path('.'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as call:
+        deadline = time.monotonic() + 60
+        path = tmp_path / "pid"
+        while not (path.exists() and path.read_text().strip()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        call.kill()
+    assert has_ended(int(path.read_text()))
+
+
+def has_ended(pid, seconds=10):
+    """Wait until a process is not there, or only its exit status is."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
+        if status.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_without_a_card_nothing_is_measured(on_card, monkeypatch, capsys):
@@ -174,7 +313,7 @@ def test_all_of_it_on_a_cpu_killed_once(tmp_path):
     expected += [f"{kind}{end} trm" for kind in ("bits", "kills") for end in ("", gpu_check.FIXED)]
     assert units == expected
     text = page.read_text()
-    for name in (card.CHECK, *(f"{name}, seed 0" for name in BOARDS)):
+    for name in (f"{card.CHECK}, cpu", *(f"{name}, seed 0, cpu" for name in BOARDS)):
         assert f"<!-- run {name} begins -->" in text
     assert json.loads((out / "done.json").read_text())["codes"] == dict.fromkeys(
         [card.CHECK, *BOARDS], 0

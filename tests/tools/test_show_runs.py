@@ -45,6 +45,7 @@ def test_the_section_has_seed_curve_and_command(tmp_path):
         (["birds", "--data=/no/such"], "/no/such: there is no such file or folder"),
         (["sudoku-hard", "--small"], "give --page"),
         (["dogs"], "invalid choice"),
+        (["birds", "--data=docs"], "--data=docs: config.data.train is 'docs'"),
     ],
 )
 def test_bad_arguments_have_a_remedy(arguments, expected, capsys):
@@ -78,7 +79,7 @@ def test_a_recipe_of_files_ends_in_its_small_form(name, tmp_path, monkeypatch):
     command = [name, f"--data={data}", f"--page={page}", f"--out={out}", "--small"]
     assert show_runs.main(command) == 0
     written = page.read_text()
-    assert f"<!-- run {name}, seed 0 begins -->" in written
+    assert f"<!-- run {name}, seed 0, cpu begins -->" in written
     for stage in show_runs.RECIPES[name].stages:
         assert f"| {stage}: step |" in written
         run = json.loads((out / "seed-0" / stage / "config.json").read_text())

@@ -67,7 +67,7 @@ def apart(name: str, one: Found) -> Iterator[Row]:
         for part in ("least", "compiler"):
             pairs.append((f"memory, {part}", memory[part] / 1e9, memory["allocator"] / 1e9, "GB"))
     if roofline:
-        what, seconds = judged_time(roofline)
+        what, seconds = time_to_compare(roofline)
         pairs.append((what, 1e3 * seconds, 1e3 * one["seconds_per_step"], "ms"))
     for forecast, planned, measured, unit in pairs:
         difference = measured / planned - 1
@@ -76,7 +76,7 @@ def apart(name: str, one: Found) -> Iterator[Row]:
             yield Row("apart", f"{name}: {forecast}", figure, f"{difference:+.0%}")
 
 
-def judged_time(predicted: Found) -> tuple[str, float]:
+def time_to_compare(predicted: Found) -> tuple[str, float]:
     """Return the name and the seconds of a step that a measured time is held against.
 
     They are the plan's forecast. A chip that no fit is of has the bound alone.
