@@ -23,13 +23,13 @@ fails ends no other and keeps no memory of the device. It prints a table, and wr
 --out after each of them. A call with the same --out, code and device takes over the figures there,
 and begins with the rest. A case that no size of fits the card is named. A variant (--vary) is
 measured next to its case in one call, since cards of one kind differ. It exits with 1 if a check
-failed or a part could not run, with 2 if it was called wrongly or the card is taken, and with 3 if
-the time was over before all parts ran, or PyTorch is missing. On a CPU it runs its small form,
-which shows that it works, not how fast.
+failed or a part could not run, and with 2 if it was called wrongly or the card is taken. It exits
+with 3 if the time was over before all parts ran, or PyTorch is missing. On a CPU it runs its small
+form, which shows that it works, not how fast.
 
-A unit that the end of a call cuts is left out, and is the first of the next call. One that had all
-of its own time and failed is a failure: the next call tries it again, after the others. Peers
-without PyTorch are asked again in each call.
+A unit that the end of a call cuts is left out, and is the first of the next call. If a unit fails
+within its own time, the next call tries it again, after the others. Peers without PyTorch are asked
+again in each call.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
@@ -210,7 +210,9 @@ def refuse_a_taken_card() -> None:
     """
     from tools.chip import results_file
 
-    taken = [line for line in ask_driver("compute-apps=pid,name,used_memory") if "MiB" in line]
+    # A driver that states no memory, or no name, has "[N/A]" there: it is a process all the same.
+    listed = ask_driver("compute-apps=pid,name,used_memory")
+    taken = [line for line in listed if line.count(",") >= 2]
     if taken:
         raise results_file.ResultsError(
             f"the card is taken by {'; '.join(taken)} (process, program, memory): its figures would"
@@ -218,7 +220,9 @@ def refuse_a_taken_card() -> None:
         )
     for line in ask_driver("gpu=index,name,memory.used"):
         amount = re.search(r"(\d+) MiB$", line)
-        if amount and int(amount[1]) > HIDDEN:
+        if amount is None:
+            warn(f"nvidia-smi states no memory in use ({line})")
+        elif int(amount[1]) > HIDDEN:
             raise results_file.ResultsError(
                 f"the card is taken: {line} (card, kind, memory in use), by a process that"
                 " nvidia-smi does not list, as one of another container; end it, or choose a free"
@@ -229,17 +233,31 @@ def refuse_a_taken_card() -> None:
 def ask_driver(query: str) -> list[str]:
     """Return the lines of nvidia-smi, of the cards that this process may use.
 
-    They are none without a card of NVIDIA, or if the driver does not answer. The first process of
-    the check then says so.
+    They are none without a card of NVIDIA. If the driver does not answer, that is printed: a card
+    that nothing is known of may be somebody's.
     """
     command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+    except FileNotFoundError:
         return []
-    return [] if done.returncode else [line.strip() for line in done.stdout.splitlines()]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        warn(f"nvidia-smi failed ({error})")
+        return []
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["without a word"]
+        warn(f"nvidia-smi ended with code {done.returncode} ({lines[-1]})")
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def warn(reason: str) -> None:
+    print(
+        f"gpu_check: {reason}: whether somebody else computes on the card is not known",
+        file=sys.stderr,
+    )
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:

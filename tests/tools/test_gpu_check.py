@@ -540,6 +540,36 @@ def test_a_card_in_use_by_a_process_that_is_not_listed_is_refused(
     assert gpu_check.main(arguments) == 0
 
 
+def test_a_process_whose_memory_the_driver_does_not_state_takes_the_card(
+    tmp_path, monkeypatch, capsys
+):
+    """As in an instance (MIG) or another container."""
+    nvidia_smi(tmp_path, monkeypatch, "echo '4711, python3, [N/A]'")
+    assert gpu_check.main([f"--out={tmp_path / 'x.json'}"]) == 2
+    assert "taken by 4711, python3, [N/A]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("echo no driver; exit 9", "nvidia-smi ended with code 9 (no driver)"),
+        (
+            'case "$*" in *query-gpu*) echo "0, NVIDIA GH200 480GB, [N/A]";; esac',
+            "nvidia-smi states no memory in use (0, NVIDIA GH200 480GB, [N/A])",
+        ),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_said_and_not_taken_as_a_free_card(
+    tmp_path, monkeypatch, measured, capsys, answer, expected
+):
+    monkeypatch.setattr(gpu_check, "refuse_a_taken_card", REFUSE)
+    nvidia_smi(tmp_path, monkeypatch, answer)
+    arguments = ["--only=speed", "--models=giblet", f"--out={tmp_path / 'x.json'}"]
+    assert gpu_check.main(arguments) == 0
+    said = capsys.readouterr().err
+    assert f"{expected}: whether somebody else computes on the card is not known" in said
+
+
 def test_a_free_card_is_taken_though_another_one_is_used(tmp_path, monkeypatch, measured):
     of_card_0 = 'case "$*" in *--id=1*) ;; *) echo "4711, python3, 61234 MiB";; esac'
     nvidia_smi(tmp_path, monkeypatch, of_card_0)
