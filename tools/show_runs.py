@@ -141,7 +141,8 @@ def error_of(name: str, data: str, *, small: bool) -> str:
 
     recipe = RECIPES[name]
     config = next(iter(recipe.stages.values())).format(data=data, out="")
-    settings = [tuple(each.split("=", 1)) for each in (*SMALL, *recipe.small) if small]
+    pairs = (each.partition("=") for each in (*SMALL, *recipe.small) if small)
+    settings = [(field, value) for field, _, value in pairs]
     try:
         config_lib.load(config, settings)
     except config_lib.ConfigError as error:
