@@ -31,6 +31,7 @@ from loaders.io import machine
 from tools import bench_loader, loader_peers
 
 FORMS = ("spectrogram", "waveform")
+GOAL = 0.90  # of one thread's rows a CPU second, with a thread on each physical core
 DIGESTED = bytes(1 << 16)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -199,6 +200,24 @@ def summary(rates: Sequence[Rate]) -> dict[str, float]:
     }
 
 
+def of_one_thread(found: dict[str, Any], physical: int) -> float | None:
+    """Return the rows a CPU second with a thread on each physical core, relative to one thread's.
+
+    None if that number of threads was not measured, or if one core is all there is.
+    """
+    if physical == 1 or not {"1", str(physical)} <= found.keys():
+        return None
+    name = "rows_per_cpu_second"
+    return float(found[str(physical)]["threads"][name] / found["1"]["threads"][name])
+
+
+def result(share: float | None, physical: int) -> str:
+    if share is None:
+        return f"not compared with the goal: 1 and {physical} threads, two numbers, are needed"
+    text = f"{share:.2f} of one thread's on {physical} physical cores, goal {GOAL:.2f}"
+    return f"{text}: {'reached' if share >= GOAL else 'missed'}"
+
+
 HEAD = (
     "codec, form",
     "threads",
@@ -268,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--threads {args.threads}: this process may use {n_cores} cores")
 
     machine.keep_freed_memory()
-    print(f"{n_cores} cores, {n_physical(bench_loader.cores())} of them physical")
+    physical = n_physical(bench_loader.cores())
+    print(f"{n_cores} cores, {physical} of them physical")
     print(f"| {' | '.join(HEAD)} |\n|---|{'---:|' * (len(HEAD) - 1)}", flush=True)
     results: dict[str, Any] = {}
     for codec in codecs:
@@ -279,8 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[f"{codec} {form}"] = found
             for n in found:
                 print(row(label, n, found), flush=True)
+    shares = {name: of_one_thread(found, physical) for name, found in results.items()}
+    print()
+    for name, share in shares.items():
+        print(f"{name}: {result(share, physical)}")
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        about = {"cores": n_cores, "physical": physical, "goal": GOAL, "of_one_thread": shares}
+        args.out.write_text(json.dumps({**about, "rows": results}, indent=1) + "\n")
     return 0
 
 

@@ -560,13 +560,14 @@ def by_processes(args: argparse.Namespace, kind: str, case: str) -> Any:
         from tools import bench_feeding, bench_loader
 
         out = args.folder / "feeding.json"
-        n_cores = len(bench_loader.cores())
-        threads = ",".join(str(n) for n in sorted({1, max(n_cores // 2, 1), n_cores}))
+        cores = bench_loader.cores()
+        numbers = {1, max(len(cores) // 2, 1), bench_feeding.n_physical(cores), len(cores)}
+        threads = ",".join(str(n) for n in sorted(numbers))
         amount = ["--seconds=1", "--rounds=1", f"--threads={threads}", "--recordings=48"]
         if args.small:
             amount = ["--codecs=wav", "--threads=1", "--seconds=1", "--rounds=1", "--recordings=8"]
         bench_feeding.main([*amount, f"--out={out}"])
-        return {"rows": json.loads(out.read_text())}
+        return json.loads(out.read_text())
     from tools.chip import bits, cases, peers
 
     if kind == "peers":

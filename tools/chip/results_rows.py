@@ -6,6 +6,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from tools import bench_feeding
+
 Found = Mapping[str, Any]
 APART = 0.10  # [share] by which a forecast may miss without being named
 MAX_NAMES = 4  # arrays that a row names
@@ -135,6 +137,9 @@ def killed(kind: str, command: str, one: Found) -> Row:
 
 
 def feeding(one: Found) -> Iterator[Row]:
+    cores = f"{one['cores']} cores, {one['physical']} of them physical"
+    for name, share in one["of_one_thread"].items():
+        yield Row("feeding", name, cores, bench_feeding.result(share, one["physical"]))
     for name, by_threads in one["rows"].items():
         first = next(iter(by_threads.values()))
         name_of_rate = "rows_per_cpu_second"
