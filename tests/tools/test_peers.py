@@ -1,5 +1,9 @@
 """The twins of PyTorch at the cases' small sizes: equal weights and rows give equal losses."""
 
+import pathlib
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -16,6 +20,28 @@ def test_a_build_of_pytorch_without_cuda_is_named(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "finds no CUDA" in peers.missing(is_gpu=True) and not peers.missing(is_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("2.9.1", False), ("2.10.0+cu128", False), ("2.11.0+cu130", True), ("2.12.0", False)],
+)
+def test_a_pytorch_whose_packed_attention_has_other_arguments_is_named(version, fits, monkeypatch):
+    """Else its twin would fail after minutes, for an argument that it does not know."""
+    cuda = types.SimpleNamespace(is_available=lambda: True)
+    torch = types.SimpleNamespace(__version__=version, cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: "there")
+    reason = peers.missing(is_gpu=True)
+    assert fits == (not reason)
+    assert fits or ("pip install 'torch>=2.11,<2.12'" in reason and version in reason)
+    assert not peers.missing(is_gpu=False), "on a CPU, the formula with a mask is its attention"
+
+
+def test_the_pages_name_the_range_of_pytorch():
+    root = pathlib.Path(peers.__file__).parents[2]
+    for page in ("docs/accelerator.md", "docs/results/h100.md"):
+        assert "torch>=2.11,<2.12" in (root / page).read_text(), page
 
 
 def test_losses_are_compared_of_equal_rows_alone():

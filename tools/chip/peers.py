@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,10 @@ LOSSES = {"float32": 1e-3, "bfloat16": 2e-2}  # relative, at most
 SECONDS, SMALL_SECONDS = 3.0, 0.2
 RATES = {"optim.schedule": "constant", "optim.warmup": "0", "optim.lr": "1e-4"}
 Found = dict[str, Any]
+# `varlen_attn` is causal by ``window_size`` since 2.11 (pytorch/pytorch pull request 172245), and
+# asks for ``enable_gqa`` since 2.12 (179468). In 2.10 it has ``is_causal``, and 2.9 is without it.
+FIRST, PAST = (2, 11), (2, 12)
+INSTALL = "pip install 'torch>=2.11,<2.12'"
 
 
 class Twin(NamedTuple):
@@ -67,9 +72,12 @@ TWINS = {
 def missing(is_gpu: bool) -> str:
     """Return the reason why PyTorch cannot be measured here, or an empty text."""
     if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed; pip install 'torch>=2.9,<2.12'"
+        return f"PyTorch is not installed; {INSTALL}"
     import torch
 
+    version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    if is_gpu and not FIRST <= version < PAST:
+        return f"PyTorch {torch.__version__} has another attention of packed rows; {INSTALL}"
     if is_gpu and not torch.cuda.is_available():
         return f"this PyTorch ({torch.__version__}) finds no CUDA; install a build for CUDA"
     return ""
