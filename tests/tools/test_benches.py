@@ -10,6 +10,10 @@ SMALL = {
     "windows --hours=0.02 --windows=2": "MP3, variable",
     "verify --workload trm --steps 2 --out {out}": "| trm |",
     "memory --workload trm --pairs 1 --every 1 --out {out}": "| trm |",
+    "feeding --codecs=wav --forms=waveform --threads=1 --seconds=0.2 --rounds=1 --recordings=8": (
+        "waveform of 320,000 bytes"
+    ),
+    "text --megabytes=1 --rounds=1 --folder={out}": "tokenizers / jaxtrain, CPU",
     "builds {build} {build} --rounds 1 --recordings 3": "| waveform | prepared, packed |",
 }
 
@@ -21,6 +25,8 @@ SMALL = {
 def test_a_benchmark_runs(tmp_path, command, printed):
     from loaders import _rust
 
+    if command.startswith("text"):
+        pytest.importorskip("tokenizers")
     words = command.format(out=tmp_path, build=_rust.__file__).split()
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench", *words], capture_output=True, text=True
