@@ -15,7 +15,7 @@ import types
 import numpy as np
 import pytest
 
-from tools import gpu_check
+from tools import gpu_check, measure_card
 from tools.chip import bits, cases, correctness, peers, results_file, results_rows, results_table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,6 +58,23 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     assert predicted["forecast"] is None or predicted["forecast"]["seconds"] > 0
     for text in ("within their bounds", "trm: ", "rows/s", str(out), "small form"):
         assert text in done.stdout, text
+
+
+@pytest.mark.slow
+def test_the_front_end_in_the_step_is_measured_next_to_its_case(tmp_path):
+    """The variant that tools/measure_card.py asks for, in its small form."""
+    out = tmp_path / "x.json"
+    command = [sys.executable, "tools/gpu_check.py", "--only=speed", "--models=bird", "--quick"]
+    command += [f"--vary={measure_card.FRONT_END}", f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    models = json.loads(out.read_text())["models"]
+    case, variant = models["vit-s"], models[measure_card.FRONT_END]
+    assert variant["settings"] == {"data.form": "waveform"} and not case["settings"]
+    assert variant["rows"] == case["rows"] and math.isfinite(variant["loss"])
+    # the products of the front end are in the compiled step, and not in the model's FLOPs
+    assert variant["predicted"]["flops"] > case["predicted"]["flops"]
+    assert "× the speed of its case" in done.stdout
 
 
 def test_a_gradient_that_differs_is_found_and_named():
@@ -662,6 +679,7 @@ def results_of(unit):
             **{"case": unit.case, "unit": "rows", "rows": 8, "ours": ours, "again": ours},
             **{"theirs": {"eager": side}, "failures": {}, "ours_by_theirs": {"eager": 2.0}},
             **{"losses": {"eager": 1e-3}, "bound": 2e-2},
+            **{"gradients": {"eager": 1e-2}, "gradient_bound": 5e-2},
         }
     if unit.part == "bits":
         seconds = 0.3 if unit.kind.endswith("-fixed") else 0.2
@@ -691,7 +709,12 @@ def test_peers_bits_kills_and_feeding_are_in_the_table(tmp_path, measured, capsy
     assert gpu_check.main(arguments) == 0
     text = capsys.readouterr().out
     for expected in (
-        *("vit-b: ours ÷ PyTorch's", "eager 2.00", "losses 1.0e-03 apart", "3 GB"),
+        *(
+            "vit-b: ours ÷ PyTorch's",
+            "eager 2.00",
+            "losses 1.0e-03, gradients' norms 1.0e-02 apart",
+            "3 GB",
+        ),
         *("vit-s, fixed order: 300.0 ms a step", "a step takes 1.50 × that of XLA's own order"),
         *("vit-s, XLA's order: replay", "the same bits", "500 rows/s, 490 a CPU s"),
         *("16 cores, 8 of them physical", "goal 0.90: missed", "not compared with the goal"),
@@ -707,6 +730,8 @@ def test_peers_bits_kills_and_feeding_are_in_the_table(tmp_path, measured, capsy
     [
         ("peers", {"losses": {"eager": 0.5}}, "losses of eager are 5.0e-01 apart"),
         ("peers", {"losses": {"eager": math.nan}}, "losses of eager are nan apart"),
+        ("peers", {"gradients": {"eager": 0.06}}, "gradients of eager are 6.0e-02 apart"),
+        ("peers", {"losses": {"eager": None}, "gradients": {"eager": None}}, ""),
         ("bits-fixed", {"differing": 1}, "steps do not repeat in XLA's fixed order"),
         ("bits", {"differing": 1}, ""),
         ("kills-fixed", {"prove": {"same": False, "broken": False, "lines": ["x"]}}, "prove"),

@@ -65,4 +65,23 @@ def test_the_twin_has_the_losses_of_the_case(name, tmp_path):
     found = peers.measure(name, tmp_path, small=True)
     assert not found["failures"] and found["theirs"].keys() == {"eager"}
     assert found["losses"]["eager"] <= found["bound"] == peers.LOSSES["float32"]
+    assert found["gradients"]["eager"] <= found["gradient_bound"] == peers.GRADIENTS["float32"]
     assert found["ours_by_theirs"]["eager"] > 0
+
+
+@pytest.mark.slow
+def test_a_twin_whose_documents_see_each_other_is_found_by_its_gradients(tmp_path, monkeypatch):
+    """Its losses of random tokens are within the bound of bfloat16: they say nothing of a mask."""
+    pytest.importorskip("torch")
+    from tools.torch_steps import packed
+
+    name = "lm-1b-2k"
+    peers.write(name, tmp_path, "ours", small=True)
+    right = peers.write(name, tmp_path, "eager", small=True)
+    by_mask = packed.by_mask
+    monkeypatch.setattr(packed, "by_mask", lambda segments: by_mask(np.ones_like(segments)))
+    wrong = peers.write(name, tmp_path, "eager", small=True)
+    ours = peers.write(name, tmp_path, "again", small=True)
+    assert peers._apart(ours, wrong) < peers.LOSSES["bfloat16"]
+    assert peers._gradients_apart(ours, right) < peers.GRADIENTS["float32"]
+    assert peers._gradients_apart(ours, wrong) > peers.GRADIENTS["bfloat16"]

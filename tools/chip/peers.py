@@ -6,7 +6,8 @@ The twins are those of tools/torch_steps, eager and by torch.compile, in the typ
 side is a process of its own, so that it has all of the device's memory: ours, each way of
 PyTorch's, and ours again, which shows the drift of the device. The first writes its weights and its
 rows to a folder, and the others read them. All take their first steps from these, and their losses
-are compared. Learning rates are constant and small here, so that rounding does not grow.
+and the norms of their first gradients are compared. Learning rates are constant and small here, so
+that rounding does not grow.
 
 PyTorch halves its rows if they do not fit, and then has a rate by fewer rows.
 """
@@ -17,6 +18,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,9 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3  # whose losses are compared
 LOSSES = {"float32": 1e-3, "bfloat16": 2e-2}  # relative, at most
+# Relative, at most, of the first step's norms. Of random tokens a loss hardly depends on attention:
+# without a mask of documents it stays within its bound, and these norms do not.
+GRADIENTS = {"float32": 1e-3, "bfloat16": 5e-2}
 SECONDS, SMALL_SECONDS = 3.0, 0.2
 RATES = {"optim.schedule": "constant", "optim.warmup": "0", "optim.lr": "1e-4"}
 Found = dict[str, Any]
@@ -47,13 +52,15 @@ class Twin(NamedTuple):
 
     module: str
     settings: Mapping[str, str] = {}
+    # groups whose gradients are compared: ours -> the begin of PyTorch's names; "" is all
+    groups: Mapping[str, str] = {"": ""}
 
     def load(self) -> Any:
         return importlib.import_module(f"tools.torch_steps.{self.module}")
 
 
 DECAY = {"optim.decay": "0", "optim.decay_shape": "linear"}
-LLAMA = Twin("packed", DECAY)
+LLAMA = Twin("packed", DECAY, {"": "", "blocks": "layers."})
 # Its embeddings are 0.03 % of the step, and have a rule of their own.
 TRM = Twin("trm", {"model.puzzle_embed": "0", "optim.groups": "()", "train.accumulate": "1"})
 # Dropout draws other numbers in PyTorch, and its batch norms make much of rounding.
@@ -115,6 +122,8 @@ def measure(name: str, folder: pathlib.Path, *, small: bool) -> Found:
         "ours_by_theirs": {way: ours / side["units_per_second"] for way, side in sides.items()},
         "losses": {way: _apart(first, side) for way, side in sides.items()},
         "bound": LOSSES[first["dtype"]],
+        "gradients": {way: _gradients_apart(first, side) for way, side in sides.items()},
+        "gradient_bound": GRADIENTS[first["dtype"]],
     }
 
 
@@ -124,6 +133,13 @@ def _apart(ours: Found, theirs: Found) -> float | None:
         return None
     pairs = zip(ours["losses"], theirs["losses"], strict=True)
     return max(float(abs(x / y - 1)) for x, y in pairs)
+
+
+def _gradients_apart(ours: Found, theirs: Found) -> float | None:
+    """Return the largest relative distance of norms, None if the rows are not the same."""
+    if ours["rows"] != theirs["rows"]:
+        return None
+    return max(abs(theirs["norms"][name] / x - 1) for name, x in ours["norms"].items())
 
 
 def _ask(name: str, folder: pathlib.Path, small: bool, side: str) -> Found:
@@ -155,13 +171,18 @@ def _ours(name: str, folder: pathlib.Path, *, small: bool, writes: bool) -> Foun
     chosen = cases.choose(case, cases.Data(folder, small=small), device, settings)
     seconds = SMALL_SECONDS if small else SECONDS
     to = folder if writes else None
-    found = cases.with_fewer_rows(chosen, device, lambda chosen: _our_step(chosen, seconds, to))
+    groups = TWINS[name].groups
+    found = cases.with_fewer_rows(
+        chosen, device, lambda chosen: _our_step(chosen, seconds, to, groups)
+    )
     memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
     ways = getattr(TWINS[name].load(), "WAYS", ("eager", "compile"))
     return {**found, "unit": case.unit, "bytes": memory, "ways": ways}
 
 
-def _our_step(chosen: Any, at_least: float, folder: pathlib.Path | None) -> Found:
+def _our_step(
+    chosen: Any, at_least: float, folder: pathlib.Path | None, groups: Iterable[str]
+) -> Found:
     """Measure our step, and write its weights and rows to ``folder`` for the other sides."""
     import jax
 
@@ -178,7 +199,7 @@ def _our_step(chosen: Any, at_least: float, folder: pathlib.Path | None) -> Foun
         parts |= {"model_state": variables.model_state, "frozen": variables.frozen}
         with (folder / "case.pickle").open("wb") as file:  # read by our own processes alone
             pickle.dump(parts, file, protocol=5)
-    losses = [metrics.mean([steps()])["loss"] for _ in range(STEPS)]
+    outs = [metrics.mean([steps()]) for _ in range(STEPS)]
     seconds = steps.seconds(at_least)
     task = chosen.assembly.task
     units = task.tokens or config.train.batch * getattr(config.model, "n_views", 1)
@@ -186,7 +207,8 @@ def _our_step(chosen: Any, at_least: float, folder: pathlib.Path | None) -> Foun
         "rows": config.train.batch,
         "units": units,
         "dtype": config.model.dtype,
-        "losses": losses,
+        "losses": [out["loss"] for out in outs],
+        "norms": {group: outs[0][f"grad_norm_{group}".rstrip("_")] for group in groups},
         "seconds_per_step": seconds,
         "units_per_second": units / seconds,
     }
@@ -204,7 +226,8 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
     ours = json.loads((folder / "ours.json").read_text())
     with (folder / "case.pickle").open("rb") as file:
         parts = pickle.load(file)
-    case = adamw.Case(**parts, way=way)
+    norms: dict[str, float] = {}
+    case = adamw.Case(**parts, way=way, norms=norms)
     make: Callable[[adamw.Case], adamw.Step] = TWINS[name].load().case_step
     rows = ours["rows"]
     refused: list[str] = []
@@ -221,12 +244,17 @@ def _theirs(name: str, folder: pathlib.Path, way: str, *, small: bool) -> Found:
         else:
             rows //= 2
             case = case._replace(batch={field: x[:rows] for field, x in case.batch.items()})
+        norms.clear()  # of the rows that did not fit
         gc.collect()
         torch.cuda.empty_cache()
     units = ours["units"] * rows / ours["rows"]
     is_gpu = torch.cuda.is_available() and not small
     return {
         "rows": rows,
+        "norms": {
+            group: math.hypot(*(x for name, x in norms.items() if name.startswith(begin)))
+            for group, begin in TWINS[name].groups.items()
+        },
         "refused": refused,
         "losses": losses,
         "seconds_per_step": seconds,
@@ -273,6 +301,16 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def write(name: str, folder: pathlib.Path, side: str, *, small: bool) -> Found:
+    """Measure one side in this process. Return its figures, and write them to ``folder``."""
+    if side in ("ours", "again"):
+        found = _ours(name, folder, small=small, writes=side == "ours")
+    else:
+        found = _theirs(name, folder, side, small=small)
+    (folder / f"{side}.json").write_text(json.dumps(found))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.chip.peers", description=__doc__)
     parser.add_argument("case", choices=list(TWINS))
@@ -281,11 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.side:
-        if args.side in ("ours", "again"):
-            found = _ours(args.case, args.folder, small=args.small, writes=args.side == "ours")
-        else:
-            found = _theirs(args.case, args.folder, args.side, small=args.small)
-        (args.folder / f"{args.side}.json").write_text(json.dumps(found))
+        write(args.case, args.folder, args.side, small=args.small)
         return 0
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         found = measure(args.case, pathlib.Path(folder), small=args.small)

@@ -23,12 +23,13 @@ class Row(NamedTuple):
 def problems(one: Found) -> list[str]:
     """Return the reasons why a unit's result is a failure."""
     kind = one["kind"]
-    if kind == "peers" and "losses" in one:
-        apart = {way: x for way, x in one["losses"].items() if x is not None}
+    if kind == "peers":
+        pairs = (("losses", "bound"), ("gradients", "gradient_bound"))
         return [
-            f"losses of {way} are {x:.1e} apart, more than {one['bound']:g}"
-            for way, x in apart.items()
-            if not x <= one["bound"]
+            f"{what} of {way} are {x:.1e} apart, more than {one[bound]:g}"
+            for what, bound in pairs
+            for way, x in one[what].items()
+            if x is not None and not x <= one[bound]
         ]
     if kind == "bits-fixed" and one["differing"]:
         return ["steps do not repeat in XLA's fixed order"]
@@ -97,7 +98,9 @@ def peers(one: Found) -> Row:
     for way, x in one["losses"].items():
         side = one["theirs"][way]
         fewer = f" of {side['rows']} rows (of {one['rows']})" if side["refused"] else ""
-        losses = f"losses {x:.1e} apart" if x is not None else "losses of other rows"
+        losses = "losses of other rows"
+        if x is not None:
+            losses = f"losses {x:.1e}, gradients' norms {one['gradients'][way]:.1e} apart"
         memory = f", {side['bytes'] / 1e9:.3g} GB" if side["bytes"] else ""
         notes.append(f"{way}: {side['units_per_second']:,.0f} {one['unit']}/s{fewer}, {losses}")
         notes[-1] += memory

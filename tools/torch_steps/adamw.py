@@ -23,6 +23,8 @@ class Case(NamedTuple):
     way: str  # of `WAYS`, or of the workload's own
     frozen: Any = ()  # parameters that adapters leave as they are
     whole_loss: bool = True  # a language model's logits all at once, if they fit
+    # filled by the first step: PyTorch's name of a parameter -> norm of its gradient, unclipped
+    norms: dict[str, float] | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -127,12 +129,14 @@ def adamw_step(
     spared: tuple[str, ...] = (),
     half: bool = False,
     microbatches: int = 1,
+    norms: dict[str, float] | None = None,
 ) -> Step:
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
     ``o``: lr, b1, b2, eps, weight_decay, clip and groups of it. Matrices decay but ``spared``,
     parameters by their names. ``half``: products in bfloat16, by autocast. ``microbatches``: equal
-    parts of the rows, whose gradients are added up; the loss is a mean over rows.
+    parts of the rows, whose gradients are added up; the loss is a mean over rows. ``norms``: as in
+    `Case`.
     """
     trained = parts(model, o, spared)
     device = next(model.parameters()).device
@@ -151,6 +155,7 @@ def adamw_step(
                 loss: torch.Tensor = forward(*part_of_inputs) / microbatches
             loss.backward()
             losses.append(loss.detach())
+        note_norms(model, norms)
         for part in trained:
             if part.clip:
                 torch.nn.utils.clip_grad_norm_([*part.decayed, *part.others], part.clip)
@@ -158,3 +163,12 @@ def adamw_step(
         return torch.stack(losses).sum()
 
     return step
+
+
+def note_norms(model: torch.nn.Module, norms: dict[str, float] | None) -> None:
+    """Fill an empty table with the norm of each parameter's gradient."""
+    if norms is None or norms:
+        return
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            norms[name] = float(p.grad.float().norm())

@@ -104,6 +104,7 @@ def case_step(case: adamw.Case) -> adamw.Step:
         compiled=case.is_compiled,
         spared=("cls", "pos"),
         half=c.dtype == "bfloat16",
+        norms=case.norms,
     )
 
 

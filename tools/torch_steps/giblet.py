@@ -117,7 +117,8 @@ def case_step(case: adamw.Case) -> adamw.Step:
     inputs = tuple(adamw.tensor(case.batch[name]) for name in (*giblet.MODALITIES, "fmri"))
     model = Autoencoder(c, case.params)
     half = c.dtype == "bfloat16" and c.param_dtype == "float32"
-    return adamw.adamw_step(model, inputs, o, compiled=case.is_compiled, half=half)
+    options = {"compiled": case.is_compiled, "half": half, "norms": case.norms}
+    return adamw.adamw_step(model, inputs, o, **options)
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:

@@ -194,4 +194,5 @@ def case_step(case: adamw.Case) -> adamw.Step:
         compiled=case.is_compiled,
         half=case.config.model.dtype == "bfloat16",
         microbatches=math.gcd(case.config.train.accumulate, len(case.batch["text"])),
+        norms=case.norms,
     )

@@ -202,4 +202,5 @@ def case_step(case: adamw.Case) -> adamw.Step:
         compiled=case.is_compiled,
         spared=("embed",),
         half=case.config.model.dtype == "bfloat16",
+        norms=case.norms,
     )

@@ -115,7 +115,13 @@ class Recursive(torch.nn.Module):
 
 
 def make_theirs(
-    c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool
+    c: trm.Config,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    *,
+    compiled: bool,
+    norms: dict[str, float] | None = None,
 ) -> adamw.Step:
     model = Recursive(c, params)
     if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
@@ -157,6 +163,7 @@ def make_theirs(
         taken = torch.where(done, 0, slots["steps"]) + 1
         loss, z_h, z_l, q = model(slots["z_h"], slots["z_l"], slots["inputs"], slots["labels"])
         loss.backward()
+        adamw.note_norms(model, norms)
         update(next(counts))
         explores = torch.rand(n, device=done.device) < c.explore
         drawn = torch.randint(2, c.halt_steps + 1, (n,), device=done.device)
@@ -171,7 +178,8 @@ def make_theirs(
 def case_step(case: adamw.Case) -> adamw.Step:
     """Return PyTorch's step of a case without puzzle embeddings."""
     c = case.config.model
-    return make_theirs(c, case.params, case.model_state, case.batch, compiled=case.is_compiled)
+    parts = (case.params, case.model_state, case.batch)
+    return make_theirs(c, *parts, compiled=case.is_compiled, norms=case.norms)
 
 
 def sides(size: Mapping[str, int]) -> adamw.Sides:
