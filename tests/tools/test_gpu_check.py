@@ -657,6 +657,8 @@ def test_a_forecast_that_is_a_tenth_off_is_named():
     found["models"]["vit-s"]["memory"]["allocator"] = 50e9
     text = results_table.text(found)
     assert "vit-s: memory, least" in text and "40 GB planned, 50 measured" in text
+    lines = [line for line in text.splitlines() if "vit-s: memory" in line]
+    assert ["layers that are written out" in line for line in lines] == [True, False]
     close = {**FORECAST, "seconds": 0.07}
     found["models"]["vit-s"]["predicted"]["forecast"] = close
     assert "vit-s: time" not in results_table.text(found), "the bound alone is further off"
