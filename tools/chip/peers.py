@@ -139,7 +139,7 @@ def _gradients_apart(ours: Found, theirs: Found) -> float | None:
     """Return the largest relative distance of norms, None if the rows are not the same."""
     if ours["rows"] != theirs["rows"]:
         return None
-    return max(abs(theirs["norms"][name] / x - 1) for name, x in ours["norms"].items())
+    return max(float(abs(theirs["norms"][name] / x - 1)) for name, x in ours["norms"].items())
 
 
 def _ask(name: str, folder: pathlib.Path, small: bool, side: str) -> Found:
