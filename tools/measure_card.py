@@ -59,10 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace, deadline: float) -> int:
     """Take the steps that are left. Raises ResultsError if nothing can be measured here."""
     device, kind = show_runs.this_device()
-    if device == "unknown":
-        raise results_file.ResultsError(
-            "JAX finds no device; python -c 'import jax; jax.devices()' says why"
-        )
+    if device == show_runs.NO_DEVICE:
+        raise results_file.ResultsError(show_runs.NO_DEVICE_TEXT)
     if kind == "cpu" and not args.small:
         raise results_file.ResultsError(
             "JAX finds a CPU alone; install jax with your accelerator's plugin, or give --small"
@@ -134,6 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}={path}: there is no such file or folder")
     if args.small and args.page is None:
         parser.error("--small shows that it works, and no page has its figures; give --page")
+    show_runs.refuse_a_page_without_a_folder(parser, args.page)
     if args.minutes <= 0:
         parser.error(f"--minutes={args.minutes}: expected a number above 0")
     for recipe, name in NEEDS.items():  # a step that is refused after hours would come too late

@@ -31,6 +31,8 @@ from tools import child_group
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 MAX_POINTS = 12  # of a curve on the page
+NO_DEVICE = "unknown"
+NO_DEVICE_TEXT = "JAX finds no device; python -c 'import jax; jax.devices()' says why"
 
 
 class Recipe(NamedTuple):
@@ -129,7 +131,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--data={path}: {problem}")
     if args.small and args.page is None:
         parser.error("--small shows that it works, and no page has its figures; give --page")
+    refuse_a_page_without_a_folder(parser, args.page)
     return args
+
+
+def refuse_a_page_without_a_folder(
+    parser: argparse.ArgumentParser, page: pathlib.Path | None
+) -> None:
+    """End with an error: else a section would be lost after its run."""
+    if page and not page.absolute().parent.is_dir():
+        parser.error(f"--page={page}: {page.absolute().parent} is no folder; make it first")
 
 
 def error_of(name: str, data: str, *, small: bool) -> str:
@@ -153,7 +164,18 @@ def error_of(name: str, data: str, *, small: bool) -> str:
 def show(name: str, args: argparse.Namespace, deadline: float) -> int:
     """Train the stages of a recipe, and write its section. Return the code to exit with."""
     recipe = RECIPES[name]
+    device, kind = this_device()
     out = (args.out / f"seed-{args.seed}").absolute()
+    if device == NO_DEVICE:
+        print(f"show_runs: {NO_DEVICE_TEXT}", file=sys.stderr)
+        return 2
+    if (before := device_of(out, device)) != device:
+        print(
+            f"show_runs: {out} has runs of {before}, and this machine has {device}: a run is of"
+            " one device; give another folder by --out",
+            file=sys.stderr,
+        )
+        return 2
     commands, curves = [], {}
     for stage, config in recipe.stages.items():
         config = config.format(data=args.data_of.get(name, ""), out=out)
@@ -166,12 +188,20 @@ def show(name: str, args: argparse.Namespace, deadline: float) -> int:
             return code
         commands.append(shlex.join(command))
         curves[stage] = curve(out / stage, recipe.metrics)
-    device, kind = this_device()
     page = args.page or RESULTS / f"{kind}.md"
     text = section(name, recipe, args.seed, commands, curves, device)
     add(page, device, f"{name}, seed {args.seed}, {device}", text)
     print(f"{page}: {recipe.title}, seed {args.seed}")
     return 0
+
+
+def device_of(out: pathlib.Path, device: str) -> str:
+    """Return the device of the runs in a folder, which is written there by the first of them."""
+    path = out / "device"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write.write(path, device + "\n")
+    return path.read_text().strip()
 
 
 def add(page: pathlib.Path, device: str, name: str, text: str) -> None:
@@ -212,7 +242,7 @@ def this_device() -> tuple[str, str]:
     """Return the device of this machine, and the name of its page: h100 or cpu."""
     command = "import jax; print(jax.devices()[0].device_kind)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    device = done.stdout.strip() or "unknown"
+    device = done.stdout.strip() or NO_DEVICE
     return device, page_name(device)
 
 

@@ -188,6 +188,7 @@ def test_each_kind_has_its_own_folder_and_page(on_card, tmp_path, monkeypatch):
         (["--text=/no/such"], "--text=/no/such: there is no such file or folder"),
         (["--small"], "give --page"),
         (["--minutes=0"], "--minutes=0.0: expected a number above 0"),
+        (["--page=/no/such/x.md"], "--page=/no/such/x.md: /no/such is no folder; make it first"),
         (["--only=speeed"], "expected one of: correctness"),
         (["--models=bert"], "expected one of: bird"),
         ([f"--text={ROOT}"], f"--text={ROOT}: config.data"),

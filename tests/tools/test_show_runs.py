@@ -45,6 +45,7 @@ def test_the_section_has_seed_curve_and_command(tmp_path):
         (["birds", "--data=/no/such"], "/no/such: there is no such file or folder"),
         (["sudoku-hard", "--small"], "give --page"),
         (["dogs"], "invalid choice"),
+        (["sudoku-hard", "--page=/no/such/x.md"], "/no/such is no folder; make it first"),
         (["birds", "--data=docs"], "--data=docs: config.data.train is 'docs'"),
     ],
 )
@@ -52,6 +53,22 @@ def test_bad_arguments_have_a_remedy(arguments, expected, capsys):
     with pytest.raises(SystemExit):
         show_runs.main(arguments)
     assert expected in capsys.readouterr().err
+
+
+def test_a_run_is_of_one_device(tmp_path, monkeypatch, capsys):
+    """Else a run that one card began would be the other's when it ends."""
+    asked = []
+    monkeypatch.setattr(show_runs, "train", lambda command, _: asked.append(command) or 3)
+    command = ["sudoku-hard", f"--out={tmp_path}", f"--page={tmp_path / 'x.md'}"]
+    monkeypatch.setattr(show_runs, "this_device", lambda: ("NVIDIA H100", "h100"))
+    assert show_runs.main(command) == 3 and show_runs.main(command) == 3
+    monkeypatch.setattr(show_runs, "this_device", lambda: ("NVIDIA H200", "h200"))
+    assert show_runs.main(command) == 2 and len(asked) == 2
+    monkeypatch.setattr(show_runs, "this_device", lambda: (show_runs.NO_DEVICE,) * 2)
+    assert show_runs.main(command) == 2 and len(asked) == 2
+    said = capsys.readouterr().err
+    assert "JAX finds no device" in said
+    assert "has runs of NVIDIA H100, and this machine has NVIDIA H200" in said and "--out" in said
 
 
 def test_a_run_whose_time_is_over_is_asked_to_save(monkeypatch, capsys):
