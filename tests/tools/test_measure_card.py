@@ -201,8 +201,9 @@ def test_bad_arguments_have_a_remedy(arguments, expected, capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("call_of", ["card.main([", "show_runs.main(['sudoku-hard', "])
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_call_that_is_terminated_ends_its_child_and_what_that_started(tmp_path, ignores):
+def test_a_call_that_is_terminated_ends_its_child_and_what_that_started(tmp_path, ignores, call_of):
     """The stand-in for a step writes its own id and that of a process of its own."""
     python = tmp_path / "python"
     ignoring = "trap '' TERM" if ignores else ":"
@@ -216,7 +217,7 @@ def test_a_call_that_is_terminated_ends_its_child_and_what_that_started(tmp_path
         f" card.sys.executable = {str(python)!r}; child_group.GRACE = 0.5;"
         " card.gpu_check.refuse_a_taken_card = lambda: None;"
         " show_runs.this_device = lambda: ('NVIDIA H100', 'h100');"
-        f" card.main(['--out={tmp_path / 'out'}', '--page={tmp_path / 'page.md'}'])"
+        f" {call_of}'--out={tmp_path / 'out'}', '--page={tmp_path / 'page.md'}'])"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as call:
         deadline = time.monotonic() + 60
