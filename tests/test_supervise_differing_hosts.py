@@ -5,6 +5,7 @@ Real processes, each of which stands for a host.
 
 import json
 import os
+import pathlib
 import shutil
 import signal
 
@@ -112,7 +113,9 @@ def test_clocks_that_differ_by_hours_change_no_restart(folder, ending, hours):
     assert resumed == sorted(resumed) and resumed[1] > 0, "from memory, and no step twice"
 
 
-def test_a_watchdog_takes_no_host_for_silent_because_of_its_clock(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_watchdog_takes_no_host_for_silent_because_of_its_clock(tmp_path, monkeypatch, is_cached):
+    """NFS may answer with an old time for a path. That of an open file is new."""
     (tmp_path / "alive-1.json").write_text(json.dumps({"count": 2, "doing": "step 6", "time": 5.0}))
     reasons = []
     dog = watchdog.Watchdog(
@@ -123,6 +126,14 @@ def test_a_watchdog_takes_no_host_for_silent_because_of_its_clock(tmp_path, monk
     dog.beat("step 7")
     dog._report()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: None)
+    stat = pathlib.Path.stat
+
+    def cached(path, **named):
+        status = stat(path, **named)
+        return os.stat_result([*status[:8], 1, status[9]]) if "alive-1" in path.name else status
+
+    if is_cached:
+        monkeypatch.setattr(pathlib.Path, "stat", cached)
     dog._end(5.0)
     dog.close()
     assert "process 1 is stuck at step 6" in reasons[0], reasons

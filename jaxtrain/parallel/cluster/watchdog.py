@@ -96,10 +96,11 @@ class Watchdog:
         reports = {}
         for process in range(self._processes):
             path = self._folder / f"alive-{process}.json"
-            with contextlib.suppress(OSError, ValueError):
-                # by the file system's clock, as those of hosts differ
-                written = {"time": path.stat().st_mtime}
-                reports[process] = json.loads(path.read_text()) | written
+            with contextlib.suppress(OSError, ValueError), path.open() as file:
+                # by the file system's clock, as those of hosts differ, and of the open file: that
+                # of a path may be an old one on NFS
+                written = {"time": os.fstat(file.fileno()).st_mtime}
+                reports[process] = json.load(file) | written
         now = max((report["time"] for report in reports.values()), default=0.0)
         culprit = blame(reports, self._processes, now, 3 * pause)
         reason = f"no progress for {self._limit:g} s; {culprit}"
