@@ -35,6 +35,7 @@ NAME = "lease.json"
 RENEWAL = 10.0  # [s] between two renewals
 LEASE_TIMEOUT = 60.0  # [s] without a renewal, after which a lease from elsewhere has expired
 STORE_TIMEOUT = 60.0  # [s] for one answer of an object store
+ENDED = ("Z", "X")  # states of a process that has ended, also if its parent does not wait for it
 
 
 class WorkdirError(UserError, RuntimeError):
@@ -66,9 +67,9 @@ class Process(NamedTuple):
             os.kill(self.pid, 0)
         except OSError as error:
             return not isinstance(error, PermissionError)  # another user's process is alive
-        state, start = _state(self.pid)
+        state, start = state_of(self.pid)
         # A killed process is a zombie until its parent waits for it. Then its id may be reused.
-        return state in ("Z", "X") or bool(start and self.start and start != self.start)
+        return state in ENDED or bool(start and self.start and start != self.start)
 
 
 def this_process() -> Process:
@@ -81,10 +82,10 @@ def this_process() -> Process:
         (slurm("SLURM_JOB_ID"), slurm("SLURM_RESTART_COUNT")),
         time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
-    return Process(token, host, pid, _state(pid)[1], machine or host, since, *job)
+    return Process(token, host, pid, state_of(pid)[1], machine or host, since, *job)
 
 
-def _state(pid: int) -> tuple[str, str]:
+def state_of(pid: int) -> tuple[str, str]:
     """Return state and start of a process (proc(5): stat, fields 3 and 22), "" if unknown."""
     with contextlib.suppress(OSError):
         fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxtrain.parallel import lease
+
 
 class Ended(NamedTuple):
     """The process of the run has ended, with an exit code or by a signal (negative)."""
@@ -92,8 +94,10 @@ class WarmProcess:
                     self._note_start(message["pid"])
         template.wait()
         with self._lock:
+            if server is not self._server:
+                return  # a start has begun another template
             pid = self._pid
-            if self._request and server is self._server and not template.returncode:
+            if self._request and not template.returncode:
                 self._restart()  # files have changed
                 return
         if pid:  # the template was killed
@@ -120,7 +124,10 @@ class WarmProcess:
 
 
 def _await_end(pid: int) -> None:
+    """Wait for a process whose parent has ended, also if nothing collects its exit code."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)  # process 1 of a container inherits it
     with contextlib.suppress(ProcessLookupError):
-        while True:
+        while lease.state_of(pid)[0] not in lease.ENDED:
             os.kill(pid, 0)
             time.sleep(0.02)
