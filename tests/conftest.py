@@ -2,8 +2,10 @@
 programs between runs."""
 
 import ctypes
+import errno
 import gc
 import logging
+import math
 import os
 import pathlib
 import re
@@ -182,6 +184,29 @@ def small_disk(tmp_path):
     gc.collect()
     for command in mounted:
         subprocess.run(command, check=True)
+
+
+@pytest.fixture
+def stale_files(monkeypatch):
+    """Let files not open a number of times, or ever, as on NFS. Readers do not pause."""
+    from jaxtrain.arrays import checksums
+
+    left = {}
+    really_open = os.open
+
+    def open_unless_stale(path, *arguments, **named):
+        if left.get(os.fspath(path), 0) > 0:
+            left[os.fspath(path)] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+        return really_open(path, *arguments, **named)
+
+    def make(*paths, times=math.inf):
+        left.clear()
+        left.update(dict.fromkeys(map(os.fspath, paths), times))
+
+    monkeypatch.setattr(os, "open", open_unless_stale)
+    monkeypatch.setattr(checksums, "PAUSES", (0.0, 0.0, 0.0))
+    return make
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ process of several measures the files that it wrote (`measure`), and process 0 t
 over. A reader of several processes compares a part of the files in each (`verify`). Steps of
 other programs have none: `verify` raises `NoManifest`, and its caller decides to read the step
 unverified, and says so. So a missing manifest is never a reason to reject a step, and one that
-disagrees with a byte always is. Damage before the first read of the disk cannot be seen.
+disagrees with a byte always is. A file that cannot be read is tried again for some seconds, and is
+then damage. Damage before the first read of the disk cannot be seen.
 
 SHA-256, because processors have instructions for it (2.7 times as fast as BLAKE2b on one with
 them), and because `sha256sum` checks it without this program. Files that the manifest does not list
@@ -26,27 +27,41 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
 
 from jaxtrain.arrays import stored
 from loaders.io import files
+from loaders.io.checks import first_line
 
+log = logging.getLogger("jaxtrain")
+
+T = TypeVar("T")
 NAME = "manifest.json"
 # files of the step's own folder that are not listed
 UNLISTED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 ALGORITHM = "sha256"
 PIECE = 4 << 20  # [bytes] held per file at a time. Other threads run while one is hashed
 THREADS = 8
+PAUSES = (0.5, 2.0, 5.0)  # [s] before a file that could not be read is read again
 OF_PROCESS = "state/ocdbt.process_{}"  # the folder in which Orbax writes the arrays of a process
 
 
 class NoManifest(FileNotFoundError):
     """The step directory has no manifest: another program wrote it."""
+
+
+class Problem(NamedTuple):
+    """The difference of a file to its entry."""
+
+    text: str = ""
+    may_pass: bool = False  # it could not be read now
 
 
 def measure(step_dir: epath.PathLike, process: int) -> None:
@@ -91,34 +106,65 @@ def verify(step_dir: epath.PathLike, part: int = 0, parts: int = 1) -> list[str]
     With ``parts`` only the files of one part are read, which have about as many bytes in each.
     """
     folder = epath.Path(step_dir)
-    if not (folder / NAME).exists():
-        raise NoManifest(f"{folder} has no {NAME}")
     damage = f"{NAME}: is damaged ({{}}), so that no other file can be verified"
     try:
-        raw = files.read(stored.inside(folder, NAME), most=files.MAX_JSON)
+        raw = _content(folder)
         listed = files.parse(raw.decode(), NAME)["files"]
         is_intact = all(_is_entry(name, entry) for name, entry in listed.items())
         is_intact = is_intact and _encode(listed) == raw
     except (files.FileError, stored.StoredError) as error:
+        if files.is_missing(error):
+            raise NoManifest(f"{folder} has no {NAME}") from error
         return [damage.format(error)]
     except Exception:  # noqa: BLE001  a damaged text may fail in any way
         is_intact = False
     if not is_intact:
         return [damage.format("it does not match its own hash")]
     names = _of_part(listed, part, parts)
+    found: dict[str, Problem] = {}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda name: _problem(folder, name, listed[name]), names)
-        return [problem for problem in results if problem]
+        for pause in (0.0, *PAUSES):
+            time.sleep(pause)
+            problems = pool.map(lambda name: _problem(folder, name, listed[name]), names)
+            found |= zip(names, problems, strict=True)
+            names = [name for name in names if found[name].may_pass]
+            if not names:
+                break
+            log.warning("%s: %s", folder, found[names[0]].text)
+    return [problem.text for problem in found.values() if problem.text]
 
 
 def number(step_dir: epath.PathLike) -> int:
-    """Return 31 bits of the content of the manifest, 0 if it cannot be read."""
+    """Return 31 bits of the content of the manifest, 0 if there is none.
+
+    Raises FileError or StoredError: it cannot be read.
+    """
     try:
-        content = files.read(stored.inside(epath.Path(step_dir), NAME), most=files.MAX_JSON)
-    except (OSError, files.FileError, stored.StoredError):
-        return 0
+        content = _content(epath.Path(step_dir))
+    except (files.FileError, stored.StoredError) as error:
+        if files.is_missing(error):
+            return 0
+        raise
     digest = hashlib.new(ALGORITHM, content).digest()
     return 1 + int.from_bytes(digest[:4], "big") % (2**31 - 1)
+
+
+def _content(folder: epath.Path) -> bytes:
+    """Return the content of the manifest. Raises FileError or StoredError."""
+    return patiently(lambda: files.read(stored.inside(folder, NAME), most=files.MAX_JSON))
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Read files, again after `PAUSES` for errors that may pass. Raises the last one."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except (OSError, files.FileError, stored.StoredError) as error:
+            if not files.may_pass(error):
+                raise
+            log.warning("%s; it is read again in %g s", first_line(error), pause)
+        time.sleep(pause)
+    return read()
 
 
 def _of_part(listed: Mapping[str, dict[str, Any]], part: int, parts: int) -> list[str]:
@@ -191,22 +237,23 @@ def _is_entry(name: str, entry: dict[str, Any]) -> bool:
     return name.isprintable() and type(entry["bytes"]) is int and type(entry["hash"]) is str
 
 
-def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
+def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> Problem:
+    """Compare a file with its entry."""
     try:
         path = stored.inside(folder, name)
-        if not path.exists():
-            raise FileNotFoundError(name)
         length = path.stat().length
         if length != expected["bytes"]:
-            return f"{name}: has {length} bytes, and {expected['bytes']} were written"
+            return Problem(f"{name}: has {length} bytes, and {expected['bytes']} were written")
         actual = _measure(path)
-    except FileNotFoundError:
-        return f"{name}: is missing ({expected['bytes']} bytes were written)"
     except (OSError, files.FileError, stored.StoredError) as error:
-        return f"{name}: cannot be read ({error})"
+        if files.is_missing(error):
+            return Problem(f"{name}: is missing ({expected['bytes']} bytes were written)")
+        return Problem(f"{name}: cannot be read ({error})", files.may_pass(error))
     if actual != expected:
-        return f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
-    return None
+        return Problem(
+            f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
+        )
+    return Problem()
 
 
 def digest_of(path: epath.Path) -> str:

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 # [s] that a save may take: each process writes its part, and reads it for the checksums
 TIMEOUT = 3600
 
-LATE = 30.0  # [s] after which a network file system has shown the files of another process
+# [s] after which a network file system has shown the files of another process: NFS keeps what it
+# knows of a folder for up to 60 s (nfs(5), acdirmax)
+LATE = 75.0
 MAX_DAMAGE = 2000  # letters of the damage that a process describes
 IN_FLIGHT = 16 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
 
@@ -276,8 +278,10 @@ class Checkpointer:
                 steps.append(step)
         for step in cluster.agree_on(steps):
             path = self._path / str(step)
-            if not self._damage(path):
+            damage = self._damage(path)
+            if not damage:
                 return _read_state(path, orbax_steps.open_step(path), abstract), step
+            log.warning("checkpoint %s is damaged and is skipped: %s", path, damage)
         return None
 
     def is_finished(self) -> bool:
@@ -412,15 +416,19 @@ class Checkpointer:
         """Wait until this process sees the manifest that process 0 sees. Say so if it does not."""
         if jax.process_count() == 1:
             return ""
-        of_main = cluster.agree(checksums.number(path))
-        if _becomes_true(path.parent, lambda: checksums.number(path) == of_main):
+        number, problem = _number_of(path)
+        of_main = cluster.agree(number)
+        if of_main < 0:
+            return problem  # that of process 0, at least
+        if _becomes_true(path, lambda: _number_of(path)[0] == of_main):
             return ""
-        return f"process {jax.process_index()} sees another {checksums.NAME} than process 0"
+        other = f"process {jax.process_index()} sees another {checksums.NAME} than process 0"
+        return problem or other
 
     def _damage_of_part(self, path: epath.Path, part: int, parts: int) -> str:
         try:
             if part == 0:
-                orbax_steps.check_files(path)
+                checksums.patiently(lambda: orbax_steps.check_files(path))
             return "; ".join(checksums.verify(path, part, parts))
         except checksums.NoManifest:
             if part == 0:
@@ -577,6 +585,14 @@ def _absolute(path: str) -> epath.Path:
     return epath.Path(path) if "://" in path else epath.Path(files.expanded(path).absolute())
 
 
+def _number_of(step: epath.Path) -> tuple[int, str]:
+    """Return the number of a step's checksums, or -1 and why they cannot be read."""
+    try:
+        return checksums.number(step), ""
+    except (files.FileError, stored.StoredError) as error:
+        return -1, first_line(error)
+
+
 def _rename_damaged(step: epath.Path) -> None:
     """Rename a step, and say where it is. What cannot be renamed, as in a store, stays."""
     number = 1
@@ -638,7 +654,9 @@ def _becomes_true(folder: epath.Path, is_true: Callable[[], bool]) -> bool:
     while not is_true():
         if time.monotonic() >= deadline:
             return False
-        list(folder.iterdir())  # makes some network file systems look again
+        with contextlib.suppress(OSError):  # it may not be there yet
+            for shown in (folder.parent, folder):
+                list(shown.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
     return True
 

@@ -187,9 +187,22 @@ def _open_in_store(path: Any) -> BinaryIO:
 
 def is_missing(error: BaseException) -> bool:
     """Whether an error, or its cause, is a file that does not exist."""
-    if getattr(error, "errno", None) == errno.ENOENT:
-        return True
-    return error.__cause__ is not None and is_missing(error.__cause__)
+    return any(
+        isinstance(each, FileNotFoundError) or getattr(each, "errno", None) == errno.ENOENT
+        for each in _with_causes(error)
+    )
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error, or its cause, is one of a network file system that may soon be over."""
+    numbers = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+    return any(getattr(each, "errno", None) in numbers for each in _with_causes(error))
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__
 
 
 def read(path: os.PathLike[str], *, most: int) -> bytes:

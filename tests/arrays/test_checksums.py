@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain.arrays import checksums
+from loaders.io import files
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -115,6 +116,31 @@ def test_files_that_nobody_wrote_are_no_damage(step):
     (step / "state" / ".nfs000123").write_bytes(b"left behind")
     (step / "state" / "stray").write_bytes(b"left behind")
     assert checksums.verify(step) == []
+
+
+@pytest.mark.parametrize("name", ["meta/metadata", checksums.NAME])
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(step, name, stale_files, caplog):
+    number = checksums.number(step)
+    stale_files(step / name, times=1)
+    assert checksums.verify(step) == [] and "tale file handle" in caplog.text
+    stale_files(step / name, times=3)
+    assert checksums.number(step) == number
+    assert checksums.verify(step) == []
+
+
+def test_a_file_that_is_never_read_is_damage_with_the_reason(step, written, stale_files):
+    names = [name for name in written if name.startswith("state/")]
+    stale_files(*[step / name for name in names])
+    problems = checksums.verify(step)
+    assert [problem.partition(":")[0] for problem in problems] == names
+    assert all("stale file handle" in problem for problem in problems)
+    stale_files(step / checksums.NAME)
+    with pytest.raises(files.FileError, match="stale file handle"):
+        checksums.number(step)
+    [problem] = checksums.verify(step)
+    assert problem.startswith("manifest.json: is damaged") and "stale file handle" in problem
+    (step / checksums.NAME).unlink()
+    assert checksums.number(step) == 0
 
 
 def test_the_hashes_are_those_of_sha256sum(step):

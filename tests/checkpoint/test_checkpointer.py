@@ -5,7 +5,9 @@ import errno
 import functools
 import json
 import logging
+import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -116,6 +118,61 @@ def test_a_sound_newer_checkpoint_is_found_and_damaged_ones_are_set_aside(writte
     assert not ours.has_newer(2), "a restart takes step 2 of its memory"
     assert not damaged.exists() and list(damaged.parent.glob("4.damaged-*"))
     assert not ours.has_newer(2)
+    ours.close()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "meta/metadata"])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_set_aside(
+    written, tmp_path, name, stale_files, caplog
+):
+    folder, _ = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    ours = checkpointer(tmp_path, every=2)
+    step = tmp_path / "checkpoints" / "4"
+    stale_files(step / name, times=1)
+    assert ours.has_newer(2) and step.exists()
+    stale_files(step / name)
+    assert ours.rewind(plan((1, 1, 1)), 4)[1] == 2 and step.exists()
+    reason = f"{step} is damaged and is skipped: .*stale file handle"
+    assert re.search(reason, caplog.text, re.IGNORECASE), caplog.text
+    caplog.clear()
+    assert not ours.has_newer(2) and not step.exists()
+    assert re.search(reason, caplog.text, re.IGNORECASE), caplog.text
+    ours.close()
+
+
+def test_processes_wait_for_the_manifest_of_process_0(written, tmp_path, stale_files, monkeypatch):
+    """Process 0 cannot read it for a moment, or never, or another one sees it late."""
+    folder, _ = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    ours = checkpointer(tmp_path)
+    step = ours._path / "4"
+    number = checksums.number(step)
+    agreed = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(module.cluster, "agree", lambda value: agreed.append(value) or value)
+    stale_files(step / "manifest.json", times=1)
+    assert ours._other_manifest(step) == "" and agreed == [number]
+    stale_files(step / "manifest.json")
+    assert "stale file handle" in ours._other_manifest(step) and agreed[1] < 0
+
+    stale_files()
+    monkeypatch.setattr(module.cluster, "agree", lambda value: number)
+    hidden = tmp_path / "hidden"
+    (step / "manifest.json").rename(hidden)
+    listdir = os.listdir
+
+    def shows(path):  # as NFS, which asks the server for what is new in the folder that is listed
+        if str(path) == str(step) and hidden.exists():
+            hidden.rename(step / "manifest.json")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", shows)
+    monkeypatch.setattr(module, "LATE", 1.0)
+    assert ours._other_manifest(step) == ""
+    (step / "manifest.json").unlink()
+    assert "sees another manifest.json than process 0" in ours._other_manifest(step)
+    monkeypatch.undo()
     ours.close()
 
 
