@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import jax
@@ -67,6 +70,7 @@ def make(folder, parts, run="run"):
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts
     )
+    folder.mkdir(exist_ok=True)
     made = steps_in_memory.Memory(str(folder), run, abstract)
     made.reserve()
     return made
@@ -91,7 +95,8 @@ def test_the_newest_whole_step_comes_back_bit_for_bit(tmp_path, parts):
 
 def place_of(folder, step):
     for place in steps_in_memory.STEMS:
-        if json.loads((folder / f"{place}.json").read_text())["step"] == step:
+        path = folder / f"{place}.json"
+        if path.exists() and json.loads(path.read_text())["step"] == step:
             return place
     raise AssertionError("the step is not there")
 
@@ -129,6 +134,57 @@ def test_after_a_restart_the_restored_step_stays_until_the_next_is_whole(tmp_pat
     assert again.newest(NOTE).step == 20
     save(again, parts, 21)
     assert {place_of(tmp_path, 20), place_of(tmp_path, 21)} == {"0", "1"}
+
+
+@pytest.mark.parametrize("steps", [(10,), (10, 20)])
+def test_the_copy_that_a_lost_process_was_restored_from_stays(tmp_path, parts, steps, monkeypatch):
+    """Process 1 has lost its memory, and process 0 has the copy in place 0, or in place 1."""
+    partner = make(tmp_path / "partner-0", parts)
+    save(partner, parts, *steps)
+    place = place_of(partner.folder, steps[-1])
+    headers = steps_in_memory._headers(partner.folder, "run", {})
+    has = steps_in_memory._keys(headers)
+    [header] = [each for each in headers.values() if each["step"] == steps[-1]]
+    content = np.fromfile(partner.folder / f"{place}.bin", np.uint8)
+
+    made = make(tmp_path / "lost-1", parts)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            cluster, "gather_texts", lambda text: [json.dumps({"parts": "p", "has": has}), text]
+        )
+        patch.setattr(cluster, "gather", lambda value: [max(value, int(place)), value])
+        patch.setattr(made, "_receive", lambda source, header_here: (header, content))
+        assert made.newest(NOTE).step == steps[-1]
+    sent = []
+    made._partner = partners.Address("10.78.0.1", 1)
+    monkeypatch.setattr(partners, "send", lambda to, secret, stem, *rest: sent.append(stem))
+    save(made, parts, 30)
+    assert place_of(made.folder, 30) == steps_in_memory._other(place)
+    assert sent == [f"copy-1-{steps_in_memory._other(place)}"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "places"), [({20}, "01101"), ({20, 30}, "01101"), ({10, 20, 30, 40, 50}, "00101")]
+)
+def test_a_copy_that_does_not_arrive_leaves_the_one_before_for_one_step(
+    tmp_path, parts, lost, places, monkeypatch, caplog
+):
+    made = make(tmp_path / "of-run-1", parts)
+    made._partner = partners.Address("10.78.0.1", 1)
+
+    def send(to, secret, stem, header, content):
+        if header["step"] in lost:
+            raise ConnectionError("a cable is out")
+
+    monkeypatch.setattr(partners, "send", send)
+    taken = []
+    for step in (10, 20, 30, 40, 50):
+        made.save(step, parts, NOTE)
+        made._writing.result()
+        taken.append(place_of(made.folder, step))
+    made.close()
+    assert "".join(taken) == places
+    assert "the copy of step 20 did not arrive: a cable is out" in caplog.text
 
 
 def test_a_step_with_records_that_wait_for_a_disk_is_not_resumed(tmp_path, parts):
@@ -302,10 +358,17 @@ def receiver(folder, run="run", secret=b"a secret of the job"):
     return partners.Receiver(folder, run, secret, "127.0.0.1")
 
 
-def send(to, run="run", secret=b"a secret of the job", content=b"parts" * 1_000_000, sha256=""):
+def send(
+    to,
+    run="run",
+    secret=b"a secret of the job",
+    content=b"parts" * 1_000_000,
+    sha256="",
+    stem="copy-3-1",
+):
     digest = sha256 or hashlib.sha256(content).hexdigest()
     header = {"run": run, "step": 3, "parts": "p", "bytes": len(content), "sha256": digest}
-    partners.send(to.address, secret, "copy-3-1", header, memoryview(content))
+    partners.send(to.address, secret, stem, header, memoryview(content))
 
 
 def test_a_partner_takes_a_copy_of_its_own_run_alone(tmp_path):
@@ -321,6 +384,31 @@ def test_a_partner_takes_a_copy_of_its_own_run_alone(tmp_path):
         with pytest.raises(ConnectionError, match="it fails its checksum"):
             send(to, sha256="0" * 64)
         assert not (tmp_path / "copy-3-1.json").exists()
+
+
+def test_a_fast_sender_lets_others_have_their_turn(tmp_path, monkeypatch):
+    """The data of the first one are there whenever the receiver asks for them."""
+    monkeypatch.setattr(partners, "CHUNK", 20_000)
+    arrived = []
+    with contextlib.closing(receiver(tmp_path)) as to:
+        read = to._loop.sock_recv_into
+
+        async def read_slowly(connection, buffer):
+            time.sleep(0.005)  # the sender is faster
+            return await read(connection, buffer)
+
+        monkeypatch.setattr(to._loop, "sock_recv_into", read_slowly)
+
+        def send_as(name, content):
+            send(to, content=content, stem=f"copy-{name}-0")
+            arrived.append(name)
+
+        first = threading.Thread(target=send_as, args=(1, b"parts" * 1_000_000))
+        first.start()
+        wait_for(lambda: (tmp_path / "copy-1-0.bin").exists())
+        send_as(2, b"small")
+        first.join()
+    assert arrived == [2, 1]
 
 
 def test_a_partner_without_room_says_how_much_it_needs(small_disk):
@@ -346,6 +434,63 @@ def test_partners_are_on_other_hosts_and_only_if_the_layout_has_no_replica_there
     assert partners.choose(["0", "1", "2", "3"], hosts) == [2, 2, 0, 0]
     assert partners.choose(["0", "1", "0", "1"], hosts) == [-1, -1, -1, -1]
     assert partners.choose(["0", "1", "2", "3"], ["a"] * 4) == [-1] * 4
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """Let the name node007 lead to an address."""
+
+    def lead_to(address):
+        real = socket.getaddrinfo
+
+        def resolve(host, *arguments, **named):
+            return real(address if host == "node007" else host, *arguments, **named)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    return lead_to
+
+
+# Debian gives a machine's own name to 127.0.1.1. The last one is a name with AAAA records alone.
+@pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_coordinator_by_name_is_one_host_and_other_hosts_reach_it(
+    tmp_path, parts, address, resolved, monkeypatch
+):
+    resolved(address)
+    made = make(tmp_path, parts)
+    hosts = []
+
+    def gather(text):
+        report = json.loads(text)
+        if report:
+            hosts.append(report[1])
+        return [text, text]
+
+    monkeypatch.setattr(cluster, "gather_texts", gather)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        made.find_partner("node007:1", "a secret of the job")
+    assert hosts == ["node007"] * 2
+    with contextlib.closing(partners.Receiver(tmp_path, "run", b"a secret", hosts[0])) as to:
+        assert to.address.host == "node007"
+        other = partners.Address("127.0.0.1", to.address.port)  # any other of the machine
+        send(types.SimpleNamespace(address=other), secret=b"a secret")
+
+
+def test_the_address_on_the_way_to_a_coordinator_is_a_processs_own(resolved, monkeypatch):
+    """The address of a service leads to process 0, and is no machine's."""
+    resolved("192.0.2.1")
+    addresses_of = {"192.0.2.1": "10.78.0.5"}
+
+    class Probe(socket.socket):
+        def connect(self, to):
+            self.own = addresses_of[to[0]]
+
+        def getsockname(self):
+            return self.own, 5
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert partners.own_host("node007:27508") == "10.78.0.5"
 
 
 @pytest.mark.slow

@@ -63,10 +63,11 @@ def measure(name: str, out: pathlib.Path, every: int, pairs: int, *, partner: bo
         taking.append(time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)))
         close(self)
 
-    def timed_seal(self: Memory, *arguments: Any) -> None:
+    def timed_seal(self: Memory, *arguments: Any) -> bool:
         began = time.thread_time()
-        seal(self, *arguments)
+        is_older_free = seal(self, *arguments)
         sealing.append(time.thread_time() - began)
+        return is_older_free
 
     memory = out / f"memory-{name}"
     shared = pathlib.Path("/dev/shm", f"bench-{os.getpid()}-{name}-0")

@@ -92,7 +92,7 @@ class Leader:
     def _find_own_address(self) -> str:
         """Return the address of this host on the way to process 0's, with the same port."""
         coordinator = self._membership.coordinator
-        host = partners.own_host(coordinator, is_coordinator=False)
+        host = partners.own_host(coordinator)
         port = coordinator.rpartition(":")[2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.parallel.cluster import handshake
+from jaxtrain.parallel.cluster import addresses, handshake
 from loaders.io import atomic_write
 
 log = logging.getLogger("jaxtrain")
@@ -60,18 +60,19 @@ def choose(layouts: Sequence[str], hosts: Sequence[str]) -> list[int]:
     return partners
 
 
-def own_host(coordinator: str, *, is_coordinator: bool) -> str:
-    """Return the address at which other processes of the run reach this one."""
+def own_host(coordinator: str) -> str:
+    """Return the address at which other processes of the run reach this host, equal in all of it.
+
+    It is the coordinator's name on a machine that has this name as loopback. Raises OSError.
+    """
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
-    if is_coordinator:
-        return host
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, int(port), type=socket.SOCK_DGRAM
-    )[0]
+    infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = infos[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+        probe.connect(target)  # sends nothing
+        address = str(probe.getsockname()[0])
+    return host if addresses.is_loopback(address) else address
 
 
 class Receiver:
@@ -81,9 +82,8 @@ class Receiver:
         self._folder = folder
         self._run = run
         self._secret = secret
-        self._listener = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        places = addresses.on_this_machine(host, 0)[:1]
+        [self._listener] = addresses.listeners(places, 0)
         self.address = Address(host, int(self._listener.getsockname()[1]))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="copies", daemon=True)
@@ -159,6 +159,8 @@ class Receiver:
                 file.write(buffer[:n])
                 digest.update(buffer[:n])
                 unread -= n
+                # While data are there, nothing else lets other senders, and the limit, have a turn.
+                await asyncio.sleep(0)
         if digest.hexdigest() != header["sha256"]:
             return "it fails its checksum"
         atomic_write.write(path.with_suffix(".json"), json.dumps(header))

@@ -132,7 +132,8 @@ class Memory:
         self._partner: partners.Address | None = None
         self._secret = b""
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "memory")
-        self._writing: concurrent.futures.Future[None] | None = None
+        self._writing: concurrent.futures.Future[bool] | None = None
+        self._is_copied = True  # whether the last copy arrived, if there is a partner
 
     def reserve(self) -> None:
         """Allocate both places. Raises SharedMemoryError, with the bytes that are needed."""
@@ -163,7 +164,7 @@ class Memory:
         Raises SharedMemoryError: there is no room for the copies of others.
         """
         process = jax.process_index()
-        host = partners.own_host(coordinator, is_coordinator=process == 0)
+        host = partners.own_host(coordinator)
         report = [self._layout, host, self._copies(), self._size]
         reports = [json.loads(text) for text in cluster.gather_texts(json.dumps(report))]
         layouts, hosts, copies, sizes = zip(*reports, strict=True)
@@ -191,7 +192,8 @@ class Memory:
     ) -> None:
         """Copy a computed step. Its checksum is computed behind the steps that follow.
 
-        It takes the place of the older step, or of the newer one if that is not whole everywhere.
+        It takes the place of the older step, or of the newer one if that is not whole everywhere,
+        or its copy did not arrive. If two copies in a row do not, it is the older one's again.
         ``recorded``: whether a restart may resume from it. All processes have to agree.
         """
         answers = cluster.gather(WRITTEN * self._is_written() + RECORDED * recorded)
@@ -211,28 +213,33 @@ class Memory:
         self._writing = self._pool.submit(self._seal, self._stem, header)
 
     def _is_written(self) -> bool:
-        """Wait for the save before. Whether it is whole here."""
+        """Wait for the save before. Whether it is whole here, and the older one may go."""
         if not self._writing:
             return False
         writing, self._writing = self._writing, None
         try:
-            writing.result()
+            return writing.result()
         except OSError as error:
             log.warning("a step in memory is not whole: %s", error)
             return False
-        return True
 
-    def _seal(self, stem: str, header: dict[str, Any]) -> None:
+    def _seal(self, stem: str, header: dict[str, Any]) -> bool:
+        """Complete a step, and send its copy. Return whether the older step may go."""
         with self._mapped(stem, self._size, writable=False) as content:
             header["sha256"] = hashlib.sha256(content.data).hexdigest()
             atomic_write.write(self._json(stem), json.dumps(header))
             if not self._partner:
-                return
+                return True
             name = self._copies()[STEMS.index(stem)]
             try:
                 partners.send(self._partner, self._secret, name, header, content.data)
-            except (OSError, TimeoutError) as error:
+            except OSError as error:
                 log.warning("the copy of step %d did not arrive: %s", header["step"], error)
+                # A partner that is lost for long would leave an old step as the only whole one.
+                was_copied, self._is_copied = self._is_copied, False
+                return not was_copied
+            self._is_copied = True
+            return True
 
     def newest(self, note: Mapping[str, Any]) -> Found | None:
         """Return the newest step that is whole in memory, with this part in its note.
@@ -265,9 +272,11 @@ class Memory:
         Processes without their parts of the step get them from ``sources``.
         """
         own = headers.get((*moment, self._layout))
-        stems = {headers[key]["stem"] for key in headers if key[:2] == moment}
-        if in_place := stems.intersection(STEMS):
-            self._stem = _other(in_place.pop())  # the restored step stays until the next is whole
+        # The restored step stays until the next is whole, also as a copy: it has the same place
+        # everywhere, because all processes go to their other one together.
+        held = [int(header["stem"][-1]) for key, header in headers.items() if key[:2] == moment]
+        place = max(cluster.gather(max(held, default=-1)))
+        self._stem = _other(STEMS[place])
         lacking = {
             each["parts"]
             for each in reports
