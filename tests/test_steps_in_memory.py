@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -409,6 +410,30 @@ def test_a_fast_sender_lets_others_have_their_turn(tmp_path, monkeypatch):
         send_as(2, b"small")
         first.join()
     assert arrived == [2, 1]
+
+
+def test_other_threads_run_while_a_large_place_is_mapped(tmp_path, parts, monkeypatch):
+    """Python 3.11 holds its lock in mmap, and in madvise."""
+    made = make(tmp_path, parts)
+    size = 5 << 20
+    made._allocate({"0": size})
+    monkeypatch.setattr(steps_in_memory, "PIECE", 1 << 20)
+    flags, pieces = [], []
+
+    class Place(mmap.mmap):
+        def __new__(cls, *arguments, **named):
+            flags.append(named["flags"])
+            return super().__new__(cls, *arguments, **named)
+
+        def madvise(self, advice, start, length):
+            pieces.append(length)
+            return super().madvise(advice, start, length)
+
+    monkeypatch.setattr(steps_in_memory.mmap, "mmap", Place)
+    for writable in (True, False):
+        with made._mapped("0", size, writable=writable) as content:
+            assert content.size == size
+    assert flags == [mmap.MAP_SHARED] * 2 and pieces == [1 << 20] * 10
 
 
 def test_a_partner_without_room_says_how_much_it_needs(small_disk):
