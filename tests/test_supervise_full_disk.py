@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from jaxtrain.checkpoint import SaveError
 from jaxtrain.config import Config
+from jaxtrain.parallel import supervised_attempt
 from jaxtrain.supervise import attempts, steps_in_memory
 from jaxtrain.supervise.attempts import Past
 from jaxtrain.telemetry import goodput
@@ -121,10 +123,44 @@ def test_an_attempt_that_a_disk_ends_waits_longer_each_time_and_is_no_idle_one()
     config = Config()
     waits = [attempts.wait_for_disk(n, config) for n in range(1, 9)]
     assert waits == [5, 10, 20, 40, 80, 160, 240, 240]
-    past = [Past(n, 0.0, 0, "no space", of_disk=True) for n in range(20)]
+    past = [Past(n, 0.0, 0, "no space", of_disk=True) for n in range(30)]
     assert attempts.why_given_up(past, config, 0.0) == ""
-    assert "restarts within an hour" in attempts.why_given_up([*past, past[0]], config, 0.0)
-    assert not attempts.is_final(74, config)
+    killed = [Past(n, 0.0, n, "killed") for n in range(1, 22)]
+    assert attempts.why_given_up([*past, *killed[1:]], config, 0.0) == ""
+    assert "restarts within an hour" in attempts.why_given_up([*past, *killed], config, 0.0)
+
+
+@pytest.mark.parametrize("start", [1.0, 20.0, 120.0])
+def test_a_run_on_a_disk_that_stays_full_is_given_up_after_twelve_hours(start):
+    """By the waits of the defaults, and ``start`` seconds until each attempt meets the disk."""
+    config, past, now = Config(), [Past(0, 0.0, 100, "killed")], 0.0
+    while not (rule := attempts.why_given_up(past, config, now)):
+        n = len(past)
+        now += start + (attempts.wait_for_disk(n - 1, config) if n > 1 else 0)
+        past.append(Past(n, now, 100, "no space", of_disk=True))
+        assert n < 1000, "never"
+    assert rule == "full disks have ended its attempts for 12 h"
+    assert 12 < now / 3600 < 12.2
+    # One that makes progress meanwhile goes on.
+    middle = len(past) // 2
+    past[middle] = past[middle]._replace(step=101)
+    past[middle + 1 :] = [attempt._replace(step=101) for attempt in past[middle + 1 :]]
+    assert attempts.why_given_up(past, config, now) == ""
+
+
+def test_only_a_full_disk_is_waited_for():
+    """A disk that refuses for another reason may refuse for ever."""
+    full = ("[Errno 28] No space left on device: '/runs/a'", "Disk quota exceeded")
+    others = (
+        "[Errno 30] Read-only file system: '/runs/a'",
+        "[Errno 13] Permission denied: '/runs/a'",
+        "TypeError: unhashable type",
+        "DEADLINE_EXCEEDED: Barrier timed out",
+    )
+    for texts, expected in ((full, True), (others, False)):
+        for text in texts:
+            error = SaveError(f"checkpoint /runs/a/7 could not be written: {text}; there is none")
+            assert supervised_attempt.is_of_disk(error) == expected, text
 
 
 def past_of(*steps_and_kept):
@@ -146,6 +182,12 @@ def test_steps_that_were_lost_and_are_made_again_are_progress():
         loop = past_of(*[(150, kept)] * 4)
         assert attempts.count_idle(loop) == 3
         assert "3 attempts in a row" in attempts.why_given_up(loop, config, 0.0)
+    # memory is lost at every second attempt, and none gets further
+    lossy = past_of((150, 149), (150, 140), (150, 149), (150, 140), (150, 149), (150, 140))
+    assert [attempts.count_idle(lossy[:n]) for n in range(1, 7)] == [0, 1, 0, 1, 2, 3]
+    # a new step makes the others count again
+    newer = past_of((151, 150), (151, 140), (151, 149))
+    assert attempts.count_idle([*lossy, *newer]) == 0
     # once the steps are made again, the loop is one
     assert attempts.count_idle([*again, *past_of((570, 562), (570, 562))]) == 2
 

@@ -105,3 +105,61 @@ def test_process_0s_host_is_lost_while_the_disk_is_full(folder, ending, small_di
     job.start(0)
     job.goes_on(members=2)
     job.end()
+
+
+LOADER_OF_A_HOST = """
+import errno, json, os
+from loaders.base import DataError
+from tests.support import proxy_loader
+from tests.support.proxy_loader import Config, dataset_info, element_spec
+
+class Full(proxy_loader.Proxy):
+    def __next__(self):
+        position, batch = super().__next__()
+        if position >= 6:
+            raise OSError(errno.ENOSPC, "No space left on device", "/tmp/cache")
+        return position, batch
+
+def make_loader(config, **given):
+    host = os.environ.get("HOST_IS", "")
+    attempt = json.loads(os.environ["JAXTRAIN_SUPERVISOR"])["attempt"]
+    if host == "without its data":
+        raise DataError("/data is not mounted")
+    loader = proxy_loader.make_loader(config, **given)
+    if host == "full" and attempt == 0 and given["split"] == "train":
+        loader = Full(loader, given["split"], given["rows"])
+    return loader
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_returns_without_its_data_ends_alone(folder, ending):
+    (folder / "of_a_host.py").write_text(LOADER_OF_A_HOST)
+    job = Job(folder, ending, "--config.loader=of_a_host")
+    saves(folder, job.watch)
+    job.lose(1)
+    job.goes_on(members=1)
+    job.environments[1] = {"HOST_IS": "without its data"}
+    other = job.start(1)
+    output, _ = other.communicate(timeout=240)
+    assert other.returncode == 2 and "/data is not mounted" in output, output
+    del job.supervisors[1], job.environments[1]
+    job.goes_on(members=1)
+    job.start(1)
+    job.goes_on(members=2)
+    job.end()
+
+
+@pytest.mark.slow
+def test_a_host_that_waits_for_room_is_not_left_behind(folder, ending):
+    """Its supervisor waits for 5 s, which is longer than supervise.wait."""
+    (folder / "of_a_host.py").write_text(LOADER_OF_A_HOST)
+    environments = {1: {"HOST_IS": "full"}}
+    job = Job(folder, ending, "--config.loader=of_a_host", environments=environments)
+    wait_for(lambda: len(job.starts()) == 2, watch=job.watch)
+    job.reaches(10)
+    outputs = job.end()
+    assert "a disk refused this run's files" in outputs[1], outputs
+    assert "go on, with the same batches on" not in outputs[0], outputs
+    assert [start.processes for start in job.starts()] == [2, 2]
+    assert "No space left on device" in job.starts()[1].facts["cause"]

@@ -20,7 +20,7 @@ import jax
 from etils import epath
 
 from jaxtrain.config import Checkpoint
-from loaders.io import files
+from loaders.io import atomic_write, files
 from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
@@ -31,9 +31,11 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class SaveError(CheckpointError):
-    """A save that a disk refused."""
+    """A save that failed. ``is_of_disk``: because a disk was full, by the message."""
 
-    is_of_disk = True
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.is_of_disk = atomic_write.is_full(self)
 
 
 class History(NamedTuple):

@@ -151,13 +151,13 @@ def _start(parsed: config.Arguments) -> int:
             return _run(parsed, resolved)
     except UserError as error:
         arguments.report(error)
-        return supervised_attempt.code_of_disk(error) or arguments.USER_ERROR
+        return supervised_attempt.code_of(error) or arguments.USER_ERROR
     except OSError as error:
         if not supervised_attempt.is_of_disk(error) or resolved is None:
             raise
         where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
         arguments.report(f"{where}; free some space, then rerun the same command to resume")
-        return supervised_attempt.code_of_disk(error) or arguments.USER_ERROR
+        return supervised_attempt.code_of(error) or arguments.USER_ERROR
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
             raise

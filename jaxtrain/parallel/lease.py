@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loaders.io import atomic_write, files
-from loaders.io.checks import UserError
+from loaders.io.checks import FatalError, UserError
 
 log = logging.getLogger("jaxtrain")
 
@@ -39,7 +39,11 @@ ENDED = ("Z", "X")  # states of a process that has ended, also if its parent doe
 
 
 class WorkdirError(UserError, RuntimeError):
-    """A workdir that another run holds, or that was deleted while this run wrote to it."""
+    """A workdir that another run holds, or that cannot be used."""
+
+
+class LostWorkdirError(WorkdirError, FatalError):
+    """A workdir that another run took over, or that was deleted while this run wrote to it."""
 
 
 class Process(NamedTuple):
@@ -167,7 +171,7 @@ class Folder:
         """Take the lease that this process's supervisor holds as its own."""
         holder, self._ours = self._read()
         if not holder or holder.token != self._token:
-            raise WorkdirError(
+            raise LostWorkdirError(
                 f"{self.path} is not that of this process's supervisor any more:"
                 f" {holder or 'it is gone'}. Rerun the same command to resume"
             )
@@ -207,7 +211,7 @@ class Folder:
         try:
             folder = os.stat(self.name) if os.path.isdir(self.name) else None
             if self.is_disk and not (folder and os.path.samestat(folder, os.fstat(self._folder))):
-                raise WorkdirError(
+                raise LostWorkdirError(
                     f"{self.name} was deleted or moved while the run wrote to it; rerun the same "
                     "command to begin again, or move the folder back to resume"
                 )
@@ -215,7 +219,7 @@ class Folder:
             if not holder and self._write(version):
                 log.warning("%s was removed while its run goes on: written again", self.path)
             elif holder != self._me:
-                raise WorkdirError(
+                raise LostWorkdirError(
                     f"{self.name} was taken over by another run while this one was silent: "
                     f"{holder or 'unnamed'}. This run ends, and leaves it what is there"
                 )

@@ -11,11 +11,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from loaders.io.checks import UserError
+from loaders.io.checks import FatalError, UserError
 
 VARIABLE = "JAXTRAIN_SUPERVISOR"
-# The exit code of a supervised process that a disk refused, which may pass (EX_IOERR of sysexits).
+# The exit code of a supervised process that met a full disk, which may pass (EX_IOERR of sysexits).
 DISK = 74
+USER_ERROR = 2
+# The one of an error after which supervisors must not go on, although the run has begun.
+FATAL = 78
+OWN = (USER_ERROR, FATAL)  # the supervisors have to know them before the other processes end
 
 
 class Attempt(NamedTuple):
@@ -46,12 +50,18 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Attempt:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Tell whether a process ends with ``error`` because a disk was full, or refused a save."""
+    """Tell whether a process ends with ``error`` because a disk was full."""
     if isinstance(error, UserError):
         return error.is_of_disk
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def code_of_disk(error: BaseException) -> int:
-    """Return `DISK` if a supervised process ends with ``error`` and that is of a disk, else 0."""
-    return DISK if from_environment().is_supervised and is_of_disk(error) else 0
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a supervised process that ends with ``error``, 0 = it has none."""
+    if not from_environment().is_supervised:
+        return 0
+    if isinstance(error, FatalError):
+        return FATAL
+    if is_of_disk(error):
+        return DISK
+    return USER_ERROR if isinstance(error, UserError) else 0

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.checkpoint import checkpointer, run_identity
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.parallel import cluster, jax_options, supervised_attempt
-from jaxtrain.parallel.lease import Lease, WorkdirError
+from jaxtrain.parallel.lease import Lease, LostWorkdirError, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry import trackers as trackers_lib
@@ -137,19 +137,22 @@ class ProcessContext:
                 self.confirm()  # a workdir deleted after the last record is an error, too
         except OSError as error:
             lost = self._loss()  # as in `writing`, wherever it was
-            code = supervised_attempt.code_of_disk(lost or error)
-            self._links.report(_in_words(lost or error), code=code)
-            self.clock.close(_in_words(lost or error))
+            self._report(lost or error)
             if lost:
                 raise lost from error
             raise
         except BaseException as error:
-            if not isinstance(error, Preempted):  # all processes have saved, and end
-                code = supervised_attempt.code_of_disk(error)
-                self._links.report(_in_words(error), code=code)
-            self.clock.close(_in_words(error))
+            if isinstance(error, Preempted):  # all processes have saved, and end
+                self.clock.close(first_line(error))
+            else:
+                self._report(error)
             raise
         self.clock.close("ended")
+
+    def _report(self, error: BaseException) -> None:
+        """Tell the other processes why this one ends, and note it."""
+        self._links.report_error(error)
+        self.clock.close(first_line(error))
 
     def _loss(self) -> WorkdirError | None:
         """Return the error of a workdir that is no longer the run's, or None."""
@@ -200,7 +203,7 @@ class ProcessContext:
         except WorkdirError as error:
             self._lost = error
         if cluster.agree(self.has_lost):
-            raise self._lost or WorkdirError(
+            raise self._lost or LostWorkdirError(
                 f"{self._config.workdir} was deleted, or another run took it over: process 0 of"
                 " this run says which, in its log. This process ends, too"
             )
@@ -315,8 +318,3 @@ def _end(
     if is_interrupted or signals.interrupted:
         return KeyboardInterrupt(f"ended by {cluster.CTRL_C}{text}")
     return Preempted(f"ended by {signals.reason}{text}")
-
-
-def _in_words(error: BaseException) -> str:
-    """Return one line that says why a run ended."""
-    return first_line(error)

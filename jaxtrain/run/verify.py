@@ -34,13 +34,13 @@ from jaxtrain.step import digest
 from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import Array, PyTree
-from loaders.io.checks import UserError
+from loaders.io.checks import FatalError
 
 log = logging.getLogger("jaxtrain")
 Step = Callable[[TrainState, Any, Array], tuple[TrainState, Any]]
 
 
-class WrongStepError(UserError, RuntimeError):
+class WrongStepError(FatalError, RuntimeError):
     """A step computed twice gave different states, and config.guard.on_mismatch stops the run."""
 
 

@@ -29,6 +29,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import addresses, discover, rendezvous, waiting_room
 from jaxtrain.parallel.cluster.links import Links, Loss
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.parallel.supervised_attempt import DISK, Attempt
+from jaxtrain.parallel.supervised_attempt import DISK, FATAL, USER_ERROR, Attempt
 from jaxtrain.supervise import attempts, fewer, full_disk, steps_in_memory
 from jaxtrain.supervise.attempts import Past, Report
 from jaxtrain.supervise.leader import Leader
@@ -47,6 +48,7 @@ from jaxtrain.supervise.warm_process import Ended, WarmProcess
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import atomic_write, machine
+from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
 
@@ -78,7 +80,8 @@ class Outcome(NamedTuple):
     """The end of an attempt, as one supervisor sees it."""
 
     report: Report
-    code: int | None = None  # with which the run ends for good
+    code: int | None = None  # with which this supervisor ends
+    is_alone: bool = False  # the others go on
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
@@ -189,13 +192,23 @@ class Supervisor:
                 if decision["code"]:
                     print(f"error: {decision['text']}", file=sys.stderr)
                     return int(decision["code"])
-                with contextlib.closing(links):
-                    outcome = self._attempt(decision, links)
+                with contextlib.closing(links), self._reporting(links):
+                    self._await_disk(report, links)
+                    outcome = self._attempt(decision, links, is_new=report.attempt < 0)
                     if outcome.code is not None:
-                        links.close(code=1)
+                        links.close(code=0 if outcome.is_alone else 1)
                         return outcome.code
                 report = outcome.report
-                self._await_disk(report)
+
+    @contextlib.contextmanager
+    def _reporting(self, links: Links) -> Iterator[None]:
+        """Tell the others why this supervisor ends. Its links' end alone would mean no loss."""
+        try:
+            yield
+        except Exception as error:
+            code = self._signals.code if isinstance(error, rendezvous.Stopped) else 0
+            links.report_loss(Loss(f"the supervisor of {self._name} ended: {error}", code))
+            raise
 
     def _take_lease(self, closing: contextlib.ExitStack) -> str:
         """Take the lease of the workdir for the processes. Return the refusal, for all."""
@@ -229,12 +242,14 @@ class Supervisor:
         config = self._config
         return [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
 
-    def _await_disk(self, report: Report) -> None:
-        """Wait after an end because of a disk, as `attempts` says."""
+    def _await_disk(self, report: Report, links: Links) -> None:
+        """Wait after an end because of a disk, as `attempts` says, while no other process ends."""
         self._refusals = self._refusals + 1 if report.of_disk else 0
         if report.of_disk:
             seconds = attempts.wait_for_disk(self._refusals, self._config)
-            full_disk.wait(self._folders(), seconds, self._signals.came)
+            folders = [*self._folders(), tempfile.gettempdir()]
+            full_disk.wait(folders, seconds, lambda: self._signals.came() or links.has_loss)
+            self._leave()
 
     def _leave(self) -> None:
         if self._signals.came():
@@ -405,15 +420,39 @@ class Supervisor:
                     closing.enter_context(listener)
                 return f"{host}:{port}"
 
-    def _attempt(self, decision: Mapping[str, Any], links: Links) -> Outcome:
-        """Start the process, and wait until it has ended."""
-        number = int(decision["attempt"])
-        token = self._lease.token if self._lease else ""
-        folder = self._memory_folder(decision["run"])
+    def _attempt(self, decision: Mapping[str, Any], links: Links, *, is_new: bool) -> Outcome:
+        """Start the process, and wait until it has ended. ``is_new``: it is this one's first."""
+        number, began = int(decision["attempt"]), time.time()
+        loss, folder, last_words, made_steps = None, "", "", False
+        try:
+            folder = self._memory_folder(decision["run"])
+            attempt = self._start(decision, folder)
+        except (OSError, UserError) as error:
+            code, last_words = attempts.code_of(error), str(error)
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            with self._waiting_room(attempt):
+                code, loss = self._wait(number, links)
+            for start in self._starts(attempt.members.index(self._membership.process)):
+                if start.began >= began - 1 and start.host == self._host:
+                    last_words, made_steps = start.end, start.step > start.first
+        cause = attempts.describe(self._name, code, last_words)
+        rank, of_disk = attempts.rank_of(code), code == DISK
+        listed = steps_in_memory.listed(folder, decision["run"]) if folder else ()
+        report = Report(number, cause, rank, decision["run"], of_disk, self._host, listed)
+        if loss and not of_disk:
+            report = report._replace(cause=loss.reason, rank=report.rank + 1)
+        if self._is_alone(code, loss, is_back=is_new and number > 0 and not made_steps):
+            links.report_loss(Loss(cause))
+            return Outcome(report, code, is_alone=True)
+        has_trained = number > 0 or made_steps
+        return Outcome(report, self._final(code, cause, loss, links, has_trained=has_trained))
+
+    def _start(self, decision: Mapping[str, Any], folder: str) -> Attempt:
         attempt = Attempt(
-            number,
+            decision["attempt"],
             decision["cause"],
-            token,
+            self._lease.token if self._lease else "",
             decision["run"],
             folder,
             decision["coordinator"],
@@ -421,21 +460,14 @@ class Supervisor:
             decision["hosts"],
             decision["idle"],
         )
-        began = time.time()
         self._process.start(attempt.to_environment(), decision["argv"])
-        with self._waiting_room(attempt):
-            code, loss = self._wait(number, links)
-        last_words = ""
-        for start in self._starts(attempt.members.index(self._membership.process)):
-            if start.began >= began - 1 and start.host == self._host:
-                last_words = start.end
-        cause = attempts.describe(self._name, code, last_words)
-        rank, of_disk = attempts.rank_of(code), code == DISK
-        listed = steps_in_memory.listed(folder, decision["run"]) if folder else ()
-        report = Report(number, cause, rank, decision["run"], of_disk, self._host, listed)
-        if loss and not of_disk:
-            report = report._replace(cause=loss.reason, rank=report.rank + 1)
-        return Outcome(report, self._final(code, cause, loss, links))
+        return attempt
+
+    def _is_alone(self, code: int, loss: Loss | None, *, is_back: bool) -> bool:
+        """Whether the others go on without this supervisor, which they have just taken back."""
+        may_go_on = self._config.supervise.wait > 0 and self._membership.processes > 1
+        is_own = not loss and not self._signals.came()
+        return is_back and may_go_on and is_own and code == USER_ERROR
 
     def _memory_folder(self, run: str) -> str:
         """Return the folder of the run's steps in memory, which is removed at the end."""
@@ -508,7 +540,9 @@ class Supervisor:
                     links.report_loss(loss)
                     self._process.signal(self._signals.saves)
 
-    def _final(self, code: int, cause: str, loss: Loss | None, links: Links) -> int | None:
+    def _final(
+        self, code: int, cause: str, loss: Loss | None, links: Links, *, has_trained: bool
+    ) -> int | None:
         """Return the code with which the run ends for good, if it does, and tell the others."""
         if loss and loss.code:
             print(f"error: {loss.reason}", file=sys.stderr)
@@ -516,8 +550,9 @@ class Supervisor:
         if self._signals.came() and code < 0:
             code = 128 - code
         final: int | None = None
-        if self._signals.came() or (not loss and attempts.is_final(code, self._config)):
-            final = code
+        is_final = attempts.is_final(code, self._config, has_trained=has_trained)
+        if self._signals.came() or (is_final and not loss):
+            final = USER_ERROR if code == FATAL else code
         elif links.have_left:
             final = attempts.LOST
         if not loss and not attempts.is_clean(code, self._config):

@@ -30,7 +30,7 @@ class UserError(Exception):
     writes them into the file of --errors.
 
     Attributes:
-      is_of_disk: whether a disk refused a file, which may pass: it was full, perhaps.
+      is_of_disk: whether a disk was full, which may pass.
     """
 
     is_of_disk = False
@@ -38,6 +38,10 @@ class UserError(Exception):
     def __init__(self, *args: object, listed: Sequence[str] = ()):
         super().__init__(*args)
         self.listed = tuple(listed)
+
+
+class FatalError(UserError):
+    """An error after which no supervisor may start the run again (`jaxtrain.supervise`)."""
 
 
 class Message(str):

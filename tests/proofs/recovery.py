@@ -20,7 +20,8 @@ the run went on, and the seconds from the fault to the next new step are measure
     stop         SIGSTOP of a process for 16 to 20 s, longer than a host may be silent: nothing is
                  taken for dead. The seconds count from its end
     disk         the disk of the workdir is full for 8 s: the run trains on meanwhile
-    full-kill    the disk is full for 12 s, and meanwhile a process is killed
+    full-kill    the disk is full for 12 s, and meanwhile a process is killed. The seconds count
+                 from the end of the full disk, or from the kill if the run goes on before it
     full-host    the same, and a host meanwhile
     cut          the link between the hosts is down for 16 s
 
@@ -39,6 +40,8 @@ With --model=toy they train a model that takes no time. With --mesh=data all hos
 with --mesh=fsdp each process has its own part, and partners on the other host get copies. Without
 supervisors the same command is started again as soon as all processes have ended, as by a
 scheduler without a queue.
+
+The steps that are made again are counted by their records: on a full disk steps have none.
 
 In the end every batch's rows, every record's loss and every digest are compared with those of an
 undisturbed run, which --out keeps for the next time. --undisturbed makes its steps beforehand. Each
@@ -509,12 +512,20 @@ class Faults:
         return self._while_full(lambda: self.job.lose_host(victim))
 
     def _while_full(self, fault: Callable[[], None]) -> float:
-        """Do a fault while the disk is full. Return when there is room again."""
+        """Do a fault while the disk is full. Return when there is room again.
+
+        If the next new step is there before, note its seconds since the fault.
+        """
         with full(self._folder):
             began = time.monotonic()
             self._await(self.draw.uniform(1, 4))
             fault()
-            self._await(began + FULL_DURING_FAULT - time.monotonic())
+            at, step = time.monotonic(), self.job.step()
+            self.notes["step"] = step  # some may have been recorded on the full disk
+            while time.monotonic() < began + FULL_DURING_FAULT:
+                self._await(0.05)
+                if "seconds" not in self.notes and self.job.step() >= step + 2:
+                    self.notes["seconds"] = time.monotonic() - at
         return time.monotonic()
 
     def cut(self, began: float) -> float:
@@ -773,6 +784,7 @@ class Campaign:
         at = time.time()
         began = faults.do(kind)
         # the next step may have been computed before, and some before a second fault
+        step = faults.notes.get("step", step)
         after = job.step() if kind in TWICE else step
         if not job.reaches(after + 2):
             return "it stood still"

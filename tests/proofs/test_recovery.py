@@ -1,7 +1,9 @@
 """The bookkeeping of a recovery campaign: it goes on where it stopped, and behind every error."""
 
 import argparse
+import contextlib
 import json
+import time
 
 import pytest
 
@@ -84,3 +86,40 @@ def test_the_table_has_each_kind_and_what_was_not_measured_or_compared():
     assert "1 faults are of runs that ended before they were compared" in table
     assert "1 faults without a time: stop" in table
     assert recovery.WHAT.keys() == {*recovery.KINDS, recovery.GONE}
+
+
+class OnFullDisk(StandIn):
+    """A run that makes its next steps some looks after a fault."""
+
+    def __init__(self, folder, looks):
+        super().__init__(folder, "")
+        self._looks = looks
+        self.killed = False
+
+    def step(self):
+        self._looks -= self.killed
+        return 7 if self._looks > 0 else 9
+
+    def kill(self, process):
+        self.killed = True
+
+    def start_ended(self):
+        pass
+
+
+@pytest.mark.parametrize(("looks", "is_before"), [(3, True), (10_000, False)])
+def test_seconds_on_a_full_disk_count_from_the_fault_if_the_run_goes_on(
+    tmp_path, monkeypatch, looks, is_before
+):
+    """Else from the end of the full disk, which measures nothing once the steps are made."""
+    monkeypatch.setattr(recovery, "full", lambda disk: contextlib.nullcontext())
+    monkeypatch.setattr(recovery, "FULL_DURING_FAULT", 0.6)
+    draw = argparse.Namespace(uniform=lambda *bounds: 0.05, randrange=lambda n: 1)
+    faults = recovery.Faults(OnFullDisk(tmp_path, looks), tmp_path, draw)
+    began = time.monotonic()
+    until = faults.do("full-kill")
+    assert until - began >= 0.6
+    assert faults.notes["step"] == 7
+    assert ("seconds" in faults.notes) == is_before
+    if is_before:
+        assert 0 < faults.notes["seconds"] < until - began

@@ -28,12 +28,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxtrain.parallel import supervised_attempt
+from loaders.io.checks import first_line
+
 log = logging.getLogger("jaxtrain")
 
 EXIT_CODE = 70
 # A vanished host is noticed after 5 s of silence and 4 probes that nothing answers: 13 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 13_000}
 ERROR_SECONDS = 10.0  # for the other processes to end by the same error, or to write their stacks
+FIRST_SECONDS = 5.0  # [s] for this process to end by its own error, before the others
 OWN_ERROR_SECONDS = 12.0  # for this process to end by its own error, after the others
 UNWIND_SECONDS = 1.0  # of these, at least, if another process is lost meanwhile
 FORWARD_SECONDS = 0.3  # for the reason to leave process 0 before JAX's service ends with it
@@ -92,7 +96,7 @@ class Links:
         """Call ``note(reason)`` before a loss ends this process."""
         self._on_loss = note
 
-    def report(self, reason: str, *, code: int = 0) -> None:
+    def report(self, reason: str, *, code: int = 0, is_first: bool = False) -> None:
         """Tell the other processes that this one ends early, and why.
 
         An error may be the consequence of another process's death. Its connection then names it.
@@ -100,21 +104,32 @@ class Links:
         processes, and for a dead one until its heartbeats have timed out.
 
         ``code``: the exit code of an error that is no consequence. It stays if this process is
-        ended here, and the others end at once.
+        ended here, and the others end at once. ``is_first``: they end later than this process, so
+        that the supervisors learn its code first.
         """
         if not self._peers:
             return
         self._code = code or self._code
         time.sleep(FORWARD_SECONDS)
         loss = Loss(f"process {self._process} ended: {reason}")
-        self._send(loss, 0 if code else ERROR_SECONDS)
+        self._send(loss, 0 if code and not is_first else ERROR_SECONDS)
         self._is_unwinding = True
-        self._end_in(OWN_ERROR_SECONDS, loss)
+        self._end_in(FIRST_SECONDS if is_first else OWN_ERROR_SECONDS, loss)
         self._wake.send(b"x")
+
+    def report_error(self, error: BaseException) -> None:
+        """Report an error that ends this process, with the code that its supervisor expects."""
+        code = supervised_attempt.code_of(error)
+        self.report(first_line(error), code=code, is_first=code in supervised_attempt.OWN)
 
     def report_loss(self, loss: Loss) -> None:
         """Tell the other supervisors at once that the processes have to end."""
         self._send(loss, 0)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether another process, or supervisor, has ended."""
+        return self._loss is not None
 
     @property
     def have_left(self) -> bool:

@@ -27,7 +27,6 @@ from jaxtrain.parallel.cluster.discover import Cluster
 from jaxtrain.parallel.cluster.links import Links
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError
 from loaders.io import machine
-from loaders.io.checks import first_line
 
 log = logging.getLogger("jaxtrain")
 
@@ -138,7 +137,7 @@ def initialize(
         )
         all_devices = jax_options.devices()
     except jax_options.JaxOptionError as error:
-        connected.report(first_line(error))
+        connected.report_error(error)
         raise
     except Exception as error:
         connected.report(f"it could not join the run at {coordinator}")
