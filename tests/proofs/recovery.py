@@ -41,7 +41,8 @@ with --mesh=fsdp each process has its own part, and partners on the other host g
 supervisors the same command is started again as soon as all processes have ended, as by a
 scheduler without a queue.
 
-The steps that are made again are counted by their records: on a full disk steps have none.
+New steps and those that are made again are counted by their records: on a full disk steps have
+none, and a start there may have none, too, so that it counts no step again.
 
 In the end every batch's rows, every record's loss and every digest are compared with those of an
 undisturbed run, which --out keeps for the next time. --undisturbed makes its steps beforehand. Each
