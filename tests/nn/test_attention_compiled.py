@@ -181,11 +181,15 @@ def test_splash_on_every_generation_and_mesh(tpu_compiler):
 @pytest.mark.slow
 def test_a_packed_row_on_a_tpu_holds_nothing_that_grows_with_its_square(tpu_compiler):
     """Twice the tokens need twice the bytes, except for the 0.1 GB or so that XLA keeps in VMEM at
-    any length."""
+    any length.
+
+    An array of T² bits would be 2.1 GB at the largest length. At half of it, the kernel's result
+    and a copy of its log-sum-exp for 128 lanes are as large as T² bits, so no bound holds there.
+    """
     short = {**LONG, "chips": "tpu:v5e:2x4"}
     lengths = [n * LONG["tokens"] for n in (1, 2, 4)]
     rows = compiled("tpu", [{**short, "tokens": tokens} for tokens in lengths], seconds=1800)
     spoken(rows, forward=2)
     one, two, four = (found["temporaries"] for found in rows)
-    assert two < lengths[1] ** 2 / 8 and four < lengths[2] ** 2 / 8, "an array of T² bits"
+    assert four < 0.6 * lengths[2] ** 2 / 8, (one, two, four)
     assert four - two < 2.5 * (two - one), (one, two, four)  # of an array of T² bits, 4
