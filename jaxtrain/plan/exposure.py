@@ -1,4 +1,4 @@
-"""The time that a step waits for exchanges between GPUs, by the order of its compiled program.
+"""The time that a step waits for exchanges between chips, by the order of its compiled program.
 
 The program's text is scheduled: an exchange runs from its start to the instruction that waits for
 it, and the kernels between hide it. A walk through the text keeps a clock:
@@ -6,6 +6,7 @@ it, and the kernels between hide it. A walk through the text keeps a clock:
     kernels     take the time of their roofline (`traffic`), or of a forecast
     exchanges   take their bytes by the rate of their links, one after the other on the same links
     waits       last until the exchange has ended. That time is exposed
+    fusions     of TPUs can hold exchanges. Of a product, it takes the longer of both. Others wait
     loops       are walked through twice. The other rounds are as the second
     conditions  take the branch with the longest kernels
 
@@ -133,18 +134,21 @@ class _Walk:
         self.exposed: dict[Axes, float] = collections.defaultdict(float)
 
     def through(self, computation: str) -> None:
-        running: dict[str, _Running] = {}
+        running: dict[str, list[_Running]] = {}
         for i in self._program.bodies.get(computation, ()):
-            if collective := self._collective(computation, i):
-                exchange = self._begin(collective)
-                if i.op.endswith("-start") and collective.is_async:
-                    running[i.name] = exchange
-                else:
-                    self._wait(exchange)
+            collectives = list(self._collectives(computation, i))
+            if collectives:
+                exchanges = [self._begin(each) for each in collectives]
+                is_async = any(each.is_async for each in collectives)
+                if i.op.endswith("-start") and is_async:
+                    running[i.name] = exchanges
+                    continue
+                if is_async:  # within a product
+                    self._compute(i.name)
+                self._wait(exchanges)
             elif i.op.endswith("-done"):
                 for name in i.operands:
-                    if name in running:
-                        self._wait(running.pop(name))
+                    self._wait(running.pop(name, []))
             elif i.op == "while":
                 self._loop(i)
             elif i.op == "conditional":
@@ -164,14 +168,14 @@ class _Walk:
             self._lengths[computation] = seconds
         return self._lengths[computation]
 
-    def _collective(self, computation: str, i: Instruction) -> Collective | None:
-        if i.op != "async-start":
-            return hlo.collective(self._program, computation, i)
-        for target in self._called(i):
-            for inner in self._program.bodies[target]:
-                if found := hlo.collective(self._program, target, inner):
-                    return found
-        return None
+    def _collectives(self, computation: str, i: Instruction) -> Iterator[Collective]:
+        """Yield the exchange that an instruction is, or those inside of its kernel."""
+        if found := hlo.collective(self._program, computation, i):
+            yield found
+        if i.op in ("async-start", "fusion"):
+            for _, target in i.called:
+                for inner in self._program.bodies.get(target, ()):
+                    yield from self._collectives(target, inner)
 
     def _called(self, i: Instruction) -> Iterator[str]:
         for _, target in i.called:
@@ -186,10 +190,11 @@ class _Walk:
         self._free[between] = max(self._free[between], self._clock) + seconds
         return _Running(axes, self._free[between])
 
-    def _wait(self, exchange: _Running) -> None:
-        waiting = max(0.0, exchange.end - self._clock)
-        self.exposed[exchange.axes] += self._weight * waiting
-        self._clock += waiting
+    def _wait(self, exchanges: Sequence[_Running]) -> None:
+        for exchange in exchanges:
+            waiting = max(0.0, exchange.end - self._clock)
+            self.exposed[exchange.axes] += self._weight * waiting
+            self._clock += waiting
 
     def _compute(self, kernel: str) -> None:
         if seconds := self._seconds.get(kernel, 0.0):

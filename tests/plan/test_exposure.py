@@ -58,3 +58,56 @@ def test_a_ring_over_whole_nodes_leaves_each_by_all_of_its_adapters():
     assert seconds([*range(16)]) == pytest.approx(part / (8 * NETWORK))
     assert seconds([0, 8]) == pytest.approx((8 << 30) / NETWORK)
     assert seconds([*range(8)]) == pytest.approx(7 / 8 * (16 << 30) / 370e9)
+
+
+# As libtpu 0.0.42 writes them: a sum of which devices keep their parts, and a product that gathers
+# the next matrix. The scatter sends 3 MB, 3 ms. The product reads and writes 8 MB, 8 ms.
+TPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.clone.1 (d: f32[1000,1000]) -> f32[250,1000] {
+  %d = f32[1000,1000]{1,0} parameter(0)
+  %i = s32[] constant(0)
+  %all-reduce.9 = f32[1000,1000]{1,0} all-reduce(%d), channel_id=3, replica_groups=GROUPS, \
+use_global_device_ids=true, to_apply=%add, \
+frontend_attributes={from-cross-replica-sharding="true"}
+  ROOT %slice = f32[250,1000]{1,0} dynamic-slice(%all-reduce.9, %i, %i), \
+dynamic_slice_sizes={250,1000}
+}
+
+%product (f: f32[1000,1000], g: f32[PART,1000]) -> (f32[1000,1000], f32[WHOLE,1000]) {
+  %f = f32[1000,1000]{1,0} parameter(0)
+  %g = f32[PART,1000]{1,0:S(1)} parameter(1)
+  %y = f32[1000,1000]{1,0} convolution(%f, %f), dim_labels=bf_io->bf
+  %whole = f32[WHOLE,1000]{1,0:S(1)} all-gather(%g), channel_id=4, replica_groups=GROUPS, \
+dimensions={0}
+  ROOT %both = (f32[1000,1000]{1,0}, f32[WHOLE,1000]{1,0:S(1)}) tuple(%y, %whole)
+}
+
+ENTRY %main (x: f32[1000,1000], w: f32[PART,1000]) -> f32[250,1000] {
+  %x = f32[1000,1000]{1,0} parameter(0)
+  %w = f32[PART,1000]{1,0:S(1)} parameter(1)
+  %y = (f32[1000,1000]{1,0}, f32[WHOLE,1000]{1,0:S(1)}) fusion(%x, %w), kind=kOutput, \
+calls=%product
+  %z = f32[1000,1000]{1,0} get-tuple-element(%y), index=0
+  ROOT %sum = f32[250,1000]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.clone.1
+}
+""".replace("GROUPS", WITHIN)
+
+
+@pytest.mark.parametrize(("part", "gathering"), [(250, 3), (1000, 12)])
+def test_an_exchange_inside_of_a_tpus_fusion_takes_its_links(part, gathering):
+    """A scatter waits for them. A product takes the longer time of its kernel and its gather."""
+    text = TPU.replace("PART", str(part)).replace("WHOLE", str(4 * part))
+    program = hlo.Program(text)
+    seconds = traffic.seconds_of_each(traffic.traffic(program), RATES)
+    found = exposure(program, MESH, seconds, LINKS)
+    assert 1e3 * found.link == pytest.approx(gathering + 3)
+    assert 1e3 * found.computing == pytest.approx(8)
+    assert 1e3 * found.exposed == pytest.approx(max(0, gathering - 8) + 3)
+    assert list(found.exchanges) == [("fsdp",)]
