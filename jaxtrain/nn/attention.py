@@ -39,6 +39,7 @@ from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
 
 log = logging.getLogger("jaxtrain")
+Shape = tuple[int, ...]
 # compute capability from which kernels have heads of more than 128 values, and take documents
 HOPPER = (9, 0)
 
@@ -50,6 +51,7 @@ class Masks(NamedTuple):
     window: int = 0
     packed: bool = False  # rows have documents
     documents: int = 0  # most of a row; 0 = unknown
+    length: int = 0  # of a row whose last places are padding; 0 = none is
 
 
 def within(
@@ -79,10 +81,9 @@ def within(
       policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
-    masks = Masks(causal, window, segments_bt is not None, documents)
-    kernel = choose(q_bthk, shard.devices, masks, keys=k_bsgk.shape)
-    if length and kernel == "short":
-        kernel = "xla"
+    masks = Masks(causal, window, segments_bt is not None, documents, length)
+    n_parts = shard.size("heads", q_bthk.shape[2])
+    kernel = choose(q_bthk, shard.devices, masks, keys=k_bsgk.shape, n_parts=n_parts)
     _log_refusal(q_bthk, shard.devices, masks, kernel)
     run: Callable[..., Array] = functools.partial(
         _call, kernel, shard.devices, masks, length=length, keep=keep
@@ -209,27 +210,35 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
 
 
 def choose(
-    q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: tuple[int, ...] | None = None
+    q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: Shape = (), n_parts: int = 1
 ) -> str:
     """Return the kernel for queries of this shape: "cudnn", "chunked", "short", "splash" or "xla".
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
 
-    ``keys``: their shape, None = that of the queries.
+    ``keys``: their shape, () = that of the queries. ``n_parts``: into which devices split heads.
     """
     platform, capability = devices
     if platform == "tpu":
-        return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape)
+        return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape, n_parts)
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     return "chunked" if refusal_of_cudnn(q_bthk, devices, masks) else "cudnn"
 
 
-def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: tuple[int, ...]) -> str:
-    is_short = q_bthk.dtype == jnp.bfloat16 and short_fits(q_bthk.shape, keys)
-    if is_short and not masks.packed:
+def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: Shape, n_parts: int) -> str:
+    """Choose by the heads of one device, and log once if XLA has to do."""
+    b, t, h, k = q_bthk.shape
+    queries = (b, t, h // n_parts, k)
+    own_keys = (*keys[:2], keys[2] // n_parts, k)
+    is_whole = not (masks.packed or masks.length)
+    if is_whole and q_bthk.dtype == jnp.bfloat16 and short_fits(queries, own_keys):
         return "short"
-    return "splash" if splash_fits(q_bthk.shape) else "xla"
+    if splash_fits(queries):
+        return "splash"
+    rows = "with documents" if masks.packed else "of one sequence"
+    _log_no_kernel(rows, *queries[1:], q_bthk.dtype.name)
+    return "xla"
 
 
 def refusal_of_cudnn(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
@@ -255,24 +264,21 @@ def _longest_head(capability: tuple[int, ...]) -> int:
 
 
 def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: str) -> None:
-    """Log the attention in the place of a faster one on a GPU or TPU, once for each reason."""
-    is_narrow = q_bthk.dtype in (jnp.bfloat16, jnp.float16)
-    if devices[0] == "tpu" and is_narrow and kernel == "xla":
-        _log_no_kernel(q_bthk.shape[1:], "with documents" if masks.packed else "of one sequence")
+    """Log the attention in the place of cuDNN's on a GPU, once for each reason."""
     if kernel == "chunked":
         _log_once(refusal_of_cudnn(q_bthk, devices, masks))
 
 
 @functools.cache
-def _log_no_kernel(shape: tuple[int, ...], rows: str) -> None:
-    tokens, heads, head_dim = shape
+def _log_no_kernel(rows: str, tokens: int, heads: int, head_dim: int, dtype: str) -> None:
     log.info(
-        "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d values: XLA's own"
+        "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d %s values: XLA's own"
         " attention is used, which writes all pairs of tokens",
         rows,
         tokens,
         heads,
         head_dim,
+        dtype,
     )
 
 

@@ -88,6 +88,7 @@ def _call(
     from jax.experimental.pallas import tpu as pltpu
 
     (b, t, p), dtype = args[0].shape, args[0].dtype
+    assert p % (LANES * form.group) == 0, f"heads of {p} values do not fill lanes"
     rows = _rows(b, t, dtype.itemsize)
     of_query = pl.BlockSpec((rows, t, LANES), lambda i, j, n: (i, 0, j * form.group + n))
     of_key = pl.BlockSpec((rows, t, LANES), lambda i, j, n: (i, 0, j))

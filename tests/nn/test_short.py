@@ -1,5 +1,6 @@
 """Attention over short rows on TPUs, by the interpreter against the formula."""
 
+import functools
 import logging
 
 import jax
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.config import AXIS_RULES
 from jaxtrain.nn import attention, short
+from jaxtrain.parallel import layout
+from jaxtrain.parallel.layout import make_mesh
 
 
 def inputs(b, t, h, g, k):
@@ -62,6 +66,32 @@ def test_no_query_reads_a_key_behind_it_or_of_another_row():
         np.testing.assert_array_equal(x[:1, :8], y[:1, :8])
 
 
+@pytest.mark.parametrize(
+    ("heads", "kernel"),
+    [((8, 8, 64), "short"), ((4, 2, 128), "short"), ((6, 6, 64), "xla"), ((2, 2, 64), "xla")],
+    ids=str,
+)
+def test_a_device_with_a_part_of_the_heads_gets_a_kernel_that_takes_its_own(
+    heads, kernel, monkeypatch
+):
+    """Before, the third of a device's three heads of 64 values was never written."""
+    monkeypatch.setattr(attention, "short", functools.partial(short.short, interpret=True))
+    mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
+    shard = layout.Layout(mesh, AXIS_RULES, layout.Devices("tpu")).shard
+    wide = inputs(2, 17, *heads)
+    seen = jnp.ones((1, 17, 17), bool)
+    exact = result_and_gradients(lambda *qkv: attention.masked(*qkv, seen), *wide)
+    narrow = [x.astype(jnp.bfloat16) for x in wide]
+
+    def attend(*qkv):
+        return attention.within(shard, *qkv)
+
+    is_called = "pallas_call" in str(jax.make_jaxpr(attend)(*narrow[:3]))
+    assert is_called == (kernel == "short")
+    for x, y in zip(result_and_gradients(attend, *narrow), exact, strict=True):
+        np.testing.assert_allclose(np.asarray(x, "f4"), y, rtol=0, atol=0.03)
+
+
 def test_rows_of_a_step_divide_the_batch_and_fit():
     assert short._rows(256, 257, 2) == 4
     assert short._rows(7, 257, 2) == 1
@@ -69,16 +99,25 @@ def test_rows_of_a_step_divide_the_batch_and_fit():
     assert short._rows(32, 608, 2) == 2
 
 
-def test_a_slice_without_a_kernel_for_these_heads_is_reported_once(caplog):
+@pytest.mark.parametrize(
+    ("dtype", "heads", "parts", "values"),
+    [
+        ("bfloat16", 3, 1, "3 heads of 64 bfloat16 values"),  # which do not fill lanes
+        ("bfloat16", 6, 2, "3 heads of 64 bfloat16 values"),
+        ("float16", 6, 1, "6 heads of 64 float16 values"),
+        ("float32", 6, 1, "6 heads of 64 float32 values"),
+    ],
+)
+def test_a_slice_without_a_kernel_for_these_heads_is_reported_once(
+    dtype, heads, parts, values, caplog
+):
     attention._log_no_kernel.cache_clear()
-    q = jax.ShapeDtypeStruct((2, 257, 3, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, 257, heads, 64), jnp.dtype(dtype))
     masks = attention.Masks()
-    kernel = attention.choose(q, ("tpu", ""), masks)
-    assert kernel == "xla", "three heads of 64 values do not fill lanes"
     with caplog.at_level(logging.INFO, "jaxtrain"):
         for _ in range(2):
-            attention._log_refusal(q, ("tpu", ""), masks, kernel)
+            assert attention.choose(q, ("tpu", ""), masks, n_parts=parts) == "xla"
     assert caplog.messages == [
-        "no kernel for TPUs takes rows of one sequence of 257 tokens with 3 heads of 64 values:"
-        " XLA's own attention is used, which writes all pairs of tokens"
+        f"no kernel for TPUs takes rows of one sequence of 257 tokens with {values}: XLA's own"
+        " attention is used, which writes all pairs of tokens"
     ]
