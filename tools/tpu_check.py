@@ -8,25 +8,37 @@
     product    FLOP/s of one chip, and of the datasheet
     copy       bytes/s of one chip's memory, and of the datasheet
     links      bytes/s that a chip receives in a gather over all chips, and of the plan
-    attention  each kernel of this platform against the formula
+    attention  each kernel of this platform, by name, against the formula
+    mixer      the recursive model's kernel against the formula
     steps      the measured cases on all chips (`tools.chip.cases`): ms a step, by the compiler's
-               own estimate and by the roofline, and bytes next to the plan's lower bound
+               own estimate and by the roofline, bytes in use at most so far, and the plan's lower
+               bound
 
-The lines are in the order of use. Worker 0 prints the
-lines, and writes them to --out as JSON. A case that fails is named, and the next one begins. It
-exits with 1 if a check failed, with 2 if it was called wrongly, and with 3 if the time was over. On
-CPUs all is in its small form, which shows that it works.
+The lines are in the order of use. Worker 0 prints the lines, and writes them to --out as JSON. Each
+has a state:
+
+    ok            compared, and as the plan says
+    FAILED        not so, or an error of any worker. The next check begins
+    not compared  measured, and neither a table nor the compiler has a figure for it
+    not run       a step that does not fit the slice, a kernel that the chip has no room for, or a
+                  check that was left when the time was over
+
+A step is ok if its loss is finite and it takes at most twice the longer one of the compiler's time
+and the roofline's. Both leave out exchanges. It exits with 1 if a check failed, with 2 if it was
+called wrongly, and with 3 if checks were left. On CPUs all is in its small form, which shows that
+it works.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,37 +54,53 @@ from jaxtrain.plan.choices import resolve
 from loaders.io import atomic_write
 from tools.chip import cases, ceilings, correctness, tpu_steps
 
+OK, FAILED, NOT_COMPARED, NOT_RUN = "ok", "FAILED", "not compared", "not run"
 NEAR = 0.7  # [share] of a rate of the table that a chip should reach at least
+SLOW = 2.0  # times the seconds of the compiled program that a step may take at most
 GATHERED, SMALL_GATHERED = 1 << 26, 1 << 18  # [bytes] of a chip's part
+LEFT = "the time was over"
+MOST_GATHERED = 1 << 30  # [bytes] of all parts, which each chip then has
 REPEATS = 10
 ROWS_OF_SETTINGS = 4  # [chips] that the rows of `tpu_steps.SETTINGS` are for
 SECONDS, SMALL_SECONDS = 3.0, 0.1  # of a case's steps
+T = TypeVar("T")
 
 
 class Line(NamedTuple):
     name: str
-    is_well: bool
+    state: str
     text: str
     numbers: dict[str, Any]
+
+
+Unit = Callable[[], Iterable[Line]]
+
+
+class WorkerError(Exception):
+    """An error of any worker, on all of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     began = time.monotonic()
     join()
+
+    def is_over() -> bool:
+        return bool(time.monotonic() - began > 60 * args.minutes)
+
     lines: list[Line] = []
-    code = 0
     with tempfile.TemporaryDirectory(prefix="tpu_check-") as folder:
-        for line in measure(args.cases, pathlib.Path(folder)):
+        for line in measure(units(args.cases, pathlib.Path(folder)), is_over):
             lines.append(line)
             write(args.out, lines)
-            if cluster.agree(time.monotonic() - began > 60 * args.minutes):
-                say("the time was over; --minutes gives it more, --cases= chooses cases")
-                code = 3
-                break
-    failed = [line.name for line in lines if not line.is_well]
+    failed = [line.name for line in lines if line.state == FAILED]
+    left = [line.name for line in lines if line.text == LEFT]
+    if left:
+        say(f"{LEFT}; --minutes gives it more, --cases= chooses cases")
     say(f"failed: {', '.join(failed) or 'nothing'}; all numbers: {args.out}")
-    return 1 if failed else code
+    if failed:
+        return 1
+    return 3 if left else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -106,32 +134,70 @@ def join() -> None:
         jax.distributed.initialize(membership.coordinator, membership.processes, membership.process)
 
 
-def measure(names: Sequence[str], folder: pathlib.Path) -> Iterator[Line]:
+def units(names: Sequence[str], folder: pathlib.Path) -> dict[str, Unit]:
+    """Return the checks in the order of use."""
     device = jax.local_devices()[0]
     is_small = device.platform == "cpu"
     chip = chips.find(device.device_kind)
-    yield of_slice(jax.devices(), chip)
-    yield of_memory(device, chip)
-    reached = ceilings.measure(device)
-    table = {"product": ("flops_per_second", "FLOP/s"), "copy": ("bytes_per_second", "bytes/s")}
-    for name, (key, unit) in table.items():
-        of_table = chip and {"product": chip.flops, "copy": chip.bandwidth}[name]
-        yield rate(name, reached[key], of_table or 0.0, unit)
+    checks: dict[str, Unit] = {
+        "slice": functools.partial(_line, of_slice, jax.devices(), chip),
+        "memory": functools.partial(_line, of_memory, device, chip),
+        "rates": functools.partial(of_rates, device, chip),
+    }
     if jax.device_count() > 1:
-        named = slice_name(jax.devices(), chip)
-        of_plan = plan.parse_target(named).links if named else 0.0
-        yield rate("links", gathered(is_small=is_small), of_plan, "bytes/s")
-    for check in correctness.attention(quick=is_small):
-        text = f"error {check.found:.1e}, bound {check.bound:.1e} ({check.note})"
-        yield Line(check.name, check.well, text, check._asdict())
+        checks["links"] = functools.partial(_line, of_links, chip, is_small)
+    for name, shape in correctness.attention_shapes(quick=is_small).items():
+        check = f"attention {name}"
+        checks[check] = functools.partial(_line, of_attention, check, shape)
+    checks["mixer"] = functools.partial(_line, of_mixer, is_small)
     data = cases.Data(folder, small=is_small)
     for name in names:
+        checks[name] = functools.partial(_line, of_case, name, data, plan.parse_target(""))
+    return checks
+
+
+def _line(f: Callable[..., Line], *args: Any) -> list[Line]:
+    return [f(*args)]
+
+
+def _lines(check: Unit) -> list[Line]:
+    return list(check())
+
+
+def measure(checks: Mapping[str, Unit], is_over: Callable[[], bool]) -> Iterator[Line]:
+    """Run checks until the time is over, and name the others."""
+    left = dict(checks)
+    for name, check in checks.items():
+        if cluster.agree(is_over()):
+            break
         try:
-            yield of_case(name, data, plan.parse_target(""))
-        except Exception as error:  # of the compiler or the device: the other cases go on
-            first = next(iter(str(error).splitlines()), "")
-            yield Line(name, False, f"{type(error).__name__}: {first[:200]}", {})
+            yield from together(functools.partial(_lines, check))
+        except WorkerError as error:
+            yield Line(name, FAILED, str(error), {})
+        del left[name]
         jax.clear_caches()
+    for name in left:
+        yield Line(name, NOT_RUN, LEFT, {})
+
+
+def together(f: Callable[[], T]) -> T:
+    """Call f on all workers. Raises WorkerError on all of them if it raises on any.
+
+    Without it the others would wait without end for the one that failed.
+    """
+    reason = ""
+    try:
+        result = f()
+    except WorkerError as error:
+        reason = str(error)
+    except Exception as error:  # of the compiler or the device: the other checks go on
+        first = next(iter(str(error).splitlines()), "")
+        reason = f"{type(error).__name__}: {first[:200]}"
+        if jax.process_count() > 1:
+            reason = f"worker {jax.process_index()}: {reason}"
+    if any(cluster.gather(bool(reason))):
+        raise WorkerError(next(filter(None, cluster.gather_texts(reason))))
+    return result
 
 
 def of_slice(devices: Sequence[Any], chip: chips.Chip | None) -> Line:
@@ -139,7 +205,10 @@ def of_slice(devices: Sequence[Any], chip: chips.Chip | None) -> Line:
     kind, n_workers = devices[0].device_kind, jax.process_count()
     text = f"{len(devices)} × {kind}, {n_workers} workers; {name or 'no slice of a plan'}"
     numbers = {"devices": len(devices), "kind": kind, "workers": n_workers, "slice": name}
-    return Line("slice", bool(name) or devices[0].platform == "cpu", text, numbers)
+    state = OK if name else FAILED
+    if devices[0].platform == "cpu":
+        state = NOT_COMPARED
+    return Line("slice", state, text, numbers)
 
 
 def slice_name(devices: Sequence[Any], chip: chips.Chip | None) -> str:
@@ -160,25 +229,59 @@ def slice_name(devices: Sequence[Any], chip: chips.Chip | None) -> str:
 def of_memory(device: Any, chip: chips.Chip | None) -> Line:
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     of_plan = chip.memory if chip else 0
+    numbers = {"limit": limit, "plan": of_plan}
+    if not (limit and of_plan):
+        text = f"{limit / 2**30:.2f} GiB" if limit else "the device tells none"
+        return Line("memory", NOT_COMPARED, text, numbers)
     text = f"{limit / 2**30:.2f} GiB, of the plan {of_plan / 2**30:.2f}"
     # more is well, and a plan may be short of it by a hundredth
-    is_well = not (chip and limit) or limit >= 0.99 * of_plan
-    return Line("memory", is_well, text, {"limit": limit, "plan": of_plan})
+    return Line("memory", OK if limit >= 0.99 * of_plan else FAILED, text, numbers)
+
+
+def of_rates(device: jax.Device, chip: chips.Chip | None) -> Iterator[Line]:
+    reached = ceilings.measure(device)
+    yield rate("product", reached["flops_per_second"], chip.flops if chip else 0.0, "FLOP/s")
+    yield rate("copy", reached["bytes_per_second"], chip.bandwidth if chip else 0.0, "bytes/s")
+
+
+def of_links(chip: chips.Chip | None, is_small: bool) -> Line:
+    named = slice_name(jax.devices(), chip)
+    of_plan = plan.parse_target(named).links if named else 0.0
+    return rate("links", gathered(is_small=is_small), of_plan, "bytes/s")
 
 
 def rate(name: str, found: float, of_table: float, unit: str) -> Line:
-    text = f"{found:.3g} {unit}"
-    if of_table:
-        text += f", {found / of_table:.0%} of {of_table:.3g}"
-    is_well = not of_table or found >= NEAR * of_table
-    return Line(name, is_well, text, {"found": found, "table": of_table})
+    numbers = {"found": found, "table": of_table}
+    if not of_table:
+        return Line(name, NOT_COMPARED, f"{found:.3g} {unit}", numbers)
+    text = f"{found:.3g} {unit}, {found / of_table:.0%} of {of_table:.3g}"
+    return Line(name, OK if found >= NEAR * of_table else FAILED, text, numbers)
+
+
+def of_attention(name: str, shape: correctness.AttentionShape) -> Line:
+    check = correctness.attention_of(name, shape)
+    kernel = correctness.attention_kernel(shape)
+    text = f"{kernel}: error {check.found:.1e}, bound {check.bound:.1e} ({check.note})"
+    is_well = check.well
+    if jax.default_backend() == "tpu" and kernel == "xla":
+        text += "; a kernel was expected"
+        is_well = False
+    return Line(name, OK if is_well else FAILED, text, {**check._asdict(), "kernel": kernel})
+
+
+def of_mixer(is_small: bool) -> Line:
+    check = correctness.mixer(quick=is_small)
+    if check is None:
+        return Line("mixer", NOT_RUN, "its kernel does not take full width on this chip", {})
+    text = f"error {check.found:.1e}, bound {check.bound:.1e} ({check.note})"
+    return Line("mixer", OK if check.well else FAILED, text, check._asdict())
 
 
 def gathered(*, is_small: bool) -> float:
     """Return the bytes/s that a device receives if each gathers the parts of all."""
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
-    size = SMALL_GATHERED if is_small else GATHERED
+    size = SMALL_GATHERED if is_small else gathered_bytes(len(devices))
     split = NamedSharding(mesh, PartitionSpec("all"))
     whole = NamedSharding(mesh, PartitionSpec())
     parts = jax.jit(lambda: jnp.ones(len(devices) * size // 4), out_shardings=split)()
@@ -192,55 +295,95 @@ def gathered(*, is_small: bool) -> float:
     return (len(devices) - 1) * size / seconds
 
 
+def gathered_bytes(count: int) -> int:
+    """Return the bytes of a chip's part, of which each chip gets all."""
+    return min(GATHERED, MOST_GATHERED // count // 4 * 4)
+
+
 def of_case(name: str, data: cases.Data, target: plan.Target) -> Line:
+    chosen = together(lambda: put_together(name, data, target))
+    least = chosen.bound.peak
+    if target.chip and least > target.memory:
+        text = f"needs {least / 2**30:.1f} GiB of a chip's {target.memory / 2**30:.1f} at least"
+        return Line(name, NOT_RUN, text, {"least_bytes": least})
+    begin = time.perf_counter()
+    program = together(lambda: cases.compiled(chosen))
+    numbers: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin, "least_bytes": least}
+    batch = together(lambda: cases.first_batch(chosen.assembly))
+    steps = cases.Steps(chosen, batch, program)
+    seconds = steps.seconds(SMALL_SECONDS if data.small else SECONDS)
+    [loss] = {float(x.total / x.weight) for x in [jax.device_get(steps()["loss"])]}
+    numbers |= {"seconds": seconds, "loss": loss, **predicted(program, target)}
+    memory = jax.local_devices()[0].memory_stats() or {}
+    numbers["peak_bytes"] = memory.get("peak_bytes_in_use", 0)  # of all cases so far
+    if target.chip:
+        flops = chosen.assembly.task.flops
+        numbers["mfu"] = flops / seconds / (jax.device_count() * target.chip.flops)
+    return Line(name, state_of_step(numbers), text_of_step(numbers), numbers)
+
+
+def put_together(name: str, data: cases.Data, target: plan.Target) -> cases.Chosen:
     case = next(case for case in cases.CASES if case.name == name)
-    count = jax.device_count()
     own = dict(tpu_steps.SETTINGS[name])
     if data.small:
-        own = {"train.batch": str(2 * count), "train.accumulate": "1"}
-    elif "train.batch" in own:
-        own["train.batch"] = str(int(own["train.batch"]) * count // ROWS_OF_SETTINGS)
+        own = {"train.batch": str(2 * jax.device_count()), "train.accumulate": "1"}
+    else:
+        n_rows = case.config(data, {}, own).train.batch
+        own["train.batch"] = str(rows(name, n_rows, jax.device_count()))
     config, _ = plan.decide(case.config(data, {}, own), target, "")
     config = resolve(config, target)
     mesh = layout.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     assembly = assemble(config, mesh)
     stage = assembly.task.stage(config.train.steps - 1)
-    least = bound(assembly, assembly.trace(stage), target)
-    chosen = cases.Chosen(assembly, least, {})
-    begin = time.perf_counter()
-    program = cases.compiled(chosen)
-    numbers: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
-    steps = cases.Steps(chosen, cases.first_batch(assembly), program)
-    seconds = steps.seconds(SMALL_SECONDS if data.small else SECONDS)
-    numbers |= {"seconds": seconds, "least_bytes": least.peak, **predicted(program, target)}
-    [loss] = {float(x.total / x.weight) for x in [jax.device_get(steps()["loss"])]}
-    numbers["loss"] = loss
-    text = f"{1e3 * seconds:.1f} ms, loss {loss:.4f}"
-    if target.chip:
-        peak = count * target.chip.flops
-        numbers["mfu"] = assembly.task.flops / seconds / peak
-        text += (
-            f", MFU {numbers['mfu']:.0%}; by the compiler's cycles {1e3 * numbers['cycles']:.0f}"
-            f" ms, by the roofline {1e3 * numbers['roofline']:.0f} ms"
-        )
-    return Line(name, bool(np.isfinite(loss)), text, numbers)
+    return cases.Chosen(assembly, bound(assembly, assembly.trace(stage), target), {})
+
+
+def rows(name: str, n_rows: int, count: int) -> int:
+    """Return the rows of a case for ``count`` chips, as many on each as in the tables."""
+    n_chips = ROWS_OF_SETTINGS
+    if name in tpu_steps.LARGER:
+        n_chips = plan.parse_target(tpu_steps.LARGER[name]).count
+    return max(1, n_rows // n_chips) * count
 
 
 def predicted(program: jax.stages.Compiled, target: plan.Target) -> dict[str, float]:
-    """Return the seconds of the compiled step by the table's rates, {} of an unknown chip."""
+    """Return the seconds of the compiled step by the table's rates, {} if they are unknown."""
     if not target.chip:
         return {}
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a libtpu that is newer than jaxlib
-        kernels = traffic.traffic(hlo.Program(program.as_text() or ""))
-        sums = tpu_steps.sums_of(kernels, target)
-        clock = target.chip.clock or np.inf
-        return {"roofline": sums.seconds, "cycles": sums.cycles / clock}
-    return {"roofline": np.nan, "cycles": np.nan}
+        if text := program.as_text():
+            sums = tpu_steps.sums_of(traffic.traffic(hlo.Program(text)), target)
+            return {"roofline": sums.seconds, "cycles": sums.cycles / (target.chip.clock or np.inf)}
+    return {}
+
+
+def state_of_step(numbers: Mapping[str, float]) -> str:
+    if not np.isfinite(numbers["loss"]):
+        return FAILED
+    if "roofline" not in numbers:
+        return NOT_COMPARED
+    of_program = max(numbers["roofline"], numbers["cycles"])
+    return OK if numbers["seconds"] <= SLOW * of_program else FAILED
+
+
+def text_of_step(numbers: Mapping[str, float]) -> str:
+    text = f"{1e3 * numbers['seconds']:.1f} ms, loss {numbers['loss']:.4f}"
+    if "mfu" in numbers:
+        text += f", MFU {numbers['mfu']:.0%}"
+    if "roofline" in numbers:
+        text += (
+            f"; by the compiler's cycles {1e3 * numbers['cycles']:.0f} ms, by the roofline"
+            f" {1e3 * numbers['roofline']:.0f} ms"
+        )
+    text += f"; at least {numbers['least_bytes'] / 2**30:.2f} GiB by the plan"
+    if numbers["peak_bytes"]:
+        text += f", at most {numbers['peak_bytes'] / 2**30:.2f} in use so far"
+    return text
 
 
 def write(path: pathlib.Path, lines: Sequence[Line]) -> None:
     line = lines[-1]
-    say(f"{line.name:18} {'ok  ' if line.is_well else 'FAIL'} {line.text}")
+    say(f"{line.name:18} {line.state:12} {line.text}")
     if cluster.is_main():
         text = json.dumps([line._asdict() for line in lines], indent=1, default=float)
         atomic_write.write(path, text + "\n")

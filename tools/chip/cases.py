@@ -25,6 +25,7 @@ from jaxtrain import specs
 from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.compile import xla_options
 from jaxtrain.data import feed
+from jaxtrain.parallel import cluster
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.step import state as state_lib
@@ -348,7 +349,8 @@ class Steps:
         begin = time.perf_counter()
         jax.block_until_ready([self() for _ in range(n)])
         each = (time.perf_counter() - begin) / n
-        n = max(n, round(at_least / each))
+        # the same on all processes, as each step waits for all of them
+        n = cluster.agree(max(n, round(at_least / each)))
         begin, last = time.perf_counter(), None
         for _ in range(n):
             last = self()

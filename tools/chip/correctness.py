@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxtrain import specs
 from jaxtrain.nn import attention as attention_lib
+from jaxtrain.parallel import one_device
 from jaxtrain.step import accumulate
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
@@ -45,6 +46,7 @@ GRADIENT = {"float32": 1e-3, "bfloat16": 1e-1}  # relative, of the worst paramet
 # share of all gradients' norm that a parameter must have to be compared
 LEAST = {"float32": 0.0, "bfloat16": 1e-3}
 ATTENTION = 2e-2  # of values of about 1, forward and backward, in bfloat16: eps is 8e-3
+MIXER = 2e-2  # the same, of z and the gradients
 CURVES = 0.03  # mean distance of two loss curves over the mean loss
 MODELS = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
 ATTENDING = ("vit-s", "lm-1b-2k", "higgs-lora")  # those of which bfloat16 takes other kernels
@@ -163,8 +165,17 @@ def compare(
     )
 
 
-def attention(*, quick: bool) -> Iterator[Check]:
-    """Yield the kernel here on bfloat16: causal, packed, few key heads, odd length."""
+class AttentionShape(NamedTuple):
+    rows: int
+    tokens: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+    packed: bool
+
+
+def attention_shapes(*, quick: bool) -> dict[str, AttentionShape]:
     shapes = {"vit": (2, 257, 6, 6, 64, False, False), "packed": (2, 512, 8, 2, 64, True, True)}
     if not quick:
         shapes |= {
@@ -174,30 +185,78 @@ def attention(*, quick: bool) -> Iterator[Check]:
             "documents": (1, 2048, 4, 2, 64, True, True),
             "short": (2, 608, 6, 2, 128, True, False),
         }
-    for name, (b, t, h, g, k, causal, packed) in shapes.items():
-        keys = jax.random.split(jax.random.key(0), 4)
-        q, key, v, dy = (
-            jax.random.normal(one, (b, t, n, k)).astype(jnp.bfloat16)
-            for one, n in zip(keys, (h, g, g, h), strict=True)
-        )
-        segments = (
-            jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32)
-            if packed
-            else None
-        )
-        kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
-        ours = _with_derivatives(kernel, q, key, v, dy)
-        wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
-        theirs = _with_derivatives(
-            functools.partial(formula, causal=causal, segments_bt=segments), *wide
-        )
-        error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
-        yield Check(
-            f"attention {name}",
-            error,
-            ATTENTION,
-            f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}",
-        )
+    return {name: AttentionShape(*shape) for name, shape in shapes.items()}
+
+
+def attention(*, quick: bool) -> Iterator[Check]:
+    """Yield the kernel here on bfloat16: causal, packed, few key heads, odd length."""
+    for name, shape in attention_shapes(quick=quick).items():
+        yield attention_of(f"attention {name}", shape)
+
+
+def attention_kernel(shape: AttentionShape) -> str:
+    """Name the kernel that this process takes for a shape."""
+    b, t, h, g, k, causal, packed = shape
+    q_bthk: Any = jax.ShapeDtypeStruct((b, t, h, k), jnp.bfloat16)
+    masks = attention_lib.Masks(causal, packed=packed)
+    return attention_lib.choose(q_bthk, one_device.host(), masks, keys=(b, t, g, k))
+
+
+def attention_of(name: str, shape: AttentionShape) -> Check:
+    b, t, h, g, k, causal, packed = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, key, v, dy = (
+        jax.random.normal(one, (b, t, n, k)).astype(jnp.bfloat16)
+        for one, n in zip(keys, (h, g, g, h), strict=True)
+    )
+    segments = None
+    if packed:
+        documents = np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1)
+        segments = jnp.asarray(documents, jnp.int32)
+    kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
+    ours = _with_derivatives(kernel, q, key, v, dy)
+    wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
+    theirs = _with_derivatives(
+        functools.partial(formula, causal=causal, segments_bt=segments), *wide
+    )
+    error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
+    note = f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}"
+    return Check(name, error, ATTENTION, note)
+
+
+def mixer(*, quick: bool) -> Check | None:
+    """Compare the kernel of the recursive model's mixer, at full width or small in the interpreter.
+
+    None if it does not take that width here.
+    """
+    from jaxtrain.workloads.trm import model as trm
+    from jaxtrain.workloads.trm import tpu_mixer
+
+    b, t, d, n = (4, 21, 128, 128) if quick else (16, 97, 512, 512)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (((t, 2, n), t), ((n, t), n), ((b, t, d), 1), ((b, t, d), 1))
+    narrow = [
+        (jax.random.normal(key, shape) * fan_in**-0.5).astype(jnp.bfloat16)
+        for key, (shape, fan_in) in zip(keys, shapes, strict=True)
+    ]
+    w_up, _, x, _ = narrow
+    if not quick and not tpu_mixer.fits(x, w_up, one_device.shard):
+        return None
+
+    def kernel(w_up: jax.Array, w_down: jax.Array, x: jax.Array) -> jax.Array:
+        shard = one_device.shard
+        return tpu_mixer.mix(w_up, w_down, x, shard, eps=trm.EPS, interpret=quick)
+
+    def by_formula(w_up: jax.Array, w_down: jax.Array, x: jax.Array) -> jax.Array:
+        gate, value = jnp.einsum("btd,tcn->cbnd", x, w_up, precision="highest")
+        inner = jax.nn.silu(gate) * value
+        y = x + jnp.einsum("bnd,nt->btd", inner, w_down, precision="highest")
+        return y / jnp.sqrt((y * y).mean(1, keepdims=True) + trm.EPS)
+
+    ours = _with_derivatives(kernel, *narrow)
+    theirs = _with_derivatives(by_formula, *(x.astype(jnp.float32) for x in narrow))
+    error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
+    return Check("mixer", error, MIXER, f"{b}×{t}×{d}, inner width {n}")
 
 
 def formula(
@@ -214,14 +273,15 @@ def formula(
     return jnp.einsum("bhts,bshd->bthd", p_bhts, v, precision="highest")
 
 
-def _with_derivatives(
-    f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array
-) -> list[np.ndarray]:
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
-        y, pull = jax.vjp(f, q, k, v)
+def _with_derivatives(f: Callable[..., Any], *args: jax.Array) -> list[np.ndarray]:
+    """Return f's result, and its gradients by the last one of ``args`` as cotangent."""
+
+    def run(*args: jax.Array) -> tuple[Any, ...]:
+        *primals, dy = args
+        y, pull = jax.vjp(f, *primals)
         return y, *pull(dy.astype(y.dtype))
 
-    return [np.asarray(x, np.float32) for x in jax.jit(run)(q, k, v)]
+    return [np.asarray(x, np.float32) for x in jax.jit(run)(*args)]
 
 
 def _relative(x: np.ndarray, y: np.ndarray) -> float:
