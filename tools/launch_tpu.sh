@@ -6,10 +6,10 @@
 #       --config=xcm:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource
-#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them; `jaxtrain plan --config=… tpu:TYPE`
-#                        plans a run for such a pod. A slice by the plan's name, as tpu:v5e:2x4, is a TYPE, too
+#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them. TYPE is also a target of
+#                        `jaxtrain plan`: tpu:v5e:2x4, tpu:v4-32 or v5e-8
 #   --check              runs no config, but python -m tools.tpu_check on every worker: what of the plan holds there. Its
-#                        arguments follow after --, which may be left out
+#                        arguments follow after --, which may be left out. Its numbers are copied to tpu_check.json here
 #   --project=PROJECT    (default: gcloud's own)
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued
@@ -59,15 +59,32 @@ done
 [[ -z $files || -d $files ]] || fail "--files=$files is no folder"
 
 root=$(cd "$(dirname "$0")/.." && pwd)
+# Prints gcloud's name of a version if the plan has such slices, or types, of it: slices|types VERSION SIDES|NUMBER.
+sold() {
+    local kind version name values
+    while read -r kind version name values; do
+        [[ $kind == "$1" && $version == "$2" && " $values " == *" $3 "* ]] || continue
+        printf %s "$name"
+        return
+    done <"$root/tools/tpu_slices.txt"
+    return 1
+}
 spec=("--accelerator-type=$type")
-if [[ $type == tpu:* ]]; then
-    [[ $type =~ ^tpu:(v4|v5e|v5p|v6e|tpu7x):([0-9]+(x[0-9]+)+)$ ]] ||
-        fail "--type=$type is no slice; expected for example tpu:v5e:2x4, of v4, v5e, v5p, v6e or tpu7x"
+no_slice="--type=$type is no slice; expected one of \`jaxtrain plan\`, for example tpu:v5e:2x4 or tpu:v4-32"
+if [[ $type =~ ^tpu:([a-z0-9]+):([0-9x]+)$ ]]; then
     version_of_chip=${BASH_REMATCH[1]} topology=${BASH_REMATCH[2]}
-    spec=("--type=${version_of_chip/v5e/v5litepod}" "--topology=$topology")
+    sold=$(sold slices "$version_of_chip" "$topology") || fail "$no_slice"
+    spec=("--type=$sold" "--topology=$topology")
+elif [[ $type =~ ^(tpu:)?([a-z0-9]+)-([0-9]+)$ ]] && sold=$(sold types "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"); then
+    spec=("--accelerator-type=$sold-${type##*-}")
+elif [[ $type == tpu:* ]]; then
+    fail "$no_slice"
 fi
 program=(jaxtrain.main --supervise)
-! $check || program=(tools.tpu_check)
+if $check; then
+    program=(tools.tpu_check)
+    set -- "$@" --out=tpu_check.json  # the last one of an option counts
+fi
 if [[ -z $wheel ]]; then
     for built in "$root"/dist/jaxtrain-*-abi3-manylinux*_x86_64.whl; do
         [[ ! -f $built || -n $wheel && $wheel -nt $built ]] || wheel=$built
@@ -176,6 +193,12 @@ until test -s exit-code; do sleep 1; done; sleep 1; kill $log' | tee -a "$work/l
     done
 }
 
+# Copies the check's numbers before the pod and its disk are deleted.
+fetch() {
+    tpu scp "$name:jaxtrain/tpu_check.json" . --worker=0 ||
+        printf 'launch_tpu: the check left no tpu_check.json\n' >&2
+}
+
 # Whether the pod is gone: a lost connection alone does not mean so.
 gone() {
     local state
@@ -201,8 +224,12 @@ for ((attempt = 0; ; attempt++)); do
     install
     train "$@"
     follow
+    ! $check || fetch
     if $dry || [[ $code == 0 ]]; then
         exit 0
+    fi
+    if $check && [[ $code == [13] ]]; then
+        fail "the check ended with code $code, 1 if a check failed, 3 if some were left; its numbers: tpu_check.json" "$code"
     fi
     if [[ -n $code && $code != 75 ]]; then
         fail "the run ended with code $code; its log is jaxtrain/worker.log on the workers" "$code"

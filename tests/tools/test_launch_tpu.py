@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from jaxtrain.plan import parse_target, slices
+from jaxtrain.plan import PlanError, parse_target
+from tools import write_tpu_slices
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "launch_tpu.sh"
@@ -100,31 +101,60 @@ def test_a_run_from_creation_to_deletion(launch):
     assert "step 1" in done.stdout
 
 
-@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
-def test_a_slice_of_the_plan_is_a_type(chip, launch, tmp_path):
-    for sides in slices.existing(chip)[1:5]:
-        name = slices.name(chip, sides)
-        assert parse_target(name).topology == name.removeprefix("tpu:")
-        (tmp_path / "calls").unlink(missing_ok=True)
-        _, kinds, calls = launch(f"--type={name}")
-        assert kinds == [*RUN, "tpu-vm-delete"]
-        sold = chip.replace("v5e", "v5litepod")
-        topology = "x".join(map(str, sides))
-        assert {f"--type={sold}", f"--topology={topology}"} < set(calls[0])
-        assert not any(word.startswith("--accelerator-type") for word in calls[0])
+def test_the_launchers_slices_are_those_of_the_plan():
+    """`python -m tools.write_tpu_slices` writes them."""
+    assert write_tpu_slices.FILE.read_text().splitlines() == list(write_tpu_slices.lines())
 
 
-def test_a_slice_that_no_plan_has_is_refused(launch):
-    done, kinds, _ = launch("--type=tpu:v9:2x2", code=2)
-    assert "--type=tpu:v9:2x2 is no slice; expected for example tpu:v5e:2x4" in done.stderr
-    assert not kinds
-
-
-def test_a_check_of_the_slice_runs_on_every_worker(launch):
-    done, kinds, calls = launch("--check", rest=("--minutes=20",))
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("tpu:v4:2x2x4", ["--type=v4", "--topology=2x2x4"]),
+        ("tpu:v5e:2x4", ["--type=v5litepod", "--topology=2x4"]),
+        ("tpu:v5p:4x4x8", ["--type=v5p", "--topology=4x4x8"]),
+        ("tpu:v6e:16x16", ["--type=v6e", "--topology=16x16"]),
+        ("tpu:tpu7x:2x2x1", ["--type=tpu7x", "--topology=2x2x1"]),
+        ("tpu:v4-32", ["--accelerator-type=v4-32"]),
+        ("tpu:v5e-8", ["--accelerator-type=v5litepod-8"]),
+        ("v5e-8", ["--accelerator-type=v5litepod-8"]),
+        ("v5litepod-8", ["--accelerator-type=v5litepod-8"]),
+        ("v9-8", ["--accelerator-type=v9-8"]),  # gcloud may have it
+    ],
+)
+def test_a_target_of_the_plan_is_a_type(kind, spec, launch):
+    _, kinds, calls = launch(f"--type={kind}")
     assert kinds == [*RUN, "tpu-vm-delete"]
+    types = ("--type", "--topology", "--accelerator-type")
+    assert [word for word in calls[0] if word.startswith(types)] == spec
+    if kind != "v9-8":
+        parse_target(f"tpu:{kind.removeprefix('tpu:')}")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["v5e:3x5", "v5e:4x2", "v4:2x2", "v5e:999x999", "v4-24", "v9:2x2", "v5e:2x4*2", "v5e:x", "v5e"],
+)
+def test_a_slice_that_no_plan_has_is_refused(kind, launch):
+    done, kinds, _ = launch(f"--type=tpu:{kind}", code=2)
+    assert f"--type=tpu:{kind} is no slice; expected one of `jaxtrain plan`" in done.stderr
+    assert not kinds
+    if "*" not in kind:
+        with pytest.raises(PlanError):
+            parse_target(f"tpu:{kind}")
+
+
+@pytest.mark.parametrize(("code", "reason"), [(0, ""), (1, "a check failed"), (3, "were left")])
+def test_a_check_of_the_slice_runs_on_every_worker_and_its_numbers_come_back(code, reason, launch):
+    done, kinds, calls = launch("--check", rest=("--minutes=20",), code=code, code__0=f"{code}\n0")
+    assert kinds == [*RUN, "tpu-vm-scp", "tpu-vm-delete"]
     started = next(a for a in calls[kinds.index("start")] if a.startswith("--command="))
-    assert "-m tools.tpu_check --minutes=20" in started and "--supervise" not in started
+    assert "-m tools.tpu_check --minutes=20 --out=tpu_check.json" in started
+    assert "--supervise" not in started
+    assert {"pod:jaxtrain/tpu_check.json", ".", "--worker=0"} < set(calls[-2])
+    assert reason in done.stderr
+
+
+def test_a_check_sends_the_tools_and_the_configs(launch):
     done, _, _ = launch("--check", "--dry-run", rest=())
     copied = next(line for line in done.stdout.splitlines() if line.startswith("cp -R"))
     assert f"{ROOT}/tools {ROOT}/configs" in copied
