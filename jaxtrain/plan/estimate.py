@@ -7,8 +7,9 @@ It is arithmetic on the table of parameters, in the time of one assembly and wit
     bytes      the state is read and written once. Matrices are read for each microbatch, and their
                inputs and outputs three times
     exchanges  fsdp gathers the matrices for each microbatch, and adds up their gradients. data adds
-               up gradients once a step. model adds up one side of each matrix that it splits. Over
-               a whole torus of TPUs gathers are sums (`gathers_by_sums`)
+               up gradients once a step, those of a layer together. model adds up one side of each
+               matrix that it splits. Over a whole torus of TPUs gathers are sums
+               (`gathers_by_sums`)
 
 Only its order counts. The compilers' programs decide between the candidates that it puts first.
 """
@@ -57,6 +58,7 @@ class _Matrix(NamedTuple):
     size: int  # numbers, of all layers
     width: float  # numbers of an input and an output of it, of all layers
     whole_width: int  # of the side that model leaves whole, of all layers
+    layers: int  # that have such a matrix
 
 
 def seconds(assembly: Assembly, target: Target, *, accumulate: int, remat: str) -> float:
@@ -78,27 +80,35 @@ def seconds(assembly: Assembly, target: Target, *, accumulate: int, remat: str) 
     state = sum(held(assembly.abstract, assembly.layout, tiled=target.tiled).values())
     update = 2 * state + on_host
 
+    times: float = accumulate * sum(matrix.layers for matrix in matrices)
     gathered = accumulate * local * ((PASSES * again - 1) * itemsize + 4)
     kind = "all-reduce" if gathers_by_sums(target, mesh["fsdp"]) else "all-gather"
-    exchanging = _on_links("fsdp", kind, gathered, assembly, machine)
-    exchanging += _on_links(DATA, "all-reduce", 4 * local / mesh["fsdp"], assembly, machine)
-    added_up = sum(matrix.whole_width for matrix in matrices if matrix.share < 1)
-    rows = again * n_rows * added_up * itemsize
-    exchanging += _on_links("model", "all-reduce", rows, assembly, machine)
+    exchanging = _on_links("fsdp", kind, gathered, PASSES * again * times, assembly, machine)
+    depth = max((matrix.layers for matrix in matrices), default=1)
+    summed = 4 * local / mesh["fsdp"]
+    exchanging += _on_links(DATA, "all-reduce", summed, depth, assembly, machine)
+    split = [matrix for matrix in matrices if matrix.share < 1]
+    rows = again * n_rows * sum(matrix.whole_width for matrix in split) * itemsize
+    # of two matrices one after the other, one needs a sum in each direction
+    times = accumulate * again * sum(matrix.layers for matrix in split)
+    exchanging += _on_links("model", "all-reduce", rows, times, assembly, machine)
     return (
         max(computing, moving) + update / machine.rates.bandwidth + on_host / HOST_LINK + exchanging
     )
 
 
-def _on_links(axis: str, kind: str, n_bytes: float, assembly: Assembly, machine: Machine) -> float:
-    """Return the seconds of an exchange over a mesh axis, whose result has so many bytes."""
+def _on_links(
+    axis: str, kind: str, n_bytes: float, times: float, assembly: Assembly, machine: Machine
+) -> float:
+    """Return the seconds of ``times`` exchanges over a mesh axis, with so many bytes in all."""
     mesh = assembly.layout.mesh.shape
     if mesh[axis] == 1:
         return 0.0
     names = list(mesh)
     stride = math.prod(mesh[name] for name in names[names.index(axis) + 1 :])
     group = [stride * i for i in range(mesh[axis])]
-    return machine.links.seconds(hlo.Collective(kind, (), int(n_bytes), [group], 1, False))
+    exchange = hlo.Collective(kind, (), int(n_bytes), [group], 1, False)
+    return machine.links.seconds(exchange) + (times - 1) * machine.links.latency(exchange)
 
 
 def gathers_by_sums(target: Target, fsdp: int) -> bool:
@@ -150,4 +160,4 @@ def _matrix(spec: Spec, placement: jax.sharding.PartitionSpec, model: int) -> _M
     share = 1 / model if is_split else 1.0
     width = first * (share if is_first else 1.0) + last * (1.0 if is_first else share)
     whole = last if is_first else first
-    return _Matrix(share, math.prod(spec.shape), n_layers * width, n_layers * whole)
+    return _Matrix(share, math.prod(spec.shape), n_layers * width, n_layers * whole, n_layers)

@@ -13,9 +13,14 @@ it, and the kernels between hide it. A walk through the text keeps a clock:
 An exchange between nodes and one within a node use different links. It is an estimate for comparing
 programs and meshes, not a measurement: the kernels of an exchange also take multiprocessors and
 memory, and attention's products are in no text.
+
+GPUs pass an exchange on in a ring, and each of its steps takes a latency, however few its bytes
+are. NCCL's own model (src/graph/tuning.cc, protocol LL128) has the latencies. It also knows trees
+for sums, whose steps grow with the logarithm of the nodes. No latency is counted for TPUs.
 """
 
 import collections
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -28,6 +33,8 @@ from jaxtrain.plan.target import Target
 # Share of the datasheet's links that rings of NCCL reach: 370 of 450 GB/s on an H100's NVLink
 # (nccl-tests, issue 212).
 RING = 0.82
+NVLINK_STEP, NETWORK_STEP = 1.9e-6, 4.0e-6  # [s] of a ring
+NVLINK_TREE_STEP, NETWORK_TREE_STEP = 1.2e-6, 8.5e-6  # [s] of a tree
 Axes = tuple[str, ...]
 
 
@@ -44,6 +51,7 @@ class Links(NamedTuple):
     within: float  # [bytes/s] that a GPU sends to others of its node
     network: float  # [bytes/s] that it sends to other nodes
     per_node: int  # GPUs of a node
+    has_latency: bool = False  # of GPUs, by NCCL's model
 
     def spans_nodes(self, collective: Collective) -> bool:
         return any(len(self._members(group)) > 1 for group in collective.groups)
@@ -55,7 +63,22 @@ class Links(NamedTuple):
             members = self._members(group)
             if len(members) > 1:  # a ring leaves each node once, over the adapters of its members
                 rate = min(rate, min(members.values()) * self.network)
-        return collective.sent / collective.times / rate
+        return collective.sent / collective.times / rate + self.latency(collective)
+
+    def latency(self, collective: Collective) -> float:
+        """Return the seconds of one execution that do not depend on its bytes."""
+        if not self.has_latency or collective.kind == "collective-permute":
+            return 0.0
+        return max(self._latency(collective.kind, group) for group in collective.groups)
+
+    def _latency(self, kind: str, group: Sequence[int]) -> float:
+        n_nodes = len(self._members(group))
+        ring = (len(group) - n_nodes) * NVLINK_STEP + (n_nodes - 1) * NETWORK_STEP
+        if kind != "all-reduce":
+            return ring
+        depth = math.log2(n_nodes)
+        tree = (len(group) / n_nodes - 1) * NVLINK_TREE_STEP + depth * NETWORK_TREE_STEP
+        return 2 * min(ring, tree)
 
     def _members(self, group: Sequence[int]) -> Mapping[int, int]:
         """Return node -> how many of a group's GPUs it has."""
@@ -66,7 +89,8 @@ def links_of(target: Target) -> Links:
     """Return the links of a target of GPUs, or of slices of TPUs."""
     per_node = jax.local_device_count() if target.here else target.count // target.slices
     share = 1.0 if target.tiled else RING
-    return Links(target.links * share, target.known_chip.network, per_node)
+    network = target.known_chip.network
+    return Links(target.links * share, network, per_node, has_latency=not target.tiled)
 
 
 class Exchange(NamedTuple):

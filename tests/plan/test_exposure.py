@@ -4,7 +4,8 @@ import pytest
 
 from jaxtrain.parallel import chips
 from jaxtrain.plan import hlo, traffic
-from jaxtrain.plan.exposure import Links, exposure
+from jaxtrain.plan.exposure import Links, exposure, links_of
+from jaxtrain.plan.target import parse_target
 from tests.plan.scheduled import BETWEEN, WITHIN, done, kernel, start, text
 
 RATES = traffic.Rates(bandwidth=1e9, flops=1e12)
@@ -111,3 +112,19 @@ def test_an_exchange_inside_of_a_tpus_fusion_takes_its_links(part, gathering):
     assert 1e3 * found.computing == pytest.approx(8)
     assert 1e3 * found.exposed == pytest.approx(max(0, gathering - 8) + 3)
     assert list(found.exchanges) == [("fsdp",)]
+
+
+def test_each_step_of_a_ring_takes_a_latency():
+    """An exchange of no bytes over eight GPUs of each of four nodes, by NCCL's own model. Sums take
+    trees between many nodes."""
+    links = Links(within=370e9, network=NETWORK, per_node=8, has_latency=True)
+
+    def microseconds(kind, group):
+        return 1e6 * links.seconds(hlo.Collective(kind, (), 0, [group], 1, False))
+
+    assert microseconds("all-gather", [*range(32)]) == pytest.approx(28 * 1.9 + 3 * 4)
+    assert microseconds("all-reduce", [*range(32)]) == pytest.approx(2 * (7 * 1.2 + 2 * 8.5))
+    assert microseconds("all-reduce", [0, 8]) == pytest.approx(2 * 4)
+    assert microseconds("collective-permute", [*range(8)]) == 0
+    assert links_of(parse_target("gpu:h100x8*4")).has_latency
+    assert not links_of(parse_target("tpu:v5e:4x4")).has_latency

@@ -19,11 +19,12 @@ MESH = {"data": 2, "fsdp": 4}
 
 
 def test_a_chip_that_nobody_measured_has_the_bound_alone():
-    """Each of three rounds moves 8 MB and waits for a sum of 4 MB over four GPUs."""
+    """Each of three rounds moves 8 MB and waits for a sum of 4 MB over four GPUs, whose tree has
+    six steps."""
     program = hlo.Program(text(start("a", WITHIN), done("a"), kernel("k")))
     found = forecast_lib.forecast(program, MESH, plan.parse_target("gpu:b200x8"))
     assert found.error is None and found.calibration == "uncalibrated: the bound alone"
-    moving, sending = 3 * 8e6 / 7700e9, 3 * 6e6 / (0.82 * 900e9)
+    moving, sending = 3 * 8e6 / 7700e9, 3 * (6e6 / (0.82 * 900e9) + 6 * 1.2e-6)
     assert found.by_kind == pytest.approx({"exchange": sending, "map": moving})
     assert found.seconds == pytest.approx(moving + sending)
     assert found.exposed == pytest.approx(sending)
