@@ -3,7 +3,7 @@
 efficiency    rows a second and device, by the forecast, of those of the smallest size that fits
 limited by    the parts of the step's forecast, the largest first
 below 80 %    the parts that grew in the time of a row and device, by the forecast, with the
-              exchanges of the program that are behind them
+              exchanges of the program that are behind them, and a mesh to compare
 """
 
 import math
@@ -16,13 +16,14 @@ from jaxtrain.plan import estimate, hlo, mesh_report, scale
 from jaxtrain.plan.compile import ask_for_no_chips
 from jaxtrain.plan.forecast import Forecast
 from jaxtrain.plan.memory import in_bytes
-from jaxtrain.plan.mesh_search import Result, Settled
+from jaxtrain.plan.mesh_search import Result, Search, Settled
 from jaxtrain.plan.scale import STRONG, WEAK, Row
 from jaxtrain.plan.target import Target
 
 ENOUGH = 0.8  # efficiency below which the parts that grew are named
 LARGE_SUMS = 0.2  # share of the bytes sent, from which on sums of whole arrays are named
 LITTLE = 0.05  # share of a step, or of a loss, that is not named
+MUCH_FASTER = 0.9  # share of a mesh's time by the estimate, below which another one is named
 HEAD = (
     "chips",
     "mesh",
@@ -204,6 +205,23 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
             f" the sums, which sends twice the bytes of a scatter; compare data={4 * data}"
             f" fsdp={fsdp // 4}, over which it may scatter them"
         )
+    elif other := _first_of_search(row):
+        yield other
+
+
+def _first_of_search(row: Row) -> str:
+    """Name the mesh that a search compiles first if it is faster by the estimate, else ""."""
+    mine = row.settled.candidate
+    search = Search(mine.config, row.target, None, fields=(), note=lambda line: None)
+    for first in search.run(enough=1).best:
+        share = first.seconds / mine.estimate
+        if share < MUCH_FASTER:
+            mesh = first.candidate.config.mesh
+            return (
+                f"compare data={mesh.data} fsdp={mesh.fsdp} model={mesh.model}, which takes"
+                f" {share:.0%} of this mesh's time by the rough estimate of a search"
+            )
+    return ""
 
 
 def _summed_whole(row: Row) -> str:

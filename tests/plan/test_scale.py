@@ -140,7 +140,7 @@ def test_a_loss_names_the_parts_that_grew(language, monkeypatch):
         "16 chips, 50% of 8: exchange over fsdp is 100% of the loss (1000.00 ms a step, 0.00 on 8):"
         " 3 × all-reduce in f32, 18.00 MB, 0 of them asynchronous"
     )
-    assert line in report and "compare data=" not in report
+    assert line in report and "libtpu" not in report
 
 
 def test_sums_of_whole_arrays_on_tpus_name_a_mesh_that_may_scatter_them(language, monkeypatch):
@@ -153,6 +153,18 @@ def test_sums_of_whole_arrays_on_tpus_name_a_mesh_that_may_scatter_them(language
         " scatter them"
     )
     assert line in report
+
+
+@pytest.mark.parametrize(("model", "names"), [("1", False), ("2", True)])
+def test_a_loss_names_the_first_mesh_of_a_search_if_it_is_much_faster(
+    language, monkeypatch, model, names
+):
+    """By the estimate, model=2 only adds exchanges to a small model."""
+    quickly(monkeypatch)
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    report, _, _ = plan.report_scale(language(("mesh.model", model)), "gpu:h100x8..16")
+    assert "16 chips, 50% of 8" in report
+    assert ("compare data=16 fsdp=1 model=1, which takes" in report) == names
 
 
 def test_a_size_that_does_not_fit_has_its_lack_in_place_of_figures(language, monkeypatch):
