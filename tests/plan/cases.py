@@ -25,11 +25,23 @@ GIBLET = (
     ("model.decoder_widths", "(64, 64, 64, 64)"),
     *((f"model.{name}_widths", "(64, 64)") for name in WIDTHS),
 )
+AUDIO_LANGUAGE = (
+    ("model.embed", "64"),
+    ("model.depth", "2"),
+    ("model.heads", "4"),
+    ("model.kv_heads", "2"),
+    ("model.head_dim", "16"),
+    ("model.mlp", "128"),
+    ("train.batch", "16"),
+    ("train.accumulate", "1"),
+    ("model.remat", "none"),
+)
 WORKLOADS = {
     "bird": ("configs/xcm.py", BIRD),
     "trm": ("configs/trm_sudoku.py:4x4", TRM),
     "language": ("configs/shakespeare_char.py:{text}", LANGUAGE),
     "giblet": ("configs/giblet.py:blank", GIBLET),
+    "audio_language": ("configs/higgs.py:blank", AUDIO_LANGUAGE),
     "language, recomputed": (
         "configs/shakespeare_char.py:{text}",
         (*LANGUAGE, ("model.remat", "full")),
