@@ -146,8 +146,8 @@ class Config(ModelSection):
     # [name] recomputation in the backward pass: none, or full (each application of the net)
     remat: str = "none"
     # [name] computation of SwiGLU and its products: xla, tokamax (one kernel of that package for
-    # H100s, if no gradient is taken), or auto (tokamax if it is installed and takes the arrays;
-    # on TPUs a kernel for the mixer)
+    # H100s, if no gradient is taken), or auto (tokamax if it is installed and takes the arrays). On
+    # TPUs both take a kernel for the mixer
     kernel: str = "auto"
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -469,7 +469,7 @@ def mix(
     """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
     platform, _ = shard.devices
-    if platform == "tpu" and kernel == "auto":
+    if platform == "tpu" and kernel != "xla":
         if tpu_mixer.fits(x_btd, w_up_tcn, shard):
             return tpu_mixer.mix(w_up_tcn, w_down_nt, x_btd, shard, eps=EPS)
         tpu_mixer.log_no_kernel(*x_btd.shape[1:], w_up_tcn.shape[2], x_btd.dtype.name)

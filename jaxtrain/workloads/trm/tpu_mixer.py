@@ -7,7 +7,7 @@ input to its result, next to the matrices, and tokens are columns of the left ma
     h = silu(w_gate x) (w_up x),  y = x + w_down h,  z = y / sqrt(mean_t(y^2) + eps)
 
 The backward kernel computes them again from x. It adds up the gradients of the matrices over the
-rows of a device in float32.
+rows of a device in float32, and so they are added up over devices.
 
 Shapes: B batch, T tokens, D embed, N inner width, 2 gate and up, P devices that split the rows.
 """
@@ -72,18 +72,14 @@ def mix(
 ) -> Array:
     """Compute z [B, T, D] on each device's own rows. ``interpret`` runs it anywhere, slowly."""
     n_parts = shard.size("batch", x_btd.shape[0])
-    # Each device has matrices of its own, whose gradients are then added up.
-    w_pcnt = jnp.broadcast_to(w_up_tcn.transpose(1, 2, 0), (n_parts, *_turned(w_up_tcn)))
-    w_ptn = jnp.broadcast_to(w_down_nt.T, (n_parts, *w_down_nt.T.shape))
+    # Each device has matrices of its own, whose float32 gradients are then added up.
+    up_cnt, down_tn = (w.astype(jnp.float32) for w in (w_up_tcn.transpose(1, 2, 0), w_down_nt.T))
+    w_pcnt = jnp.broadcast_to(up_cnt, (n_parts, *up_cnt.shape))
+    w_ptn = jnp.broadcast_to(down_tn, (n_parts, *down_tn.shape))
     rows: Axes = ("batch", None, None)
     axes: list[Axes] = [rows, ("batch", None, None, None), rows]
     run = functools.partial(_mix, Form(eps, interpret))
     return kernels.kernel(shard, run, [x_btd, w_pcnt, w_ptn], axes, shard.spec(x_btd.shape, rows))
-
-
-def _turned(w_up_tcn: Array) -> tuple[int, int, int]:
-    t, c, n = w_up_tcn.shape
-    return c, n, t
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -91,7 +87,7 @@ def _mix(form: Form, x_btd: Array, w_pcnt: Array, w_ptn: Array) -> Array:
     """Compute z of a device's rows with its own matrices, of which P is 1."""
     from jax.experimental import pallas as pl
 
-    [(gate_nt, up_nt), down_tn] = w_pcnt[0], w_ptn[0]
+    gate_nt, up_nt, down_tn = _matrices(x_btd, w_pcnt, w_ptn)
     z_btd: Array = pl.pallas_call(
         functools.partial(_forward, form.eps),
         out_shape=jax.ShapeDtypeStruct(x_btd.shape, x_btd.dtype),
@@ -102,6 +98,11 @@ def _mix(form: Form, x_btd: Array, w_pcnt: Array, w_ptn: Array) -> Array:
     return z_btd
 
 
+def _matrices(x_btd: Array, w_pcnt: Array, w_ptn: Array) -> list[Array]:
+    """Return gate, up and down in the type of x."""
+    return [w.astype(x_btd.dtype) for w in (*w_pcnt[0], w_ptn[0])]
+
+
 def _mix_forward(form: Form, *args: Array) -> tuple[Array, tuple[Array, ...]]:
     return _mix(form, *args), args
 
@@ -110,17 +111,18 @@ def _mix_backward(
     form: Form, args: tuple[Array, Array, Array], dz_btd: Array
 ) -> tuple[Array, Array, Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
 
     x_btd, w_pcnt, w_ptn = args
-    [(gate_nt, up_nt), down_tn] = w_pcnt[0], w_ptn[0]
+    gate_nt, up_nt, down_tn = _matrices(x_btd, w_pcnt, w_ptn)
     matrices = (gate_nt, up_nt, down_tn, gate_nt.T, up_nt.T, down_tn.T)
     of_matrix = [gate_nt, up_nt, down_tn.T]
     dx_btd, dgate_nt, dup_nt, ddown_nt = pl.pallas_call(
         functools.partial(_backward, form.eps),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x_btd, *of_matrix)],
+        out_shape=[
+            jax.ShapeDtypeStruct(x_btd.shape, x_btd.dtype),
+            *(jax.ShapeDtypeStruct(matrix.shape, jnp.float32) for matrix in of_matrix),
+        ],
         out_specs=[_of_rows(x_btd), *map(_whole, of_matrix)],
-        scratch_shapes=[pltpu.VMEM(array.shape, jnp.float32) for array in of_matrix],
         **_how(form, x_btd, (x_btd, dz_btd), matrices, products=8),
         name="mixer_backward",
     )(x_btd, dz_btd, *matrices)
@@ -195,7 +197,7 @@ def _backward(eps: float, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     x_ref, dz_ref, gate_ref, up_ref, down_ref, gate_tn_ref, up_tn_ref, down_nt_ref = refs[:8]
-    dx_ref, results, sums = refs[8], refs[9:12], refs[12:]
+    dx_ref, sums = refs[8], refs[9:]
 
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
@@ -225,11 +227,6 @@ def _backward(eps: float, *refs: Any) -> None:
             sum_ref[...] += _times_turned(left_nd, right_td)
 
     jax.lax.fori_loop(0, x_ref.shape[0], row, None)
-
-    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
-    def _() -> None:
-        for ref, sum_ref in zip(results, sums, strict=True):
-            ref[...] = sum_ref[...].astype(ref.dtype)
 
 
 def _scale(y_td: Array, eps: float) -> Array:
