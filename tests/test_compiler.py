@@ -105,25 +105,52 @@ class Lowered:
         return self._program.compile()
 
 
-def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog):
-    """The user did not ask for these options, so the step is compiled without them."""
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+
+
+@pytest.fixture
+def libtpu_42(monkeypatch):
+    monkeypatch.setattr(xla_options.machine, "has_package", lambda name: name == "libtpu")
+    monkeypatch.setattr(xla_options.importlib.metadata, "version", lambda name: "0.0.42")
+
+
+def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog, libtpu_42):
+    """The user did not ask for these options, so the step is compiled without the one at fault."""
     with caplog.at_level("WARNING", "jaxtrain"):
-        assert xla_options.compile(Lowered(), {GATHERS: True, SCHEDULER: True}, {}).as_text()
-    assert (
-        f"compiled without {GATHERS}" in caplog.text
-        and SCHEDULER in caplog.text
-        and "not supported" in caplog.text
-    )
+        assert xla_options.compile(Lowered(), {SCHEDULER: True, GATHERS: True}, {}).as_text()
+    by = "the compiler for TPUs, libtpu 0.0.42"
+    assert f"compiled without {GATHERS}, with which {by} fails: UNIMPLEMENTED" in caplog.text
+    assert SCHEDULER not in caplog.text
 
 
-def test_an_error_of_compilation_names_the_options():
-    """Options of the table are not blamed for the error."""
-    own = {GATHERS: True}
+def test_an_error_of_compilation_names_the_option(libtpu_42):
+    """Neither options of the table nor others of the config are blamed for the error."""
+    own = {VMEM: 50000, GATHERS: True}
     with pytest.raises(
-        config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported"
+        config.ConfigError, match="config.compiler is .*fuse_all_gather.* libtpu 0.0.42 .*supported"
     ) as error:
         xla_options.compile(Lowered(), {**own, SCHEDULER: True}, own)
-    assert SCHEDULER not in str(error.value)
+    assert SCHEDULER not in str(error.value) and VMEM not in str(error.value)
+
+
+def test_a_step_that_no_options_compile_is_the_compilers_own_error():
+    class Broken:
+        def compile(self, *, compiler_options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic failed"):
+        xla_options.compile(Broken(), {SCHEDULER: True}, {})
+
+
+def test_options_of_libtpu_with_other_names_are_for_tpus_alone(caplog):
+    """One config may have those of several platforms."""
+    own = {name: value for name, value in xla_options.OF_LIBTPU.items() if "xla_tpu_" not in name}
+    assert len(own) == 3
+    for kind in ("cpu", "NVIDIA H100"):
+        with caplog.at_level("INFO", "jaxtrain"):
+            found = xla_options.options(own, kind, count=1, device=jax.devices()[0])
+        assert not own.keys() & found.keys()
+        assert f"compiler options that are not for {kind}: {', '.join(sorted(own))}" in caplog.text
 
 
 def test_a_refusal_for_a_tpu_names_the_version_of_libtpu(monkeypatch, caplog):

@@ -37,7 +37,8 @@ class Option(NamedTuple):
 
 
 # The releases of libtpu, the first and the last of those tried, whose compilers for v5e, v5p and
-# v6e take each of `OF_LIBTPU`. No older one works with this jaxlib.
+# v6e take each of `OF_LIBTPU`. No older one works with this jaxlib. For a step that gathers, those
+# for v4, v5p and v6e then refuse xla_enable_async_all_gather, which `compile` names.
 LIBTPU = "0.0.35 to 0.0.52"
 # Options for TPUs that a config may want -> a value that these releases take.
 # `python -m tests.proofs.options` tells what each changes in a program.
@@ -154,7 +155,8 @@ def options(
     ours = {}
     elsewhere = []
     for name, value in own.items():
-        if name.startswith(other_platforms):
+        is_for_tpus = name in OF_LIBTPU
+        if name.startswith(other_platforms) or (is_for_tpus and platform != "tpu"):
             elsewhere.append(name)
         else:
             ours[name] = _value(value)
@@ -203,32 +205,74 @@ def compile(
     """Compile with ``options``, of which ``own`` are the config's and the others this module's.
 
     An option that suits a program of no size can break a compiler on a larger one. If the compiler
-    fails, it tries again without this module's, and the log says so. Raises ConfigError if it fails
-    with ``own`` alone. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED).
+    fails, it tries again without this module's, then without one of them at a time, and the log
+    says so. Raises ConfigError if it fails with ``own`` alone, with the name of the one without
+    which it does not. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED).
     """
     own_options = {name: value for name, value in options.items() if name in own}
+    of_table = [name for name in options if name not in own_options]
     try:
         return _compile(lowered, options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not options:
             raise
-        reason = first_line(error)
-        if own_options == dict(options):
-            raise _config_error(own_options, reason) from error
-    left_out = ", ".join(name for name in options if name not in own_options)
-    log.warning("compiled without %s, with which this compiler fails: %s", left_out, reason)
+        failure = error
+    reason = first_line(failure)
+    program = _compiled(lowered, own_options) if of_table else None
+    if program:
+        return _without_least(lowered, options, of_table, program, reason)
+    for name, value in own_options.items():
+        others = {other: own_options[other] for other in own_options if other != name}
+        if _compiled(lowered, others):
+            raise _config_error({name: value}, reason) from failure
+    if own_options:
+        raise _config_error(own_options, reason) from failure
+    raise failure
+
+
+def _without_least(
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, Any],
+    of_table: list[str],
+    program: jax.stages.Compiled,
+    reason: str,
+) -> jax.stages.Compiled:
+    """Compile without one option of the table. Returns ``program``, without all, if none will."""
+    left_out = ", ".join(of_table)
+    for name in of_table if len(of_table) > 1 else ():
+        others = {other: options[other] for other in options if other != name}
+        if without_one := _compiled(lowered, others):
+            program, left_out = without_one, name
+            break
+    log.warning(
+        "compiled without %s, with which %s fails: %s", left_out, _compiler_for(options), reason
+    )
+    return program
+
+
+def _compiled(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any]
+) -> jax.stages.Compiled | None:
+    """Return None if the compiler fails, but raise JaxRuntimeError for a program too large."""
     try:
-        return _compile(lowered, own_options)
+        return _compile(lowered, options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or not own_options:
+        if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise _config_error(own_options, first_line(error)) from error
+    return None
+
+
+def _compiler_for(options: Mapping[str, Any]) -> str:
+    """Name the compiler that takes options, that of TPUs with its version."""
+    if any(name in OF_LIBTPU or name.startswith("xla_tpu_") for name in options):
+        return _compiler_of("TPUs").removesuffix(",")
+    return "this compiler"
 
 
 def _config_error(own: Mapping[str, Any], reason: str) -> ConfigError:
     problem = (
-        f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that"
-        " causes it"
+        f"is {dict(own)}, and with it {_compiler_for(own)} does not compile a step: {reason};"
+        " remove the option that causes it"
     )
     return ConfigError([("compiler", problem)])
 
