@@ -58,7 +58,11 @@ class Answer(NamedTuple):
 
 
 class Process:
-    """A process with the compiler of one kind of devices. Raises PlanError without it."""
+    """A process with the compiler of one kind of devices. Raises PlanError without it.
+
+    Ctrl-C in a terminal ends the process that plans alone. If the compiler ends its process, the
+    next job starts another one.
+    """
 
     def __init__(self, kind: str):
         packages = environment.find(kind)
@@ -66,9 +70,13 @@ class Process:
             remedy = f"jaxtrain plan --setup {kind} fetches it, once"
             raise PlanError(f"no compiler for --plan={kind}:… is here; {remedy}")
         self._packages = packages
-        self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        self._closing = contextlib.ExitStack()
         self._log = self._closing.enter_context(tempfile.TemporaryFile())
         jobs_end, jobs = os.pipe()
         answers, answers_end = os.pipe()
@@ -84,12 +92,12 @@ class Process:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=(jobs_end, answers_end),
+            process_group=0,  # to which a terminal sends no Ctrl-C
         )
         os.close(jobs_end)
         os.close(answers_end)
         self._jobs = open(jobs, "wb")
         self._answers = self._closing.enter_context(open(answers, "rb"))
-        return self
 
     def __exit__(
         self,
@@ -97,10 +105,13 @@ class Process:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
+        self._end(0 if kind else GRACE)
+
+    def _end(self, grace: float) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._jobs.close()  # by which it ends
         try:
-            self._process.wait(0 if kind else GRACE)
+            self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -108,6 +119,8 @@ class Process:
 
     def ask(self, job: Job) -> Answer:
         """Compile a job's step. Raises PlanError if the process ends before it answers."""
+        if self._process.returncode is not None:  # it ended at an earlier job
+            self._start()
         try:
             pickle.dump(job, self._jobs)
             self._jobs.flush()
@@ -118,6 +131,7 @@ class Process:
             self._log.seek(0)
             text = self._log.read().decode(errors="replace")
             last_lines = "; ".join(text.strip().splitlines()[-3:])
+            self._end(GRACE)
             raise PlanError(
                 f"the process that compiles for --plan={job.target} ended with code {code}:"
                 f" {last_lines}"

@@ -4,10 +4,12 @@ none."""
 import concurrent.futures
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -147,3 +149,31 @@ def test_an_unknown_kind_names_those_that_are(cache, capsys):
 def test_without_an_environment_nothing_is_compiled_and_the_command_is_named(cache):
     with pytest.raises(plan.PlanError, match="jaxtrain plan --setup gpu fetches it"):
         worker.ask([worker.Job(None, "gpu:h100x8")])
+
+
+ANSWERING = """
+import os, pickle, sys
+jobs, answers = open(int(sys.argv[1]), "rb"), open(int(sys.argv[2]), "wb")
+while True:
+    try:
+        job = pickle.load(jobs)
+    except EOFError:
+        break
+    if job.target == "too much":
+        sys.exit("no memory")
+    pickle.dump(os.getpgid(0), answers)
+    answers.flush()
+"""
+
+
+def test_a_compiler_that_ends_its_process_has_another_one_for_the_next_job(cache, monkeypatch):
+    """A terminal's Ctrl-C, which is for the group of the process that plans, spares it."""
+    monkeypatch.setattr(worker, "START", ANSWERING)
+    monkeypatch.setattr(environment, "find", lambda kind: cache)
+    with worker.Process("gpu") as process:
+        first = process.ask(types.SimpleNamespace(target="small"))
+        for _ in range(2):
+            with pytest.raises(plan.PlanError, match="=too much ended with code 1: no memory"):
+                process.ask(types.SimpleNamespace(target="too much"))
+        second = process.ask(types.SimpleNamespace(target="small"))
+    assert len({first, second, os.getpgid(0)}) == 3
