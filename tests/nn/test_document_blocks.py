@@ -68,16 +68,18 @@ def test_steps_that_compute_are_counted_against_documents(lengths, computed):
     assert int(moves) == computed
 
 
-def attend_both_ways(segments, seed=0):
+def attend_both_ways(segments, key_heads=1, *, causal=True, window=0):
     """Return results and gradients of the kernel on the interpreter, and of the formula."""
     b, t = segments.shape
-    rng = np.random.default_rng(seed)
-    shapes = ((b, t, 2, 64), (b, t, 1, 64), (b, t, 1, 64), (b, t, 2, 64))
+    rng = np.random.default_rng(0)
+    shapes = [(b, t, heads, 64) for heads in (2, key_heads, key_heads, 2)]
     q, k, v, dy = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
-    seen = attention.same_segment(segments, segments) & jnp.tri(t, dtype=bool)[None]
+    places = jnp.arange(t)
+    seen = attention.visible(places, places, causal=causal, window=window)[None]
+    seen = seen & attention.same_segment(segments, segments)
 
     def attend(q, k, v):
-        how = dict(causal=True, window=0, segments_bt=segments)
+        how = dict(causal=causal, window=window, segments_bt=segments)
         return splash.splash(q, k, v, **how, interpret=True)
 
     def both(attend):
@@ -86,6 +88,17 @@ def attend_both_ways(segments, seed=0):
 
     exact = both(lambda *qkv: attention.masked(*qkv, seen))
     return jax.jit(both, static_argnums=0)(attend), exact
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "causal", "window"), [(1, True, 60), (2, False, 0), (1, False, 140)]
+)
+def test_documents_under_other_masks_equal_the_formula_and_its_gradients(key_heads, causal, window):
+    """The last row is padding alone."""
+    segments = jnp.asarray([ROWS["one"], ROWS["across blocks"], [0] * 384], jnp.int32)
+    both = attend_both_ways(segments, key_heads, causal=causal, window=window)
+    for ours, exact in zip(*both, strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-5)
 
 
 def test_rows_may_have_more_documents_than_blocks_and_any_numbers():

@@ -30,16 +30,15 @@ def result_and_gradients(f, *qkv_and_dy):
     return both(*qkv_and_dy)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "causal", "window"),
-    [
-        ((3, 37, 4, 4, 64), False, 0),  # two heads in the 128 lanes, and rows that no tile divides
-        ((2, 24, 4, 2, 128), True, 0),  # two heads of queries share one of keys
-        ((1, 40, 4, 4, 32), True, 7),
-        ((1, 40, 2, 2, 64), False, 7),
-    ],
-    ids=str,
-)
+FORMS = [
+    ((3, 37, 4, 4, 64), False, 0),  # two heads in the 128 lanes, and rows that no tile divides
+    ((2, 24, 4, 2, 128), True, 0),  # two heads of queries share one of keys
+    ((1, 40, 4, 4, 32), True, 7),
+    ((1, 40, 2, 2, 64), False, 7),
+]
+
+
+@pytest.mark.parametrize(("sizes", "causal", "window"), FORMS, ids=str)
 def test_it_equals_the_formula_and_its_gradients(sizes, causal, window):
     arrays = inputs(*sizes)
     places = jnp.arange(sizes[1])
@@ -49,6 +48,24 @@ def test_it_equals_the_formula_and_its_gradients(sizes, causal, window):
     exact = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *arrays)
     for x, y in zip(ours, exact, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("sizes", "causal", "window"), FORMS, ids=str)
+def test_sixteen_bits_are_as_near_to_the_formula_as_attention_of_xla(sizes, causal, window):
+    arrays = inputs(*sizes)
+    places = jnp.arange(sizes[1])
+    mask = attention.visible(places, places, causal=causal, window=window)[None]
+    how = dict(causal=causal, window=window, interpret=True)
+    exact = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *arrays)
+    narrow = [x.astype(jnp.bfloat16) for x in arrays]
+    ours = result_and_gradients(lambda *qkv: short.short(*qkv, **how), *narrow)
+    theirs = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *narrow)
+
+    def error(x, y):
+        return float(np.linalg.norm(np.asarray(x, "f4") - y) / np.linalg.norm(y))
+
+    for x, other, y in zip(ours, theirs, exact, strict=True):
+        assert x.dtype == jnp.bfloat16 and error(x, y) < 1.2 * error(other, y)
 
 
 def test_no_query_reads_a_key_behind_it_or_of_another_row():
