@@ -193,6 +193,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it compiles for minutes; tests/compiled/test_tpu_steps.py compiles small ones by it"),
     ),
     (
+        r"tools\.chip\.kernel_bundles ",
+        Why("it needs the compiler for TPUs; tests/tools/test_kernel_bundles.py reads such a dump"),
+    ),
+    (
         r"tools\.chip\.document_blocks ",
         Why("it makes a corpus; tests/nn/test_document_blocks.py counts by the same function"),
     ),

@@ -59,7 +59,7 @@ KERNELS = {
     ("language", "gpu:a100x8"): set(),  # documents before Hopper
     ("bird", "tpu"): SHORT,
     ("trm", "tpu"): SHORT,
-    ("language", "tpu"): {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"},
+    ("language", "tpu"): {"packed_attention_forward", "packed_attention_backward"},
 }
 
 
@@ -83,7 +83,7 @@ def equations(jaxpr) -> collections.Counter:
 
 def kernels(found: collections.Counter) -> set[str]:
     names = {name.partition("_segmented")[0] for name, _ in found}
-    prefixes = ("dot_product_attention", "splash_", "short_attention")
+    prefixes = ("dot_product_attention", "splash_", "short_attention", "packed_attention")
     return {name for name in names if name.startswith(prefixes)}
 
 

@@ -4,8 +4,9 @@
           if they refuse: for other heads, windows to both sides, and documents on cards before
           Hopper or without a known bound of their number. Neither has an array that grows with
           T × S
-    tpu   kernels of Pallas: for short rows without documents one that writes its result alone
-          (`nn.short`), else splash (`nn.splash`), if sequences and heads fill its lanes
+    tpu   kernels of Pallas, if sequences and heads fill their lanes: for short rows without
+          documents one that writes its result alone (`nn.short`), for documents one that computes
+          the blocks with pairs alone (`nn.pair_blocks`), and splash (`nn.splash`)
     else  XLA, which holds all B × H × T × S weights of a layer. On TPUs, 16-bit models compute
           them again in the backward pass, so that no layer keeps them. For CPUs its products in
           float32 are those of `nn.cpu`
@@ -31,7 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import cpu, cudnn, remat
+from jaxtrain.nn import cpu, cudnn, pair_blocks, remat
 from jaxtrain.nn.short import short, short_fits
 from jaxtrain.nn.splash import document_blocks, splash, splash_fits
 from jaxtrain.parallel import kernels, one_device
@@ -93,7 +94,7 @@ def within(
     if kernel == "xla":
         run = functools.partial(run, segments_bt=segments_bt)
         return _split_by_xla(shard, run, policy, q_bthk, k_bsgk, v_bsgk)
-    if kernel != "splash":
+    if kernel not in ("splash", "pair_blocks"):
         blocks = None
     return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
 
@@ -104,10 +105,12 @@ def blocks_of(segments_bt: Array, *, head_dim: int, causal: bool, window: int) -
     None if no such kernel takes these rows.
     """
     b, t = segments_bt.shape
-    if not splash_fits((b, t, 1, head_dim)):
+    queries = (b, t, 1, head_dim)
+    if not splash_fits(queries):
         return None
+    size = pair_blocks.BLOCK if pair_blocks.pair_blocks_fit(queries, causal=causal) else None
     with jax.named_scope("document_blocks"):
-        return document_blocks(segments_bt, causal=causal, window=window)
+        return document_blocks(segments_bt, causal=causal, window=window, size=size)
 
 
 def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:
@@ -174,8 +177,8 @@ def _call(
     qkv = (q_bthk, k_bsgk, v_bsgk)
     causal, window = masks.causal, masks.window
     if kernel == "cudnn" and segments_bt is not None:
-        packed = functools.partial(cudnn.packed, documents=masks.documents, capability=devices[1])
-        return packed(*qkv, segments_bt, causal=causal, window=window)
+        attend = functools.partial(cudnn.packed, documents=masks.documents, capability=devices[1])
+        return attend(*qkv, segments_bt, causal=causal, window=window)
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
     if kernel == "chunked":
@@ -185,9 +188,14 @@ def _call(
     if kernel == "short":
         y_bthk = short(*qkv, causal=causal, window=window)
         return remat.name(y_bthk, keep) if keep else y_bthk
+    if kernel == "pair_blocks" and segments_bt is not None:
+        of_pairs = functools.partial(
+            pair_blocks.pair_blocks, segments_bt=segments_bt, blocks=blocks, keep=keep
+        )
+        return of_pairs(*qkv, causal=causal, window=window)
     if kernel == "splash":
-        packed = functools.partial(splash, segments_bt=segments_bt, blocks=blocks)
-        return packed(*qkv, causal=causal, window=window, keep=keep)
+        attend = functools.partial(splash, segments_bt=segments_bt, blocks=blocks)
+        return attend(*qkv, causal=causal, window=window, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     return _by_xla(devices[0], qkv, mask_bts, keep)
 
@@ -212,7 +220,9 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
 def choose(
     q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: Shape = (), n_parts: int = 1
 ) -> str:
-    """Return the kernel for queries of this shape: "cudnn", "chunked", "short", "splash" or "xla".
+    """Return the kernel for queries of this shape.
+
+    "cudnn", "chunked", "short", "pair_blocks", "splash" or "xla".
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
 
@@ -234,6 +244,8 @@ def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: Shape, n_parts: int) -> 
     is_whole = not (masks.packed or masks.length)
     if is_whole and q_bthk.dtype == jnp.bfloat16 and short_fits(queries, own_keys):
         return "short"
+    if masks.packed and pair_blocks.pair_blocks_fit(queries, causal=masks.causal):
+        return "pair_blocks"
     if splash_fits(queries):
         return "splash"
     rows = "with documents" if masks.packed else "of one sequence"

@@ -44,15 +44,19 @@ def rows_of_a_call(t: int) -> int:
     return max(1, LISTS // (n * lanes * BYTES))
 
 
-def document_blocks(segments_bt: Array, *, causal: bool, window: int) -> Array:
+def document_blocks(
+    segments_bt: Array, *, causal: bool, window: int, size: int | None = None
+) -> Array:
     """Find the blocks with keys for each block of queries, and the queries for each of keys.
 
     Returns int32 [B, N, 4]: the first and last block of keys, the first and last one of queries.
     They are exact if the numbers of documents grow along a row, with `PADDING` at its end. In any
     other order they have all that is needed and more.
+
+    ``size``: tokens of a block, None = those of `block_size`.
     """
     b, t = segments_bt.shape
-    size = block_size(t)
+    size = size or block_size(t)
     largest = jnp.iinfo(jnp.int32).max
     numbers_bns = jnp.where(segments_bt == PADDING, largest, segments_bt).reshape(b, -1, size)
     low_bn, high_bn = numbers_bns.min(2), numbers_bns.max(2)

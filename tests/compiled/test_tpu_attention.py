@@ -53,6 +53,6 @@ def test_the_blocks_of_documents_are_found_once_for_all_layers(tmp_path, tpu_com
         if "document_blocks" in i.line and i.op == "reduce"
     ]
     assert reductions and not program.loops & set(reductions)
-    # forward, again in the backward pass, and two kernels there
-    assert step.library_calls["tpu_custom_call"] == 4 * config.model.depth
-    assert "splash_mha" in step.text
+    # forward, again in the backward pass, and its own
+    assert step.library_calls["tpu_custom_call"] == 3 * config.model.depth
+    assert "packed_attention_backward" in step.text

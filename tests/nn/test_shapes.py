@@ -37,6 +37,7 @@ RESULTS = {
     "dropout.attention": "b t h k",
     "layers.lookup": "b t d",
     "layers.rotate": "b t h k",
+    "pair_blocks.pair_blocks": "b t h k",
     "ring.attention": "b t h k",
     "ring.whole": "b t h k",
     "sampling.choose": "",
@@ -140,7 +141,8 @@ def call_everything():
     alone = dict(causal=True, window=0, interpret=True)
     nn.attention.blocks_of(how["segments_bt"], head_dim=64, causal=True, window=0)
     jax.eval_shape(lambda q: nn.short.short(q, q, q, **alone), q)
-    jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
+    for f in (nn.splash.splash, nn.pair_blocks.pair_blocks):
+        jax.eval_shape(lambda *x, f=f: f(*x, **how, window=0, interpret=True), q, k, v)
     jax.eval_shape(
         lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v
     )

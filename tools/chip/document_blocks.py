@@ -38,9 +38,8 @@ def _print_rows(case: cases.Case, data: cases.Data) -> None:
     pairs = _pairs(segments)
     tokens = segments.shape[1]
     for size in SIZES:
-        splash.BLOCK = size
         n = tokens // size
-        blocks = splash.document_blocks(jnp.asarray(segments), causal=True, window=0)
+        blocks = splash.document_blocks(jnp.asarray(segments), causal=True, window=0, size=size)
         computed = int((blocks[..., 1] - blocks[..., 0] + 1).sum())
         needed = _needed(segments, size)
         of_mask = len(segments) * n * (n + 1) // 2

@@ -1,0 +1,93 @@
+"""Count the instruction bundles of attention over documents on a TPU that need not be here.
+
+    python -m tools.chip.kernel_bundles FOLDER --tokens=8192
+    python -m tools.chip.kernel_bundles FOLDER --tokens=8192 --kernel=splash --block=256
+
+Each kernel is printed as its parts: the bundles between two labels or branches of the final
+program. A part that begins with LB is the body of a loop: of the grid, and with a second > of the
+loop over heads. A branch jumps over the parts up to its region's end, as for the first and last
+step of a block of queries. Bundles are counted, not timed. The compiler is that of
+`jaxtrain plan --setup tpu`, whose dump is in FOLDER.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain import plan
+from jaxtrain.nn import pair_blocks, splash
+from jaxtrain.plan import environment
+
+BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(.*?):\s+(>*)\s*\{")
+BRANCH = re.compile(r"sbr\.rel \((.*?)\) target = (?:bundleno = )?\$?(\w+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--heads", default="32,8,64", help="of queries, of keys, their values")
+    parser.add_argument("--kernel", choices=("pair_blocks", "splash"), default="pair_blocks")
+    parser.add_argument("--block", type=int, default=splash.BLOCK, help="of splash")
+    parser.add_argument("--target", default="tpu:v5e:2x2")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    splash.BLOCK = args.block
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={args.folder} --xla_jf_dump_llo_text=true"
+    sys.path.insert(0, str(environment.folder("tpu")))
+    [device, *_] = plan.compile.tpu_devices(plan.parse_target(args.target))
+    compile_both_ways(args, SingleDeviceSharding(device))
+    for path in sorted(args.folder.glob("*-final_bundles.txt")):
+        is_kernel = "attention" in path.name or "splash" in path.name
+        if is_kernel and "schedule" not in path.name:
+            print(path.name)
+            for place, label, bundles in parts(path.read_text()):
+                print(f"  {place:6d} {bundles:6d} {label}")
+
+
+def compile_both_ways(args: argparse.Namespace, where: SingleDeviceSharding) -> None:
+    h, g, k = map(int, args.heads.split(","))
+    q, key = (
+        jax.ShapeDtypeStruct((args.rows, args.tokens, n, k), jnp.bfloat16, sharding=where)
+        for n in (h, g)
+    )
+    segments = jax.ShapeDtypeStruct((args.rows, args.tokens), jnp.int32, sharding=where)
+    kernel = {"pair_blocks": pair_blocks.pair_blocks, "splash": splash.splash}[args.kernel]
+
+    def step(
+        q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, segments: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return kernel(*qkv, causal=True, window=0, segments_bt=segments)
+
+        y, pull = jax.vjp(attend, q, k, v)
+        return y, *pull(dy)
+
+    jax.jit(step).lower(q, key, key, q, segments).compile()
+
+
+def parts(text: str) -> list[tuple[int, str, int]]:
+    """Return the place, the label and the number of bundles of each part of a program."""
+    marks, place = [(0, "begin")], 0
+    for line in text.splitlines():
+        bundle = BUNDLE.match(line)
+        if bundle:
+            place = int(bundle[1], 16)
+            if bundle[2].strip():
+                marks.append((place, bundle[2].strip() + bundle[3]))
+            marks += [(place, f"branch {' '.join(found)}") for found in BRANCH.findall(line)]
+    ends = [first for first, _ in marks[1:]] + [place + 1]
+    return [(first, label, end - first) for (first, label), end in zip(marks, ends, strict=True)]
+
+
+if __name__ == "__main__":
+    main()
