@@ -188,13 +188,11 @@ def _call(
     if kernel == "short":
         y_bthk = short(*qkv, causal=causal, window=window)
         return remat.name(y_bthk, keep) if keep else y_bthk
-    if kernel == "pair_blocks" and segments_bt is not None:
-        of_pairs = functools.partial(
-            pair_blocks.pair_blocks, segments_bt=segments_bt, blocks=blocks, keep=keep
-        )
-        return of_pairs(*qkv, causal=causal, window=window)
-    if kernel == "splash":
-        attend = functools.partial(splash, segments_bt=segments_bt, blocks=blocks)
+    if kernel in ("pair_blocks", "splash"):
+        by_blocks: Callable[..., Array] = splash
+        if kernel == "pair_blocks":
+            by_blocks = pair_blocks.pair_blocks
+        attend = functools.partial(by_blocks, segments_bt=segments_bt, blocks=blocks)
         return attend(*qkv, causal=causal, window=window, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     return _by_xla(devices[0], qkv, mask_bts, keep)
@@ -220,9 +218,7 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
 def choose(
     q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: Shape = (), n_parts: int = 1
 ) -> str:
-    """Return the kernel for queries of this shape.
-
-    "cudnn", "chunked", "short", "pair_blocks", "splash" or "xla".
+    """Return the kernel for queries of this shape: "xla", "chunked", or a name of a module here.
 
     Nothing else of this process may decide it, since a plan is traced on another machine.
 
