@@ -15,7 +15,7 @@ The values of a choice are those of a run's config, so that a choice is also a l
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,6 +113,16 @@ def same_numbers(config: config_lib.Config, rows: int, fields: tuple[str, ...]) 
             longer += [own | choice for choice in choices]
         choices = longer
     return choices
+
+
+def smallest(configs: Sequence[config_lib.Config]) -> tuple[int, int]:
+    """Return the places of two configs of `same_numbers`, one of which takes the least memory.
+
+    Both compute all layers again, with the fewest and with the most microbatches: several have less
+    of each activation, and a sum of the gradients besides those of one.
+    """
+    policies = [getattr(config.model, "remat", "none") for config in configs]
+    return policies.index(policies[-1]), len(configs) - 1
 
 
 def narrower(config: config_lib.Config) -> Iterator[Choice]:

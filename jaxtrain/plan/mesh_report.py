@@ -221,7 +221,7 @@ def smallest(config: config_lib.Config, target: Target) -> str:
 
 
 def _has_room(config: config_lib.Config, target: Target) -> bool:
-    """Tell whether a step may fit with most microbatches and all layers computed again."""
+    """Tell whether a step may fit with all layers computed again."""
     try:
         assembly = abstractly(config, target)
         if candidates.objection(config) or least(assembly, tiled=target.tiled) > target.memory:
@@ -229,8 +229,10 @@ def _has_room(config: config_lib.Config, target: Target) -> bool:
         rows = max(1, config.train.batch // estimate.row_shards(assembly))
     except (ValueError, TypeError):
         return False
-    smallest_step = candidates.same_numbers(config, rows, OPTIONS[1:])[-1]
-    return remedies.size(smallest_step.apply(config), target, 0.0) <= target.memory
+    options = candidates.same_numbers(config, rows, OPTIONS[1:])
+    configs = [choice.apply(config) for choice in options]
+    small = (configs[i] for i in candidates.smallest(configs))
+    return any(remedies.size(each, target, 0.0) <= target.memory for each in small)
 
 
 def _larger(target: Target) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     choice: Choice
     config: config_lib.Config
     estimate: float  # [s]
-    last: "Candidate | None" = None  # of its mesh, which takes the least memory
+    smallest: tuple["Candidate", ...] = ()  # of its mesh, one of which takes the least memory
 
 
 class Settled(NamedTuple):
@@ -110,7 +110,7 @@ class Search:
         self._memory = min(cluster.gather(int(target.memory / MIB))) * MIB
         # of a mesh and its recomputation, for one microbatch: bytes beyond the exact ones
         self._beyond: dict[Any, float] = {}
-        # of the last options of a mesh, if others did not fit: the lower bound
+        # of the smallest options of a mesh, if others did not fit: the lower bound
         self._bounds: dict[str, int] = {}
 
     def run(self, enough: int = ENOUGH) -> Result:
@@ -161,12 +161,13 @@ class Search:
             self.result.meshes.add(str(config.mesh))
         possible: list[Candidate] = []
         for of_place in by_place.values():
-            # the last one has the most microbatches, and computes all layers again
-            lack = self._lack_of_state(of_place[-1])
-            if lack:
-                self._add(lack)
-                continue
-            possible += [candidate._replace(last=of_place[-1]) for candidate in of_place]
+            configs = [candidate.config for candidate in of_place]
+            smallest = tuple(of_place[i] for i in candidates.smallest(configs))
+            lacks = [self._lack_of_state(candidate) for candidate in smallest]
+            if any(lack is None for lack in lacks):
+                possible += [candidate._replace(smallest=smallest) for candidate in of_place]
+            else:
+                self._add(min(filter(None, lacks), key=lambda lack: lack.size))
         return sorted(possible, key=lambda candidate: candidate.estimate)
 
     def _lack_of_state(self, candidate: Candidate) -> Settled | None:
@@ -211,7 +212,7 @@ class Search:
         lower = bound_of(candidate.config, self._target)
         size = float(lower.peak)
         if size > self._memory:
-            self._give_up(candidate)
+            self._give_up(candidate, lower)
             return Settled(candidate, size, self._lack(size, "it needs at least"))
         assembly = abstractly(candidate.config, self._target)
         is_on_host = self._target.kind == "gpu" and not self._target.here
@@ -225,16 +226,21 @@ class Search:
             return Settled(candidate, likely, self._lack(likely, text))
         return self._compiled(candidate, assembly, lower)
 
-    def _give_up(self, candidate: Candidate) -> None:
-        """Leave out all options like this one if even the last of them cannot fit."""
-        last = candidate.last
-        if last is None or last is candidate or str(last.choice) in self._bounds:
-            return
-        self._bounds[str(last.choice)] = bound_of(last.config, self._target).peak
+    def _give_up(self, candidate: Candidate, lower: Bound) -> None:
+        """Leave out all options like this one if even the smallest of them cannot fit."""
+        self._bounds[str(candidate.choice)] = lower.peak
+        for small in candidate.smallest:
+            name = str(small.choice)
+            if name not in self._bounds:
+                self._bounds[name] = bound_of(small.config, self._target).peak
+                if self._bounds[name] > self._memory:
+                    size = float(self._bounds[name])
+                    self._add(Settled(small, size, self._lack(size, "it needs at least")))
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
-        last = candidate.last
-        return bool(last and self._bounds.get(str(last.choice), 0) > self._memory)
+        bounds = [self._bounds.get(str(small.choice), 0) for small in candidate.smallest]
+        own = self._bounds.get(str(candidate.choice), 0)
+        return max(own, min(bounds, default=0)) > self._memory
 
     def _compiled(self, candidate: Candidate, assembly: Assembly, lower: Bound) -> Settled:
         assert self._compiler is not None

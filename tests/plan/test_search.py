@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain import cli, plan
 from jaxtrain import config as config_lib
-from jaxtrain.plan import candidates, mesh_search, worker
+from jaxtrain.plan import candidates, mesh_report, mesh_search, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.forecast import Forecast
 from tests.plan.cases import load
@@ -68,6 +68,35 @@ def test_a_mesh_that_does_not_fit_takes_its_next_option(language, monkeypatch):
     assert [c.model.remat for c in asked[:2]] == ["none", "none"] or asked[1].model.remat == "full"
     assert sum(c.model.remat == "full" for c in asked) == mesh_search.ENOUGH
     assert line.startswith("auto is mesh.data=") and "by its compiler 1.00 GB of 10.00 GB" in line
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(720e6, True), (670e6, False)])
+def test_one_microbatch_can_be_the_smallest(language, monkeypatch, memory, fits):
+    """More of them hold a sum of gradients besides those of one, which few rows do not pay for."""
+    sizes = {(1, "none"): 768e6, (1, "full"): 675e6, (2, "none"): 887e6, (2, "full"): 841e6}
+
+    def bound_of(config, target):
+        size = sizes[config.train.accumulate, config.model.remat]
+        return plan.bound.Bound(0, int(size), [])
+
+    monkeypatch.setattr(mesh_search, "bound_of", bound_of)
+    monkeypatch.setattr(plan.Target, "memory", memory)
+    options = "train.accumulate", "model.remat"
+    config, target = language(("train.batch", "2")), plan.parse_target("gpu:h100x1")
+    result = mesh_search.Search(config, target, None, fields=options, note=print).run()
+    found = result.best[0] if fits else result.nearest
+    assert (found.candidate.config.train.accumulate, found.size) == (1, 675e6)
+    assert found.candidate.config.model.remat == "full" and bool(result.fitting) == fits
+    assert len({str(each.candidate.choice) for each in result.failed}) == len(result.failed)
+
+
+def test_a_larger_target_may_have_room_for_one_microbatch_alone(language, monkeypatch):
+    def size(config, target, beyond):
+        return 9e9 if config.train.accumulate > 1 else 1e9
+
+    monkeypatch.setattr(mesh_report.remedies, "size", size)
+    monkeypatch.setattr(plan.Target, "memory", 5e9)
+    assert mesh_report.smallest(language(), plan.parse_target("gpu:h100x1")) == "gpu:h100x2"
 
 
 def test_options_are_those_that_a_workload_has(language, tmp_path, monkeypatch):
