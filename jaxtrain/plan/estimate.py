@@ -16,6 +16,7 @@ Only its order counts. The compilers' programs decide between the candidates tha
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 
 from jaxtrain import specs
 from jaxtrain.assembly import Assembly
+from jaxtrain.parallel import chips
 from jaxtrain.parallel.layout import DATA
 from jaxtrain.plan import exposure, forecast, hlo, traffic
 from jaxtrain.plan.memory import held, offloaded
@@ -35,6 +37,7 @@ HOST_LINK = 25e9  # [bytes/s] between a device and its host's memory
 # Of a CPU's device, for which only the ratios matter: about two cores of a server.
 CPU = traffic.Rates(bandwidth=10e9, flops=100e9)
 CPU_LINKS = 5e9  # [bytes/s] between devices of CPUs, which copy through memory
+OTHER = "l40s"  # a card with PCIe alone, for one that is in no table
 NOT_MULTIPLIED = {"item"}  # axes of tables whose rows are looked up
 
 
@@ -46,9 +49,10 @@ class Machine(NamedTuple):
 
 
 def machine_of(target: Target) -> Machine:
-    if target.chip is None:
+    if target.platform == "cpu":
         return Machine(CPU, exposure.Links(CPU_LINKS, CPU_LINKS, target.count))
-    return Machine(forecast.rates_of(target.chip), exposure.links_of(target))
+    known = target if target.chip else replace(target, chip=chips.by_name(OTHER))
+    return Machine(forecast.rates_of(known.known_chip), exposure.links_of(known))
 
 
 class _Matrix(NamedTuple):

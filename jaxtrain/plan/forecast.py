@@ -81,9 +81,11 @@ class ChipCosts(NamedTuple):
 
 def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forecast | None:
     """Forecast a step on a mesh (axis -> size), None if nothing is known of such devices."""
-    if target.chip is None:
+    if target.platform == "cpu":
         host_costs = calibration.load(target.count)
         return None if host_costs is None else on_hosts(program, mesh, host_costs)
+    if target.chip is None:
+        return None
     costs = _costs_of(target.chip)
     instructions = {i.name: i for _, i in program.executed()}
     seconds, kind_of = {}, {}

@@ -38,6 +38,7 @@ MAX_REASONS = 5  # of meshes that no rule allows
 ROOM = 0.95  # share of a device's memory that a compiled step may take
 MIB = 1 << 20
 MICROSECONDS = 1e6
+ASSUMED = "uncalibrated: by assumed rates, to compare meshes alone"
 
 
 class Candidate(NamedTuple):
@@ -270,7 +271,7 @@ class Search:
 
 
 def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:
-    """Forecast a compiled step. CPUs that nobody measured have the rates of `estimate`."""
+    """Forecast a compiled step. Devices whose rates nobody knows have those of `estimate`."""
     mesh = dict(assembly.layout.mesh.shape)
     program = hlo.Program(step.text)
     by_measurements = forecast.forecast(program, mesh, target)
@@ -281,7 +282,7 @@ def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:
     walked = exposure.exposure(program, mesh, seconds, machine.links)
     parts = {"kernels": walked.computing, "exchange": walked.exposed}
     total = walked.computing + walked.exposed
-    return Forecast(total, parts, walked.exposed, None, forecast.UNCALIBRATED)
+    return Forecast(total, parts, walked.exposed, None, ASSUMED)
 
 
 def line(settled: Settled) -> str:

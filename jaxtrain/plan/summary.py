@@ -119,8 +119,10 @@ def _time_lines(assembly: Assembly, target: Target, forecasts: Forecasts) -> Ite
         )
     seconds = _seconds_of_run(assembly, forecasts)
     if not seconds:
-        if chip is None:
+        if target.platform == "cpu":
             yield f"  no forecast: {calibration.refusal() or 'the program was not compiled'}"
+        elif chip is None:
+            yield f"  no forecast: the rates of {target.name} are not known"
         return
     calibrated = next(iter(forecasts.values())).calibration
     yield f"  {seconds / 3600:.2f} h for {train.steps:,} steps by the forecast ({calibrated})"

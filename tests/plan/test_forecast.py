@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain import plan
-from jaxtrain.plan import calibration, cpu_work, hlo
+from jaxtrain.parallel import chips
+from jaxtrain.plan import calibration, cpu_work, estimate, hlo
 from jaxtrain.plan import forecast as forecast_lib
 from tests.plan.scheduled import WITHIN, done, kernel, start, text
 
@@ -28,6 +29,17 @@ def test_a_chip_that_nobody_measured_has_the_bound_alone():
     assert found.by_kind == pytest.approx({"exchange": sending, "map": moving})
     assert found.seconds == pytest.approx(moving + sending)
     assert found.exposed == pytest.approx(sending)
+
+
+def test_a_card_outside_of_the_table_has_no_forecast_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(calibration, "load", lambda n: pytest.fail(f"the costs of {n} CPUs"))
+    monkeypatch.setattr(plan.Target, "platform", "gpu")
+    card = plan.Target("8 × NVIDIA GeForce RTX 4090", None, 8, here=True)
+    program = hlo.Program(text(start("a", WITHIN), done("a"), kernel("k")))
+    assert forecast_lib.forecast(program, MESH, card) is None
+    machine = estimate.machine_of(card)
+    assert machine.rates == forecast_lib.rates_of(chips.by_name("l40s"))
+    assert machine.links.within < 32e9
 
 
 def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
