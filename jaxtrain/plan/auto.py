@@ -145,6 +145,9 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     with worker.compiler(target, text) as compiler:
         result = mesh_search.Search(config, target, compiler, fields=fields, note=_note).run()
     settled = result.best[0] if result.fitting else result.nearest
+    if settled is None and result.failed:
+        lacks = "\n  ".join(mesh_search.lacks(result.failed)[: mesh_search.MAX_REASONS])
+        raise PlanError(f"mesh is auto, and no candidate compiles:\n  {lacks}")
     if settled is None:
         raise PlanError(f"mesh is auto, and {mesh_search.no_mesh(result, target)}")
     source = "at least"

@@ -174,6 +174,16 @@ def test_candidates_that_do_not_compile_are_listed(language, monkeypatch):
     assert not fits and text.count("no ptxas") >= 10 and "no candidate compiles" in text
 
 
+def test_a_run_whose_candidates_do_not_compile_names_the_compilers_error(language, monkeypatch):
+    quickly(monkeypatch)
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    failing = types.SimpleNamespace(ask=lambda job: worker.Answer(None, "INTERNAL: no tiles"))
+    monkeypatch.setattr(worker, "Process", lambda kind: contextlib.nullcontext(failing))
+    target = plan.parse_target("gpu:h100x2")
+    with pytest.raises(plan.PlanError, match="no candidate compiles:\n.*data=2.*: INTERNAL: no ti"):
+        plan.decide(language(("mesh", "auto")), target, target.name)
+
+
 def test_ctrl_c_prints_what_is_known(tmp_path, monkeypatch, capsys):
     small_runs.rows(tmp_path)
     asked = []
