@@ -147,7 +147,7 @@ def _settled(config: config_lib.Config, target: Target, note: Callable[[str], No
             choice = Choice(tuple(zip(MESH, sizes, strict=True)))
             search = Search(config, target, compiler, fields=(), note=note)
             return search.settle(search.candidate(choice))
-        except layout_lib.LayoutError as error:
+        except (layout_lib.LayoutError, PlanError) as error:  # of this size alone
             note(first_line(error))
             return Settled(Candidate(NOTHING, config, 0.0), float("inf"), first_line(error))
 

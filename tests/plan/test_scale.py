@@ -191,6 +191,25 @@ def test_a_range_without_room_names_the_smallest_size_that_may_do(language, monk
     assert "The smallest target that may do, by its lower bound: gpu:h100x8" in report
 
 
+def test_a_size_whose_fields_on_auto_cannot_be_decided_has_its_reason(language, monkeypatch):
+    quickly(monkeypatch)
+    monkeypatch.setattr(plan.auto, "bound_of", mesh_search.bound_of)
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    process = worker.Process("gpu").__enter__()
+
+    def ask(job, ask=process.ask):
+        if job.target.endswith("*2"):
+            return worker.Answer(None, "INTERNAL: no tiles for this shape")
+        return ask(job)
+
+    monkeypatch.setattr(process, "ask", ask)
+    auto = language(("train.accumulate", "auto"))
+    report, fits, _ = plan.report_scale(auto, "gpu:h100x8*1..2")
+    first, second = table(report, "weak")
+    assert fits and first[8] == "100%"
+    assert "cannot be decided: INTERNAL: no tiles" in second[3] and second[8] == ""
+
+
 def test_mesh_auto_takes_the_first_mesh_that_fits(language, monkeypatch):
     quickly(monkeypatch)
     asked = compiled_as(monkeypatch, seconds=lambda config: 1.0)
