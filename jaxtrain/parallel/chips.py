@@ -37,8 +37,8 @@ class Chip(NamedTuple):
     clock: float = 0  # [1/s] of a TPU, by its FLOP/s and the size of its matrix units
     network: float = 45e9  # [bytes/s] sent by a device to other nodes or slices
     network_is_assumed: bool = False  # no page of the vendor that was read states it
-    # GPUs that NVLink joins. A GB200's and GB300's are in 18 hosts of four (NVL72).
-    domain: int = 8
+    domain: int = 8  # GPUs that NVLink joins
+    host: int = 8  # chips of a host. A GB200's and GB300's domain has 18 hosts (NVL72)
 
     @property
     def is_tpu(self) -> bool:
@@ -56,8 +56,8 @@ CHIPS = (
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
     Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9, network=90e9),
-    Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9, domain=72),
-    Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9, network=90e9, domain=72),
+    Chip("gb200", "NVIDIA GB200", 2500e12, 186e9, 8000e9, 900e9, domain=72, host=4),
+    Chip("gb300", "NVIDIA GB300", 2500e12, 279e9, 8000e9, 900e9, network=90e9, domain=72, host=4),
     Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9, network_is_assumed=True),
     Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9, network_is_assumed=True),
     Chip(

@@ -27,7 +27,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel.cluster import rendezvous
 from jaxtrain.plan import forecast
 from jaxtrain.plan.memory import device_bytes, host_memory, in_bytes, offloaded
-from jaxtrain.plan.target import GPUS_PER_NODE, Target
+from jaxtrain.plan.target import Target
 from jaxtrain.step import state as state_lib
 from jaxtrain.telemetry.console import duration
 from loaders import base
@@ -69,11 +69,10 @@ def _processes(target: Target) -> tuple[int, int]:
     """Return the processes of a run, and the devices of each."""
     if target.here:
         return jax.process_count(), jax.local_device_count()
-    if target.tiled:
-        devices = min(target.count, CHIPS_OF_TPU_HOST)
-    else:
-        devices = min(target.count // target.slices, GPUS_PER_NODE)
-    return max(1, int(target.count) // devices), devices
+    chip, in_slice = target.known_chip, int(target.count) // target.slices
+    chips_of_host = CHIPS_OF_TPU_HOST if target.tiled else chip.host
+    devices = min(in_slice, chips_of_host * chip.devices)
+    return target.slices * math.ceil(in_slice / devices), devices
 
 
 def _saved(state: state_lib.TrainState) -> state_lib.TrainState:

@@ -15,8 +15,6 @@ from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
 
-GPUS_PER_NODE = 8  # in one host
-
 
 class TpuType(NamedTuple):
     """The name of Google Cloud's accelerator types, as v4-32, before the number."""

@@ -53,6 +53,23 @@ def test_a_tpu_slice_has_a_process_for_four_chips(found):
     assert "process 0 has a connection to each of 3 others, and needs 32" in texts["open files"][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        ("gpu:gb200x72", (18, 4)),
+        ("gpu:gb200x68", (17, 4)),
+        ("gpu:gb300x144", (36, 4)),
+        ("gpu:h100x8*4", (4, 8)),
+        ("gpu:h100x4*2", (2, 4)),
+        ("tpu:tpu7x:4x4x4", (16, 8)),
+        ("tpu:tpu7x:1x1x1*2", (2, 2)),
+        ("tpu:v5p:4x4x4*2", (32, 4)),
+    ],
+)
+def test_hosts_are_those_of_the_chip(name, processes):
+    assert hosts._processes(plan.parse_target(name)) == processes
+
+
 def test_saves_that_take_longer_than_the_steps_between_them_have_a_remedy(found):
     of_host, texts = found("gpu:h100x8", ("checkpoint.every", "10"))
     text, good = texts["saves"]
