@@ -94,7 +94,15 @@ def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forec
         kind_of[kernel.name] = kind
         seconds[kernel.name] = costs.seconds(kernel, kind)
     walked = exposure.exposure(program, mesh, seconds, exposure.links_of(target))
-    return _add_up(walked, kind_of, costs.error, costs.describe() + _network_note(target))
+    calibrated = costs.describe() + _devices_note(costs, target) + _network_note(target)
+    return _add_up(walked, kind_of, costs.error, calibrated)
+
+
+def _devices_note(costs: ChipCosts, target: Target) -> str:
+    """Say that the measured steps had no exchanges, if a target's have, or return ""."""
+    if costs.fit is None or target.count == 1:
+        return ""
+    return ", all of them on one card; exchanges are by the rate of the links and not measured"
 
 
 def _network_note(target: Target) -> str:

@@ -49,6 +49,9 @@ def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
     assert found.seconds == pytest.approx(3 * 8e6 / (fit.share * 3020e9))
     assert found.error == fit.error
     assert found.calibration.startswith("NVIDIA H100: within 12% on 6 steps, 35% too low")
+    assert "all of them on one card; exchanges are by" in found.calibration
+    alone = forecast_lib.forecast(program, {"data": 1}, plan.parse_target("gpu:h100x1"))
+    assert alone.seconds == found.seconds and "exchanges" not in alone.calibration
     other = forecast_lib.forecast(program, MESH, plan.parse_target("gpu:h100pciex1"))
     assert other.error is None, "of another kind, which nobody measured"
 
