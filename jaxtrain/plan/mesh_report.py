@@ -43,7 +43,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
         except KeyboardInterrupt:
             interrupted = True
     result = first.result
-    if not result.meshes:
+    if not (result.meshes or interrupted):
         raise PlanError(mesh_search.no_mesh(result, target))
     lines = [
         *_title_lines(config, target, result),

@@ -117,7 +117,12 @@ class Search:
     def run(self, enough: int = ENOUGH) -> Result:
         lines: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
         numbers = itertools.count()
-        for mesh in candidates.meshes(self._target):
+        meshes = list(candidates.meshes(self._target))
+        count = self._target.count
+        self._note(
+            f"{count} devices have {len(meshes)} meshes, which a rough estimate puts in order"
+        )
+        for mesh in meshes:
             line = self._line(self._base | mesh)
             first = next(line, None)
             if first:

@@ -282,7 +282,11 @@ def _collective_text(kind: str, dtypes: str, collectives: Sequence[hlo.Collectiv
 
 def _left_lines(rows: Sequence[Row], targets: Sequence[Target]) -> Iterator[str]:
     """Name the sizes that were not reached."""
-    reached = {row.target.name for row in rows}
-    left = [target.name for target in targets if target.name not in reached]
+    reached = {(row.target.name, row.growth) for row in rows}
+    left = []
+    for target in targets:
+        missing = [each for each in (WEAK, STRONG) if (target.name, each) not in reached]
+        only = f" ({missing[0]} scaling)" if len(missing) == 1 else ""
+        left += [f"{target.name}{only}"] if missing else []
     if left:
         yield f"not compiled, so that nothing is known of them: {', '.join(left)}"

@@ -240,6 +240,15 @@ def test_ctrl_c_names_the_sizes_that_are_left(tmp_path, monkeypatch, capsys):
     assert out.err.count("by its compiler") == 1
 
 
+def test_ctrl_c_within_a_size_names_the_growth_that_is_left(tmp_path, monkeypatch, capsys):
+    compiled_as(monkeypatch, seconds=None)
+    monkeypatch.setattr(mesh_search, "forecast_of", _interrupting(3))
+    arguments = "gpu:h100x1..4", "--scale", "--config.train.batch=8"
+    assert run(tmp_path, *arguments) == 130
+    left = "nothing is known of them: gpu:h100x2 (strong scaling), gpu:h100x4\n"
+    assert left in capsys.readouterr().out
+
+
 def _interrupting(number):
     """Return a forecast that the user interrupts at its n-th call."""
     calls = []

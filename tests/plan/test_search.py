@@ -203,6 +203,16 @@ def test_ctrl_c_prints_what_is_known(tmp_path, monkeypatch, capsys):
     assert out.err.count("by its compiler") == 2
 
 
+def test_ctrl_c_before_the_first_candidate_says_so(language, monkeypatch, capsys):
+    def interrupted(search, mesh):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mesh_search.Search, "_options", interrupted)
+    text, fits, was_interrupted = plan.report_search(language(), GPUS)
+    assert was_interrupted and not fits and "interrupted: this is known so far" in text
+    assert "8 devices have 10 meshes" in capsys.readouterr().err
+
+
 def rows_config(tmp_path, *overrides):
     small_runs.rows(tmp_path)
     workdir = ("workdir", str(tmp_path / "run"))
