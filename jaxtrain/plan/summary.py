@@ -1,5 +1,6 @@
 """The whole plan of a run, for a person."""
 
+import collections
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
@@ -12,6 +13,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.plan import (
     calibration,
     environment,
+    exposure,
     forecast,
     hlo,
     hosts,
@@ -296,7 +298,7 @@ def _answer_lines(
     yield f"{_row('together', peak)}   of {in_bytes(target.memory)}"
     yield from roofline_lines(step, target)
     yield from _rows_lines(step, assembly, target)
-    yield from _program_lines(step, target)
+    yield from _program_lines(step, assembly, target)
 
 
 def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
@@ -347,7 +349,7 @@ def _rows_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[
         )
 
 
-def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
+def _program_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterator[str]:
     if step.library_calls:
         calls = [f"{count} × {name}" for name, count in _largest_first(step.library_calls)]
         yield f"  calls of libraries and kernels: {', '.join(calls)}"
@@ -364,13 +366,28 @@ def _program_lines(step: Compiled, target: Target) -> Iterator[str]:
         return
     by_bytes = sorted(step.collectives.items(), key=lambda item: -item[1].sent)
     for (kind, axes), exchanged in by_bytes:
-        yield _exchange_line(kind, axes, exchanged, target)
+        yield _exchange_line(kind, axes, exchanged, seconds.get((kind, axes)))
 
 
-def _exchange_line(kind: str, axes: Sequence[str], exchanged: hlo.Exchanged, target: Target) -> str:
-    sent = f"{in_bytes(exchanged.sent):>12} sent"
+def _seconds_of_links(
+    step: Compiled, mesh: Mapping[str, int], target: Target
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return the time of the links by kind and mesh axes, {} if their rates are not known."""
+    seconds: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
+    seconds = _seconds_of_links(step, dict(assembly.layout.mesh.shape), target)
     if target.chip:
-        sent += f", {1e3 * exchanged.sent / target.links:.2f} ms of the links"
+        links = exposure.links_of(target)
+        for each in hlo.collectives(step.text):
+            seconds[each.kind, each.axes(mesh)] += each.times * links.seconds(each)
+    return seconds
+
+
+def _exchange_line(
+    kind: str, axes: Sequence[str], exchanged: hlo.Exchanged, seconds: float | None
+) -> str:
+    sent = f"{in_bytes(exchanged.sent):>12} sent"
+    if seconds is not None:
+        sent += f", {1e3 * seconds:.2f} ms of the links"
     asynchronous = f"{exchanged.early} of them asynchronous"
     return f"  {exchanged.times:5} × {kind:20} over {'+'.join(axes):12} {sent}, {asynchronous}"
 

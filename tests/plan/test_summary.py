@@ -17,6 +17,7 @@ from jaxtrain.plan.bound import Array
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.run import loop
 from jaxtrain.step import update
+from tests.plan import scheduled
 from tests.plan.cases import ROOT, load, on
 from tests.support import installed, small_runs
 
@@ -41,6 +42,20 @@ def test_an_unknown_topology_is_an_error():
     target = dataclasses.replace(plan.parse_target("tpu:v4:2x2x1"), topology="v4:3x5x7")
     with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
         plan.compile.tpu_devices(target)
+
+
+@pytest.mark.parametrize("name", ["gpu:h100x4*2", "tpu:v5p:2x2x1*2"])
+def test_an_exchange_between_nodes_has_the_time_of_the_network(name):
+    program = scheduled.text(scheduled.start("a", scheduled.BETWEEN), scheduled.done("a"))
+    exchanges = {("all-reduce", ("data",)): plan.hlo.Exchanged(3, 12e6, 3)}
+    step = Compiled(0, 0, 0, exchanges, 1.0, text=program)
+    mesh, target = {"data": 2, "fsdp": 4}, plan.parse_target(name)
+    found = plan.forecast.forecast(plan.hlo.Program(program), mesh, target)
+    assembly = types.SimpleNamespace(layout=types.SimpleNamespace(mesh=types.SimpleNamespace()))
+    assembly.layout.mesh.shape = mesh
+    [line] = plan.summary._program_lines(step, assembly, target)
+    assert f"{1e3 * found.exchanges['data',].link:.2f} ms of the links" in line
+    assert found.exchanges["data",].link == pytest.approx(12e6 / target.known_chip.network)
 
 
 @installed.needs("trm")
