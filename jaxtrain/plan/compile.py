@@ -26,6 +26,8 @@ UNTUNED = {
     "xla_disable_hlo_passes": "cublas-pad-for-gemms",
 }
 
+NO_OFFLOAD = "without a card, XLA's compiler for GPUs takes offloaded arrays for the device's"
+
 
 class Compiled(NamedTuple):
     arguments: int  # [bytes] on one device

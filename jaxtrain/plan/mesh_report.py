@@ -9,7 +9,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.plan import candidates, estimate, mesh_search, remedies, worker
 from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.candidates import Choice
-from jaxtrain.plan.compile import ask_for_no_chips
+from jaxtrain.plan.compile import NO_OFFLOAD, ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
 from jaxtrain.plan.mesh_search import Result, Search, Settled
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
@@ -104,6 +104,8 @@ def _fitting_lines(config: config_lib.Config, target: Target, result: Result) ->
     for number, settled in enumerate(result.best, start=1):
         yield f"{number}. {_summary(settled)}"
         yield from _time_lines(config, target, settled)
+        if not settled.step and settled.candidate.config.optim.offload:
+            yield f"   not compiled: {NO_OFFLOAD}"
         yield f"   {settled.candidate.choice.overrides()}"
         yield ""
     if result.fitting and not result.best[0].candidate.config.optim.offload:

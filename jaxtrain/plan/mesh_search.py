@@ -74,8 +74,8 @@ class Result:
 
     @property
     def best(self) -> list[Settled]:
-        """The fitting candidates, the fastest first."""
-        return sorted(self.fitting, key=lambda settled: settled.seconds)
+        """The fitting candidates, the compiled ones before the others, the fastest first."""
+        return sorted(self.fitting, key=lambda each: (not each.is_compiled, each.seconds))
 
     @property
     def nearest(self) -> Settled | None:
@@ -113,6 +113,7 @@ class Search:
         self._beyond: dict[Any, float] = {}
         # of the smallest options of a mesh, if others did not fit: the lower bound
         self._bounds: dict[str, int] = {}
+        self._not_compiled: set[tuple[str, bool]] = set()  # of which one candidate is listed
 
     def run(self, enough: int = ENOUGH) -> Result:
         lines: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
@@ -127,15 +128,21 @@ class Search:
             first = next(line, None)
             if first:
                 heapq.heappush(lines, (first.estimate, next(numbers), first, line))
-        while lines and len(self.result.fitting) < enough:
+        while lines and sum(map(self._is_decided, self.result.fitting)) < enough:
             _, number, candidate, line = heapq.heappop(lines)
-            settled = self.settle(candidate)
-            if not settled.reason:
+            if self._is_decided(self.settle(candidate)):
                 continue
             following = next((each for each in line if not self._is_hopeless(each)), None)
             if following:
                 heapq.heappush(lines, (following.estimate, number, following, line))
         return self.result
+
+    def _is_decided(self, settled: Settled) -> bool:
+        """Tell whether a candidate is its mesh's: it fits, by its program if there is a compiler.
+
+        Candidates that the compiler cannot take are listed, one for each mesh.
+        """
+        return not settled.reason and (settled.is_compiled or self._compiler is None)
 
     def _line(self, mesh: Choice) -> Iterator[Candidate]:
         """Yield the candidates of a mesh, the fastest first, then split sequences."""
@@ -223,6 +230,7 @@ class Search:
         assembly = abstractly(candidate.config, self._target)
         is_on_host = self._target.kind == "gpu" and not self._target.here
         if self._compiler is None or is_on_host and offloaded(assembly.abstract):
+            self._not_compiled.add(_place(candidate))
             return Settled(candidate, size, seconds=candidate.estimate)
         program = self._program(candidate)
         count = candidate.config.train.accumulate
@@ -246,7 +254,8 @@ class Search:
     def _is_hopeless(self, candidate: Candidate) -> bool:
         bounds = [self._bounds.get(str(small.choice), 0) for small in candidate.smallest]
         own = self._bounds.get(str(candidate.choice), 0)
-        return max(own, min(bounds, default=0)) > self._memory
+        is_listed = _place(candidate) in self._not_compiled
+        return is_listed or max(own, min(bounds, default=0)) > self._memory
 
     def _compiled(self, candidate: Candidate, assembly: Assembly, lower: Bound) -> Settled:
         assert self._compiler is not None
@@ -273,6 +282,10 @@ class Search:
 
     def _lack(self, size: float, text: str) -> str:
         return f"{text} {in_bytes(size)} of {in_bytes(self._memory)}"
+
+
+def _place(candidate: Candidate) -> tuple[str, bool]:
+    return str(candidate.config.mesh), candidate.config.optim.offload
 
 
 def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:

@@ -26,6 +26,7 @@ from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import slices, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.candidates import MESH, NOTHING, Choice
+from jaxtrain.plan.compile import NO_OFFLOAD
 from jaxtrain.plan.mesh_search import Candidate, Search, Settled
 from jaxtrain.plan.target import PlanError, Target, no_slice, parse_target, unknown
 from loaders.io.checks import first_line
@@ -114,8 +115,10 @@ def rows(
     """Yield the rows of each size, compiled, the smallest size first.
 
     ``note``: takes a line for each candidate that is settled. Raises PlanError without a compiler
-    for the targets, and for batches that are no whole rows.
+    for the targets or their offloaded arrays, and for batches that are no whole rows.
     """
+    if config.optim.offload and targets[0].kind == "gpu":
+        raise PlanError(f"--scale compiles each size, but not with optim.offload: {NO_OFFLOAD}")
     of_growth = batches(config, targets)
     for number, target in enumerate(targets):
         known: dict[int, Settled] = {}  # by the batch

@@ -24,7 +24,13 @@ from jaxtrain.plan import (
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
-from jaxtrain.plan.compile import Compiled, ask_for_no_chips, compiler_options, is_at_hand
+from jaxtrain.plan.compile import (
+    NO_OFFLOAD,
+    Compiled,
+    ask_for_no_chips,
+    compiler_options,
+    is_at_hand,
+)
 from jaxtrain.plan.memory import held, in_bytes, least, offloaded
 from jaxtrain.plan.mesh_report import remedy
 from jaxtrain.plan.target import Target, abstractly, parse_target
@@ -263,7 +269,7 @@ def _missing(assembly: Assembly, target: Target) -> str:
     if not (is_at_hand(target) or environment.find(target.kind)):
         return f"its compiler is not here; jaxtrain plan --setup {target.kind} fetches it"
     if target.kind == "gpu" and offloaded(assembly.abstract):
-        return "without a card, XLA's compiler for GPUs takes offloaded arrays for the device's"
+        return NO_OFFLOAD
     return ""
 
 
@@ -365,6 +371,7 @@ def _program_lines(step: Compiled, assembly: Assembly, target: Target) -> Iterat
         yield "  the collectives are unknown: this jaxlib cannot read the program of a newer libtpu"
         return
     by_bytes = sorted(step.collectives.items(), key=lambda item: -item[1].sent)
+    seconds = _seconds_of_links(step, dict(assembly.layout.mesh.shape), target)
     for (kind, axes), exchanged in by_bytes:
         yield _exchange_line(kind, axes, exchanged, seconds.get((kind, axes)))
 
@@ -374,7 +381,6 @@ def _seconds_of_links(
 ) -> dict[tuple[str, tuple[str, ...]], float]:
     """Return the time of the links by kind and mesh axes, {} if their rates are not known."""
     seconds: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
-    seconds = _seconds_of_links(step, dict(assembly.layout.mesh.shape), target)
     if target.chip:
         links = exposure.links_of(target)
         for each in hlo.collectives(step.text):

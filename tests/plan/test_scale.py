@@ -223,6 +223,12 @@ def test_without_a_compiler_nothing_is_said(language):
         plan.report_scale(language(), RANGE)
 
 
+def test_offloaded_arrays_of_cards_elsewhere_are_refused(language):
+    config = language(("optim.offload", "True"))
+    with pytest.raises(plan.PlanError, match="not with optim.offload: without a card, XLA's"):
+        plan.report_scale(config, RANGE)
+
+
 def run(tmp_path, *arguments):
     small_runs.rows(tmp_path)
     config = f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}/run"

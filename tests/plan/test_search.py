@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import types
 
 import jax
@@ -97,6 +98,27 @@ def test_a_larger_target_may_have_room_for_one_microbatch_alone(language, monkey
     monkeypatch.setattr(mesh_report.remedies, "size", size)
     monkeypatch.setattr(plan.Target, "memory", 5e9)
     assert mesh_report.smallest(language(), plan.parse_target("gpu:h100x1")) == "gpu:h100x2"
+
+
+def test_candidates_that_no_compiler_takes_are_listed_apart(language, monkeypatch):
+    """A step of one microbatch fits only with its optimizer in host memory, which nothing proves.
+    So each mesh goes on to its programs of more microbatches."""
+    quickly(monkeypatch)
+
+    def size(config):
+        return 1e9 if config.train.accumulate > 1 else 90e9
+
+    def seconds(assembly, target, *, accumulate, remat):
+        return accumulate + 0.5 * assembly.config.optim.offload + 0.1 * (remat == "full")
+
+    monkeypatch.setattr(mesh_search.estimate, "seconds", seconds)
+    compiled_as(monkeypatch, seconds=lambda config: 1e3, size=size)
+    text, fits, _ = plan.report_search(language(), GPUS)
+    heads = re.findall(r"^\d+\. .*", text, re.MULTILINE)
+    are_compiled = ["at least" not in head for head in heads]
+    assert fits and are_compiled[:5] == [True] * 5 and not any(are_compiled[5:])
+    assert len(heads) > 5 and text.count("   not compiled: without a card") == len(heads) - 5
+    assert len({head.rpartition(", data")[2] for head in heads[5:]}) == len(heads) - 5
 
 
 def test_options_are_those_that_a_workload_has(language, tmp_path, monkeypatch):
