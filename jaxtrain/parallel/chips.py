@@ -4,9 +4,10 @@ The sources are of 2026. NVIDIA's datasheets are those of A100 80GB SXM, H100 (S
 PCIe, H200 SXM, HGX B200, HGX B300, GB200 NVL72, GB300 NVL72, L40S and RTX A6000. Google Cloud's
 pages are "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x". FLOP/s are dense, half of a
 datasheet's figure with sparsity. Links are of one direction. NVIDIA quotes both directions of
-NVLink together, as Google does for TPU7x. The memory of a TPU is the part that the compiler grants
-a program, by its own messages. Of a TPU7x, each of its two cores is a device, with half of the
-chip's figures.
+NVLink and PCIe together, as Google does for TPU7x. NVLink joins two cards of H100 PCIe or NVL by a
+bridge, with 600 GB/s in both directions, and more of them exchange over PCIe. The memory of a TPU
+is the part that the compiler grants a program, by its own messages. Of a TPU7x, each of its two
+cores is a device, with half of the chip's figures.
 
 Between nodes a GPU has an adapter of its own, of which rings of NCCL reach nine tenths. It has
 400 Gb/s with H100, H200 and B200 by NVIDIA's "DGX BasePOD", and with GB200 by the "DGX GB200 User
@@ -37,7 +38,8 @@ class Chip(NamedTuple):
     clock: float = 0  # [1/s] of a TPU, by its FLOP/s and the size of its matrix units
     network: float = 45e9  # [bytes/s] sent by a device to other nodes or slices
     network_is_assumed: bool = False  # no page of the vendor that was read states it
-    domain: int = 8  # GPUs that NVLink joins
+    bridge: float = 0  # [bytes/s] of NVLink between the two cards of a node of two
+    domain: int = 8  # GPUs of a node: those that NVLink or PCIe joins
     host: int = 8  # chips of a host. A GB200's and GB300's domain has 18 hosts (NVL72)
 
     @property
@@ -51,8 +53,26 @@ CHIPS = (
     ),
     # "NVIDIA H100 80GB HBM3": SXM. Measured: docs/results/h100.md
     Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9, 3020e9, 732e12),
-    Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9, network_is_assumed=True),
-    Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9, network_is_assumed=True),
+    Chip(
+        "h100pcie",
+        "NVIDIA H100 PCIe",
+        756e12,
+        80e9,
+        2000e9,
+        64e9,
+        network_is_assumed=True,
+        bridge=300e9,
+    ),
+    Chip(
+        "h100nvl",
+        "NVIDIA H100 NVL",
+        835e12,
+        94e9,
+        3900e9,
+        64e9,
+        network_is_assumed=True,
+        bridge=300e9,
+    ),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
     Chip("b300", "NVIDIA B300", 2250e12, 270e9, 8000e9, 900e9, network=90e9),

@@ -18,6 +18,7 @@ OPTIONS = (candidates.OFFLOAD, candidates.REMAT, candidates.ACCUMULATE)
 MAX_LINES = 12  # of candidates that do not fit
 LITTLE = 0.05  # share of a step that is not named
 MAX_DOUBLINGS = 9  # of a target that is too small
+NUMBERS_OF_SLICES = (2, 4, 8, 16)  # of the largest ones, likewise
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
@@ -238,12 +239,17 @@ def _has_room(config: config_lib.Config, target: Target) -> bool:
 
 
 def _larger(target: Target) -> Iterator[str]:
-    """Yield the names of targets with more devices of the same chip."""
+    """Yield the names of targets with more devices of the same chip: slices, then several."""
     chip = target.known_chip
     if target.tiled:
-        for sides in slices_lib.existing(chip.name):
+        existing = slices_lib.existing(chip.name)
+        for sides in existing:
             if math.prod(sides) * chip.devices > target.count:
                 yield slices_lib.name(chip.name, sides)
+        largest = math.prod(existing[-1]) * chip.devices
+        for n in NUMBERS_OF_SLICES:
+            if n * largest > target.count:
+                yield f"{slices_lib.name(chip.name, existing[-1])}*{n}"
         return
     count = target.count
     for _ in range(MAX_DOUBLINGS):

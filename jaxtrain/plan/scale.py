@@ -63,7 +63,7 @@ def parse_range(text: str, factor: int = DOUBLE) -> list[Target]:
 
     Raises PlanError.
     """
-    match = re.fullmatch(r"(.*\D)(\d+)\.\.(\d+)", text.lower())
+    match = re.fullmatch(r"(gpu:\w+x|tpu:\w+[:-]|\w+:.+\*)(\d+)\.\.(\d+)", text.lower())
     if not match:
         raise PlanError(f"--scale takes a range of sizes as {EXAMPLES}, and TARGET is {text!r}")
     kind, first, last = match[1], int(match[2]), int(match[3])

@@ -81,7 +81,8 @@ class Target:
         chip = self.known_chip
         sides = self.sides
         if not sides:
-            return chip.links
+            is_pair = self.count // self.slices == 2
+            return chip.bridge if is_pair and chip.bridge else chip.links
         n_links = 0
         for n in sides:
             is_ring = self.is_torus or n == 16
@@ -232,7 +233,7 @@ def _topology_of_type(devices: str) -> str:
     """Return the slice of an accelerator type, as v4:2x2x4 of v4-32. Any other text is itself.
 
     It is the one that Google Cloud makes for the type: sides are powers of two, as even as possible
-    and the shortest first, but for 2x2x1.
+    and the shortest first, but for slices of half a cube or less.
     """
     match = re.fullmatch(r"(\w+)-(\d+)(\*\d+)?", devices)
     if not match or match[1] not in TPU_TYPES:
@@ -244,8 +245,8 @@ def _topology_of_type(devices: str) -> str:
         return devices
     n = of_type.dimensions
     sides = [1 << (doublings + i) // n for i in range(n)]
-    if n_chips == 4 and n == 3:
-        sides = [2, 2, 1]
+    if tuple(sides) not in slices_lib.existing(of_type.chip):
+        sides = list(slices_lib.of_count(of_type.chip, n_chips) or sides)
     topology = "x".join(map(str, sides))
     return f"{of_type.chip}:{topology}{match[3] or ''}"
 

@@ -38,6 +38,7 @@ def table(report, growth):
         ("tpu:v5e:1..8", ["v5e:1x1", "v5e:2x2", "v5e:2x4"]),  # there are no two chips
         ("tpu:v4:512..3072", ["v4:8x8x8", "v4:8x8x16", "v4:8x16x16", "v4:12x16x16"]),
         ("TPU:tpu7x:4..4", ["tpu7x:2x2x1"]),
+        ("tpu:v5litepod-16..32", ["v5litepod-16", "v5litepod-32"]),
         ("tpu:v5e:16x16*1..4", ["v5e:16x16*1", "v5e:16x16*2", "v5e:16x16*4"]),
     ],
 )
@@ -63,6 +64,8 @@ def test_a_range_of_cards_has_whole_nodes():
             " and tpu:v5p:2x2x1 (4 chips)",
         ),
         ("tpu:v5e:4..512", "no slice of 512 v5e chips; the nearest: tpu:v5e:16x16 (256 chips)"),
+        ("gpu:h100..8", "--scale takes a range of sizes as tpu:v5p:4..4096, "),
+        ("tpu:v5e:16x16..2", "--scale takes a range of sizes as tpu:v5p:4..4096, "),
         ("gpu:h100x8", "--scale takes a range of sizes as tpu:v5p:4..4096, "),
         ("", "--scale takes a range of sizes"),
         ("tpu:v9:4..8", "is unknown; expected for example"),

@@ -121,6 +121,11 @@ def test_candidates_that_no_compiler_takes_are_listed_apart(language, monkeypatc
     assert len({head.rpartition(", data")[2] for head in heads[5:]}) == len(heads) - 5
 
 
+def test_beyond_the_largest_slice_there_are_several():
+    larger = list(mesh_report._larger(plan.parse_target("tpu:v5e:16x16*2")))
+    assert larger == [f"tpu:v5e:16x16*{n}" for n in (4, 8, 16)]
+
+
 def test_options_are_those_that_a_workload_has(language, tmp_path, monkeypatch):
     fields = ("optim.offload", "model.remat", "train.accumulate")
     choices = candidates.same_numbers(language(), 2, fields)

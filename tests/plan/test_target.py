@@ -45,6 +45,8 @@ def test_a_target_that_is_unknown_names_those_that_are():
         ("v5p-256", "v5p:4x4x8", 128),
         ("v5litepod-1", "v5e:1x1", 1),
         ("v5litepod-8", "v5e:2x4", 8),
+        ("v5p-4", "v5p:2x1x1", 2),
+        ("v5p-2", "v5p:1x1x1", 1),
         ("v6e-256", "v6e:16x16", 256),
         ("v6e-8*2", "v6e:2x4", 16),
     ],
@@ -112,6 +114,9 @@ def test_targets_know_their_devices():
         ("tpu:v5p:4x4x4", 6, 6),
         ("tpu:v5p:2x4x4", 3, 6),  # no torus
         ("gpu:h100x8", 1, 1),  # all by the switch
+        ("gpu:h100nvlx2", 300, 64),  # by the bridge of NVLink
+        ("gpu:h100pciex2*4", 300, 64),
+        ("gpu:h100pciex8", 1, 1),  # by PCIe
     ],
 )
 def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
