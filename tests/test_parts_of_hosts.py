@@ -1,4 +1,4 @@
-"""No process holds more than its part of a large state, at its start, in a save or a restore."""
+"""No process holds all of a large state, at its start, in a save or a restore."""
 
 import json
 import os
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_no_process_holds_more_than_its_part(name, tmp_path):
+def test_no_process_holds_the_whole_state(name, tmp_path):
     """The growth with the size of the model: programs and threads take the same for any."""
     source, overrides, field, form, sizes = CASES[name]
     found = []
