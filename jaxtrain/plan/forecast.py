@@ -99,7 +99,7 @@ def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forec
 
 
 def _devices_note(costs: ChipCosts, target: Target) -> str:
-    """Say that the measured steps had no exchanges, if a target's have, or return ""."""
+    """Say that the steps were of one card, if a target has more, or return ""."""
     if costs.fit is None or target.count == 1:
         return ""
     return ", all of them on one card; exchanges are by the rate of the links and not measured"
