@@ -1,9 +1,10 @@
 """Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
-    gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`), or XLA some keys at a time (`nn.ring`)
-          if they refuse: for other heads, windows to both sides, and documents on cards before
-          Hopper or without a known bound of their number. Neither has an array that grows with
-          T × S
+    gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`). They refuse other heads, windows to
+          both sides, and documents on cards before Hopper or without a known bound of their
+          number. Then it is tokamax's kernel on Hopper if it is installed
+          (`nn.tokamax_attention`), or XLA some keys at a time (`nn.ring`). None of them has an
+          array that grows with T × S
     tpu   kernels of Pallas, if sequences and heads fill their lanes: for short rows without
           documents one that writes its result alone (`nn.short`), for documents one that computes
           the blocks with pairs alone (`nn.pair_blocks`), and splash (`nn.splash`)
@@ -32,7 +33,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import cpu, cudnn, pair_blocks, remat
+from jaxtrain.nn import cpu, cudnn, pair_blocks, remat, tokamax_attention
 from jaxtrain.nn.short import short, short_fits
 from jaxtrain.nn.splash import document_blocks, splash, splash_fits
 from jaxtrain.parallel import kernels, one_device
@@ -43,6 +44,10 @@ log = logging.getLogger("jaxtrain")
 Shape = tuple[int, ...]
 # compute capability from which kernels have heads of more than 128 values, and take documents
 HOPPER = (9, 0)
+INSTEAD_OF_CUDNN = {
+    "tokamax": "tokamax's kernel is used instead",
+    "chunked": "XLA's own is used instead, some keys at a time",
+}
 
 
 class Masks(NamedTuple):
@@ -181,10 +186,8 @@ def _call(
         return attend(*qkv, segments_bt, causal=causal, window=window)
     if kernel == "cudnn":
         return cudnn.fused(*qkv, causal=causal, window=window, length=length, capability=devices[1])
-    if kernel == "chunked":
-        from jaxtrain.nn import ring  # which imports this module
-
-        return ring.whole(*qkv, segments_bt, causal=causal, window=window, keep=keep)
+    if kernel in INSTEAD_OF_CUDNN:
+        return _instead_of_cudnn(kernel, devices[1], masks, keep, *qkv, segments_bt)
     if kernel == "short":
         y_bthk = short(*qkv, causal=causal, window=window)
         return remat.name(y_bthk, keep) if keep else y_bthk
@@ -196,6 +199,25 @@ def _call(
         return attend(*qkv, causal=causal, window=window, keep=keep)
     mask_bts = _mask(q_bthk.shape[1], causal, window, segments_bt)
     return _by_xla(devices[0], qkv, mask_bts, keep)
+
+
+def _instead_of_cudnn(
+    kernel: str,
+    capability: str,
+    masks: Masks,
+    keep: str | None,
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    segments_bt: Array | None,
+) -> Array:
+    args = (q_bthk, k_bsgk, v_bsgk, segments_bt)
+    if kernel == "tokamax":
+        settings = tokamax_attention.Settings(masks.causal, masks.window, capability, keep)
+        return tokamax_attention.attend(settings, *args)
+    from jaxtrain.nn import ring  # which imports this module
+
+    return ring.whole(*args, causal=masks.causal, window=masks.window, keep=keep)
 
 
 def _by_xla(
@@ -218,9 +240,9 @@ def _padding_as_document(q_bthk: Array, length: int) -> Array:
 def choose(
     q_bthk: Array, devices: tuple[str, str], masks: Masks, *, keys: Shape = (), n_parts: int = 1
 ) -> str:
-    """Return the kernel for queries of this shape: "xla", "chunked", or a name of a module here.
+    """Return the kernel for queries of this shape: "xla", "chunked", "tokamax", or a module's name.
 
-    Nothing else of this process may decide it, since a plan is traced on another machine.
+    Of this process only an installed tokamax may decide it: plans are traced on other machines.
 
     ``keys``: their shape, () = that of the queries. ``n_parts``: into which devices split heads.
     """
@@ -229,7 +251,14 @@ def choose(
         return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape, n_parts)
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
-    return "chunked" if refusal_of_cudnn(q_bthk, devices, masks) else "cudnn"
+    if refusal_of_cudnn(q_bthk, devices, masks):
+        return _choose_instead(q_bthk, capability)
+    return "cudnn"
+
+
+def _choose_instead(q_bthk: Array, capability: str) -> str:
+    is_for_tokamax = tokamax_attention.fits(q_bthk.shape[3], capability)
+    return "tokamax" if is_for_tokamax and tokamax_attention.is_installed() else "chunked"
 
 
 def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: Shape, n_parts: int) -> str:
@@ -273,8 +302,9 @@ def _longest_head(capability: tuple[int, ...]) -> int:
 
 def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: str) -> None:
     """Log the attention in the place of cuDNN's on a GPU, once for each reason."""
-    if kernel == "chunked":
-        _log_once(refusal_of_cudnn(q_bthk, devices, masks))
+    if kernel in INSTEAD_OF_CUDNN:
+        fits_tokamax = tokamax_attention.fits(q_bthk.shape[3], devices[1])
+        _log_once(refusal_of_cudnn(q_bthk, devices, masks), kernel, fits_tokamax)
 
 
 @functools.cache
@@ -291,11 +321,12 @@ def _log_no_kernel(rows: str, tokens: int, heads: int, head_dim: int, dtype: str
 
 
 @functools.cache
-def _log_once(refusal: str) -> None:
-    log.info(
-        "cuDNN's attention does not take %s: XLA's own is used instead, some keys at a time",
-        refusal,
-    )
+def _log_once(refusal: str, kernel: str, fits_tokamax: bool) -> None:
+    remedy = ""
+    if kernel == "chunked" and fits_tokamax:
+        remedy = "; tokamax has a kernel: pip install 'jaxtrain[tokamax]' in Python 3.12 or newer"
+    instead = INSTEAD_OF_CUDNN[kernel]
+    log.info("cuDNN's attention does not take %s: %s%s", refusal, instead, remedy)
 
 
 def is_forward(kernel: str) -> bool:

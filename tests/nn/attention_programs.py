@@ -123,7 +123,7 @@ def facts(case: dict, versions: str) -> dict:
         }
     )
     kernels = re.findall(
-        r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla\S*|tpu_custom_call)"', text
+        r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla\S*|tpu_custom_call|mosaic_gpu\w*)"', text
     )
     gathered = re.findall(
         r"= \(?(\w+\[[\d,]*\])[^=]* (?:all-gather|all-gather-start|all-to-all)\(", text

@@ -4,7 +4,9 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jaxtrain.config import Lora
 from jaxtrain.nn import batch_norm, lora, ring, sampling, transformer
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import LossOut, Mean, Task, Variables
-from tests.support import shapes
+from tests.support import shapes, tokamax_package
 
 MODULES = [
     importlib.import_module(f"{nn.__name__}.{found.name}")
@@ -43,6 +45,8 @@ RESULTS = {
     "sampling.choose": "",
     "short.short": "b t h k",
     "splash.splash": "b t h k",
+    "tokamax_attention.attend": "b t h k",
+    "tokamax_attention.ranges": "",
     "transformer.decode": "b t d",
     "transformer.embed": "b t d",
     "transformer.feed_forward": "b t d",
@@ -160,6 +164,10 @@ def call_everything():
     half = arrays(q.shape, k.shape, v.shape, dtype="bfloat16")
     documents = dict(documents=3, causal=True, window=0, capability="9.0")
     jax.eval_shape(lambda *x: nn.cudnn.packed(*x, **documents), *half, segments)
+    with mock.patch.dict(sys.modules, tokamax_package.modules()):
+        settings = nn.tokamax_attention.Settings(True, 0, "9.0", None)
+        attend = functools.partial(nn.tokamax_attention.attend, settings)
+        jax.eval_shape(jax.grad(lambda *x: attend(*x).sum()), q, k, v, segments)
     split = shard_on(1, 8, 1, batch="data", seq="fsdp")
     jax.eval_shape(lambda *x: ring.attention(split, *x, None, causal=True, window=0), q, k, v)
 

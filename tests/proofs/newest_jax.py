@@ -4,7 +4,8 @@
 
 The gate's Python is the oldest that the package supports, and its jax is the last one for it. The
 compiler of a newer jax makes other programs of the same steps. The environment has what the tests
-need in their newest versions, and is renewed once a week.
+need in their newest versions, and tokamax, which needs a newer Python too. It is renewed once a
+week.
 """
 
 import json
@@ -77,7 +78,10 @@ def install(folder: pathlib.Path) -> None:
     """Install what the tests need. The package itself is imported from the checkout."""
     interpreter = str(folder / "bin" / "python")
     listed = subprocess.run(
-        [sys.executable, needs.__file__, "dev"], check=True, capture_output=True, text=True
+        [sys.executable, needs.__file__, "dev", "tokamax"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     uv = machine.cache_folder("uv")
     command = [interpreter, str(ROOT / "tools" / "install.py"), str(uv), "--upgrade"]

@@ -109,8 +109,8 @@ PARTS = {
         "the compiled steps on the newest jax, in an environment of its own",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
-        " compiled/test_mesh.py nn/test_attention_compiled.py plan/test_traffic.py"
-        " plan/test_hlo.py plan/test_exposure.py"
+        " compiled/test_mesh.py nn/test_attention_compiled.py nn/test_tokamax_attention.py"
+        " parallel/test_replicas.py plan/test_traffic.py plan/test_hlo.py plan/test_exposure.py"
         " test_compiler.py::test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the"
         "_table",
         workers=2,

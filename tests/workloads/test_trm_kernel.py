@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import specs
+from jaxtrain.nn import tokamax_tracing
 from jaxtrain.parallel import layout
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.trm import model as trm
@@ -134,7 +135,7 @@ def test_a_plan_traces_it_for_a_gpu_that_is_not_here(monkeypatch):
     """tokamax asks the default device for what it needs to know of the card."""
     from jax.extend import backend
 
-    with tokamax_glu.traced_for("9.0"):
+    with tokamax_tracing.traced_for("9.0"):
         card = backend.get_default_device()
     assert (card.platform, card.compute_capability, card.core_count) == ("gpu", "9.0", 132)
     assert backend.get_default_device().platform == "cpu" and hash(card)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import ModelSection
-from jaxtrain.nn import attention, remat
+from jaxtrain.nn import attention, remat, tokamax_tracing
 from jaxtrain.nn.layers import product, product_in_float32, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
@@ -38,7 +38,7 @@ POSITIONS = ("none", "rope", "learned")
 LOSSES = ("stablemax", "softmax")
 CONTRACTS = ("deep", "last")
 DTYPES = ("float32", "bfloat16")
-KERNELS = ("auto", "xla", tokamax_glu.PACKAGE)
+KERNELS = ("auto", "xla", tokamax_tracing.PACKAGE)
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
@@ -161,7 +161,7 @@ class Config(ModelSection):
         yield from checks.choice(self, DTYPES, "dtype")
         yield from checks.choice(self, remat.WHOLE, "remat")
         yield from checks.choice(self, KERNELS, "kernel")
-        if self.kernel == tokamax_glu.PACKAGE:
+        if self.kernel == tokamax_tracing.PACKAGE:
             yield from self._problems_of_tokamax()
         yield from self._token_problems()
         yield from checks.choice(self, CONTRACTS, "contract")
@@ -457,7 +457,7 @@ def swiglu(gate: Array, y: Array) -> Array:
 def gated(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None, kernel: str) -> Array:
     """Compute silu(x w_gate) (x w_up), of logical ``axes``, by one of `KERNELS`."""
     is_for_kernel = kernel != "xla" and tokamax_glu.fits(x, w, shard, axes)
-    if is_for_kernel and (kernel == tokamax_glu.PACKAGE or tokamax_glu.is_installed()):
+    if is_for_kernel and (kernel == tokamax_tracing.PACKAGE or tokamax_glu.is_installed()):
         return tokamax_glu.swiglu(x, w, shard, axes)
     gate, y = products(equation, x, w, shard, *axes)
     return swiglu(gate, y)

@@ -6,37 +6,20 @@ It is for NVIDIA GPUs of compute capability 9.0, and in a package of its own (to
 Shapes: B batch, M rows of an example, N = B × M, K inputs, 2 gate and up, O outputs.
 """
 
-import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Iterator
-from typing import NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 
-from jaxtrain.parallel import kernels, one_device
+from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, traced_for
+from jaxtrain.parallel import kernels
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
 from loaders.io import machine
 
 log = logging.getLogger("jaxtrain")
-PACKAGE = "tokamax"
-HOPPER = ((9, 0), (10, 0))  # compute capabilities, from and below
 ROWS, INPUTS, OUTPUTS = 256, 64, 128  # multiples that the kernel takes
-_PATCHING = threading.Lock()  # one thread at a time replaces JAX's default device
-
-
-class Card(NamedTuple):
-    """A GPU that a program is traced for on a host without one, as tokamax sees it."""
-
-    compute_capability: str
-    platform: str = "gpu"
-    core_count: int = 132  # multiprocessors of an H100
-    device_kind: str = "NVIDIA H100"
 
 
 def fits(x_bmk: Array, w_k2o: Array, shard: Shard, axes: Axes) -> bool:
@@ -86,14 +69,3 @@ def _on_device(capability: str, x_bmk: Array, w_k2o: Array) -> Array:
             x_nk, w_k2o, activation=jax.nn.silu, implementation="mosaic"
         )
     return y_no[: b * m].reshape(b, m, -1)
-
-
-@contextlib.contextmanager
-def traced_for(capability: str) -> Iterator[None]:
-    """Trace as on a host with a GPU of this capability, unless this is one."""
-    if one_device.host()[0] == "gpu":
-        yield
-        return
-    card = Card(capability)
-    with _PATCHING, mock.patch.object(backend, "get_default_device", lambda: card):
-        yield
