@@ -1,5 +1,6 @@
 """A config's data, in a subprocess, as a dead server may hang: index, examples, rows a second."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,10 @@ def examine(
         remedy = "train for a step on one host first, and let the others share its cache"
         return Findings([warn(GROUP, "index", missing, remedy)], {})
     rows = _rows_of(process, processes, batch=config.train.batch)
+    from jaxtrain.checkpoint import data_of_run
+
     try:
+        config = dataclasses.replace(config, data=data_of_run.section(config))
         return Findings(list(_checks(config, rows, wanted / processes)), {})
     except (DataError, OSError) as error:
         remedy = "correct or remove what it names, then rerun"

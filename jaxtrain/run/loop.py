@@ -10,6 +10,7 @@ import jax
 
 from jaxtrain import assembly as assembly_lib
 from jaxtrain import plan
+from jaxtrain.checkpoint import data_of_run
 from jaxtrain.compile.attempt_programs import AttemptPrograms
 from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
@@ -71,6 +72,7 @@ def run(
     with contextlib.ExitStack() as closing:
         process = closing.enter_context(ProcessContext.join(config, command))
         with process.phase(goodput.PLAN):
+            config = data_of_run.settled(config)
             config = plan.resolve(plan.decide_once(config), plan.parse_target(""))
         assembly = assembly_lib.assemble(config)
         log.info("%s", assembly_lib.describe(assembly))

@@ -15,7 +15,7 @@ The text continues the field's path: "train.steps is 0; it must be at least 1".
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 MAX_THREADS = 1024
 Problems = Iterator[tuple[str, str]]
@@ -111,6 +111,13 @@ class DataSection(Section):
     def exists(self) -> bool:
         """Whether the data are there, so that reading the dataset info does not make them."""
         return True
+
+    def settled(self, order: Mapping[str, Any] | None) -> Self:
+        """Return the section with values for the fields that it leaves to the data, if any.
+
+        ``order``: that of the run's newest checkpoint, whose values are kept, or None.
+        """
+        return self
 
     def missing(self) -> str:
         """Return why no row can be read before a first run makes or copies the data, or ""."""

@@ -7,6 +7,7 @@ belongs to another document.
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,12 @@ from loaders.base import DataError
 from loaders.text.token_files import Documents
 
 log = logging.getLogger("jaxtrain")
-LEAST_LIMIT = 32  # [documents]
-PLACES = 128  # of a row for each further document that it may have
+# [documents] of a row, of which cuDNN's kernel keeps a float32 number each, for each head and place
+LIMITS = (32, 64, 128)
+LITTLE, MUCH = 0.01, 0.05  # [share] of the places, padded because of a limit
+# [places] of a row from which attention to all of them takes longer than all else, in a net of
+# some 5,000 values a token
+LONG = 1 << 16
 START, SHUFFLE = 64, 65  # domains of the hashes: two uses of the same numbers draw independently
 KEPT_WINDOWS = 4  # packed windows that stay in memory: a batch may span two
 
@@ -30,6 +35,7 @@ class Pieces(NamedTuple):
     length: np.ndarray  # int64 [pieces] positions
     stops: np.ndarray  # int64 [rows] after the last piece of each row
     moved: int = 0  # pieces that are in further rows, since a row had too many
+    added: int = 0  # rows that these took
 
 
 class _OpenBins:
@@ -96,20 +102,47 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return bin_of, n_bins
 
 
-def limit_of(context: int) -> int:
+def limit_of(
+    lengths: Sequence[np.ndarray], shares: Sequence[float], context: int, window: int
+) -> int:
     """Return how many documents a row of ``context`` positions may have, unless a config says.
 
-    Kernels of attention reserve memory for each document that a row may have.
+    It is the smallest of `LIMITS` that pads at most `LITTLE`. The largest may pad `MUCH`, and in
+    long rows as much as attention to all places would take. If it pads more, the limit is
+    ``context``, which limits nothing, and which cuDNN's kernel refuses. A window of each source is
+    packed to know it. The order of rows depends on it. So it is a function of the documents, never
+    of the devices.
+
+    ``lengths``: int64 [n] tokens of the documents of each source. ``shares``: of the rows.
     """
-    return max(LEAST_LIMIT, context // PLACES)
+    samples = []
+    for of_source in lengths:
+        n = len(of_source)
+        chosen = order.permutation(0, 0, max(n, 1), np.arange(min(n, window)))
+        samples.append(of_source[chosen])
+    most = dict.fromkeys(LIMITS, LITTLE)
+    most[LIMITS[-1]] = max(MUCH, context / (context + LONG))
+    for limit, share in most.items():
+        padded = [_padded(sample, context, limit) for sample in samples]
+        if np.average(padded, weights=shares) <= share:
+            return min(limit, context)
+    return context
 
 
-def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray, int, int]:
+def _padded(lengths: np.ndarray, context: int, limit: int) -> float:
+    """Return the share of a window's places that are padding because of a limit."""
+    pieces = pack(lengths, context, limit)
+    return pieces.added / max(len(pieces.stops), 1)
+
+
+def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray, int, int, int]:
     """Pack by `best_fit`, at most ``limit`` items in a bin. The shortest are packed once more.
 
-    Returns the bin of each, the number of bins, and how many items were packed again.
+    Returns the bin of each, the number of bins, how many items were packed again, and how many bins
+    that took.
     """
     bin_of, n_bins = best_fit(lengths, capacity)
+    n_fewest = n_bins
     moved = _beyond(bin_of, lengths, limit)
     n_moved = len(moved)
     while len(moved):
@@ -117,7 +150,7 @@ def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray,
         bin_of[moved] = n_bins + bins
         n_bins += n_further
         moved = moved[_beyond(bins, lengths[moved], limit)]
-    return bin_of, n_bins, n_moved
+    return bin_of, n_bins, n_moved, n_bins - n_fewest
 
 
 def _beyond(bin_of: np.ndarray, lengths: np.ndarray, limit: int) -> np.ndarray:
@@ -142,10 +175,10 @@ def pack(lengths: np.ndarray, context: int, limit: int) -> Pieces:
     piece_in_document = np.arange(len(document)) - first_piece[document]
     offset = piece_in_document * context
     length = np.minimum(context, n_pairs[document] - offset)
-    bins, n_bins, n_moved = limited(length, context, limit)
+    bins, n_bins, n_moved, n_added = limited(length, context, limit)
     by_bin = np.argsort(bins, kind="stable")
     stops = np.cumsum(np.bincount(bins, minlength=n_bins))
-    return Pieces(document[by_bin], offset[by_bin], length[by_bin], stops, n_moved)
+    return Pieces(document[by_bin], offset[by_bin], length[by_bin], stops, n_moved, n_added)
 
 
 class Packed:
@@ -174,6 +207,8 @@ class Packed:
         self._lock = threading.Lock()  # of the two above: batches are read by several threads
         # documents of the windows packed so far that are in further rows, as a row had too many
         self.moved = 0
+        self._added = 0  # rows that these took
+        self._warned = False
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
@@ -221,18 +256,40 @@ class Packed:
             previous_end = self._ends[-1] if w else 0
             self._ends.append(previous_end + n_rows)
             self._count_moved(pieces)
+            if window == self._n_windows - 1:
+                self._report_moved(epoch)
         return pieces
 
     def _count_moved(self, pieces: Pieces) -> None:
-        if pieces.moved and not self.moved:
-            log.info(
-                "%d of %d documents went into further rows, since a row has at most %d"
-                " (data.documents)",
+        """Count the documents of a window that were moved. Warn once if that pads many places."""
+        self.moved += pieces.moved
+        self._added += pieces.added
+        padded = pieces.added / max(len(pieces.stops), 1)
+        if padded > LITTLE and not self._warned:
+            self._warned = True
+            log.warning(
+                "%.1f %% of the places are padding, since a row has at most %d documents, and %d of"
+                " %d went into further rows; raise data.documents, which is 0 to choose it by the"
+                " documents",
+                100 * padded,
+                self._limit,
                 pieces.moved,
                 len(pieces.length),
-                self._limit,
             )
-        self.moved += pieces.moved
+
+    def _report_moved(self, epoch: int) -> None:
+        """Log the documents that were moved up to the end of an epoch."""
+        if not self.moved:
+            return
+        log.info(
+            "up to the end of epoch %d, %d documents went into further rows, since a row has at"
+            " most %d (data.documents): %.2f %% of %d rows",
+            epoch,
+            self.moved,
+            self._limit,
+            100 * self._added / max(self._ends[-1], 1),
+            self._ends[-1],
+        )
 
     def _fill_row(
         self, batch: dict[str, np.ndarray], row: int, pieces: Pieces, number: int

@@ -10,7 +10,8 @@ are three ways (``packing``):
     best_fit  the documents of an epoch are permuted, and each ``window`` of them that follow each
               other is packed by itself: the longest document first, each into the fullest row that
               can still take it (best fit decreasing; Ding et al. 2024, arXiv 2404.10830). Only a
-              document longer than the context is cut. A row has at most ``documents`` of them.
+              document longer than the context is cut. A row has at most ``documents`` of them,
+              by default as many as leave little padding (`loaders.text.packing.limit_of`).
               Rows of a window are permuted. Attention and loss stay inside a document:
               ``segments``.
     concat    the stream of all documents is cut every ``context`` tokens, and those windows are
@@ -37,8 +38,8 @@ Shakespeare as characters.
 import hashlib
 import pathlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,8 +78,8 @@ class Config(checks.DataSection):
     # [name] how documents become rows: best_fit, concat or random
     packing: str = "best_fit"
     window: int = 16_384  # [documents] number of documents that are packed among themselves
-    # [documents] most documents of a packed row, of which further ones go into other rows; 0 = one
-    # for each 128 tokens of the context, at least 32
+    # [documents] most documents of a packed row, of which further ones go into other rows; 0 = 32,
+    # 64 or 128 by the documents, or without a limit if each of these pads too many places
     documents: int = 0
     # [name] the tokens of a text file: its characters, or bytes. The vocabulary of characters is
     # that of the training text
@@ -118,6 +119,12 @@ class Config(checks.DataSection):
         yield from checks.choice(self, mixture.POLICIES, "exhausted")
         yield from checks.at_least(self, 1, "context", "window", "ahead")
         yield from checks.not_negative(self, "documents")
+        if self.documents and self.packing != "best_fit":
+            yield (
+                "documents",
+                f"is {self.documents}, and a row of packing={self.packing!r} is one piece of the"
+                " stream; omit it, or set packing to 'best_fit'",
+            )
         yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
         if self.packing == "random" and self.exhausted != "repeat":
@@ -125,6 +132,15 @@ class Config(checks.DataSection):
                 "exhausted",
                 f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'",
             )
+
+    def settled(self, order: Mapping[str, Any] | None) -> "Config":
+        """Return the section with a number for ``documents``, as in ``order`` if it is given."""
+        if self.documents or self.packing != "best_fit":
+            return self
+        documents = limit(self)
+        if order is not None and order.get("packing") == self.packing:
+            documents = order.get("documents", self.context)
+        return replace(self, documents=documents)
 
 
 class RowList(NamedTuple):
@@ -149,6 +165,7 @@ class Tokens(Loader):
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         train = split == "train"
         self._config = config
+        self._limit = limit(config)
         self._documents = [_open(source, config)[split] for source in config.sources]
         self._folders = []
         for source in config.sources:
@@ -163,7 +180,7 @@ class Tokens(Loader):
                     " train on"
                 )
             source_seed = seed + (k << 32)  # sources draw independently
-            self._streams.append(_make_stream(documents, config, source_seed, train))
+            self._streams.append(_make_stream(documents, config, self._limit, source_seed, train))
         self._mixture: mixture.Mixture | None = None
         self._test_rows = RowList(np.empty(0, np.int64), np.empty(0, np.int64))
         if train:
@@ -239,7 +256,8 @@ class Tokens(Loader):
         }
         if config.packing == "best_fit":
             settings["window"] = config.window
-            settings["documents"] = limit(config)
+            if self._limit < config.context:  # else it limits nothing
+                settings["documents"] = self._limit
         if config.exhausted != "repeat":
             settings["exhausted"] = config.exhausted
         return settings
@@ -291,13 +309,15 @@ class Tokens(Loader):
         return batch
 
 
-def _make_stream(documents: Documents, config: Config, seed: int, train: bool) -> Packed | Windows:
+def _make_stream(
+    documents: Documents, config: Config, most: int, seed: int, train: bool
+) -> Packed | Windows:
     if config.packing == "best_fit":
         return Packed(
             documents,
             config.context,
             config.window,
-            limit=limit(config),
+            limit=most,
             seed=seed,
             shuffle=train,
         )
@@ -305,10 +325,14 @@ def _make_stream(documents: Documents, config: Config, seed: int, train: bool) -
 
 
 def limit(config: Config) -> int:
-    """Return the most documents that a row may have."""
+    """Return the most documents that a row may have. Raises DataError."""
     if config.packing != "best_fit":
         return 1  # a row is one piece of the stream
-    return config.documents or limit_of(config.context)
+    if config.documents:
+        return config.documents
+    lengths = [_open(source, config)["train"].length for source in config.sources]
+    shares = [source.share for source in config.sources]
+    return limit_of(lengths, shares, config.context, config.window)
 
 
 def element_spec(config: Config) -> dict[str, Field]:

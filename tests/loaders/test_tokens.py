@@ -111,8 +111,10 @@ def test_a_row_has_no_more_documents_than_its_limit_and_none_is_lost(tmp_path, c
     assert pairs_of(of_epoch) == expected_pairs(documents)
     # the longest ones stay, so that a row of few documents is as full as it can be
     assert np.diff(of_epoch["mask"].sum(1)).any() and of_epoch["mask"].sum(1).max() == 16
-    assert "a row has at most 4 (data.documents)" in caplog.text
-    assert len([line for line in caplog.messages if "further rows" in line]) == 1
+    [padded] = [line for line in caplog.messages if "are padding, since" in line]
+    assert padded.startswith("64.7 % of the places") and "at most 4 documents" in padded
+    of_epochs = [line for line in caplog.messages if line.startswith("up to the end of epoch")]
+    assert len(of_epochs) > 1 and "a row has at most 4 (data.documents)" in of_epochs[0]
     next(loader)
     [moved] = loader.diagnostics()["moved_documents"]
     assert 0 < moved < len(documents)
@@ -120,11 +122,53 @@ def test_a_row_has_no_more_documents_than_its_limit_and_none_is_lost(tmp_path, c
     assert loader.order["documents"] == 4
 
 
-@pytest.mark.parametrize(("packing", "most"), [("best_fit", 64), ("concat", 1), ("random", 1)])
-def test_the_limit_of_documents_of_a_row(packing, most, tmp_path):
+@pytest.mark.parametrize(
+    ("mean", "context", "most"),
+    [
+        (600, 1024, 32),
+        (600, 8192, 64),
+        (600, 32768, 128),
+        (40, 2048, 128),
+        (12, 1024, None),
+        (12, 8192, None),
+        (12, 131072, None),
+        (250, 32768, 128),
+        (2000, 131072, 128),
+    ],
+)
+def test_the_limit_of_documents_by_default_pads_little(mean, context, most):
+    """It does not grow with the context, since the kernel's numbers grow with both. None: such a
+    limit would pad much, and there is none."""
+    rng = np.random.default_rng(0)
+    lengths = 1 + np.clip(rng.lognormal(np.log(mean) - 0.4, 0.9, 16_384), 2, None).astype(int)
+    limit = packing.limit_of([lengths], [1.0], context, 16_384)
+    assert limit == (most or context)
+    rows = [len(packing.pack(lengths, context, x).stops) for x in (limit, context)]
+    assert 1 - rows[1] / rows[0] <= max(packing.MUCH, context / (context + packing.LONG))
+    # a source of few rows does not decide it
+    both = [np.full(16_384, context // 2), lengths]
+    assert packing.limit_of(both, [999.0, 1.0], context, 16_384) == 32
+
+
+@pytest.mark.parametrize(
+    ("packing", "context", "most"),
+    [("best_fit", 1024, 64), ("best_fit", 16, 16), ("concat", 1024, 1), ("random", 1024, 1)],
+)
+def test_the_limit_of_documents_of_a_row(packing, context, most, tmp_path):
     corpus(tmp_path / "x")
-    config = config_of(tmp_path / "x", packing=packing, context=8192)
+    config = config_of(tmp_path / "x", packing=packing, context=context, window=1000)
     assert tokens.dataset_info(config)["documents"] == most
+    [loader] = (tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=0),)
+    # without a limit rows are those that they were before there was one
+    assert loader.order.get("documents") == (64 if most == 64 else None)
+
+
+def test_a_limit_without_packing_is_an_error(tmp_path):
+    corpus(tmp_path / "x")
+    for way in ("concat", "random"):
+        config = config_of(tmp_path / "x", packing=way, documents=5)
+        [(field, problem)] = config.validate()
+        assert field == "documents" and "'best_fit'" in problem
 
 
 def test_a_limit_that_no_row_reaches_changes_no_row(tmp_path):
