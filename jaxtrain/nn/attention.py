@@ -1,10 +1,11 @@
 """Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
     gpu   16-bit numbers: cuDNN's fused kernels (`nn.cudnn`). They refuse other heads, windows to
-          both sides, and documents on cards before Hopper or without a known bound of their
+          both sides, and several documents on cards before Hopper or without a known bound of their
           number. Then it is tokamax's kernel on Hopper if it is installed
           (`nn.tokamax_attention`), or XLA some keys at a time (`nn.ring`). None of them has an
-          array that grows with T × S
+          array that grows with T × S. cuDNN's keeps H × T float32 numbers for each document that a
+          row may have. So rows of more than MAX_DOCUMENTS are refused, too
     tpu   kernels of Pallas, if sequences and heads fill their lanes: for short rows without
           documents one that writes its result alone (`nn.short`), for documents one that computes
           the blocks with pairs alone (`nn.pair_blocks`), and splash (`nn.splash`)
@@ -44,6 +45,9 @@ log = logging.getLogger("jaxtrain")
 Shape = tuple[int, ...]
 # compute capability from which kernels have heads of more than 128 values, and take documents
 HOPPER = (9, 0)
+# [documents] of a row. For each the kernel keeps a float32 number for each head and place: 128 of
+# them are four times the bytes of 16-bit queries of 64 values.
+MAX_DOCUMENTS = 128
 INSTEAD_OF_CUDNN = {
     "tokamax": "tokamax's kernel is used instead",
     "chunked": "XLA's own is used instead, some keys at a time",
@@ -79,7 +83,8 @@ def within(
 
     Args:
       blocks: those of ``segments_bt`` by `blocks_of`, int32 [B, N, 4]. None = they are found here.
-      documents: the most that a row of ``segments`` has, without padding. 0 = unknown.
+      documents: the most that a row of ``segments`` has, without padding. 0 = unknown. If it is 1,
+        places of segment 0 are padding at the end of a row.
       length: of rows without documents. The places after it are padding, which no query before it
         sees. 0 = there is none.
       keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
@@ -88,6 +93,7 @@ def within(
         whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     masks = Masks(causal, window, segments_bt is not None, documents, length)
+    q_bthk, segments_bt, masks = _without_padding(q_bthk, segments_bt, shard.devices, masks)
     n_parts = shard.size("heads", q_bthk.shape[2])
     kernel = choose(q_bthk, shard.devices, masks, keys=k_bsgk.shape, n_parts=n_parts)
     _log_refusal(q_bthk, shard.devices, masks, kernel)
@@ -161,6 +167,7 @@ def attention(
     """
     devices = one_device.host() if devices is None else devices
     masks = Masks(causal, window, segments_bt is not None, documents)
+    q_bthk, segments_bt, masks = _without_padding(q_bthk, segments_bt, devices, masks)
     kernel = choose(q_bthk, devices, masks, keys=k_bsgk.shape)
     run = functools.partial(_call, kernel, devices, masks, keep=keep)
     return run(q_bthk, k_bsgk, v_bsgk, segments_bt)
@@ -230,6 +237,24 @@ def _by_xla(
     return remat.name(y_bthk, keep) if keep else y_bthk
 
 
+def _without_padding(
+    q_bthk: Array, segments_bt: Array | None, devices: tuple[str, str], masks: Masks
+) -> tuple[Array, Array | None, Masks]:
+    """Take rows of one document, with padding at the end, as one sequence on GPUs.
+
+    No query before the padding sees it under a causal mask. Any other row is NaN.
+    """
+    is_narrow = q_bthk.dtype in (jnp.bfloat16, jnp.float16)
+    is_one = masks.causal and masks.documents == 1
+    if segments_bt is None or devices[0] != "gpu" or not (is_one and is_narrow):
+        return q_bthk, segments_bt, masks
+    is_new_bt = segments_bt[:, 1:] != segments_bt[:, :-1]
+    is_other_b = (is_new_bt & (segments_bt[:, 1:] != 0)).any(1)
+    # added, it is a part of the kernel that rotates q, and has no derivative
+    poison_b = jnp.where(is_other_b, jnp.nan, 0).astype(q_bthk.dtype)
+    return q_bthk + poison_b[:, None, None, None], None, masks._replace(packed=False)
+
+
 def _padding_as_document(q_bthk: Array, length: int) -> Array:
     """Return documents, int32 [B, T]: 0 up to ``length``, and 1 for the places after it."""
     b, t = q_bthk.shape[:2]
@@ -293,6 +318,11 @@ def refusal_of_cudnn(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> s
         return f"documents on compute capability {name}, below 9.0"
     if masks.packed and not masks.documents:
         return "documents whose number in a row is unknown; model.documents is its bound"
+    if masks.packed and masks.documents > MAX_DOCUMENTS:
+        return (
+            f"rows of up to {masks.documents} documents, only {MAX_DOCUMENTS}; data.documents"
+            " limits them, and pads the rows"
+        )
     return ""
 
 

@@ -357,6 +357,8 @@ def test_a_program_for_gpus_holds_a_fused_attention_kernel():
         ("gpu", "9.0", 20, dict(causal=True, packed=True, documents=8), "chunked"),
         ("gpu", "8.0", 64, dict(causal=True, packed=True, documents=8), "chunked"),
         ("gpu", "", 64, dict(causal=True, packed=True, documents=8), "chunked"),
+        ("gpu", "9.0", 64, dict(causal=True, packed=True, documents=128), "cudnn"),
+        ("gpu", "9.0", 64, dict(causal=True, packed=True, documents=129), "chunked"),
         ("gpu", "9.0", 256, dict(causal=True, packed=True), "chunked"),
         ("gpu", "8.0", 136, dict(causal=True, packed=True), "chunked"),
         ("gpu", "9.0", 512, dict(causal=True), "chunked"),
@@ -435,3 +437,21 @@ def test_a_tpu_is_given_the_kernel_for_documents():
     ]
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text()
     assert text.count("tpu_custom_call") == 2, "forward and back"
+
+
+def test_rows_of_one_document_are_one_sequence_on_gpus_with_padding_at_their_end(monkeypatch):
+    """cuDNN's kernel of one sequence takes them on any card. It is XLA's here, called alike."""
+    q, key, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(b=4, t=64, h=2, g=2, k=16))
+    segments = np.ones((4, 64), np.int32)
+    segments[1, 40:] = 0  # padding at the end
+    segments[2, :8] = 0  # padding before a document, which queries of it would see
+    segments[3, 40:] = 2  # two documents
+    fused = functools.partial(cudnn.fused, implementation="xla")
+    monkeypatch.setattr(cudnn, "fused", fused)
+    monkeypatch.setattr(cudnn, "packed", lambda *_, **__: pytest.fail("called with documents"))
+    given = dict(causal=True, segments_bt=jnp.asarray(segments), documents=1)
+    y = attention_lib.attention(q, key, v, devices=("gpu", "8.6"), **given)
+    whole = attention_lib.attention(q, key, v, devices=("cpu", ""), **given)
+    np.testing.assert_allclose(*(x[0].astype("f4") for x in (y, whole)), atol=2e-2)
+    np.testing.assert_allclose(*(x[1, :40].astype("f4") for x in (y, whole)), atol=2e-2)
+    assert np.isnan(y[2:].astype("f4")).all()

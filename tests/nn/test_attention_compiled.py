@@ -13,8 +13,9 @@ import sys
 
 import pytest
 
-from jaxtrain.nn import tokamax_attention
+from jaxtrain.nn import attention, tokamax_attention
 from jaxtrain.plan import environment
+from loaders.text import packing
 
 ROOT = pathlib.Path(__file__).parents[2]
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -75,6 +76,8 @@ FEW = [
     {"packed": True, "documents": 6, "kv_heads": 2, "window": 64, "remat": "save attention"},
     {"remat": "save attention"},
     {"mesh": (1, 8, 1), "tokens": 257, "causal": False},
+    {"packed": True, "documents": 1, "kv_heads": 2, "chips": "gpu:a100x8"},
+    {"packed": True, "documents": attention.MAX_DOCUMENTS + 1, "tokens": 1024},
     {"chips": "gpu:h100x8*2", "mesh": (2, 4, 2), "train": False},
     {"mesh": (2, 2, 2), "packed": True, "kv_heads": 2, "window": 64, "remat": "full"},
 ]
@@ -85,7 +88,7 @@ LONG = {
     "kv_heads": 2,
     "head_dim": 64,
     "packed": True,
-    "documents": 8,
+    "documents": attention.MAX_DOCUMENTS,
     "remat": "full",
 }
 
@@ -120,10 +123,12 @@ def expected(case: dict) -> dict[str, int]:
 
 
 def is_refused(case: dict) -> bool:
-    """Whether cuDNN refuses: other heads, windows to both sides, documents of an unknown number."""
-    is_unknown = case.get("packed", False) and not case.get("documents")
+    """Whether cuDNN refuses: other heads, windows to both sides, documents of an unknown or large
+    number."""
+    is_packed, documents = case.get("packed", False), case.get("documents", 0)
+    is_beyond = is_packed and not 0 < documents <= attention.MAX_DOCUMENTS
     is_two_sided = bool(case.get("window") and not case.get("causal", True))
-    return is_unknown or is_two_sided or case.get("head_dim", 64) % 8 > 0
+    return is_beyond or is_two_sided or case.get("head_dim", 64) % 8 > 0
 
 
 def in_chunks(case: dict) -> bool:
@@ -154,10 +159,17 @@ def test_attention_on_h100s_on_every_mesh_with_every_mask(gpu_compiler):
 
 
 def test_a_packed_row_of_32k_tokens_on_h100s_holds_nothing_that_grows_with_its_square(gpu_compiler):
-    """Twice the tokens need twice the bytes: an array of T² bits would be 134 MB for a row."""
+    """Twice the tokens need twice the bytes: an array of T² bits would be 134 MB for a row.
+
+    The kernel keeps numbers for each document that a row may have, here for as many as it takes.
+    """
     whole, half = compiled("gpu", [LONG, {**LONG, "tokens": LONG["tokens"] // 2}])
     right(whole), right(half)
     assert whole["temporaries"] < 2.1 * half["temporaries"], (whole, half)
+
+
+def test_the_largest_limit_by_the_documents_is_the_most_that_the_kernel_takes():
+    assert packing.LIMITS[-1] == attention.MAX_DOCUMENTS
 
 
 PACKED = {"chips": "tpu:v5e:2x4", "mesh": (8, 1, 1), "tokens": 512, "packed": True}
