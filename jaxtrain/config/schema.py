@@ -53,6 +53,7 @@ class ModelSection(Section):
     facts: ClassVar[tuple[str, ...]] = ()
     # whether ``unroll`` = 0 leaves the number of layers to the plan (`jaxtrain.plan.choices`)
     unroll_by_plan: ClassVar[bool] = False
+    doubted: ClassVar[tuple[str, ...]] = ()  # fields of a batch that `row_doubts` takes
 
     @property
     def reads_whole_microbatches(self) -> bool:
@@ -91,6 +92,13 @@ class ModelSection(Section):
     def data_notes(self, info: Mapping[str, Any]) -> Problems:
         """Yield (field, text) for unlikely values, unless the weights come from elsewhere."""
         return iter(())
+
+    def row_doubts(self, rows: Mapping[str, Any]) -> str:
+        """Return the reason for which a step of these rows is not finite, "" if it is not known.
+
+        ``rows``: the fields `doubted` of this process's rows, as NumPy arrays.
+        """
+        return ""
 
 
 @dataclass(frozen=True)

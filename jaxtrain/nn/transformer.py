@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
@@ -63,6 +64,7 @@ class Decoder(ModelSection):
     """The settings of a decoder. A workload's Config extends them."""
 
     unroll_by_plan = True
+    doubted = ("segments",)
     on_resume = checks.OnResume(
         checks.FUNCTION,
         free=("remat", "unroll", "documents"),
@@ -96,8 +98,8 @@ class Decoder(ModelSection):
     positions: str = "rope"
     rope: Rope = field(default_factory=Rope)  # [section]
     context: OfData[int] = OF_DATA  # [tokens] length of a row; None = as the data have
-    # [documents] most documents of a row, for which attention on GPUs reserves memory; None = as
-    # the data have
+    # [documents] most documents of a row, for which attention on GPUs reserves memory, and of
+    # which a row with more makes the loss NaN there; None = as the data have
     documents: OfData[int] = OF_DATA
     window: int = 0  # [tokens] places that a query looks back, itself included; 0 = all
     qkv_bias: bool = False  # [bool] biases of q, k and v
@@ -119,6 +121,8 @@ class Decoder(ModelSection):
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp")
         yield from checks.not_negative(self, "kv_heads", "head_dim", "window", "unroll")
+        if self.documents is not None:
+            yield from checks.at_least(self, 1, "documents")
         yield from checks.positive(self, "eps", "init_std")
         yield from checks.choice(self, NORMS, "norm")
         yield from checks.choice(self, ACTIVATIONS, "activation")
@@ -136,6 +140,20 @@ class Decoder(ModelSection):
         for error in remat.problems(self.remat, KEPT):
             yield "remat", error
         yield from self.rope.validate()
+
+    def row_doubts(self, rows: Mapping[str, np.ndarray]) -> str:
+        if "segments" not in rows or not self.documents:
+            return ""
+        segments_bt = rows["segments"]
+        is_first_bt = np.diff(segments_bt, axis=1, prepend=0) != 0
+        n_b = (is_first_bt & (segments_bt != 0)).sum(1)
+        n_beyond = (n_b > self.documents).sum()
+        if not n_beyond:
+            return ""
+        return (
+            f"{n_beyond} of its {len(n_b)} rows here have up to {n_b.max()} documents, more than"
+            f" config.model.documents={self.documents}, for which attention on GPUs is NaN"
+        )
 
     @property
     def keeps_in_loops(self) -> bool:

@@ -220,7 +220,7 @@ class MetricsLogger:
         skipped = bool(record["skipped"])
         self.skipped.add(step, skipped=skipped)
         if skipped:
-            _warn_of_skipped(step, record, item)
+            _warn_of_skipped(step, record, item, self._config.model)
         if self._is_recorded(step) or skipped:
             self._write_step(step, record, item)
 
@@ -390,14 +390,22 @@ def _write_sources(workdir: str, data: Data) -> None:
         )
 
 
-def _warn_of_skipped(step: int, record: Mapping[str, Any], item: Item) -> None:
+def _warn_of_skipped(
+    step: int, record: Mapping[str, Any], item: Item, model: config_lib.ModelSection
+) -> None:
     examples: object = "not named by the loader"
     if "index" in item.arrays:
         examples = feed.local_values(item.arrays["index"])
+    rows = {}
+    for name in model.doubted:
+        if name in item.arrays:
+            rows[name] = feed.local_rows(item.arrays[name])
+    doubt = model.row_doubts(rows)
     log.warning(
-        "step %d skipped: loss %g, gradient norm %g; examples %s",
+        "step %d skipped: loss %g, gradient norm %g; examples %s%s",
         step,
         record["loss"],
         record["grad_norm"],
         examples,
+        f"; {doubt}" if doubt else "",
     )

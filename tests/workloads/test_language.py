@@ -290,3 +290,24 @@ def test_a_vocabulary_that_no_data_use_is_worth_a_word():
         language.Config, dict(language_files.PRESETS["qwen3-0.6b"], context=64)
     )
     assert not list(whole.data_notes({"vocab": 512})), "a quarter of the published model"
+
+
+def test_a_bound_of_documents_below_one_is_named_once_and_without_a_wrong_remedy():
+    c = dataclasses.replace(TINY, documents=0)
+    assert dict(c.validate())["documents"] == "is 0; it must be at least 1"
+    info = {"vocab": TINY.vocab, "context": TINY.context, "documents": 32}
+    assert "documents" not in dict(c.validate_data(info))
+    c = dataclasses.replace(TINY, documents=8)
+    assert "set config.data.documents=8" in dict(c.validate_data(info))["documents"]
+
+
+def test_rows_beyond_the_bound_of_documents_are_counted_for_a_skipped_step():
+    """Attention on GPUs makes them NaN."""
+    c = dataclasses.replace(TINY, documents=2)
+    rows = np.array([[1, 1, 2, 2, 0, 0], [1, 2, 3, 4, 0, 0], [0, 0, 0, 0, 0, 0]], np.int32)
+    assert c.row_doubts({"segments": rows[[0, 2]]}) == ""
+    assert c.row_doubts({"segments": rows}) == (
+        "1 of its 3 rows here have up to 4 documents, more than config.model.documents=2, for"
+        " which attention on GPUs is NaN"
+    )
+    assert dataclasses.replace(TINY, documents=None).row_doubts({"segments": rows}) == ""

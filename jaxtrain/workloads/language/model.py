@@ -125,7 +125,7 @@ class Config(transformer.Decoder):
                     ),
                 )
         most = info.get("documents", 0)
-        if self.documents is not None and self.documents < most:
+        if self.documents is not None and 1 <= self.documents < most:
             yield (
                 "documents",
                 (
