@@ -24,9 +24,11 @@ import json
 import logging
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxtrain import config as config_lib
 from jaxtrain.nn import remat
@@ -50,9 +52,24 @@ class Fit(NamedTuple):
 
     config: config_lib.Config
     choice: Choice
-    size: float  # [bytes] on a device
+    size: float  # [bytes] on a device, as it was compared with the limit
+    limit: float  # [bytes] of a device that a step may take
     source: str  # of the size, as "at least"
     fits: bool
+
+    def __str__(self) -> str:
+        line = f"auto is {self.choice}: {self.source} {in_bytes(self.size)}"
+        line += f" of {in_bytes(self.limit)} that a step may take"
+        return line if self.fits else f"{line}, the smallest choice, which does not fit"
+
+    def problem(self, auto: Sequence[str], target: Target) -> str:
+        """Return the error of a config of which ``auto`` are fields that nothing fits."""
+        return (
+            f"{' and '.join(auto)} {'is' if len(auto) == 1 else 'are'} auto, and nothing fits: the"
+            f" smallest choice, {self.choice}, needs {self.source} {in_bytes(self.size)} on each"
+            f" device, and a step may take {in_bytes(self.limit)} of each of {target.name}."
+            f" {ways(self.config, target)}"
+        )
 
 
 def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config_lib.Config, str]:
@@ -61,13 +78,8 @@ def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config
     ``text``: the target's, as in --plan=. If nothing fits, the smallest choice is returned, whose
     plan names the problem.
     """
-    if not config.train.auto:
-        return config, ""
-    fit = _fit(config, target, text)
-    line = f"auto is {fit.choice}: {fit.source} {in_bytes(fit.size)} of {in_bytes(target.memory)}"
-    if not fit.fits:
-        line += ", the smallest choice, which does not fit"
-    return fit.config, line
+    fit = best_fit(config, target, text)
+    return (fit.config, str(fit)) if fit else (config, "")
 
 
 def decide_once(config: config_lib.Config) -> config_lib.Config:
@@ -78,27 +90,25 @@ def decide_once(config: config_lib.Config) -> config_lib.Config:
     if not config.train.auto:
         return config
     target = parse_target("")
-    saved = _saved(config, target)
+    saved = kept(config, target)
     if saved:
-        log.info("auto is %s, as at the run's first start", saved)
-        return saved.apply(config)
-    fit = _fit(config, target, "")
+        config, line = saved
+        log.info("%s", line)
+        return config
+    fit = best_fit(config, target, "")
+    assert fit is not None
     if not fit.fits:
-        names = " and ".join(config.train.auto)
-        raise PlanError(
-            f"{names} {'is' if len(config.train.auto) == 1 else 'are'} auto, and nothing fits: the"
-            f" smallest choice, {fit.choice}, needs {fit.source} {in_bytes(fit.size)} on each"
-            f" device, and each of {target.name} has {in_bytes(target.memory)}."
-            f" {ways(fit.config, target)}"
-        )
-    log.info(
-        "auto is %s: a step needs %s %s of %s on each device",
-        fit.choice,
-        fit.source,
-        in_bytes(fit.size),
-        in_bytes(target.memory),
-    )
+        raise PlanError(fit.problem(config.train.auto, target))
+    log.info("%s", fit)
     return fit.config
+
+
+def kept(config: config_lib.Config, target: Target) -> tuple[config_lib.Config, str] | None:
+    """Return a resumed run's config by its earlier choice, and a line with that, if it has one."""
+    choice = _saved(config, target) if config.train.auto and target.here else None
+    return (
+        (choice.apply(config), f"auto is {choice}, as at the run's first start") if choice else None
+    )
 
 
 def choices(config: config_lib.Config, target: Target) -> Iterator[Choice]:
@@ -129,8 +139,10 @@ def _gathers_on_tpus(config: config_lib.Config, target: Target) -> bool:
     return fsdp > 1 and target.platform == "tpu"
 
 
-def _fit(config: config_lib.Config, target: Target, text: str) -> Fit:
-    """Return the first choice that fits, else the smallest."""
+def best_fit(config: config_lib.Config, target: Target, text: str) -> Fit | None:
+    """Return the first choice that fits, else the smallest. None without auto."""
+    if not config.train.auto:
+        return None
     if "mesh" in config.train.auto:
         return _searched(config, target, text)
     if target.platform == "cpu":
@@ -154,7 +166,8 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     if settled.step:
         source = "by its compiler"
     choice = settled.candidate.choice
-    return Fit(settled.candidate.config, choice, settled.size, source, not settled.reason)
+    limit = target.memory * (mesh_search.ROOM if settled.step else 1)
+    return Fit(settled.candidate.config, choice, settled.size, limit, source, not settled.reason)
 
 
 def _note(line: str) -> None:
@@ -164,31 +177,36 @@ def _note(line: str) -> None:
 def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compiler | None) -> Fit:
     """Return the first choice that fits, else the last."""
     fit = None
-    compiled = _Compiled(config, compiler, target)
+    memory = target.memory
+    if target.here and jax.process_count() > 1:  # processes may see other limits
+        memory = min(cluster.gather(int(memory / MIB))) * MIB
+    compiled = _Compiled(config, compiler, memory)
     for choice in choices(config, target):
         candidate = choice.apply(config)
         lower = bound_of(candidate, target)
-        fit = Fit(candidate, choice, float(lower.peak), "at least", fits=False)
-        if lower.peak > target.memory:
-            continue
+        size = float(lower.peak)
         if compiler is None:
-            size = float(lower.peak + sum(array.bytes for array in lower.kept))
-            if size <= target.memory:
-                return fit._replace(fits=True)
+            size += sum(array.bytes for array in lower.kept)
+        fit = Fit(candidate, choice, size, memory, "at least", fits=size <= memory)
+        if compiler is None and fit.fits:
+            return fit
+        if compiler is None or not fit.fits:
             continue
+        limit = mesh_search.ROOM * memory
         for written in _written(candidate, target):
             size = compiled.size(written, lower)
             fit = Fit(
                 written,
                 choice,
                 size,
+                limit,
                 "by its compiler",
-                fits=size <= mesh_search.ROOM * target.memory,
+                fits=size <= limit,
             )
             if fit.fits:
                 return fit
             if math.isinf(size):
-                fit = fit._replace(size=target.memory, source="by its compiler more than")
+                fit = fit._replace(size=limit, source="by its compiler more than")
     assert fit is not None
     return fit
 
@@ -211,10 +229,10 @@ class _Compiled:
     fit by a program compiled before is not compiled.
     """
 
-    def __init__(self, config: config_lib.Config, compiler: worker.Compiler | None, target: Target):
+    def __init__(self, config: config_lib.Config, compiler: worker.Compiler | None, memory: float):
         self._auto = config.train.auto
         self._compiler = compiler
-        self._memory = target.memory
+        self._memory = memory
         # of a policy and a number of layers at once, for one microbatch
         self._beyond: dict[Any, float] = {}
 

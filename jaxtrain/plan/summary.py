@@ -21,7 +21,7 @@ from jaxtrain.plan import (
     traffic,
     worker,
 )
-from jaxtrain.plan.auto import decide
+from jaxtrain.plan.auto import best_fit, kept
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import (
@@ -48,10 +48,16 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
-    config, choice = decide(config, target, text)
+    problems: list[str] = []
+    choice = ""
+    if resumed := kept(config, target):
+        config, choice = resumed
+    elif fit := best_fit(config, target, text):
+        if not fit.fits:
+            problems.append(fit.problem(config.train.auto, target))
+        config, choice = fit.config, str(fit)
     config = resolve(config, target)
     assembly = abstractly(config, target)
-    problems: list[str] = []
     forecasts: Forecasts = {}
     lines = [
         *_title_lines(assembly, target),
