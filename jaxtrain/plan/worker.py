@@ -12,6 +12,7 @@ import contextlib
 import importlib.metadata
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import jax
 from jaxtrain.assembly import assemble
 from jaxtrain.config import Config
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan import environment
+from jaxtrain.plan import environment, gpu_specs
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import (
     UNTUNED,
@@ -40,6 +41,8 @@ from jaxtrain.plan.target import PlanError, Target, parse_target
 
 # With "-m" the module would be __main__ there, and its classes not those of this module.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
+# A plugin for GPUs (CUDA 12 or 13), and ptxas and cuDNN, which decide kernels.
+COMPILES = re.compile(r"jaxlib$|libtpu|jax-cuda|nvidia-(cuda-nvcc|cudnn|cublas)")
 LAST = "the last step's"  # as a stage
 GRACE = 5  # [s] for the process to end when no more jobs come
 
@@ -169,12 +172,13 @@ def compiler(target: Target, text: str) -> Iterator[Compiler | None]:
 
 
 def _own_versions() -> str:
-    """Return the versions of the compilers of this process."""
-    installed = []
-    for name in ("jaxlib", "libtpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed.append(f"{name}=={importlib.metadata.version(name)}")
-    return ", ".join(installed)
+    """Return the versions of the packages of this process that compile."""
+    installed = set()
+    for package in importlib.metadata.distributions():
+        name = package.name.lower().replace("_", "-")
+        if COMPILES.match(name):
+            installed.add(f"{name}=={package.version}")
+    return ", ".join(sorted(installed))
 
 
 def answer(job: Job, versions: str = "") -> Answer:
@@ -195,6 +199,8 @@ def answer(job: Job, versions: str = "") -> Answer:
             if for_gpus_elsewhere:
                 stack.enter_context(for_kernels(mesh.devices.flat[0]))
                 options = UNTUNED
+                if versions:  # its figures depend on the card's description, too
+                    versions += f"; {gpu_specs.SPECS[target.known_chip.name].text()}"
             traced = assembly.trace(stage, has_norms=job.has_norms)
             is_traced = True
             return Answer(compiled(assembly, traced, options=options, versions=versions))

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain import config as config_lib
 from jaxtrain import plan
 from jaxtrain.compile import xla_options
 from jaxtrain.plan import compile as compile_lib
-from jaxtrain.plan import plan_cache
+from jaxtrain.plan import plan_cache, worker
 from tests.plan.cases import on
 
 
@@ -105,3 +106,42 @@ def test_figures_of_another_jax_are_not_used(monkeypatch):
     assert plan_cache.key(*arguments) == name
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert plan_cache.key(*arguments) != name
+
+
+def test_figures_of_other_packages_that_compile_are_not_used(monkeypatch):
+    """A plugin for CUDA 13 is another compiler than one for CUDA 12 with the same jaxlib."""
+
+    def versions(*names):
+        found = [types.SimpleNamespace(name=name, version="1") for name in names]
+        monkeypatch.setattr(worker.importlib.metadata, "distributions", lambda: found)
+        return worker._own_versions()
+
+    names = "jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia_cuda_nvcc_cu12"
+    every = [versions(*names[: n + 1]) for n in range(len(names))]
+    assert len(set(every)) == len(names) and every[0] == "jaxlib==1"
+    assert versions("jaxlib", "jax-cuda13-plugin") != versions("jaxlib", "jax-cuda12-plugin")
+    assert versions(*names, "numpy", "jax") == every[-1]
+
+
+def test_figures_of_a_card_that_was_described_otherwise_are_not_used(monkeypatch):
+    """The description of a card that is not here decides its programs."""
+    asked = []
+
+    def compiled(assembly, traced, *, options, versions):
+        asked.append(versions)
+
+    monkeypatch.setattr(worker, "compiled", compiled)
+    monkeypatch.setattr(worker, "resolve", lambda config, target: config)
+    monkeypatch.setattr(worker, "_devices", lambda target: jax.devices()[:1])
+    mesh = on((1, 1, 1), jax.devices()[:1])
+    monkeypatch.setattr(worker.layout_lib, "make_mesh", lambda *_, devices: mesh)
+    assembly = types.SimpleNamespace(trace=lambda stage, has_norms: None)
+    monkeypatch.setattr(worker, "assemble", lambda config, mesh: assembly)
+    job = worker.Job(config_lib.Config(), "gpu:h100x1")
+    specs = worker.gpu_specs.SPECS
+    for spec in (specs["h100"], specs["h100"], specs["h100"]._replace(cores=131)):
+        monkeypatch.setitem(specs, "h100", spec)
+        assert not worker.answer(job, "a compiler 1").error
+    assert asked[0] == asked[1] != asked[2]
+    worker.answer(job, "")
+    assert asked[3] == "", "nothing is kept"
