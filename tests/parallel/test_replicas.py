@@ -105,6 +105,6 @@ def test_devices_add_up_gradients_in_float32_over_every_axis():
     """Activations have 16 bits. Gradients that were rounded to them before they were added up, as
     JAX's own derivative of a product does, were 1.3e-3 apart."""
     of_two, _ = run((1, 2, 1), "bfloat16")
-    for sizes in ((4, 1, 1), (2, 2, 1)):
+    for sizes in ((4, 1, 1), (2, 2, 1), (1, 4, 1)):
         found, _ = run(sizes, "bfloat16")
-        assert distance(found, of_two) < 1e-6
+        assert distance(found, of_two) < 1e-7

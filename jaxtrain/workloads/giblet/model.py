@@ -133,7 +133,9 @@ class Config(ModelSection):
     weight_fmri: float = 1.0  # [1] weight of the loss in the total
     # [name] type of the matrix products' inputs; sums, norms and losses are float32
     dtype: str = "bfloat16"
-    param_dtype: str = "float32"  # [name] type of the parameters
+    # [name] type of the parameters, and of the sums of their gradients over microbatches and
+    # replicas
+    param_dtype: str = "float32"
     # [name] recomputation in the backward pass: none, or full (statistics move once)
     remat: str = "none"
 

@@ -1,0 +1,61 @@
+"""The type in which replicas add up each workload's gradients, as docs/ARCHITECTURE.md decides it.
+
+It is that of the parameters: float32, unless giblet's have 16 bits. Activations have 16 bits here.
+"""
+
+import collections
+import math
+
+import jax
+import pytest
+
+from jaxtrain import plan
+from tests.plan import cases
+
+REPLICAS = (("mesh.data", "-1"), ("mesh.fsdp", "1"), ("model.dtype", "bfloat16"))
+SMALL = 64  # [numbers] of metrics and weights of a loss
+
+
+def equations(jaxpr):
+    """All of a jaxpr and of those in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def sums(config):
+    """Map each type to the numbers that are added up over "data"."""
+    assembly = plan.abstractly(config, plan.parse_target(""))
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    counts = collections.Counter()
+    for equation in equations(traced.jaxpr.jaxpr):
+        if equation.primitive.name.startswith("psum"):
+            for variable in equation.invars:
+                if math.prod(variable.aval.shape) > SMALL:
+                    counts[str(variable.aval.dtype)] += math.prod(variable.aval.shape)
+    return counts
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh of one device adds up nothing")
+@pytest.mark.parametrize(
+    ("workload", "changes", "dtype"),
+    [
+        ("bird", (), "float32"),
+        ("language", (), "float32"),
+        ("trm", (), "float32"),
+        ("giblet", (), "float32"),
+        ("giblet", (("model.param_dtype", "bfloat16"),), "bfloat16"),
+    ],
+)
+def test_replicas_add_up_gradients_in_the_type_of_the_parameters(
+    workload, changes, dtype, tmp_path, monkeypatch
+):
+    config = cases.load(workload, tmp_path, monkeypatch, *REPLICAS, *changes)
+    counts = sums(config)
+    assert counts[dtype] > 10_000
+    # what a giblet of 16 bits keeps in float32: biases and norms
+    assert sum(counts.values()) - counts[dtype] <= 0.05 * counts[dtype], counts
