@@ -142,7 +142,7 @@ def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray,
     that took.
     """
     bin_of, n_bins = best_fit(lengths, capacity)
-    n_fewest = n_bins
+    n_unlimited = n_bins
     moved = _beyond(bin_of, lengths, limit)
     n_moved = len(moved)
     while len(moved):
@@ -150,7 +150,7 @@ def limited(lengths: np.ndarray, capacity: int, limit: int) -> tuple[np.ndarray,
         bin_of[moved] = n_bins + bins
         n_bins += n_further
         moved = moved[_beyond(bins, lengths[moved], limit)]
-    return bin_of, n_bins, n_moved, n_bins - n_fewest
+    return bin_of, n_bins, n_moved, n_bins - n_unlimited
 
 
 def _beyond(bin_of: np.ndarray, lengths: np.ndarray, limit: int) -> np.ndarray:

@@ -62,7 +62,7 @@ def test_a_cpu_with_room_recomputes_nothing_and_compiles_nothing(language, monke
     values, line = decided(config)
     assert values == (1, "none", 1)
     assert re.match(
-        "auto is train.accumulate=1, model.remat=none: at least .* of 64.00 GB that a step may take",
+        "auto is train.accumulate=1, model.remat=none: at least .* of 64.00 GB that a step may",
         line,
     )
     assert decided(language()) == ((1, "none", 1), ""), "without auto there is no choice"

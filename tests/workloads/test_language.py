@@ -14,6 +14,8 @@ from jaxtrain import specs as specs_lib
 from jaxtrain.nn import transformer
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.run import metrics_logger
+from jaxtrain.run.stream import Item
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
@@ -301,7 +303,7 @@ def test_a_bound_of_documents_below_one_is_named_once_and_without_a_wrong_remedy
     assert "set config.data.documents=8" in dict(c.validate_data(info))["documents"]
 
 
-def test_rows_beyond_the_bound_of_documents_are_counted_for_a_skipped_step():
+def test_rows_beyond_the_bound_of_documents_are_counted_for_a_skipped_step(caplog):
     """Attention on GPUs makes them NaN."""
     c = dataclasses.replace(TINY, documents=2)
     rows = np.array([[1, 1, 2, 2, 0, 0], [1, 2, 3, 4, 0, 0], [0, 0, 0, 0, 0, 0]], np.int32)
@@ -311,3 +313,7 @@ def test_rows_beyond_the_bound_of_documents_are_counted_for_a_skipped_step():
         " which attention on GPUs is NaN"
     )
     assert dataclasses.replace(TINY, documents=None).row_doubts({"segments": rows}) == ""
+    item = Item(5, 4, 0, {"segments": jnp.asarray(rows), "index": jnp.arange(3)})
+    record = {"loss": np.nan, "grad_norm": np.nan}
+    metrics_logger._warn_of_skipped(5, record, item, c)
+    assert "examples [0, 1, 2]; 1 of its 3 rows here have up to 4 documents" in caplog.text
