@@ -20,7 +20,7 @@ read states the others, which have ``network_is_assumed``: a plan that counts on
 
 from typing import NamedTuple
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Chip(NamedTuple):
@@ -41,6 +41,7 @@ class Chip(NamedTuple):
     bridge: float = 0  # [bytes/s] of NVLink between the two cards of a node of two
     domain: int = 8  # GPUs of a node: those that NVLink or PCIe joins
     host: int = 8  # chips of a host. A GB200's and GB300's domain has 18 hosts (NVL72)
+    vmem: int = 0  # [bytes] of a TPU core's own memory, by Pallas (`tpu_info` of JAX); 0 = unknown
 
     @property
     def is_tpu(self) -> bool:
@@ -90,10 +91,41 @@ CHIPS = (
         clock=1.05e9,
         network=6.25e9,
         network_is_assumed=True,
+        vmem=16 * MIB,
     ),
-    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9, clock=1.5e9, network=3.125e9),
-    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9, clock=1.75e9, network=6.25e9),
-    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9, clock=1.75e9, network=12.5e9),
+    Chip(
+        "v5e",
+        "TPU v5 lite",
+        197e12,
+        15.75 * GIB,
+        819e9,
+        200e9,
+        clock=1.5e9,
+        network=3.125e9,
+        vmem=128 * MIB,
+    ),
+    Chip(
+        "v5p",
+        "TPU v5",
+        459e12,
+        95.74 * GIB,
+        2765e9,
+        600e9,
+        clock=1.75e9,
+        network=6.25e9,
+        vmem=64 * MIB,
+    ),
+    Chip(
+        "v6e",
+        "TPU v6 lite",
+        918e12,
+        31.25 * GIB,
+        1640e9,
+        448e9,
+        clock=1.75e9,
+        network=12.5e9,
+        vmem=128 * MIB,
+    ),
     Chip(
         "tpu7x",
         "TPU7x",
@@ -104,6 +136,7 @@ CHIPS = (
         devices=2,
         clock=2.2e9,
         network=6.25e9,
+        vmem=64 * MIB,
     ),
 )
 
@@ -116,3 +149,9 @@ def find(kind: str) -> Chip | None:
 
 def by_name(name: str) -> Chip | None:
     return next((chip for chip in CHIPS if chip.name == name.lower()), None)
+
+
+def vmem(name: str, most: int) -> int:
+    """Return how many of ``most`` bytes a kernel may take of a TPU core's own memory."""
+    chip = by_name(name)
+    return min(most, chip.vmem) if chip and chip.vmem else most

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.config import AXIS_RULES
-from jaxtrain.parallel import jax_options
+from jaxtrain.parallel import chips, jax_options
 from jaxtrain.types import Array, Axes
 from loaders.io.checks import UserError
 
@@ -145,7 +145,8 @@ class Devices(NamedTuple):
     """The kind of devices that a program is for, which need not be here."""
 
     platform: str = "cpu"  # cpu, gpu or tpu
-    capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
+    # of an NVIDIA GPU, as "9.0", or the version of a TPU, as "v5e"; "" = unknown
+    capability: str = ""
 
 
 def generation(capability: str) -> tuple[int, ...]:
@@ -161,7 +162,8 @@ def generation(capability: str) -> tuple[int, ...]:
 def devices_of(kind: str) -> Devices:
     """Return the devices of a ``device_kind``. Other kinds than TPUs and NVIDIA GPUs are CPUs."""
     if kind.startswith("TPU"):
-        return Devices("tpu")
+        chip = chips.find(kind)
+        return Devices("tpu", chip.name if chip else "")
     if kind.startswith("NVIDIA"):
         for name, capability in CAPABILITIES.items():
             if name in kind:
@@ -175,7 +177,7 @@ def devices_like(device: jax.Device) -> Devices:
     if device.platform in ("cuda", "rocm", "gpu"):
         capability = str(getattr(device, "compute_capability", ""))
         return Devices("gpu", capability or devices_of(device.device_kind).capability)
-    return Devices(device.platform)
+    return devices_of(device.device_kind) if device.platform == "tpu" else Devices(device.platform)
 
 
 CPUS = Devices()

@@ -95,13 +95,15 @@ def test_gradients_of_the_matrices_are_added_up_over_devices_before_they_are_rou
 
 
 def test_it_is_for_16_bits_and_whole_widths_on_tpus():
-    def fits(kind="tpu", dtype="bfloat16", t=97, n=512, parts=1):
+    def fits(kind="TPU v5 lite", dtype="bfloat16", t=97, n=512, parts=1, d=512):
         mesh = layout.abstract_mesh(1, 1, parts, count=parts, what="a test")
-        shard = make_layout(mesh, {}, devices=layout.Devices(kind)).shard
-        x = jax.ShapeDtypeStruct((8, t, 512), jnp.dtype(dtype))
+        shard = make_layout(mesh, {}, devices=layout.devices_of(kind)).shard
+        x = jax.ShapeDtypeStruct((8, t, d), jnp.dtype(dtype))
         return tpu_mixer.fits(x, jax.ShapeDtypeStruct((t, 2, n), x.dtype), shard)
 
-    assert fits() and not fits("gpu", dtype="bfloat16") and not fits("cpu")
+    assert fits() and not fits("NVIDIA H100") and not fits("cpu")
+    assert all(fits(kind) for kind in ("TPU v5", "TPU v6 lite", "TPU7x", "TPU v99"))
+    assert not fits("TPU v4") and fits("TPU v4", n=128, d=256), "16 MiB of a core's own memory"
     assert not fits(dtype="float32") and not fits(n=64)
     assert not fits(parts=2), "the model axis splits the inner width"
     assert not fits(t=916, n=2560), "a maze of 30 × 30 takes more than the chip's own memory"

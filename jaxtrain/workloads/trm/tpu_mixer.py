@@ -19,22 +19,24 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.parallel import kernels
+from jaxtrain.parallel import chips, kernels
 from jaxtrain.types import Array, Axes, Shard
 
 log = logging.getLogger("jaxtrain")
 LANES = 128  # of a TPU's vector registers
 ROWS = 8  # most of a step of the grid
 BLOCKS = 6 << 20  # [bytes] of the blocks of two steps, of which one is moved while one is computed
-VMEM = 32 << 20  # [bytes] that a kernel may take
+VMEM = 32 << 20  # [bytes] that a kernel may take, if the chip has them
 WIDE = 10  # float32 arrays [N, D] that the backward kernel holds at once
-SUMS = 3  # gradients of matrices, in float32
-COPIES = 8  # of matrices in 16 bits, with those that are moved
+TALL = 6  # and [T, D]
+SUMS = 3  # gradients of matrices, in float32, each with one that is moved
+COPIES = 12  # of matrices in 16 bits, with those that are moved
 
 
 class Form(NamedTuple):
     eps: float
     interpret: bool
+    vmem: int = VMEM  # [bytes]
 
 
 def fits(x_btd: Array, w_up_tcn: Array, shard: Shard) -> bool:
@@ -43,9 +45,11 @@ def fits(x_btd: Array, w_up_tcn: Array, shard: Shard) -> bool:
     n = w_up_tcn.shape[2]
     is_whole = shard.size("mlp", n) == 1 and shard.size("seq", t) == 1
     fills_lanes = d % LANES == 0 and n % LANES == 0
-    n_bytes = 4 * WIDE * n * d + (4 * SUMS + 2 * COPIES) * n * -(-t // LANES) * LANES
-    is_for_tpus = shard.devices[0] == "tpu" and x_btd.dtype == jnp.bfloat16
-    return is_for_tpus and is_whole and fills_lanes and n_bytes + BLOCKS <= VMEM
+    n_bytes = 4 * (WIDE * n + TALL * t) * d + (8 * SUMS + 2 * COPIES) * n * -(-t // LANES) * LANES
+    platform, version = shard.devices
+    is_for_tpus = platform == "tpu" and x_btd.dtype == jnp.bfloat16
+    has_room = n_bytes + BLOCKS <= chips.vmem(version, VMEM)
+    return is_for_tpus and is_whole and fills_lanes and has_room
 
 
 @functools.cache
@@ -78,7 +82,8 @@ def mix(
     w_ptn = jnp.broadcast_to(down_tn, (n_parts, *down_tn.shape))
     rows: Axes = ("batch", None, None)
     axes: list[Axes] = [rows, ("batch", None, None, None), rows]
-    run = functools.partial(_mix, Form(eps, interpret))
+    vmem = chips.vmem(shard.devices[1], VMEM)
+    run = functools.partial(_mix, Form(eps, interpret, vmem))
     return kernels.kernel(shard, run, [x_btd, w_pcnt, w_ptn], axes, shard.spec(x_btd.shape, rows))
 
 
@@ -151,7 +156,9 @@ def _how(
     return dict(
         grid=(b // _rows(x_btd.shape, x_btd.dtype.itemsize),),
         in_specs=[*map(_of_rows, of_rows), *map(_whole, matrices)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=(order,), vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(order,), vmem_limit_bytes=form.vmem
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * b * t * d * n,
             transcendentals=b * d * n,
