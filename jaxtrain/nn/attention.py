@@ -36,8 +36,8 @@ import jax.numpy as jnp
 
 from jaxtrain.nn import cpu, cudnn, pair_blocks, remat, tokamax_attention
 from jaxtrain.nn.short import short, short_fits
-from jaxtrain.nn.splash import document_blocks, splash, splash_fits
-from jaxtrain.parallel import kernels, one_device
+from jaxtrain.nn.splash import LANES, document_blocks, splash, splash_fits
+from jaxtrain.parallel import chips, kernels, one_device
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
 
@@ -110,16 +110,18 @@ def within(
     return _on_each_device(shard, run, q_bthk, k_bsgk, v_bsgk, segments_bt, blocks)
 
 
-def blocks_of(segments_bt: Array, *, head_dim: int, causal: bool, window: int) -> Array | None:
+def blocks_of(
+    segments_bt: Array, shard: Shard, head_dim: int, *, causal: bool, window: int
+) -> Array | None:
     """Find the blocks of documents for the kernels of TPUs, int32 [B, N, 4], once for all layers.
 
     None if no such kernel takes these rows.
     """
     b, t = segments_bt.shape
-    queries = (b, t, 1, head_dim)
-    if not splash_fits(queries):
+    kernel = _for_documents((b, t, 1, head_dim), shard.devices[1], causal=causal)
+    if not kernel:
         return None
-    size = pair_blocks.BLOCK if pair_blocks.pair_blocks_fit(queries, causal=causal) else None
+    size = pair_blocks.BLOCK if kernel == "pair_blocks" else None
     with jax.named_scope("document_blocks"):
         return document_blocks(segments_bt, causal=causal, window=window, size=size)
 
@@ -196,7 +198,7 @@ def _call(
     if kernel in INSTEAD_OF_CUDNN:
         return _instead_of_cudnn(kernel, devices[1], masks, keep, *qkv, segments_bt)
     if kernel == "short":
-        y_bthk = short(*qkv, causal=causal, window=window)
+        y_bthk = short(*qkv, causal=causal, window=window, version=devices[1])
         return remat.name(y_bthk, keep) if keep else y_bthk
     if kernel in ("pair_blocks", "splash"):
         by_blocks: Callable[..., Array] = splash
@@ -273,7 +275,7 @@ def choose(
     """
     platform, capability = devices
     if platform == "tpu":
-        return _choose_for_tpus(q_bthk, masks, keys or q_bthk.shape, n_parts)
+        return _choose_for_tpus(q_bthk, capability, masks, keys or q_bthk.shape, n_parts)
     if platform != "gpu" or q_bthk.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     if refusal_of_cudnn(q_bthk, devices, masks):
@@ -286,21 +288,44 @@ def _choose_instead(q_bthk: Array, capability: str) -> str:
     return "tokamax" if is_for_tokamax and tokamax_attention.is_installed() else "chunked"
 
 
-def _choose_for_tpus(q_bthk: Array, masks: Masks, keys: Shape, n_parts: int) -> str:
+def _choose_for_tpus(q_bthk: Array, version: str, masks: Masks, keys: Shape, n_parts: int) -> str:
     """Choose by the heads of one device, and log once if XLA has to do."""
     b, t, h, k = q_bthk.shape
     queries = (b, t, h // n_parts, k)
     own_keys = (*keys[:2], keys[2] // n_parts, k)
     is_whole = not (masks.packed or masks.length)
-    if is_whole and q_bthk.dtype == jnp.bfloat16 and short_fits(queries, own_keys):
+    if is_whole and q_bthk.dtype == jnp.bfloat16 and short_fits(queries, own_keys, version):
         return "short"
-    if masks.packed and pair_blocks.pair_blocks_fit(queries, causal=masks.causal):
-        return "pair_blocks"
-    if splash_fits(queries):
-        return "splash"
+    if kernel := _for_long_rows(queries, version, masks):
+        return kernel
     rows = "with documents" if masks.packed else "of one sequence"
-    _log_no_kernel(rows, *queries[1:], q_bthk.dtype.name)
+    _log_no_kernel(rows, *queries[1:], q_bthk.dtype.name, _next_length(queries, version, masks))
     return "xla"
+
+
+def _for_long_rows(queries: Shape, version: str, masks: Masks) -> str:
+    """Return the kernel of TPUs for rows of any length, "" if none takes them."""
+    if masks.packed:
+        return _for_documents(queries, version, causal=masks.causal)
+    return "splash" if splash_fits(queries, packed=masks.length > 0) else ""
+
+
+def _for_documents(queries: Shape, version: str, *, causal: bool) -> str:
+    """Return the kernel of TPUs for rows of documents, "" if none takes them."""
+    has_room = chips.vmem(version, pair_blocks.VMEM) == pair_blocks.VMEM
+    if has_room and pair_blocks.pair_blocks_fit(queries, causal=causal):
+        return "pair_blocks"
+    return "splash" if splash_fits(queries, packed=True) else ""
+
+
+def _next_length(queries: Shape, version: str, masks: Masks) -> int:
+    """Return the tokens of the next longer rows that a kernel takes, 0 if those are far."""
+    b, t, h, k = queries
+    first = (t // LANES + 1) * LANES
+    for longer in range(first, 2 * first, LANES):
+        if _for_long_rows((b, longer, h, k), version, masks):
+            return longer
+    return 0
 
 
 def refusal_of_cudnn(q_bthk: Array, devices: tuple[str, str], masks: Masks) -> str:
@@ -338,15 +363,18 @@ def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: 
 
 
 @functools.cache
-def _log_no_kernel(rows: str, tokens: int, heads: int, head_dim: int, dtype: str) -> None:
+def _log_no_kernel(
+    rows: str, tokens: int, heads: int, head_dim: int, dtype: str, next_length: int
+) -> None:
     log.info(
         "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d %s values: XLA's own"
-        " attention is used, which writes all pairs of tokens",
+        " attention is used, which writes all pairs of tokens%s",
         rows,
         tokens,
         heads,
         head_dim,
         dtype,
+        f"; one takes rows of {next_length}" if next_length else "",
     )
 
 

@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel import chips
 from jaxtrain.types import Array
 
 LANES = 128  # of a TPU's vector registers
 LONGEST = 640  # [tokens] of a row whose scores fit into VMEM with their gradients
 ROWS = 8  # most of a step of the grid
 BLOCKS = 6 << 20  # [bytes] of the blocks of two steps, of which one is moved while one is computed
-VMEM = 32 << 20  # [bytes] that a kernel may take
+VMEM = 32 << 20  # [bytes] that a kernel may take, if the chip has them
+SCORES = 8  # float32 arrays [T, T] that the backward kernel holds at once
 HIDDEN = -1e30  # score of a key that a query does not see
 OPERANDS = 7  # of the backward kernel: q, k, v, dy, dq, dk and dv
 
@@ -36,13 +38,20 @@ class Form(NamedTuple):
     causal: bool
     window: int
     interpret: bool
+    vmem: int = VMEM  # [bytes]
 
 
-def short_fits(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Tell whether the kernel takes queries [B, T, H, K] and keys [B, S, G, K]."""
+def short_fits(queries: tuple[int, ...], keys: tuple[int, ...], version: str = "") -> bool:
+    """Tell whether the kernel takes queries [B, T, H, K] and keys [B, S, G, K].
+
+    ``version``: of the TPU, as "v5e". "" = unknown.
+    """
     _, t, h, k = queries
     fills_lanes = LANES % k == 0 and k >= 32 and h * k % LANES == 0
-    return t <= LONGEST and fills_lanes and (k == LANES or keys[2] == h)
+    # with a margin for the sums, of two operands in float32
+    n_bytes = 4 * SCORES * t * -(-t // LANES) * LANES + BLOCKS + BLOCKS // 3
+    has_room = t <= LONGEST and n_bytes <= chips.vmem(version, VMEM)
+    return has_room and fills_lanes and (k == LANES or keys[2] == h)
 
 
 def short(
@@ -52,13 +61,18 @@ def short(
     *,
     causal: bool,
     window: int,
+    version: str = "",
     interpret: bool = False,
 ) -> Array:
-    """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly."""
+    """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly.
+
+    ``version``: of the TPU, as "v5e". "" = unknown.
+    """
     b, t, h, k = q_bthk.shape
     # so that the activations which the backward pass reads have no padded heads
     flat = [x.reshape(b, t, -1) for x in (q_bthk, k_bsgk, v_bsgk)]
-    form = Form(k, h // k_bsgk.shape[2], causal, window, interpret)
+    vmem = chips.vmem(version, VMEM)
+    form = Form(k, h // k_bsgk.shape[2], causal, window, interpret, vmem)
     y_btp: Array = _attend(form, *flat)
     return y_btp.reshape(b, t, h, k)
 
@@ -105,7 +119,7 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(args[place].shape, dtype) for place in results],
         scratch_shapes=sums,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=form.vmem
         ),
         cost_estimate=pl.CostEstimate(
             flops=products * 2 * b * p * t * t,

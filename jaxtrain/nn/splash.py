@@ -25,9 +25,15 @@ TOKENS_LAST = Layout((0, 2, 3, 1))  # of arrays [B, T, H, K] in the device's mem
 PADDING = 0  # the document of the places that fill a row, which are its last
 
 
-def splash_fits(shape: tuple[int, ...]) -> bool:
-    """Tell whether splash takes queries of this shape [B, T, H, K]."""
-    return shape[1] % LANES == 0 and shape[3] % 64 == 0
+def splash_fits(shape: tuple[int, ...], *, packed: bool) -> bool:
+    """Tell whether splash takes queries of this shape [B, T, H, K].
+
+    ``packed``: the lists of a row with documents must fit into a chip's scalar memory.
+    """
+    _, t, _, k = shape
+    if t % LANES or k % 64:
+        return False
+    return not packed or _list_bytes(t) <= LISTS
 
 
 def block_size(t: int) -> int:
@@ -39,9 +45,13 @@ def block_size(t: int) -> int:
 
 def rows_of_a_call(t: int) -> int:
     """Return how many rows of documents a call of the kernel takes."""
+    return max(1, LISTS // _list_bytes(t))
+
+
+def _list_bytes(t: int) -> int:
+    """Return the bytes of a row's lists of blocks."""
     n = t // block_size(t)
-    lanes = -(-n // LANES) * LANES
-    return max(1, LISTS // (n * lanes * BYTES))
+    return n * -(-n // LANES) * LANES * BYTES
 
 
 def document_blocks(

@@ -412,7 +412,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
     """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
     blocks = None
     if segments_bt is not None and shard.devices[0] == "tpu":
-        blocks = attention_lib.blocks_of(segments_bt, head_dim=c.k, causal=causal, window=c.window)
+        blocks = attention_lib.blocks_of(segments_bt, shard, c.k, causal=causal, window=c.window)
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
         n_parts = shard.size("heads", q_bthk.shape[2])

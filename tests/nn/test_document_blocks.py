@@ -128,6 +128,24 @@ def test_longer_rows_have_larger_blocks_so_that_their_lists_fit(monkeypatch):
         assert splash.rows_of_a_call(t) * n * max(n, LANES) * splash.BYTES <= 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("tokens", "longer"),
+    [(76_928, 77_056), (130_944, 131_072), (153_856, 154_112), (524_416, 526_336)],
+)
+def test_rows_whose_lists_exceed_the_scalar_memory_are_refused_by_name(
+    tokens, longer, monkeypatch, caplog
+):
+    """Before, they were left to libtpu."""
+    monkeypatch.setattr(splash, "BLOCK", 512)
+    attention._log_no_kernel.cache_clear()
+    q = jax.ShapeDtypeStruct((1, tokens, 4, 128), jnp.bfloat16)
+    masks = attention.Masks(causal=True, packed=True)
+    with caplog.at_level("INFO", "jaxtrain"):
+        assert attention.choose(q, ("tpu", "v5e"), masks) == "xla"
+    assert caplog.text.strip().endswith(f"all pairs of tokens; one takes rows of {longer}")
+    assert attention.choose(q, ("tpu", "v5e"), masks._replace(packed=False)) == "splash"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(("rows", "tokens"), [(256, 2048), (4096, 512), (64, 8192)])

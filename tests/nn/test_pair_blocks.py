@@ -1,5 +1,8 @@
 """Attention over rows of documents on TPUs, by the interpreter against the formula."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import plan
+from jaxtrain.config import AXIS_RULES
 from jaxtrain.nn import attention, pair_blocks
 from jaxtrain.nn.splash import document_blocks
+from jaxtrain.parallel import layout
+from jaxtrain.parallel.layout import make_mesh
 
 ROWS = {
     "aligned": [1] * 128 + [2] * 128 + [3] * 128,
@@ -201,3 +207,32 @@ def test_lists_and_gradients_fit_into_the_memory_of_a_chip(rows, tokens, heads):
     text = jax.jit(step).lower(q, key, key, q, segments).compile().as_text()
     calls = text.count('custom_call_target="tpu_custom_call"')
     assert calls == 2 * -(-rows // pair_blocks.rows_of_a_call(tokens, causal=True))
+
+
+@pytest.mark.parametrize("version", ["v5e", "v4"])
+def test_a_chip_with_less_memory_than_the_kernel_takes_has_splash(version):
+    q = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16)
+    kernel = {"v5e": "pair_blocks", "v4": "splash"}[version]
+    assert attention.choose(q, ("tpu", version), attention.Masks(packed=True)) == kernel
+
+
+@pytest.mark.parametrize("version", ["v5e", "v4"], ids=["pair_blocks", "splash"])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (2, 1, 2)], ids=str)
+def test_devices_of_a_mesh_attend_to_their_own_rows_and_heads(version, mesh, monkeypatch):
+    """The blocks of documents are found once, and split as the rows are."""
+    for module, name in ((attention, "splash"), (pair_blocks, "pair_blocks")):
+        in_interpreter = functools.partial(getattr(module, name), interpret=True)
+        monkeypatch.setattr(module, name, in_interpreter)
+    devices = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
+    shard = layout.Layout(devices, AXIS_RULES, layout.Devices("tpu", version)).shard
+    segments = jnp.asarray([ROWS["aligned"], ROWS["across blocks"]], jnp.int32)
+    *qkv, dy = arrays = inputs(*segments.shape, 4, 2, 64)
+
+    @jax.jit
+    def both(dy, *qkv):
+        blocks = attention.blocks_of(segments, shard, 64, causal=True, window=0)
+        how = dict(causal=True, segments_bt=segments, blocks=blocks)
+        y, pull = jax.vjp(lambda *qkv: attention.within(shard, *qkv, **how), *qkv)
+        return y, *pull(dy)
+
+    assert_same(both(dy, *qkv), by_the_formula(segments, *arrays))

@@ -143,7 +143,7 @@ def call_everything():
     jax.eval_shape(lambda *x: nn.attention.attention(*x, causal=True), q, k, v)
     jax.eval_shape(lambda *x: nn.ring.whole(*x, **how, window=0, keep=None), q, k, v)
     alone = dict(causal=True, window=0, interpret=True)
-    nn.attention.blocks_of(how["segments_bt"], head_dim=64, causal=True, window=0)
+    nn.attention.blocks_of(how["segments_bt"], shard, 64, causal=True, window=0)
     jax.eval_shape(lambda q: nn.short.short(q, q, q, **alone), q)
     for f in (nn.splash.splash, nn.pair_blocks.pair_blocks):
         jax.eval_shape(lambda *x, f=f: f(*x, **how, window=0, interpret=True), q, k, v)

@@ -136,5 +136,14 @@ def test_a_slice_without_a_kernel_for_these_heads_is_reported_once(
             assert attention.choose(q, ("tpu", ""), masks, n_parts=parts) == "xla"
     assert caplog.messages == [
         f"no kernel for TPUs takes rows of one sequence of 257 tokens with {values}: XLA's own"
-        " attention is used, which writes all pairs of tokens"
+        " attention is used, which writes all pairs of tokens; one takes rows of 384"
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens", "kernel"),
+    [("v4", 257, "short"), ("v4", 640, "splash"), ("v4", 608, "xla"), ("v5e", 640, "short")],
+)
+def test_rows_whose_scores_exceed_the_memory_of_a_core_are_not_its(version, tokens, kernel):
+    q = jax.ShapeDtypeStruct((2, tokens, 6, 64), jnp.bfloat16)
+    assert attention.choose(q, ("tpu", version), attention.Masks()) == kernel
