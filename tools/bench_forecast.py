@@ -9,22 +9,24 @@ forecast by this machine's calibration (`jaxtrain plan --calibrate`), which has 
 """
 
 import argparse
+import collections
 import contextlib
 import gzip
 import json
+import math
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from loaders.io import machine
 
-SECONDS = 1.5  # of a measurement
-SLICES = 6  # of it; the fastest counts, since other processes share the cores
+SECONDS = 4.0  # of a measurement
+SLICE, MIN_STEPS = 0.06, 3  # [s] of it; the fastest counts, since others share the processor
 MESHES = {"1": (1, 1), "data 2": (2, 1), "data 2 × fsdp 2": (2, 2)}
 DECODER = {"model.heads": "4", "model.kv_heads": "2", "model.head_dim": "16"}
 ROWS = {
@@ -63,6 +65,10 @@ class Cell(NamedTuple):
     workload: str
     size: int
     mesh: str
+
+    @property
+    def devices(self) -> int:
+        return math.prod(MESHES[self.mesh])
 
     @property
     def file(self) -> str:
@@ -105,11 +111,26 @@ def measure(cell: Cell, out: pathlib.Path) -> None:
     chosen = cases.Chosen(assembly, plan_bound.bound(assembly, traced, target), {})
     program = cases.compiled(chosen)
     steps = cases.Steps(chosen, cases.first_batch(assembly), program)
-    seconds = min(steps.seconds(SECONDS / SLICES) for _ in range(SLICES))
+    seconds = _seconds(steps)
     with gzip.open(out / f"{cell.file}.hlo.gz", "wt", compresslevel=1) as file:
         file.write(program.as_text() or "")
     result = {"seconds": seconds, "load": os.getloadavg()[0], "mesh": dict(mesh.shape)}
     (out / f"{cell.file}.json").write_text(json.dumps(result))
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    """Return the mean time of a step, in the fastest of some slices of time."""
+    import jax
+
+    jax.block_until_ready([step() for _ in range(2)])
+    end = time.perf_counter() + SECONDS
+    each = SLICE
+    while time.perf_counter() < end:
+        n_steps = max(MIN_STEPS, round(SLICE / each))
+        began = time.perf_counter()
+        jax.block_until_ready([step() for _ in range(n_steps)])
+        each = min(each, (time.perf_counter() - began) / n_steps)
+    return each
 
 
 def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, float]]:
@@ -119,8 +140,7 @@ def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, f
     kept: dict[str, Any] = json.loads((out / f"{cell.file}.json").read_text())
     with gzip.open(out / f"{cell.file}.hlo.gz", "rt") as file:
         program = hlo.Program(file.read())
-    data, fsdp = MESHES[cell.mesh]
-    costs = calibration.load(data * fsdp)
+    costs = calibration.load(cell.devices)
     if costs is None:
         sys.exit(calibration.refusal())
     found = forecast.on_hosts(program, kept["mesh"], costs)
@@ -128,7 +148,8 @@ def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, f
 
 
 def table(workloads: list[str], out: pathlib.Path) -> None:
-    errors, loads = list[float](), list[float]()
+    errors: dict[int, list[float]] = collections.defaultdict(list)
+    loads = list[float]()
     print("| workload | size | mesh | measured [ms] | forecast [ms] | error | most of it |")
     print("|---|---:|---|---:|---:|---:|---|")
     for cell in cells(workloads):
@@ -136,17 +157,23 @@ def table(workloads: list[str], out: pathlib.Path) -> None:
             continue
         seconds, forecast, by_kind = compare(cell, out)
         loads.append(json.loads((out / f"{cell.file}.json").read_text())["load"])
-        errors.append(forecast / seconds - 1)
+        error = forecast / seconds - 1
+        errors[cell.devices].append(abs(error))
         largest = list(by_kind)[:2]
         print(
             f"| {cell.workload} | {cell.size + 1} | {cell.mesh} | {1e3 * seconds:.1f} |"
-            f" {1e3 * forecast:.1f} | {errors[-1]:+.0%} | {', '.join(largest)} |"
+            f" {1e3 * forecast:.1f} | {error:+.0%} | {', '.join(largest)} |"
         )
     if errors:
-        sizes = [abs(error) for error in errors]
-        median = statistics.median(sizes)
-        print(f"\n{len(errors)} cells: median {median:.1%}, largest {max(sizes):.0%}")
+        print(f"\n{_summary([size for sizes in errors.values() for size in sizes])}")
+        for n_devices, sizes in sorted(errors.items()):
+            print(f"meshes of {n_devices}: {_summary(sizes)}")
         print(f"load of the machine: {min(loads):.1f} to {max(loads):.1f}")
+
+
+def _summary(errors: list[float]) -> str:
+    median = statistics.median(errors)
+    return f"{len(errors)} cells: median {median:.1%}, largest {max(errors):.0%}"
 
 
 def main() -> int:
@@ -170,8 +197,7 @@ def main() -> int:
             continue
         if time.monotonic() > end:
             break
-        data, fsdp = MESHES[cell.mesh]
-        flags = f"--xla_force_host_platform_device_count={data * fsdp}"
+        flags = f"--xla_force_host_platform_device_count={cell.devices}"
         command = [sys.executable, "-m", "tools.bench", "forecast", "--out", str(args.out)]
         command += ["--cell", cell.workload, str(cell.size), cell.mesh]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -38,8 +38,9 @@ from loaders.io import atomic_write, files, machine
 
 FOLDER, FILE = "calibrations", "host.json"
 PROGRAM = "from jaxtrain.plan import calibration; calibration.main()"
-SECONDS = 0.3  # of each program's measurement
-SLICES = 5  # of it; other processes share the cores
+SECONDS = 0.08  # of each program's measurement in a pass
+SLICE = 0.015  # [s] of it, of which the fastest counts: other processes share the cores
+PASSES = 4  # through all programs, since a virtual machine can be slow for seconds
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 LAYERS = 4
 STEP_WEIGHT = 3.0  # in the fit, of programs that are training steps
@@ -272,16 +273,23 @@ def main() -> None:
 
 def _samples() -> Iterator[Sample]:
     n_devices = jax.device_count()
-    threads = threads_of_each(n_devices)
     mesh = jax.make_mesh((n_devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    compiled, calls = {}, {}
     for name, function, shapes in programs(n_devices):
         arguments = [_array(shape, mesh) for shape in shapes]
         in_mesh: Any = jax.set_mesh(mesh)
         with in_mesh:
-            compiled = jax.jit(function).lower(*arguments).compile()
-        call = functools.partial(compiled, *arguments)
-        seconds = _time(call)
-        yield sample_of(name, hlo.Program(compiled.as_text() or ""), threads, call, seconds)
+            step = jax.jit(function).lower(*arguments).compile()
+        compiled[name] = hlo.Program(step.as_text() or "")
+        calls[name] = functools.partial(step, *arguments)
+        jax.block_until_ready(calls[name]())
+    seconds = dict.fromkeys(calls, math.inf)
+    for _ in range(PASSES):
+        for name, call in calls.items():
+            seconds[name] = min(seconds[name], _time(call))
+    threads = threads_of_each(n_devices)
+    for name, call in calls.items():
+        yield sample_of(name, compiled[name], threads, call, seconds[name])
 
 
 def sample_of(
@@ -299,16 +307,16 @@ def sample_of(
 
 def _time(call: Callable[[], Any]) -> float:
     """Return the mean time of a call, in the fastest of some slices of time."""
-    jax.block_until_ready(call())
-    means = []
-    for _ in range(SLICES):
+    fastest = math.inf
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
         began = time.perf_counter()
         n_calls = 0
-        while n_calls < 2 or time.perf_counter() - began < SECONDS / SLICES:
+        while n_calls < 2 or time.perf_counter() - began < SLICE:
             jax.block_until_ready(call())
             n_calls += 1
-        means.append((time.perf_counter() - began) / n_calls)
-    return min(means)
+        fastest = min(fastest, (time.perf_counter() - began) / n_calls)
+    return fastest
 
 
 Shape = tuple[str, tuple[int, ...]]  # "rows", "whole", "parts" or "numbers"
