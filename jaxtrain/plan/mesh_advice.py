@@ -75,18 +75,22 @@ def options_line(found: Exposure, better: Exposure, step: Compiled, target: Targ
     return f"  no gain by {options}: {figures}, {1e3 * better.computing:.2f} ms of kernels"
 
 
-def mesh_lines(assembly: Assembly, target: Target, found: Exposure, beyond: float) -> Iterator[str]:
-    """Yield proposals of another mesh, and of one microbatch.
-
-    ``beyond``: bytes of the compiled step beyond its lower bound.
-    """
-    config, mesh = assembly.config, assembly.layout.mesh.shape
-    if mesh["fsdp"] > 1 and config.train.accumulate > 1 and _is_mostly_frozen(assembly):
-        n = config.train.accumulate
+def microbatch_lines(assembly: Assembly) -> Iterator[str]:
+    """Yield the proposal of one microbatch, on GPUs and TPUs."""
+    n = assembly.config.train.accumulate
+    if assembly.layout.mesh.shape["fsdp"] > 1 and n > 1 and _is_mostly_frozen(assembly):
         yield (
             f"  frozen matrices are gathered for each of {n} microbatches:"
             f" --config.train.accumulate=1 sends 1/{n} of it, if it fits"
         )
+
+
+def mesh_lines(assembly: Assembly, target: Target, found: Exposure, beyond: float) -> Iterator[str]:
+    """Yield proposals of another mesh.
+
+    ``beyond``: bytes of the compiled step beyond its lower bound.
+    """
+    config = assembly.config
     for sizes in _better_meshes(assembly, target, found):
         changed = replace(
             config,

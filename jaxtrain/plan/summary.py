@@ -240,6 +240,8 @@ def _mesh_lines(
     """Yield the exposed time of exchanges between GPUs, and what would make it less."""
     if not target.chip:
         return
+    if target.chip.is_tpu:
+        yield from mesh_advice.microbatch_lines(assembly)
     rates = forecast.rates_of(target.chip)
     found = mesh_advice.measure(step, assembly, target, rates)
     if found is None:
@@ -252,6 +254,7 @@ def _mesh_lines(
             better = mesh_advice.measure(answer.compiled, assembly, target, rates)
             assert better is not None
             yield mesh_advice.options_line(found, better, answer.compiled, target)
+    yield from mesh_advice.microbatch_lines(assembly)
     beyond = step.peak - needs.arguments - needs.temporaries
     yield from mesh_advice.mesh_lines(assembly, target, found, beyond)
 

@@ -1,6 +1,7 @@
 """The lines of a plan about exchanges between GPUs, and the meshes and options that it proposes."""
 
 import re
+import types
 
 import jax
 import pytest
@@ -51,9 +52,15 @@ def test_fsdp_on_a_node_is_proposed_to_a_larger_model(tmp_path, monkeypatch):
 def test_one_microbatch_is_proposed_for_frozen_matrices_over_fsdp(tmp_path, monkeypatch):
     config = load("language", tmp_path, monkeypatch, *FSDP, *ADAPTERS)
     line = "for each of 8 microbatches: --config.train.accumulate=1 sends 1/8"
-    assert line in lines("gpu:h100x8", config)
+    needs = types.SimpleNamespace(arguments=0, temporaries=0)
+    for name in ("gpu:h100x8", "tpu:v5e:2x4"):
+        target = plan.parse_target(name)
+        assembly = plan.abstractly(config, target)
+        job = worker.Job(config, name, worker.LAST)
+        found = "\n".join(summary._mesh_lines(assembly, target, job, step(kernel("k")), needs))
+        assert line in found, "before: on GPUs alone"
     config = load("language", tmp_path, monkeypatch, *FSDP, ("train.accumulate", "8"))
-    assert line not in lines("gpu:h100x8", config)
+    assert not list(mesh_advice.microbatch_lines(plan.abstractly(config, target)))
 
 
 def test_a_plan_refuses_a_mesh_over_nodes_as_a_run_would(tmp_path, monkeypatch):
