@@ -55,7 +55,8 @@ def test_an_exchange_between_nodes_has_the_time_of_the_network(name):
     assembly.layout.mesh.shape = mesh
     [line] = plan.summary._program_lines(step, assembly, target)
     assert f"{1e3 * found.exchanges['data',].link:.2f} ms of the links" in line
-    assert found.exchanges["data",].link == pytest.approx(12e6 / target.known_chip.network)
+    sending = 12e6 / target.known_chip.network
+    assert sending <= found.exchanges["data",].link < 1.1 * sending, "and the latency of GPUs"
 
 
 @installed.needs("trm")
