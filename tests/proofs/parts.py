@@ -102,6 +102,7 @@ PARTS = {
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
         " compiled/test_mesh.py compiled/test_tpu_attention.py compiled/test_tpu_steps.py"
         " nn/test_attention.py nn/test_attention_compiled.py nn/test_document_blocks.py"
+        " nn/test_pair_blocks.py"
         " test_compiler.py",
         workers=2,
     ),
