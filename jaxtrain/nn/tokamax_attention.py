@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn import remat
-from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, traced_for
+from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, keep_traced_for
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array
 from loaders.io import machine
@@ -83,8 +83,7 @@ def _attend(
     first_bt: Array,
     end_bt: Array,
 ) -> Array:
-    with traced_for(settings.capability):
-        return _kernel(settings, first_bt, end_bt)(q_bthk, k_bsgk, v_bsgk)
+    return _kernel(settings, first_bt, end_bt)(q_bthk, k_bsgk, v_bsgk)
 
 
 def _kernel(settings: Settings, first_bt: Array, end_bt: Array) -> Callable[..., Array]:
@@ -94,6 +93,7 @@ def _kernel(settings: Settings, first_bt: Array, end_bt: Array) -> Callable[...,
     """
     from tokamax._src.ops.attention import base, pallas_mosaic_gpu
 
+    keep_traced_for(settings.capability)
     limits = {"k_start": first_bt[:, None]}  # of all heads
     if not settings.causal:
         limits["k_end"] = end_bt[:, None]
@@ -110,8 +110,7 @@ def _forward(
     end_bt: Array,
 ) -> tuple[Array, Any]:
     qkv = (q_bthk, k_bsgk, v_bsgk)
-    with traced_for(settings.capability):
-        y_bthk, pull = jax.vjp(_kernel(settings, first_bt, end_bt), *qkv)
+    y_bthk, pull = jax.vjp(_kernel(settings, first_bt, end_bt), *qkv)
     if not settings.keep:
         return y_bthk, pull
     named = remat.name(y_bthk, settings.keep)
@@ -125,8 +124,7 @@ def _forward(
 
 
 def _backward(settings: Settings, pull: Any, dy_bthk: Array) -> tuple[Array | None, ...]:
-    with traced_for(settings.capability):
-        dq_bthk, dk_bsgk, dv_bsgk = pull(dy_bthk)
+    dq_bthk, dk_bsgk, dv_bsgk = pull(dy_bthk)
     return dq_bthk, dk_bsgk, dv_bsgk, None, None
 
 

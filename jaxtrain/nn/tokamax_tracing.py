@@ -4,9 +4,11 @@ tokamax is a package of its own (Apache 2.0), in the extra of its name. It needs
 """
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from jax.extend import backend
@@ -36,3 +38,21 @@ def traced_for(capability: str) -> Iterator[None]:
     card = Card(capability)
     with _PATCHING, mock.patch.object(backend, "get_default_device", lambda: card):
         yield
+
+
+@functools.cache
+def keep_traced_for(capability: str) -> None:
+    """Show a GPU of this capability to tokamax from now on, unless this host has one.
+
+    When JAX differentiates a loop, it traces parts of the kernels again, after `traced_for` has
+    ended. All other packages are answered as before.
+    """
+    if one_device.host()[0] == "gpu":
+        return
+    card, answer = Card(capability), backend.get_default_device
+
+    def default_device() -> Any:
+        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return card if package == PACKAGE else answer()
+
+    mock.patch.object(backend, "get_default_device", default_device).start()

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import backend
 
-from jaxtrain.nn import attention, remat, tokamax_attention
+from jaxtrain.nn import attention, remat, tokamax_attention, tokamax_tracing
 from jaxtrain.parallel.layout import abstract_mesh, devices_of, make_layout, make_mesh
 from tests.support import tokamax_package
 
@@ -47,6 +48,7 @@ def calls(monkeypatch):
     for name, module in tokamax_package.modules(kernel).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(tokamax_attention, "is_installed", lambda: True)
+    monkeypatch.setattr(backend, "get_default_device", backend.get_default_device)
     return shapes
 
 
@@ -150,3 +152,12 @@ def test_what_is_used_is_logged_once(has_it, calls, monkeypatch, caplog):
     assert "cuDNN's attention does not take heads of 20 values" in line
     assert ("tokamax's kernel is used instead" in line) == has_it
     assert ("pip install 'jaxtrain[tokamax]'" in line) != has_it
+
+
+def test_only_tokamax_sees_a_card_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(backend, "get_default_device", backend.get_default_device)
+    tokamax_tracing.keep_traced_for.__wrapped__("9.0")
+    assert backend.get_default_device().platform == "cpu"
+    names = {"__name__": "tokamax._src.gpu_utils", "backend": backend}
+    exec("device = backend.get_default_device()", names)
+    assert names["device"].compute_capability == "9.0"
