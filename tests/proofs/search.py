@@ -21,6 +21,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.assembly import assemble
 from jaxtrain.compile import xla_options
+from jaxtrain.parallel import cluster
 from jaxtrain.plan import mesh_search, worker
 from jaxtrain.step import train_step as step_lib
 from tests.plan.cases import WORKLOADS, load
@@ -90,6 +91,7 @@ def main():
     parser.add_argument("--measure", action="store_true", help="run the steps here, too")
     parser.add_argument("--only", help="one workload")
     arguments = parser.parse_args()
+    cluster.use_threads_for_host_devices()
     target = plan.parse_target(arguments.target)
     names = [name for name in WORKLOADS if "," not in name]
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
