@@ -77,7 +77,6 @@ FEW = [
     {"remat": "save attention"},
     {"mesh": (1, 8, 1), "tokens": 257, "causal": False},
     {"packed": True, "documents": 1, "kv_heads": 2, "chips": "gpu:a100x8"},
-    {"packed": True, "documents": attention.MAX_DOCUMENTS + 1, "tokens": 1024},
     {"chips": "gpu:h100x8*2", "mesh": (2, 4, 2), "train": False},
     {"mesh": (2, 2, 2), "packed": True, "kv_heads": 2, "window": 64, "remat": "full"},
 ]
