@@ -103,7 +103,7 @@ def test_it_is_for_16_bits_and_whole_widths_on_tpus():
 
     assert fits() and not fits("NVIDIA H100") and not fits("cpu")
     assert all(fits(kind) for kind in ("TPU v5", "TPU v6 lite", "TPU7x", "TPU v99"))
-    assert not fits("TPU v4") and fits("TPU v4", n=128, d=256), "16 MiB of a core's own memory"
+    assert fits("TPU v4") and fits(n=640) and not fits("TPU v4", n=640), "16 MiB of a core"
     assert not fits(dtype="float32") and not fits(n=64)
     assert not fits(parts=2), "the model axis splits the inner width"
     assert not fits(t=916, n=2560), "a maze of 30 × 30 takes more than the chip's own memory"

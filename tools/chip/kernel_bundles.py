@@ -1,8 +1,10 @@
-"""Count the instruction bundles of attention over documents on a TPU that need not be here.
+"""Count the instruction bundles of attention on a TPU that need not be here.
 
     python -m tools.chip.kernel_bundles FOLDER --tokens=8192
     python -m tools.chip.kernel_bundles FOLDER --tokens=8192 --kernel=splash --block=256
+    python -m tools.chip.kernel_bundles FOLDER --kernel=short --rows=256 --tokens=257 --heads=6,6,64
 
+Rows have documents under a causal mask, and those of the kernel for short rows have neither.
 Each kernel is printed as its parts: the bundles between two labels or branches of the final
 program. A part that begins with LB is the body of a loop: of the grid, and with a second > of the
 loop over heads. A branch jumps over the parts up to its region's end, as for the first and last
@@ -15,15 +17,17 @@ import os
 import pathlib
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import plan
-from jaxtrain.nn import pair_blocks, splash
+from jaxtrain.nn import pair_blocks, short, splash
 from jaxtrain.plan import environment
 
+KERNELS = ("pair_blocks", "splash", "short")
 BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(.*?):\s+(>*)\s*\{")
 BRANCH = re.compile(r"sbr\.rel \((.*?)\) target = (?:bundleno = )?\$?(\w+)")
 
@@ -36,7 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--heads", default="32,8,64", help="of queries, of keys, their values")
-    parser.add_argument("--kernel", choices=("pair_blocks", "splash"), default="pair_blocks")
+    parser.add_argument("--kernel", choices=KERNELS, default="pair_blocks")
     parser.add_argument("--block", type=int, default=splash.BLOCK, help="of splash")
     parser.add_argument("--target", default="tpu:v5e:2x2")
     args = parser.parse_args()
@@ -61,13 +65,21 @@ def compile_both_ways(args: argparse.Namespace, where: SingleDeviceSharding) -> 
         for n in (h, g)
     )
     segments = jax.ShapeDtypeStruct((args.rows, args.tokens), jnp.int32, sharding=where)
-    kernel = {"pair_blocks": pair_blocks.pair_blocks, "splash": splash.splash}[args.kernel]
+    kernel: Any = {
+        "pair_blocks": pair_blocks.pair_blocks,
+        "splash": splash.splash,
+        "short": short.short,
+    }[args.kernel]
 
     def step(
         q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, segments: jax.Array
     ) -> tuple[jax.Array, ...]:
-        def attend(*qkv: jax.Array) -> jax.Array:
-            return kernel(*qkv, causal=True, window=0, segments_bt=segments)
+        how: dict[str, Any] = {"causal": True, "window": 0, "segments_bt": segments}
+        if args.kernel == "short":
+            how = {"causal": False, "window": 0}
+
+        def attend(*qkv: jax.Array) -> Any:
+            return kernel(*qkv, **how)
 
         y, pull = jax.vjp(attend, q, k, v)
         return y, *pull(dy)
