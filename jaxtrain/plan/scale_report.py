@@ -23,7 +23,7 @@ from jaxtrain.plan.target import Target
 ENOUGH = 0.8  # efficiency below which the parts that grew are named
 LARGE_SUMS = 0.2  # share of the bytes sent, from which on sums of whole arrays are named
 LITTLE = 0.05  # share of a step, or of a loss, that is not named
-MUCH_FASTER = 0.9  # share of a mesh's time by the estimate, below which another one is named
+MUCH_FASTER = 0.95  # share of a mesh's time by the estimate, below which another one is named
 HEAD = (
     "chips",
     "mesh",

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain import cli, plan
 from jaxtrain import config as config_lib
-from jaxtrain.plan import candidates, mesh_report, mesh_search, worker
+from jaxtrain.plan import candidates, estimate, mesh_report, mesh_search, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.forecast import Forecast
 from tests.plan.cases import load
@@ -53,6 +53,16 @@ def test_the_programs_decide_between_five_meshes(language, monkeypatch):
     assert "--config.mesh=auto --config.train.accumulate=auto --config.model.remat=auto" in text
     [narrow] = [config for config in asked if config.optim.moments == "bfloat16"]
     assert sizes(narrow) == best and "with other numbers than the config's" in text
+
+
+def test_model_adds_up_the_side_of_a_matrix_that_it_leaves_whole(language):
+    """That of attention's output, which has heads and their values on the other side, is the
+    model's width, as of all other matrices that it splits."""
+    config = language(("mesh.data", "4"), ("mesh.model", "2"))
+    assembly = plan.abstractly(config, plan.parse_target(GPUS))
+    split = [each for each in estimate._matrices(assembly) if each.share < 1]
+    assert len(split) > 4
+    assert {each.whole_width / each.layers for each in split} == {config.model.embed}
 
 
 def test_a_mesh_that_does_not_fit_takes_its_next_option(language, monkeypatch):
@@ -207,7 +217,9 @@ def test_a_run_whose_candidates_do_not_compile_names_the_compilers_error(languag
     failing = types.SimpleNamespace(ask=lambda job: worker.Answer(None, "INTERNAL: no tiles"))
     monkeypatch.setattr(worker, "Process", lambda kind: contextlib.nullcontext(failing))
     target = plan.parse_target("gpu:h100x2")
-    with pytest.raises(plan.PlanError, match="no candidate compiles:\n.*data=2.*: INTERNAL: no ti"):
+    with pytest.raises(
+        plan.PlanError, match="no candidate compiles:\n.*mesh.data=.*: INTERNAL: no ti"
+    ):
         plan.decide(language(("mesh", "auto")), target, target.name)
 
 
