@@ -145,7 +145,9 @@ def load(n_devices: int) -> cpu_work.HostCosts | None:
         return None
     content = _read(machine.cache_folder(FOLDER, FILE))
     fits = _fits(content)
-    nearest = max((n for n in fits if n <= n_devices), default=min(fits))
+    # one device has no exchanges, so several devices never take its costs
+    measured = [n for n in fits if (n > 1) == (n_devices > 1)] or [*fits]
+    nearest = max((n for n in measured if n <= n_devices), default=min(measured))
     costs, error, programs = fits[nearest]
     if nearest == max(fits):  # kernels of the other devices run after each other
         costs = {kind: cost * n_devices / nearest for kind, cost in costs.items()}

@@ -201,6 +201,10 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
         assert list(found.by_kind) == ["call", "map"]
         assert "median error 10% on the 7 programs" in found.calibration
     one = fits["1"]
+    several = one | {"costs": {"launch": 1e-3, "rendezvous": 1e-4}}
+    path.write_text(json.dumps(content | {"fits": {"1": one, "8": several, "16": several}}))
+    assert calibration.load(1).exchanges.rendezvous == 0
+    assert calibration.load(3).exchanges.rendezvous == 1e-4, "fewer devices than cores"
     for damaged in ({}, [], None, {"x": one}, {"1": {}}, {"1": one | {"costs": {"launch": "-"}}}):
         path.write_text(json.dumps(content | {"fits": damaged}))
         assert str(path) in calibration.refusal() and calibration.load(1) is None, damaged
