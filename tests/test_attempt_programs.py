@@ -34,9 +34,8 @@ def noted(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "gather", lambda value: [value])
     monkeypatch.setattr(cluster, "gather_texts", lambda text: [text])
     lowered = jax.jit(lambda x, y: {"sum": x + 2 * y}, out_shardings=EVERYWHERE).lower(X, X)
-    content = serialize_executable.serialize(lowered.compile())[0]
-    program_cache.write(program_cache.path_of(lowered, {}), content)
     programs = attempt(monkeypatch, 0)
+    program_cache.keep(lowered, {}, lowered.compile)
     assert not programs.has_earlier
     assert programs.peak(lambda: (5.0, "measured")) == (5.0, "measured")
     programs.note("step", (X, X), lowered, {})
