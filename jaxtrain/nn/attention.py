@@ -134,15 +134,14 @@ def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Ar
 
 
 def _on_each_device(shard: Shard, run: Callable[..., Array], *arrays: Array | None) -> Array:
-    """Call a kernel on each device's own rows and heads: of q, k, v, segments and their blocks."""
+    """Call a kernel on each device's own rows and heads: of q, k, v, segments and their blocks.
+
+    Keys are split as queries are, whatever the axis rules say of the layer's other arrays.
+    """
     args = [x for x in arrays if x is not None]
-    q_bthk, k_bsgk, *_ = args
-    of_query: Axes = ("batch", None, "heads", None)
-    of_key: Axes = ("batch", None, "kv_heads", None)
-    if k_bsgk.shape[2] == q_bthk.shape[2]:
-        of_key = of_query
-    axes = [of_query, of_key, of_key, ("batch", None), ("batch", None, None)][: len(args)]
-    out = shard.spec(q_bthk.shape, of_query)
+    of_head: Axes = ("batch", None, "heads", None)
+    axes = [of_head, of_head, of_head, ("batch", None), ("batch", None, None)][: len(args)]
+    out = shard.spec(args[0].shape, of_head)
     return kernels.kernel(shard, run, args, axes, out, constants=len(args) - 3)
 
 

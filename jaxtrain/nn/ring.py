@@ -19,6 +19,7 @@ from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 
 Arrays = tuple[Array, ...]
+OF_LOG: Axes = ("batch", "heads", None, "seq")  # of the softmax's normaliser [B, G, R, T]
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -313,9 +314,8 @@ def _ring_backward(
     shard: Shard, ring: Ring, residuals: Arrays, dy: Array
 ) -> tuple[Array | None, ...]:
     axes, (query, key, _) = _ring_axes(shard, *residuals[:2])
-    of_log = ("batch", "kv_heads", None, "seq")
     of_query = axes[0]
-    all_axes = (*axes, of_query, of_log, of_query)
+    all_axes = (*axes, of_query, OF_LOG, of_query)
     args = (*residuals, dy)
     grads = kernels.local(shard, ring.backward, args, all_axes, (query, key, key))
     return (*grads, None)
@@ -327,12 +327,13 @@ over_mesh.defvjp(_ring_forward, _ring_backward)
 def _ring_axes(
     shard: Shard, q: Array, k: Array
 ) -> tuple[tuple[Axes, ...], tuple[PartitionSpec, ...]]:
-    """Return the logical axes of q, k, v and segments, and the partitions of q, k and the log."""
-    query: Axes = ("batch", "seq", "heads", None)
-    key: Axes = ("batch", "seq", "kv_heads", None)
-    rows: Axes = ("batch", "seq")
+    """Return the logical axes of q, k, v and segments, and the partitions of q, k and the log.
+
+    Keys are split as queries are, since each device computes with the heads of its own queries.
+    """
+    head: Axes = ("batch", "seq", "heads", None)
     b, t, h, _ = q.shape
     g = k.shape[2]
-    log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))
-    partitions = (shard.spec(q.shape, query), shard.spec(k.shape, key), log)
-    return (query, key, key, rows), partitions
+    log = shard.spec((b, g, h // g, t), OF_LOG)
+    partitions = (shard.spec(q.shape, head), shard.spec(k.shape, head), log)
+    return (head, head, head, ("batch", "seq")), partitions

@@ -445,8 +445,8 @@ def _repeated(k_bsgk: Array, v_bsgk: Array, n_parts: int, shard: Shard) -> tuple
     """Repeat key and value heads that are too few, so that each device has those of its queries."""
     g = k_bsgk.shape[2]
     times = math.lcm(g, n_parts) // g
-    k_bsgk = shard(jnp.repeat(k_bsgk, times, axis=2), "batch", "seq", "kv_heads", None)
-    v_bsgk = shard(jnp.repeat(v_bsgk, times, axis=2), "batch", "seq", "kv_heads", None)
+    k_bsgk = shard(jnp.repeat(k_bsgk, times, axis=2), "batch", "seq", "heads", None)
+    v_bsgk = shard(jnp.repeat(v_bsgk, times, axis=2), "batch", "seq", "heads", None)
     return k_bsgk, v_bsgk
 
 
