@@ -75,8 +75,8 @@ class Fit(NamedTuple):
 def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config_lib.Config, str]:
     """Return the config without auto, and a line with the choice, "" without auto.
 
-    ``text``: the target's, as in --plan=. If nothing fits, the smallest choice is returned, whose
-    plan names the problem.
+    ``text``: the target's, as in --plan=. If nothing fits, the choice with the least memory is
+    returned, whose plan names the problem.
     """
     fit = best_fit(config, target, text)
     return (fit.config, str(fit)) if fit else (config, "")
@@ -155,7 +155,8 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     """Return the fastest choice of a mesh, and of the other fields on auto, else the nearest."""
     fields = tuple(path for path in config.train.auto if path != "mesh")
     with worker.compiler(target, text) as compiler:
-        result = mesh_search.Search(config, target, compiler, fields=fields, note=_note).run()
+        search = mesh_search.Search(config, target, compiler, fields=fields, note=_note)
+        result = search.run()
     settled = result.best[0] if result.fitting else result.nearest
     if settled is None and result.failed:
         lacks = "\n  ".join(mesh_search.lacks(result.failed)[: mesh_search.MAX_REASONS])
@@ -166,7 +167,7 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     if settled.step:
         source = "by its compiler"
     choice = settled.candidate.choice
-    limit = target.memory * (mesh_search.ROOM if settled.step else 1)
+    limit = search.memory * (mesh_search.ROOM if settled.step else 1)
     return Fit(settled.candidate.config, choice, settled.size, limit, source, not settled.reason)
 
 
@@ -175,40 +176,40 @@ def _note(line: str) -> None:
 
 
 def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compiler | None) -> Fit:
-    """Return the first choice that fits, else the last."""
-    fit = None
+    """Return the first choice that fits, else the smallest."""
     memory = target.memory
     if target.here and jax.process_count() > 1:  # processes may see other limits
         memory = min(cluster.gather(int(memory / MIB))) * MIB
+    tried = []
+    for fit in _fits(config, target, compiler, memory):
+        if fit.fits:
+            return fit
+        tried.append(fit)
+    # the last one if the compiler gives no size of any
+    smallest = min(reversed(tried), key=lambda fit: fit.size)
+    if math.isinf(smallest.size):
+        return smallest._replace(size=smallest.limit, source="by its compiler more than")
+    return smallest
+
+
+def _fits(
+    config: config_lib.Config, target: Target, compiler: worker.Compiler | None, memory: float
+) -> Iterator[Fit]:
+    """Yield the size of each choice, by its compiler if there is one and the lower bound fits."""
     compiled = _Compiled(config, compiler, memory)
+    limit = mesh_search.ROOM * memory
     for choice in choices(config, target):
         candidate = choice.apply(config)
         lower = bound_of(candidate, target)
         size = float(lower.peak)
         if compiler is None:
             size += sum(array.bytes for array in lower.kept)
-        fit = Fit(candidate, choice, size, memory, "at least", fits=size <= memory)
-        if compiler is None and fit.fits:
-            return fit
-        if compiler is None or not fit.fits:
+        if compiler is None or size > memory:
+            yield Fit(candidate, choice, size, memory, "at least", fits=size <= memory)
             continue
-        limit = mesh_search.ROOM * memory
         for written in _written(candidate, target):
-            size = compiled.size(written, lower)
-            fit = Fit(
-                written,
-                choice,
-                size,
-                limit,
-                "by its compiler",
-                fits=size <= limit,
-            )
-            if fit.fits:
-                return fit
-            if math.isinf(size):
-                fit = fit._replace(size=limit, source="by its compiler more than")
-    assert fit is not None
-    return fit
+            size, source = compiled.size(written, lower)
+            yield Fit(written, choice, size, limit, source, fits=size <= limit)
 
 
 def _written(config: config_lib.Config, target: Target) -> Iterator[config_lib.Config]:
@@ -236,17 +237,20 @@ class _Compiled:
         # of a policy and a number of layers at once, for one microbatch
         self._beyond: dict[Any, float] = {}
 
-    def size(self, config: config_lib.Config, lower: Bound) -> float:
-        """Return the bytes of a step, an estimate if it cannot fit. inf if the compiler refuses."""
+    def size(self, config: config_lib.Config, lower: Bound) -> tuple[float, str]:
+        """Return the bytes of a step and their source, an estimate if it cannot fit.
+
+        They are inf if the compiler refuses the step as too large.
+        """
         count = config.train.accumulate
         program = getattr(config.model, "remat", ""), getattr(config.model, "unroll", 1)
         estimate = lower.certain + self._beyond.get(program, 0.0) / count
         if estimate > self._memory:
-            return estimate
+            return estimate, "by the program of another number of microbatches"
         size = _agreed(self._peak(config)) + lower.second
         if math.isfinite(size):
             self._beyond[program] = (size - lower.certain) * count
-        return size
+        return size, "by its compiler"
 
     def _peak(self, config: config_lib.Config) -> float:
         """Return the bytes of a compiled step, inf if it does not fit."""

@@ -108,7 +108,7 @@ class Search:
         self.result = Result()
         self._config, self._target, self._compiler = config, target, compiler
         self._fields, self._note, self._base = fields, note, base
-        self._memory = min(cluster.gather(int(target.memory / MIB))) * MIB
+        self.memory = min(cluster.gather(int(target.memory / MIB))) * MIB
         # of a mesh and its recomputation, for one microbatch: bytes beyond the exact ones
         self._beyond: dict[Any, float] = {}
         # of the smallest options of a mesh, if others did not fit: the lower bound
@@ -187,9 +187,9 @@ class Search:
         """Return the lack of memory for the state and gradients, None if there is none."""
         assembly = abstractly(candidate.config, self._target)
         size = float(least(assembly, tiled=self._target.tiled) + offloaded(assembly.abstract))
-        if size <= self._memory:
+        if size <= self.memory:
             return None
-        return Settled(candidate, size, self._lack(size, "state and gradients take"))
+        return Settled(candidate, size, _lack(size, "state and gradients take", self.memory))
 
     def candidate(self, choice: Choice) -> Candidate:
         """Make the candidate of a choice. Raises as `assemble` does."""
@@ -224,9 +224,9 @@ class Search:
     def _settled(self, candidate: Candidate) -> Settled:
         lower = bound_of(candidate.config, self._target)
         size = float(lower.peak)
-        if size > self._memory:
+        if size > self.memory:
             self._give_up(candidate, lower)
-            return Settled(candidate, size, self._lack(size, "it needs at least"))
+            return Settled(candidate, size, _lack(size, "it needs at least", self.memory))
         assembly = abstractly(candidate.config, self._target)
         is_on_host = self._target.kind == "gpu" and not self._target.here
         if self._compiler is None or is_on_host and offloaded(assembly.abstract):
@@ -235,9 +235,9 @@ class Search:
         program = self._program(candidate)
         count = candidate.config.train.accumulate
         likely = lower.certain + self._beyond.get(program, 0.0) / count
-        if likely > self._memory:
+        if likely > self.memory:
             text = "by the program of another number of microbatches it needs"
-            return Settled(candidate, likely, self._lack(likely, text))
+            return Settled(candidate, likely, _lack(likely, text, self.memory))
         return self._compiled(candidate, assembly, lower)
 
     def _give_up(self, candidate: Candidate, lower: Bound) -> None:
@@ -247,15 +247,15 @@ class Search:
             name = str(small.choice)
             if name not in self._bounds:
                 self._bounds[name] = bound_of(small.config, self._target).peak
-                if self._bounds[name] > self._memory:
+                if self._bounds[name] > self.memory:
                     size = float(self._bounds[name])
-                    self._add(Settled(small, size, self._lack(size, "it needs at least")))
+                    self._add(Settled(small, size, _lack(size, "it needs at least", self.memory)))
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         bounds = [self._bounds.get(str(small.choice), 0) for small in candidate.smallest]
         own = self._bounds.get(str(candidate.choice), 0)
         is_listed = _place(candidate) in self._not_compiled
-        return is_listed or max(own, min(bounds, default=0)) > self._memory
+        return is_listed or max(own, min(bounds, default=0)) > self.memory
 
     def _compiled(self, candidate: Candidate, assembly: Assembly, lower: Bound) -> Settled:
         assert self._compiler is not None
@@ -268,8 +268,9 @@ class Search:
         size = MIB * max(cluster.gather(math.ceil((step.peak + lower.second) / MIB)))
         count = candidate.config.train.accumulate
         self._beyond[self._program(candidate)] = (size - lower.certain) * count
-        if size > ROOM * self._memory:
-            return Settled(candidate, size, self._lack(size, "its program takes"), step=step)
+        limit = ROOM * self.memory
+        if size > limit:
+            return Settled(candidate, size, _lack(size, "its program takes", limit), step=step)
         expected = forecast_of(step, assembly, self._target)
         microseconds = math.ceil(MICROSECONDS * expected.seconds)
         seconds = max(cluster.gather(microseconds)) / MICROSECONDS
@@ -280,8 +281,9 @@ class Search:
         values = [value for value in candidate.choice.values if value[0] != candidates.ACCUMULATE]
         return tuple(map(str, values))
 
-    def _lack(self, size: float, text: str) -> str:
-        return f"{text} {in_bytes(size)} of {in_bytes(self._memory)}"
+
+def _lack(size: float, text: str, limit: float) -> str:
+    return f"{text} {in_bytes(size)} of {in_bytes(limit)}"
 
 
 def _place(candidate: Candidate) -> tuple[str, bool]:

@@ -221,6 +221,32 @@ def test_a_run_that_fits_nowhere_names_the_smallest_choice(language, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["", GPU])
+def test_the_smallest_choice_need_not_be_the_last_one(language, monkeypatch, place):
+    """Several microbatches have a sum of the gradients besides those of one."""
+    with_memory(monkeypatch, 10e9)
+    sizes = {(1, "none"): 60e9, (2, "none"): 40e9, (1, "full"): 9.6e9, (2, "full"): 9.8e9}
+    with_bounds(monkeypatch, lambda *values: 1e9 if place else sizes[values])
+    on_gpus(monkeypatch, lambda accumulate, remat, _: sizes[accumulate, remat])
+    target = plan.parse_target(place)
+    config = language(*ALL[:2], ("train.batch", str(2 * target.count)))
+    found = auto.best_fit(config, target, place)
+    assert dict(found.choice.values) == {"train.accumulate": 1, "model.remat": "full"}
+    assert not found.fits and "the smallest choice" in str(found)
+
+
+def test_a_size_by_another_ones_program_is_named_so(language, monkeypatch):
+    with_memory(monkeypatch, 10e9)
+    with_bounds(monkeypatch, lambda *values: 1e6)
+    on_gpus(monkeypatch, lambda *values: 80e9)
+    config = language(("train.accumulate", "auto"), ("train.batch", "4"))
+    found = auto.best_fit(config, plan.parse_target(GPU), GPU)
+    assert str(found).startswith(
+        "auto is train.accumulate=4: by the program of another number of microbatches 20.00 GB of"
+        " 9.50 GB that a step may take, the smallest choice"
+    )
+
+
+@pytest.mark.parametrize("place", ["", GPU])
 def test_a_choice_that_does_not_fit_has_the_size_that_was_compared(language, monkeypatch, place):
     """By the bound alone 9.9 GB fit, and compiled ones may take 95 % of a device."""
     with_memory(monkeypatch, 10e9)
