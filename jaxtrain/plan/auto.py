@@ -180,13 +180,13 @@ def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compi
     memory = target.memory
     if target.here and jax.process_count() > 1:  # processes may see other limits
         memory = min(cluster.gather(int(memory / MIB))) * MIB
-    tried = []
+    tried: list[Fit] = []
     for fit in _fits(config, target, compiler, memory):
         if fit.fits:
             return fit
         tried.append(fit)
     # the last one if the compiler gives no size of any
-    smallest = min(reversed(tried), key=lambda fit: fit.size)
+    smallest: Fit = min(reversed(tried), key=lambda fit: fit.size)
     if math.isinf(smallest.size):
         return smallest._replace(size=smallest.limit, source="by its compiler more than")
     return smallest

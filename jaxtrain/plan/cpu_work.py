@@ -75,8 +75,8 @@ class Exchanges(NamedTuple):
     rendezvous: float  # [s]
     sending: float  # [s/byte]
 
-    def spans_nodes(self, collective: Collective) -> bool:
-        return False
+    def lane(self, collective: Collective) -> tuple[str, ...]:
+        return ()  # the same for all
 
     def seconds(self, collective: Collective) -> float:
         work = _work_of_exchange(collective)

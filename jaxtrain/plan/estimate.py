@@ -52,7 +52,7 @@ def machine_of(target: Target) -> Machine:
     if target.platform == "cpu":
         return Machine(CPU, exposure.Links(CPU_LINKS, CPU_LINKS, target.count))
     known = target if target.chip else replace(target, chip=chips.by_name(OTHER))
-    return Machine(forecast.rates_of(known.known_chip), exposure.links_of(known))
+    return Machine(forecast.rates_of(known.known_chip), exposure.links_of(known, {}))  # no permutes
 
 
 class _Matrix(NamedTuple):

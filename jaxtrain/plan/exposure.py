@@ -17,6 +17,11 @@ memory, and attention's products are in no text.
 GPUs pass an exchange on in a ring, and each of its steps takes a latency, however few its bytes
 are. NCCL's own model (src/graph/tuning.cc, protocol LL128) has the latencies. It also knows trees
 for sums, whose steps grow with the logarithm of the nodes. No latency is counted for TPUs.
+
+On TPUs a permute by one place along a mesh axis takes one link of each chip, and one by more places
+shares each link with the others on their way. A ring of links has one for each direction, so that
+two permutes in opposite directions go at once. In a row that is not closed, the part from its end
+to its begin takes the links of the other direction. Other exchanges take all links of a chip.
 """
 
 import collections
@@ -35,13 +40,17 @@ from jaxtrain.plan.target import Target
 RING = 0.82
 NVLINK_STEP, NETWORK_STEP = 1.9e-6, 4.0e-6  # [s] of a ring
 NVLINK_TREE_STEP, NETWORK_TREE_STEP = 1.2e-6, 8.5e-6  # [s] of a tree
+PERMUTE = "collective-permute"
 Axes = tuple[str, ...]
+Lane = tuple[str, ...]  # links. One that begins as another one has, is a part of it
+NETWORK, WITHIN = ("network",), ("within",)
 
 
 class Routes(Protocol):
     """The ways of values between devices."""
 
-    def spans_nodes(self, collective: Collective) -> bool: ...
+    def lane(self, collective: Collective) -> Lane:
+        """Return the links of an exchange, which have one exchange at a time."""
 
     def seconds(self, collective: Collective) -> float:
         """Return the time of one execution."""
@@ -52,13 +61,34 @@ class Links(NamedTuple):
     network: float  # [bytes/s] that it sends to other nodes
     per_node: int  # GPUs of a node
     has_latency: bool = False  # of GPUs, by NCCL's model
+    link: float = 0.0  # [bytes/s] of one link of a TPU in one direction; 0 = there is a switch
+    ring: int = 0  # devices of a mesh axis, or their divisor, that is a ring of links; 0 = none is
+    mesh: Mapping[str, int] = {}  # axis -> size, to know the links of a permute
 
-    def spans_nodes(self, collective: Collective) -> bool:
-        return any(len(self._members(group)) > 1 for group in collective.groups)
+    def lane(self, collective: Collective) -> Lane:
+        if any(len(self._members(group)) > 1 for group in collective.groups):
+            return NETWORK
+        shifts = self._shifts(collective)
+        if len(shifts) != 1:
+            return WITHIN
+        [(axis, places)] = shifts
+        size = self.mesh[axis]
+        if not self.ring or size % self.ring:
+            return (*WITHIN, axis)
+        return (*WITHIN, axis, "forwards" if 2 * places <= size else "backwards")
+
+    def _shifts(self, collective: Collective) -> set[tuple[str, int]]:
+        """Return those of a permute over single links, none of another exchange."""
+        if not (self.link and self.mesh and collective.kind == PERMUTE):
+            return set()
+        return collective.shifts(self.mesh)
 
     def seconds(self, collective: Collective) -> float:
         """Return the time of one execution."""
         rate = self.within
+        for axis, places in self._shifts(collective):
+            n_shared = min(places, self.mesh[axis] - places)
+            rate = min(rate, self.link / n_shared)
         for group in collective.groups:
             members = self._members(group)
             if len(members) > 1:  # a ring leaves each node once, over the adapters of its members
@@ -67,7 +97,7 @@ class Links(NamedTuple):
 
     def latency(self, collective: Collective) -> float:
         """Return the seconds of one execution that do not depend on its bytes."""
-        if not self.has_latency or collective.kind == "collective-permute":
+        if not self.has_latency or collective.kind == PERMUTE:
             return 0.0
         return max(self._latency(collective.kind, group) for group in collective.groups)
 
@@ -85,12 +115,19 @@ class Links(NamedTuple):
         return collections.Counter(place // self.per_node for place in group)
 
 
-def links_of(target: Target) -> Links:
-    """Return the links of a target of GPUs, or of slices of TPUs."""
+def links_of(target: Target, mesh: Mapping[str, int]) -> Links:
+    """Return the links of a target of GPUs, or of slices of TPUs, for a mesh (axis -> size)."""
     per_node = jax.local_device_count() if target.here else target.count // target.slices
     share = 1.0 if target.tiled else RING
-    network = target.known_chip.network
-    return Links(target.links * share, network, per_node, has_latency=not target.tiled)
+    return Links(
+        target.links * share,
+        target.known_chip.network,
+        per_node,
+        has_latency=not target.tiled,
+        link=target.link,
+        ring=target.ring,
+        mesh=mesh,
+    )
 
 
 class Exchange(NamedTuple):
@@ -150,7 +187,7 @@ class _Walk:
     ):
         self._program, self._seconds, self._links, self._mesh = program, seconds, links, mesh
         self._clock = 0.0
-        self._free = {True: 0.0, False: 0.0}  # whether between nodes -> when these links are free
+        self._free: dict[Lane, float] = {}  # when these links are free
         self._weight = 1.0  # rounds that one round stands for
         self._lengths: dict[str, float] = {}  # of computations
         self.kernels: dict[str, float] = collections.defaultdict(float)
@@ -209,10 +246,15 @@ class _Walk:
     def _begin(self, collective: Collective) -> _Running:
         axes = collective.axes(self._mesh)
         seconds = self._links.seconds(collective)
-        between = self._links.spans_nodes(collective)
+        lane = self._links.lane(collective)
         self.link[axes] += self._weight * seconds
-        self._free[between] = max(self._free[between], self._clock) + seconds
-        return _Running(axes, self._free[between])
+        begin = self._clock
+        for other, free in self._free.items():
+            n = min(len(lane), len(other))
+            if lane[:n] == other[:n]:
+                begin = max(begin, free)
+        self._free[lane] = begin + seconds
+        return _Running(axes, self._free[lane])
 
     def _wait(self, exchanges: Sequence[_Running]) -> None:
         for exchange in exchanges:

@@ -93,7 +93,7 @@ def forecast(program: Program, mesh: Mapping[str, int], target: Target) -> Forec
         kind = kinds.kind(kernel, instructions[kernel.name], program)
         kind_of[kernel.name] = kind
         seconds[kernel.name] = costs.seconds(kernel, kind)
-    walked = exposure.exposure(program, mesh, seconds, exposure.links_of(target))
+    walked = exposure.exposure(program, mesh, seconds, exposure.links_of(target, mesh))
     calibrated = costs.describe() + _devices_note(costs, target) + _network_note(target)
     return _add_up(walked, kind_of, costs.error, calibrated)
 

@@ -391,7 +391,7 @@ def _seconds_of_links(
     """Return the time of the links by kind and mesh axes, {} if their rates are not known."""
     seconds: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
     if target.chip:
-        links = exposure.links_of(target)
+        links = exposure.links_of(target, mesh)
         for each in hlo.collectives(step.text):
             seconds[each.kind, each.axes(mesh)] += each.times * links.seconds(each)
     return seconds

@@ -85,9 +85,29 @@ class Target:
             return chip.bridge if is_pair and chip.bridge else chip.links
         n_links = 0
         for n in sides:
-            is_ring = self.is_torus or n == 16
-            n_links += 2 if is_ring else int(n > 1)
-        return chip.links * max(n_links, 1) / (2 * len(sides))
+            n_links += 2 if self._is_closed(n) else int(n > 1)
+        return self.link * max(n_links, 1)
+
+    @property
+    def link(self) -> float:
+        """The bytes/s of one link of a TPU in one direction, 0 of other devices."""
+        if not self.tiled:
+            return 0.0
+        chip = self.known_chip
+        n_dimensions = len(slices_lib.existing(chip.name)[0])
+        return chip.links / (2 * n_dimensions)
+
+    @property
+    def ring(self) -> int:
+        """The devices along the shortest side of a TPU slice that is closed to a ring, or 0.
+
+        A mesh axis of so many devices or a multiple of them is a ring of links.
+        """
+        closed = [n for n in self.sides if self._is_closed(n)]
+        return min(closed) * self.known_chip.devices if closed else 0
+
+    def _is_closed(self, n: int) -> bool:
+        return self.is_torus or n == 16
 
     @property
     def sides(self) -> list[int]:

@@ -162,7 +162,8 @@ def exposed(step):
     chip = step.target.known_chip
     rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
     seconds = traffic.seconds_of_each(step.compiled.kernels, rates)
-    return exposure.exposure(step.program, step.mesh, seconds, exposure.links_of(step.target))
+    links = exposure.links_of(step.target, step.mesh)
+    return exposure.exposure(step.program, step.mesh, seconds, links)
 
 
 @pytest.mark.slow

@@ -126,5 +126,69 @@ def test_each_step_of_a_ring_takes_a_latency():
     assert microseconds("all-reduce", [*range(32)]) == pytest.approx(2 * (7 * 1.2 + 2 * 8.5))
     assert microseconds("all-reduce", [0, 8]) == pytest.approx(2 * 4)
     assert microseconds("collective-permute", [*range(8)]) == 0
-    assert links_of(parse_target("gpu:h100x8*4")).has_latency
-    assert not links_of(parse_target("tpu:v5e:4x4")).has_latency
+    assert links_of(parse_target("gpu:h100x8*4"), {}).has_latency
+    assert not links_of(parse_target("tpu:v5e:4x4"), {}).has_latency
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "places", "rate"),
+    [
+        ("tpu:v5e:2x4", {"data": 2, "fsdp": 4}, 1, 50e9),  # of 100 GB/s at a corner of the slice
+        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 1, 50e9),  # of 200
+        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 15, 50e9),  # backwards
+        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 4, 12.5e9),  # four share a link
+        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 13, 50e9 / 3),
+        ("tpu:v5p:4x4x4", {"data": 16, "fsdp": 4}, 1, 100e9),  # of 600
+        ("tpu:tpu7x:4x4x4", {"data": 16, "fsdp": 8}, 1, 50e9),  # each core has half a chip's
+        ("gpu:h100x8", {"data": 2, "fsdp": 4}, 1, 0.82 * 450e9),  # by the switch
+    ],
+)
+def test_a_permute_takes_one_link_of_a_tpu(target, mesh, places, rate):
+    n = mesh["fsdp"]
+    target = parse_target(target)
+    pairs = [[i, i - i % n + (i + places) % n] for i in range(mesh["data"] * n)]
+    permute = hlo.Collective("collective-permute", (), 1 << 20, pairs, 1, False)
+    assert (1 << 20) / links_of(target, mesh).seconds(permute) == pytest.approx(rate)
+
+
+def permute_start(name, pairs):
+    shape = "f32[1000000]{0}"
+    return (
+        f"  %{name} = ({shape}, {shape}, u32[], u32[]) collective-permute-start(%x),"
+        f" source_target_pairs={pairs}"
+    )
+
+
+def permute_done(name):
+    return f"  %{name}-done = f32[1000000]{{0}} collective-permute-done(%{name})"
+
+
+@pytest.mark.parametrize(
+    ("ring", "second", "milliseconds"),
+    [
+        (4, "backwards", 4),  # at once
+        (0, "backwards", 8),  # both take each link of a row that is not closed
+        (4, "forwards", 8),
+        (4, "sum", 6),  # of 6 MB by all three links, of which the permute has one
+        (4, "data", 4),  # over the links of another axis
+    ],
+)
+def test_permutes_in_opposite_directions_of_a_ring_go_at_once(ring, second, milliseconds):
+    forwards = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+    pairs = {
+        "forwards": forwards,
+        "backwards": "{{0,3},{1,0},{2,1},{3,2},{4,7},{5,4},{6,5},{7,6}}",
+        "data": "{{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}",
+    }
+    starts = [permute_start("a", forwards)]
+    ends = [permute_done("a")]
+    if second == "sum":
+        starts.append(start("b", WITHIN))
+        ends.append(done("b"))
+    else:
+        starts.append(permute_start("b", pairs[second]))
+        ends.append(permute_done("b"))
+    program = hlo.Program(text(*starts, *ends))
+    links = Links(within=3e9, network=1e9, per_node=8, link=1e9, ring=ring, mesh=MESH)
+    found = exposure(program, MESH, {}, links)
+    assert 1e3 * found.exposed == pytest.approx(3 * milliseconds)

@@ -124,6 +124,11 @@ def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
     assert found.links == pytest.approx(found.chip.links * n_links / of)
 
 
+def test_sides_of_a_slice_that_are_closed_to_rings_are_known():
+    rings = {"v5e:4x4": 0, "v6e:8x16": 16, "v5p:4x8x8": 4, "v4:2x4x4": 0, "tpu7x:4x4x4": 8}
+    assert {name: plan.parse_target(f"tpu:{name}").ring for name in rings} == rings
+
+
 def test_gpus_are_spread_evenly_over_the_nodes_of_nvlink():
     spread = {
         "gpu:h100x12": (2, 12),
