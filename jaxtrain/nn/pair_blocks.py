@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import with_layout_constraint
 
 from jaxtrain.nn import remat
-from jaxtrain.nn.splash import document_blocks
+from jaxtrain.nn.splash import TOKENS_LAST, document_blocks
 from jaxtrain.types import Array
 
 BLOCK = 128  # [queries or keys], the lanes of a TPU's vector registers
@@ -31,7 +31,6 @@ VMEM = 48 << 20  # [bytes] that a kernel may take
 LISTS = 3 << 18  # [bytes] of a call's list in scalar memory, which has 1 MiB
 AT_ONCE = 8  # heads whose steps are written out, so that one's products hide another's sums
 HIDDEN = -1e30  # score of a key that a query does not see
-TOKENS_LAST = Layout((0, 2, 3, 1))  # of arrays [B, T, H, K] in the device's memory
 # A step in 32 bits: the block of keys, the block of queries, the row, and whether it is the first
 # or the last one of its queries, or the first one of its row
 BITS = 9
@@ -186,10 +185,6 @@ def _call(kernel: Any, form: Form, arrays: tuple[Array, ...], listed: list[Array
         entry = list_ref[step]
         return row(entry), i, 0, _key(entry)
 
-    def sums_of_queries(i: Array, step: Array, list_ref: Any) -> tuple[Array | int, ...]:
-        entry = list_ref[step]
-        return row(entry), i, 0, _query(entry)
-
     def of_row(i: Array, step: Array, list_ref: Any) -> tuple[Array | int, ...]:
         return row(list_ref[step]), i, 0, 0
 
@@ -199,7 +194,7 @@ def _call(kernel: Any, form: Form, arrays: tuple[Array, ...], listed: list[Array
     q_block = pl.BlockSpec((1, h_part, k, BLOCK), of_queries)
     k_block = pl.BlockSpec((1, g_part, k, BLOCK), of_keys)
     # of three dimensions, a part would need eight heads
-    sums = pl.BlockSpec((1, 1, h_part, BLOCK), sums_of_queries)
+    sums = pl.BlockSpec((1, 1, h_part, BLOCK), of_queries)
     arrays = tuple(x if x.ndim == 4 else x.reshape(b, parts, h_part, t) for x in arrays)
     ids = [pl.BlockSpec((1, 1, BLOCK), ids_of(place)) for place in (_query, _key)]
     like_q = jax.ShapeDtypeStruct((b, h, k, t), arrays[0].dtype)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn import remat
-from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, keep_traced_for
+from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, trace_for
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array
 from loaders.io import machine
@@ -75,15 +75,11 @@ def ranges(segments_bt: Array, *, causal: bool, window: int) -> tuple[Array, Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    settings: Settings,
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    first_bt: Array,
-    end_bt: Array,
-) -> Array:
-    return _kernel(settings, first_bt, end_bt)(q_bthk, k_bsgk, v_bsgk)
+def _attend(settings: Settings, *args: Array) -> Array:
+    """Take q, k, v, and the ranges of their keys."""
+    *qkv, first_bt, end_bt = args
+    y_bthk: Array = _kernel(settings, first_bt, end_bt)(*qkv)
+    return y_bthk
 
 
 def _kernel(settings: Settings, first_bt: Array, end_bt: Array) -> Callable[..., Array]:
@@ -93,7 +89,7 @@ def _kernel(settings: Settings, first_bt: Array, end_bt: Array) -> Callable[...,
     """
     from tokamax._src.ops.attention import base, pallas_mosaic_gpu
 
-    keep_traced_for(settings.capability)
+    trace_for(settings.capability)
     limits = {"k_start": first_bt[:, None]}  # of all heads
     if not settings.causal:
         limits["k_end"] = end_bt[:, None]
@@ -101,15 +97,8 @@ def _kernel(settings: Settings, first_bt: Array, end_bt: Array) -> Callable[...,
     return functools.partial(pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(), mask=mask)
 
 
-def _forward(
-    settings: Settings,
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    first_bt: Array,
-    end_bt: Array,
-) -> tuple[Array, Any]:
-    qkv = (q_bthk, k_bsgk, v_bsgk)
+def _forward(settings: Settings, *args: Array) -> tuple[Array, Any]:
+    *qkv, first_bt, end_bt = args
     y_bthk, pull = jax.vjp(_kernel(settings, first_bt, end_bt), *qkv)
     if not settings.keep:
         return y_bthk, pull
@@ -118,7 +107,7 @@ def _forward(
     for place, x in enumerate(leaves):
         if x is y_bthk:
             leaves[place] = named
-        elif not any(x is each for each in (*qkv, first_bt, end_bt)):
+        elif not any(x is each for each in args):
             leaves[place] = remat.name(x, settings.keep)
     return named, jax.tree.unflatten(form, leaves)
 

@@ -3,11 +3,8 @@
 tokamax is a package of its own (Apache 2.0), in the extra of its name. It needs Python 3.12.
 """
 
-import contextlib
 import functools
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +14,6 @@ from jaxtrain.parallel import one_device
 
 PACKAGE = "tokamax"
 HOPPER = ((9, 0), (10, 0))  # compute capabilities of the kernels in use, from and below
-_PATCHING = threading.Lock()  # one thread at a time replaces JAX's default device
 
 
 class Card(NamedTuple):
@@ -29,23 +25,12 @@ class Card(NamedTuple):
     device_kind: str = "NVIDIA H100"
 
 
-@contextlib.contextmanager
-def traced_for(capability: str) -> Iterator[None]:
-    """Trace as on a host with a GPU of this capability, unless this is one."""
-    if one_device.host()[0] == "gpu":
-        yield
-        return
-    card = Card(capability)
-    with _PATCHING, mock.patch.object(backend, "get_default_device", lambda: card):
-        yield
-
-
 @functools.cache
-def keep_traced_for(capability: str) -> None:
+def trace_for(capability: str) -> None:
     """Show a GPU of this capability to tokamax from now on, unless this host has one.
 
-    When JAX differentiates a loop, it traces parts of the kernels again, after `traced_for` has
-    ended. All other packages are answered as before.
+    It does not end with a call, since JAX traces parts of the kernels again when it differentiates
+    a loop. All other packages are answered as before.
     """
     if one_device.host()[0] == "gpu":
         return

@@ -155,9 +155,12 @@ def test_what_is_used_is_logged_once(has_it, calls, monkeypatch, caplog):
 
 
 def test_only_tokamax_sees_a_card_that_is_not_here(monkeypatch):
+    """It asks the default device for what it needs to know of a card."""
     monkeypatch.setattr(backend, "get_default_device", backend.get_default_device)
-    tokamax_tracing.keep_traced_for.__wrapped__("9.0")
+    tokamax_tracing.trace_for.__wrapped__("9.0")
     assert backend.get_default_device().platform == "cpu"
     names = {"__name__": "tokamax._src.gpu_utils", "backend": backend}
     exec("device = backend.get_default_device()", names)
-    assert names["device"].compute_capability == "9.0"
+    card = names["device"]
+    assert (card.platform, card.compute_capability, card.core_count) == ("gpu", "9.0", 132)
+    assert hash(card)

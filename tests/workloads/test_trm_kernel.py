@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import backend
 
 from jaxtrain import specs
-from jaxtrain.nn import tokamax_tracing
 from jaxtrain.parallel import layout
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.trm import model as trm
@@ -35,6 +35,7 @@ def calls(monkeypatch):
 
     package = types.SimpleNamespace(gated_linear_unit=gated_linear_unit)
     monkeypatch.setitem(sys.modules, "tokamax", package)
+    monkeypatch.setattr(backend, "get_default_device", backend.get_default_device)
     return rows
 
 
@@ -129,13 +130,3 @@ def test_settings_that_the_kernel_does_not_take_are_named(monkeypatch):
     assert "dtype='bfloat16'" in dict(C.validate())["kernel"]
     assert "multiples of 128" in dict(replace(half, inner_multiple=64).validate())["inner_multiple"]
     assert "kernel" in dict(replace(half, kernel="triton").validate())
-
-
-def test_a_plan_traces_it_for_a_gpu_that_is_not_here(monkeypatch):
-    """tokamax asks the default device for what it needs to know of the card."""
-    from jax.extend import backend
-
-    with tokamax_tracing.traced_for("9.0"):
-        card = backend.get_default_device()
-    assert (card.platform, card.compute_capability, card.core_count) == ("gpu", "9.0", 132)
-    assert backend.get_default_device().platform == "cpu" and hash(card)

@@ -12,7 +12,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, traced_for
+from jaxtrain.nn.tokamax_tracing import HOPPER, PACKAGE, trace_for
 from jaxtrain.parallel import kernels
 from jaxtrain.parallel.layout import generation
 from jaxtrain.types import Array, Axes, Shard
@@ -64,8 +64,8 @@ def _on_device(capability: str, x_bmk: Array, w_k2o: Array) -> Array:
     x_nk = x_bmk.reshape(b * m, k)
     x_nk = jnp.pad(x_nk, ((0, -(b * m) % ROWS), filling))
     w_k2o = jnp.pad(w_k2o, (filling, (0, 0), (0, 0)))
-    with traced_for(capability):
-        y_no: Array = tokamax.gated_linear_unit(
-            x_nk, w_k2o, activation=jax.nn.silu, implementation="mosaic"
-        )
+    trace_for(capability)
+    y_no: Array = tokamax.gated_linear_unit(
+        x_nk, w_k2o, activation=jax.nn.silu, implementation="mosaic"
+    )
     return y_no[: b * m].reshape(b, m, -1)
