@@ -133,13 +133,38 @@ def test_an_error_of_compilation_names_the_option(libtpu_42):
     assert SCHEDULER not in str(error.value) and VMEM not in str(error.value)
 
 
-def test_a_step_that_no_options_compile_is_the_compilers_own_error():
+@pytest.mark.parametrize("own", [{}, {VMEM: 50000}, {VMEM: 50000, GATHERS: True}], ids=len)
+def test_a_step_that_fails_without_options_is_the_compilers_own_error(own):
     class Broken:
         def compile(self, *, compiler_options):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic failed"):
-        xla_options.compile(Broken(), {SCHEDULER: True}, {})
+        xla_options.compile(Broken(), {SCHEDULER: True, **own}, own)
+
+
+def test_two_options_that_each_make_a_step_fail_are_both_named(libtpu_42):
+    class Refusing(Lowered):
+        def compile(self, *, compiler_options):
+            if compiler_options:
+                raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")
+            return self._program.compile()
+
+    own = {VMEM: 50000, GATHERS: True}
+    with pytest.raises(config.ConfigError, match=f"{VMEM}.*{GATHERS}.*Mosaic failed"):
+        xla_options.compile(Refusing(), own, own)
+
+
+def test_a_program_that_grows_without_one_option_is_compiled_without_all(caplog):
+    class Large(Lowered):
+        def compile(self, *, compiler_options):
+            if len(compiler_options) == 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
+            return super().compile(compiler_options=compiler_options)
+
+    with caplog.at_level("WARNING", "jaxtrain"):
+        assert xla_options.compile(Large(), {SCHEDULER: True, GATHERS: True}, {}).as_text()
+    assert f"compiled without {SCHEDULER}, {GATHERS}" in caplog.text
 
 
 def test_options_of_libtpu_with_other_names_are_for_tpus_alone(caplog):

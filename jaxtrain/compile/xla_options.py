@@ -6,6 +6,7 @@ An option of the table that it refuses is left out. An option of a config that i
 error that names it.
 """
 
+import contextlib
 import importlib.metadata
 import logging
 import warnings
@@ -206,8 +207,9 @@ def compile(
 
     An option that suits a program of no size can break a compiler on a larger one. If the compiler
     fails, it tries again without this module's, then without one of them at a time, and the log
-    says so. Raises ConfigError if it fails with ``own`` alone, with the name of the one without
-    which it does not. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED).
+    says so. Raises ConfigError if the options in ``own`` alone make it fail, with the name of the
+    one without which it does not. A step that fails without options, and a program that is too
+    large (RESOURCE_EXHAUSTED), are a JaxRuntimeError.
     """
     own_options = {name: value for name, value in options.items() if name in own}
     of_table = [name for name in options if name not in own_options]
@@ -225,7 +227,7 @@ def compile(
         others = {other: own_options[other] for other in own_options if other != name}
         if _compiled(lowered, others):
             raise _config_error({name: value}, reason) from failure
-    if own_options:
+    if len(own_options) > 1 and _compiled(lowered, {}):
         raise _config_error(own_options, reason) from failure
     raise failure
 
@@ -241,8 +243,8 @@ def _without_least(
     left_out = ", ".join(of_table)
     for name in of_table if len(of_table) > 1 else ():
         others = {other: options[other] for other in options if other != name}
-        if without_one := _compiled(lowered, others):
-            program, left_out = without_one, name
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # too large, or at fault as well
+            program, left_out = _compile(lowered, others), name
             break
     log.warning(
         "compiled without %s, with which %s fails: %s", left_out, _compiler_for(options), reason
