@@ -124,13 +124,13 @@ def _seconds(step: Callable[[], Any]) -> float:
 
     jax.block_until_ready([step() for _ in range(2)])
     end = time.perf_counter() + SECONDS
-    each = SLICE
+    fastest, n_steps = math.inf, MIN_STEPS
     while time.perf_counter() < end:
-        n_steps = max(MIN_STEPS, round(SLICE / each))
         began = time.perf_counter()
         jax.block_until_ready([step() for _ in range(n_steps)])
-        each = min(each, (time.perf_counter() - began) / n_steps)
-    return each
+        fastest = min(fastest, (time.perf_counter() - began) / n_steps)
+        n_steps = max(MIN_STEPS, round(SLICE / fastest))
+    return fastest
 
 
 def compare(cell: Cell, out: pathlib.Path) -> tuple[float, float, Mapping[str, float]]:
