@@ -38,14 +38,19 @@ FORMS = [
 ]
 
 
+def kernel_and_formula(tokens, causal, window):
+    places = jnp.arange(tokens)
+    mask = attention.visible(places, places, causal=causal, window=window)[None]
+    how = dict(causal=causal, window=window, interpret=True)
+    return functools.partial(short.short, **how), lambda *qkv: attention.masked(*qkv, mask)
+
+
 @pytest.mark.parametrize(("sizes", "causal", "window"), FORMS, ids=str)
 def test_it_equals_the_formula_and_its_gradients(sizes, causal, window):
     arrays = inputs(*sizes)
-    places = jnp.arange(sizes[1])
-    mask = attention.visible(places, places, causal=causal, window=window)[None]
-    how = dict(causal=causal, window=window, interpret=True)
-    ours = result_and_gradients(lambda *qkv: short.short(*qkv, **how), *arrays)
-    exact = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *arrays)
+    kernel, formula = kernel_and_formula(sizes[1], causal, window)
+    ours = result_and_gradients(kernel, *arrays)
+    exact = result_and_gradients(formula, *arrays)
     for x, y in zip(ours, exact, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=5e-6)
 
@@ -53,13 +58,11 @@ def test_it_equals_the_formula_and_its_gradients(sizes, causal, window):
 @pytest.mark.parametrize(("sizes", "causal", "window"), FORMS, ids=str)
 def test_sixteen_bits_are_as_near_to_the_formula_as_attention_of_xla(sizes, causal, window):
     arrays = inputs(*sizes)
-    places = jnp.arange(sizes[1])
-    mask = attention.visible(places, places, causal=causal, window=window)[None]
-    how = dict(causal=causal, window=window, interpret=True)
-    exact = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *arrays)
+    kernel, formula = kernel_and_formula(sizes[1], causal, window)
+    exact = result_and_gradients(formula, *arrays)
     narrow = [x.astype(jnp.bfloat16) for x in arrays]
-    ours = result_and_gradients(lambda *qkv: short.short(*qkv, **how), *narrow)
-    theirs = result_and_gradients(lambda *qkv: attention.masked(*qkv, mask), *narrow)
+    ours = result_and_gradients(kernel, *narrow)
+    theirs = result_and_gradients(formula, *narrow)
 
     def error(x, y):
         return float(np.linalg.norm(np.asarray(x, "f4") - y) / np.linalg.norm(y))

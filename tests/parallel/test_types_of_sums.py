@@ -8,6 +8,7 @@ import math
 
 import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxtrain import plan
 from tests.plan import cases
@@ -20,11 +21,8 @@ def equations(jaxpr):
     """All of a jaxpr and of those in it."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def sums(config):
