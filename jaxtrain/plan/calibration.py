@@ -145,7 +145,7 @@ def load(n_devices: int) -> cpu_work.HostCosts | None:
         return None
     content = _read(machine.cache_folder(FOLDER, FILE))
     fits = _fits(content)
-    # one device has no exchanges, so several devices never take its costs
+    # one device has no exchanges, so several devices take its costs only if there are no others
     measured = [n for n in fits if (n > 1) == (n_devices > 1)] or [*fits]
     nearest = max((n for n in measured if n <= n_devices), default=min(measured))
     costs, error, programs = fits[nearest]
