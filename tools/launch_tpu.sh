@@ -83,7 +83,8 @@ fi
 program=(jaxtrain.main --supervise)
 if $check; then
     program=(tools.tpu_check)
-    set -- "$@" --out=tpu_check.json  # the last one of an option counts
+    [[ " $*" != *" --out"* ]] || fail "--out is --check's own: the numbers are copied to tpu_check.json here"
+    set -- "$@" --out=tpu_check.json
 fi
 if [[ -z $wheel ]]; then
     for built in "$root"/dist/jaxtrain-*-abi3-manylinux*_x86_64.whl; do

@@ -262,11 +262,13 @@ def of_attention(name: str, shape: correctness.AttentionShape) -> Line:
     check = correctness.attention_of(name, shape)
     kernel = correctness.attention_kernel(shape)
     text = f"{kernel}: error {check.found:.1e}, bound {check.bound:.1e} ({check.note})"
-    is_well = check.well
-    if jax.default_backend() == "tpu" and kernel == "xla":
-        text += "; a kernel was expected"
-        is_well = False
-    return Line(name, OK if is_well else FAILED, text, {**check._asdict(), "kernel": kernel})
+    numbers = {**check._asdict(), "kernel": kernel}
+    if not check.well or jax.default_backend() != "tpu" or kernel != "xla":
+        return Line(name, OK if check.well else FAILED, text, numbers)
+    larger = correctness.attention_kernel(shape, ("tpu", ""))
+    if larger == "xla":
+        return Line(name, FAILED, f"{text}; a kernel was expected", numbers)
+    return Line(name, NOT_RUN, f"the chip has no room for {larger}; {text}", numbers)
 
 
 def of_mixer(is_small: bool) -> Line:

@@ -1,5 +1,7 @@
 """The parts of a kernel's final program, as `tools.chip.kernel_bundles` prints them."""
 
+import pytest
+
 from tools.chip import kernel_bundles
 
 DUMP = """= control target key start
@@ -27,3 +29,10 @@ def test_the_bundles_of_loops_and_branches_are_counted():
         (5, "branch !%p4_p1 region8", 2),
         (7, "PF>", 2),
     ]
+
+
+def test_a_block_of_another_kernel_than_splash_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["kernel_bundles", str(tmp_path), "--block=256"])
+    with pytest.raises(SystemExit):
+        kernel_bundles.main()
+    assert "--block is of splash, and the kernel is pair_blocks" in capsys.readouterr().err

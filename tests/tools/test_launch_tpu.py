@@ -143,6 +143,11 @@ def test_a_slice_that_no_plan_has_is_refused(kind, launch):
             parse_target(f"tpu:{kind}")
 
 
+def test_a_check_writes_its_numbers_to_its_own_file(launch):
+    done, kinds, _ = launch("--check", rest=("--out=mine.json",), code=2)
+    assert "--out is --check's own" in done.stderr and not kinds
+
+
 @pytest.mark.parametrize(("code", "reason"), [(0, ""), (1, "a check failed"), (3, "were left")])
 def test_a_check_of_the_slice_runs_on_every_worker_and_its_numbers_come_back(code, reason, launch):
     done, kinds, calls = launch("--check", rest=("--minutes=20",), code=code, code__0=f"{code}\n0")

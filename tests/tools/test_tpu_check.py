@@ -8,11 +8,13 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
-from jaxtrain.parallel import chips
+from jaxtrain.parallel import chips, layout
 from tests.support.processes import at, free_port, xla_flags
 from tools import tpu_check
+from tools.chip import correctness
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -206,6 +208,23 @@ def test_workers_of_one_slice_take_as_many_steps_and_fail_together():
     assert n_steps.startswith("steps ok ")
     assert failed.startswith("alone FAILED worker 1: ZeroDivisionError")
     assert after.strip() == "after ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens", "state", "text"),
+    [
+        ("v4", 608, tpu_check.NOT_RUN, "the chip has no room for short; xla: error "),
+        ("v5e", 700, tpu_check.FAILED, "; a kernel was expected"),
+    ],
+)
+def test_a_chip_without_room_for_a_kernel_fails_no_check(version, tokens, state, text, monkeypatch):
+    shape = correctness.AttentionShape(1, tokens, 2, 2, 64, causal=True, packed=False)
+    found = correctness.Check("attention", 1e-3, 2e-2, "")
+    monkeypatch.setattr(correctness, "attention_of", lambda name, shape: found)
+    monkeypatch.setattr(correctness.one_device, "host", lambda: layout.Devices("tpu", version))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    line = tpu_check.of_attention("attention", shape)
+    assert line.state == state and text in line.text
 
 
 @pytest.mark.parametrize(

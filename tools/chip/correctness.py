@@ -194,12 +194,12 @@ def attention(*, quick: bool) -> Iterator[Check]:
         yield attention_of(f"attention {name}", shape)
 
 
-def attention_kernel(shape: AttentionShape) -> str:
-    """Name the kernel that this process takes for a shape."""
+def attention_kernel(shape: AttentionShape, devices: tuple[str, str] | None = None) -> str:
+    """Name the kernel that devices take for a shape, None = those of this process."""
     b, t, h, g, k, causal, packed = shape
     q_bthk: Any = jax.ShapeDtypeStruct((b, t, h, k), jnp.bfloat16)
     masks = attention_lib.Masks(causal, packed=packed)
-    return attention_lib.choose(q_bthk, one_device.host(), masks, keys=(b, t, g, k))
+    return attention_lib.choose(q_bthk, devices or one_device.host(), masks, keys=(b, t, g, k))
 
 
 def attention_of(name: str, shape: AttentionShape) -> Check:

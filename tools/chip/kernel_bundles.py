@@ -27,7 +27,11 @@ from jaxtrain import plan
 from jaxtrain.nn import pair_blocks, short, splash
 from jaxtrain.plan import environment
 
-KERNELS = ("pair_blocks", "splash", "short")
+KERNELS: dict[str, Any] = {
+    "pair_blocks": pair_blocks.pair_blocks,
+    "splash": splash.splash,
+    "short": short.short,
+}
 BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(.*?):\s+(>*)\s*\{")
 BRANCH = re.compile(r"sbr\.rel \((.*?)\) target = (?:bundleno = )?\$?(\w+)")
 
@@ -41,11 +45,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--heads", default="32,8,64", help="of queries, of keys, their values")
     parser.add_argument("--kernel", choices=KERNELS, default="pair_blocks")
-    parser.add_argument("--block", type=int, default=splash.BLOCK, help="of splash")
+    parser.add_argument("--block", type=int, help="of splash")
     parser.add_argument("--target", default="tpu:v5e:2x2")
     args = parser.parse_args()
+    if args.block and args.kernel != "splash":
+        parser.error(f"--block is of splash, and the kernel is {args.kernel}")
     args.folder.mkdir(parents=True, exist_ok=True)
-    splash.BLOCK = args.block
+    splash.BLOCK = args.block or splash.BLOCK
     os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={args.folder} --xla_jf_dump_llo_text=true"
     sys.path.insert(0, str(environment.folder("tpu")))
     [device, *_] = plan.compile.tpu_devices(plan.parse_target(args.target))
@@ -65,11 +71,7 @@ def compile_both_ways(args: argparse.Namespace, where: SingleDeviceSharding) -> 
         for n in (h, g)
     )
     segments = jax.ShapeDtypeStruct((args.rows, args.tokens), jnp.int32, sharding=where)
-    kernel: Any = {
-        "pair_blocks": pair_blocks.pair_blocks,
-        "splash": splash.splash,
-        "short": short.short,
-    }[args.kernel]
+    kernel = KERNELS[args.kernel]
 
     def step(
         q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, segments: jax.Array
