@@ -46,11 +46,12 @@ def settled(config: Config) -> Config:
 
 def section(config: Config) -> checks.DataSection:
     """Return the section data of `settled`."""
-    data: checks.DataSection = config.data
-    if data.settled(None) == data:
-        return data  # nothing is left to the data
+    unrecorded: checks.DataSection = config.data.settled(None)
+    if unrecorded == config.data:
+        return unrecorded  # nothing is left to the data
     text = json.dumps(_recorded_order(config)) if cluster.is_main() else ""
-    return data.settled(json.loads(cluster.gather_texts(text)[0]))
+    order = json.loads(cluster.gather_texts(text)[0])
+    return unrecorded if order is None else config.data.settled(order)
 
 
 def _changes(old: Any, new: Any) -> str:

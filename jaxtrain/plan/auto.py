@@ -90,7 +90,7 @@ def decide_once(config: config_lib.Config) -> config_lib.Config:
     if not config.train.auto:
         return config
     target = parse_target("")
-    saved = kept(config, target)
+    saved = of_earlier_start(config, target)
     if saved:
         config, line = saved
         log.info("%s", line)
@@ -103,12 +103,14 @@ def decide_once(config: config_lib.Config) -> config_lib.Config:
     return fit.config
 
 
-def kept(config: config_lib.Config, target: Target) -> tuple[config_lib.Config, str] | None:
+def of_earlier_start(
+    config: config_lib.Config, target: Target
+) -> tuple[config_lib.Config, str] | None:
     """Return a resumed run's config by its earlier choice, and a line with that, if it has one."""
     choice = _saved(config, target) if config.train.auto and target.here else None
-    return (
-        (choice.apply(config), f"auto is {choice}, as at the run's first start") if choice else None
-    )
+    if choice is None:
+        return None
+    return choice.apply(config), f"auto is {choice}, as at the run's first start"
 
 
 def choices(config: config_lib.Config, target: Target) -> Iterator[Choice]:

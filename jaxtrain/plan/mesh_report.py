@@ -184,9 +184,10 @@ def too_small(config: config_lib.Config, target: Target, result: Result) -> str:
     nearest = result.nearest
     if nearest is None:
         return "no candidate compiles, and each one's error is above"
+    limit = target.memory * (mesh_search.ROOM if nearest.step else 1)
     text = (
         f"no candidate fits: {nearest.candidate.choice} lacks the least, with"
-        f" {in_bytes(nearest.size)} of {in_bytes(target.memory)} on each device"
+        f" {in_bytes(nearest.size)} of {in_bytes(limit)} on each device"
     )
     if target.here or target.chip is None:
         return f"{text}; more devices, or devices with more memory, would do"
@@ -232,8 +233,8 @@ def _has_room(config: config_lib.Config, target: Target) -> bool:
         rows = max(1, config.train.batch // estimate.row_shards(assembly))
     except (ValueError, TypeError):
         return False
-    options = candidates.same_numbers(config, rows, OPTIONS[1:])
-    configs = [choice.apply(config) for choice in options]
+    choices = candidates.same_numbers(config, rows, OPTIONS[1:])
+    configs = [choice.apply(config) for choice in choices]
     small = (configs[i] for i in candidates.smallest(configs))
     return any(remedies.size(each, target, 0.0) <= target.memory for each in small)
 

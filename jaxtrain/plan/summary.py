@@ -21,7 +21,7 @@ from jaxtrain.plan import (
     traffic,
     worker,
 )
-from jaxtrain.plan.auto import best_fit, kept
+from jaxtrain.plan.auto import best_fit, of_earlier_start
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.choices import resolve
 from jaxtrain.plan.compile import (
@@ -50,7 +50,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         ask_for_no_chips()
     problems: list[str] = []
     choice = ""
-    if resumed := kept(config, target):
+    if resumed := of_earlier_start(config, target):
         config, choice = resumed
     elif fit := best_fit(config, target, text):
         if not fit.fits:

@@ -175,7 +175,7 @@ def _own_versions() -> str:
     """Return the versions of the packages of this process that compile."""
     installed = set()
     for package in importlib.metadata.distributions():
-        name = package.name.lower().replace("_", "-")
+        name = (package.name or "").lower().replace("_", "-")  # none if its metadata are damaged
         if COMPILES.match(name):
             installed.add(f"{name}=={package.version}")
     return ", ".join(sorted(installed))

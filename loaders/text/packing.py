@@ -269,8 +269,8 @@ class Packed:
             self._warned = True
             log.warning(
                 "%.1f %% of the places are padding, since a row has at most %d documents, and %d of"
-                " %d went into further rows; raise data.documents, which is 0 to choose it by the"
-                " documents",
+                " %d went into further rows; raise data.documents, or set it to 0 to choose it by"
+                " the documents",
                 100 * padded,
                 self._limit,
                 pieces.moved,

@@ -137,10 +137,9 @@ class Config(checks.DataSection):
         """Return the section with a number for ``documents``, as in ``order`` if it is given."""
         if self.documents or self.packing != "best_fit":
             return self
-        documents = limit(self)
         if order is not None and order.get("packing") == self.packing:
-            documents = order.get("documents", self.context)
-        return replace(self, documents=documents)
+            return replace(self, documents=order.get("documents", self.context))
+        return replace(self, documents=limit(self))
 
 
 class RowList(NamedTuple):

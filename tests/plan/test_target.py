@@ -5,7 +5,8 @@ import os
 import pytest
 
 from jaxtrain import cli, plan
-from jaxtrain.parallel import chips
+from jaxtrain.parallel import chips, layout
+from jaxtrain.plan import gpu_specs
 from loaders.io import machine
 from tests.support import small_runs
 
@@ -127,6 +128,13 @@ def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
 def test_sides_of_a_slice_that_are_closed_to_rings_are_known():
     rings = {"v5e:4x4": 0, "v6e:8x16": 16, "v5p:4x8x8": 4, "v4:2x4x4": 0, "tpu7x:4x4x4": 8}
     assert {name: plan.parse_target(f"tpu:{name}").ring for name in rings} == rings
+
+
+def test_a_card_that_is_not_here_has_the_capability_of_its_description():
+    """A plan chooses kernels by the first, and compiles for the second."""
+    for name, spec in gpu_specs.SPECS.items():
+        found = layout.devices_of(chips.by_name(name).kind)
+        assert found == ("gpu", ".".join(map(str, spec.capability))), name
 
 
 def test_gpus_are_spread_evenly_over_the_nodes_of_nvlink():
