@@ -12,10 +12,12 @@ import contextlib
 import importlib.metadata
 import os
 import pickle
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -221,11 +223,20 @@ def main(jobs_end: str, answers_end: str, versions: str) -> None:
     ask_for_no_chips()
     # A kernel's text has the lines of its source. Without them its figures survive edits elsewhere.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    with open(int(jobs_end), "rb") as jobs, open(int(answers_end), "wb") as answers:
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(int(jobs_end), jobs), daemon=True).start()
+    with open(int(answers_end), "wb") as answers:
         while True:
-            try:
-                job: Job = pickle.load(jobs)
-            except EOFError:
-                return
-            pickle.dump(answer(job, versions), answers)
+            pickle.dump(answer(jobs.get(), versions), answers)
             answers.flush()
+
+
+def _read(jobs_end: int, jobs: queue.SimpleQueue[Job]) -> None:
+    """Read jobs until the process that plans closes their pipe or ends, then end this one.
+
+    It ends at once: a compilation would take its core for minutes, and nobody waits for it.
+    """
+    with open(jobs_end, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            jobs.put(pickle.load(file))
+    os._exit(0)

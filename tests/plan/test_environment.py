@@ -2,9 +2,12 @@
 none."""
 
 import concurrent.futures
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from jaxtrain.commands import plan as plan_command
 from jaxtrain.commands import train as main
 from jaxtrain.config.command_line import COMPILERS
 from jaxtrain.plan import environment, worker
+from tests.support import processes
 
 
 @pytest.fixture
@@ -177,3 +181,46 @@ def test_a_compiler_that_ends_its_process_has_another_one_for_the_next_job(cache
                 process.ask(types.SimpleNamespace(target="too much"))
         second = process.ask(types.SimpleNamespace(target="small"))
     assert len({first, second, os.getpgid(0)}) == 3
+
+
+COMPILING_FOR_LONG = """
+import fcntl, sys, time
+from jaxtrain.plan import worker
+
+def answer(path, versions):
+    file = open(path, "wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    open(path + ".begun", "wb").close()
+    time.sleep(300)
+
+worker.answer = answer
+worker.main(*sys.argv[1:])
+"""
+PLANNING = f"""
+import pathlib, sys
+from jaxtrain.plan import environment, worker
+
+worker.START = {COMPILING_FOR_LONG!r}
+environment.find = pathlib.Path
+with worker.Process(sys.argv[1]) as process:
+    process.ask(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_compiler_ends_with_the_process_that_plans(tmp_path, number):
+    """Else it would take a core for minutes after a kill."""
+    locked, begun = tmp_path / "locked", tmp_path / "locked.begun"
+    planning = subprocess.Popen([sys.executable, "-c", PLANNING, str(tmp_path), str(locked)])
+    processes.wait_for(begun.exists, seconds=60)
+    planning.send_signal(number)
+    assert planning.wait(20) == -number
+    with open(locked, "rb") as file:
+        processes.wait_for(lambda: is_free(file), seconds=20)
+
+
+def is_free(file):
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
