@@ -99,6 +99,17 @@ def language(tmp_path_factory, request):
     return dict(zip(SETTINGS, compiled(configs), strict=True))
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory, request):
+    """Return the step of ViT-S over fsdp, with 4 of its 12 layers, as in test_steps."""
+    request.getfixturevalue("gpu_compiler")
+    folder = tmp_path_factory.mktemp("data")
+    compiled_configs.write_data(folder)
+    config = compiled_configs.WORKLOADS["bird"].config("published", "fsdp", 8, folder)
+    [step] = compiled([(config, NODE)])
+    return step
+
+
 def sent(collectives):
     return sum(c.sent for c in collectives)
 
@@ -149,6 +160,16 @@ def test_fsdp_gathers_16_bits_twice_and_sums_float32_once(language):
 
 
 @pytest.mark.slow
+def test_an_encoder_over_fsdp_sends_the_least_and_waits_for_no_large_exchange(encoder):
+    """Each microbatch gathers 16 bits twice, and sums up float32 once."""
+    least = encoder.config.train.accumulate * 7 / 8 * 8 * encoder.params
+    assert 0.85 <= sent(encoder.over("fsdp")) / least <= 1.05
+    exchanges = hlo.collectives(encoder.program)
+    assert max(c.sent for c in exchanges) > BIG
+    assert not [c for c in exchanges if c.sent > BIG and not c.is_async]
+
+
+@pytest.mark.slow
 def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(language):
     whole, parts = language["both"], language["both, in parts"]
     assert sent(parts.over("data")) == pytest.approx(sent(whole.over("data")), rel=0.01)
@@ -158,10 +179,32 @@ def test_microbatches_multiply_what_spans_fsdp_and_leave_what_spans_data(languag
     assert [c for c in whole.over("data") if c.in_loop], "each layer's sum is in the loop"
 
 
-def exposed(step):
+def large_exchanges(step, loop):
+    """List a loop's large exchanges by their ends, with the kernels from each start to its end."""
+    program = step.program
+    kernels = {kernel.name: kernel for kernel in step.compiled.kernels}
+    running, ended = {}, []
+    for i in program.bodies[loop]:
+        if exchange := hlo.collective(program, loop, i):
+            if exchange.sent > BIG and exchange.is_async:
+                running[i.name] = exchange, []
+            elif exchange.sent > BIG:
+                ended.append((exchange, []))
+        elif i.op.endswith("-done"):
+            ended += [running.pop(name) for name in i.operands if name in running]
+        elif i.name in kernels:
+            for _, meanwhile in running.values():
+                meanwhile.append(kernels[i.name])
+    return [*ended, *running.values()]
+
+
+def rates_of(step):
     chip = step.target.known_chip
-    rates = traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
-    seconds = traffic.seconds_of_each(step.compiled.kernels, rates)
+    return traffic.Rates(chip.measured_bandwidth, chip.measured_flops)
+
+
+def exposed(step):
+    seconds = traffic.seconds_of_each(step.compiled.kernels, rates_of(step))
     links = exposure.links_of(step.target, step.mesh)
     return exposure.exposure(step.program, step.mesh, seconds, links)
 
@@ -174,6 +217,27 @@ def test_little_is_exposed(name, most, language):
     assert exposed(step).share <= most
     waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
     assert not [c for c in waiting if c.sent > BIG]
+
+
+@pytest.mark.slow
+def test_kernels_hide_the_exchanges_of_a_layer_but_its_last_sum(language):
+    """Each matrix's sum begins when its gradient is there, and a product runs until its end. With
+    XLA's own threshold a layer's sums are one exchange at the end of its round."""
+    step = language["fsdp"]
+    links = exposure.links_of(step.target, step.mesh)
+    seconds = traffic.seconds_of_each(step.compiled.kernels, rates_of(step))
+    n_sums = n_gathers = 0
+    for loop in step.program.loops - step.program.inlined:
+        found = large_exchanges(step, loop)
+        sums = [kernels for exchange, kernels in found if exchange.kind == "reduce-scatter"]
+        assert all(any(kernel.flops for kernel in kernels) for kernels in sums[:-1])
+        n_sums += len(sums)
+        for gather, kernels in found:
+            if gather.kind == "all-gather":
+                n_gathers += 1
+                assert sum(seconds[each.name] for each in kernels) > links.seconds(gather)
+    assert n_sums == 7, "one for each of a layer's matrices"
+    assert n_gathers >= 2 * 4, "forward and backward: those of attention together"
 
 
 @pytest.mark.slow
