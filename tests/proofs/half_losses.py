@@ -7,6 +7,11 @@
     chunks    the language model over fsdp=8, whose loss takes a quarter of the tokens at a time
     glu       the recursive model, whose cycles without a gradient round SwiGLU once, as tokamax's
               kernel does; a function of its formula stands in for it
+    vit       the bird encoder, whose layers in 16 bits on GPUs have rows of padded tokens, folded
+              norms and derivatives of their own
+    higgs     adapters of the audio language model as on GPUs: one microbatch whose layers are
+              written out and keep their activations, and adapters that read their input once, in
+              place of four microbatches of a loop that recomputes
 
 Each case trains a small model for --steps in bfloat16 on the same rows, in four ways: by the older
 operation, by the newer one, by the older one on another mesh, which adds in another order, and by
@@ -18,6 +23,7 @@ twice the other order, and than float32.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -28,10 +34,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain import config as config_lib
+from jaxtrain.nn import layers, transformer
 from jaxtrain.step import train_step as step_lib
+from jaxtrain.workloads.audio_language import hugging_face as higgs
+from jaxtrain.workloads.bird import half_stack
+from jaxtrain.workloads.bird.objectives.supervised import Supervised
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.trm import tokamax_glu
+from loaders.chat import chatml
 from tests.support.cases import Case, Run
+from tests.support.cases import audio_language as higgs_cases
+from tests.support.cases import bird as bird_cases
 from tests.support.cases import giblet as giblet_cases
 from tests.support.cases import language as language_cases
 from tests.support.cases import trm as trm_cases
@@ -48,6 +62,7 @@ class Comparison(NamedTuple):
     older: Any  # context manager
     newer: Any
     changes: dict[str, Any] = {}  # of the newer one's model
+    accumulate: int = 1  # of the older one; the newer one has 1
 
 
 @contextlib.contextmanager
@@ -72,6 +87,51 @@ def stand_in() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def stack_of_gpus() -> Iterator[None]:
+    def fits(stack: Any, x_btd: Any, shard: Any) -> bool:
+        return jnp.dtype(stack.dtype).itemsize < 4 and shard.size("seq", x_btd.shape[1]) == 1
+
+    with mock.patch.object(half_stack, "fits", fits):
+        yield
+
+
+@contextlib.contextmanager
+def adapters_of_gpus() -> Iterator[None]:
+    """Let the adapters of several matrices read their input once."""
+
+    def project_each(equation: str, x: Any, ws: Sequence[Any], shard: Any) -> list[Any]:
+        first, *others = ws
+        product = functools.partial(layers.product, shard=shard)
+        found: list[Any] = first.project_each(equation, x, others, product)
+        return found
+
+    with mock.patch.object(transformer, "project_each", project_each):
+        yield
+
+
+def spectrograms(seed: int) -> dict[str, np.ndarray]:
+    """Return a batch of one view of each row."""
+    batch = bird_cases.every_batch(seed)
+    return batch | {"spectrogram": batch["spectrogram"][:, 0]}
+
+
+@functools.cache
+def conversations() -> dict[str, np.ndarray]:
+    """Return the rows of all batches, in shapes that hold each of them."""
+    rows = [x for seed in range(BATCHES) for x in higgs_cases.conversations(seed)]
+    found = higgs_cases.batch_of(rows, spare=1, pad=1)
+    return {name: np.asarray(x) for name, x in found.items() if name != "row"}
+
+
+def chat_batch(seed: int) -> dict[str, np.ndarray]:
+    n = higgs_cases.BATCH
+    batch = {name: x[seed * n : (seed + 1) * n] for name, x in conversations().items()}
+    labels = [(batch[f"{kind}_target"] >= 0).sum((0, 1)) for kind in ("text", "audio")]
+    scale = chatml.label_scale(int(labels[0]), labels[1], n)
+    return batch | {"label_scale": np.tile(scale, (n, 1))}
+
+
 def half(case: Case, **changes: Any) -> Case:
     return case._replace(model=dataclasses.replace(case.model, dtype="bfloat16", **changes))
 
@@ -79,6 +139,12 @@ def half(case: Case, **changes: Any) -> Case:
 def comparisons() -> dict[str, Comparison]:
     plain = contextlib.nullcontext
     trm = trm_cases.MATRIX["trm"]
+    # labels that are smoothed, so that the loss does not fall to nothing
+    smoothed = dataclasses.replace(bird_cases.TINY, supervised=Supervised(label_smoothing=0.1))
+    optim = dataclasses.replace(bird_cases.CASE.optim, lr=0.003)
+    bird = bird_cases.CASE._replace(model=smoothed, batch=spectrograms, optim=optim)
+    adapters = config_lib.Lora(**{**higgs.ADAPTERS, "rank": 4, "alpha": 16.0})
+    chat = higgs_cases.CASE._replace(adapters=adapters, batch=chat_batch)
     return {
         "gram": Comparison(
             half(giblet_cases.CASE), (1, 1, 1), (2, 1, 1), lambda: gram(np.inf), lambda: gram(0)
@@ -94,12 +160,23 @@ def comparisons() -> dict[str, Comparison]:
             stand_in,
             dict(kernel="tokamax"),
         ),
+        # 9 tokens, which the newer one pads to 10
+        "vit": Comparison(half(bird), (1, 1, 1), (2, 1, 1), plain, stack_of_gpus),
+        "higgs": Comparison(
+            half(chat, remat="full", unroll=1),
+            (1, 1, 1),
+            (2, 1, 1),
+            plain,
+            adapters_of_gpus,
+            dict(remat="none", unroll=chat.model.depth),
+            accumulate=4,
+        ),
     }
 
 
-def losses(case: Case, mesh: Sequence[int], steps: int) -> np.ndarray:
+def losses(case: Case, mesh: Sequence[int], steps: int, accumulate: int = 1) -> np.ndarray:
     """Return the loss of each step, float64 [steps]."""
-    run = Run(case._replace(steps=steps), tuple(mesh))
+    run = Run(case._replace(steps=steps), tuple(mesh), accumulate)
     state = run.init()
     go_on = step_lib.put_stop(run.layout, False)
     batches = [run.put(case.batch(seed)) for seed in range(BATCHES)]
@@ -116,10 +193,10 @@ def compare(one: Comparison, steps: int) -> dict[str, np.ndarray]:
     wide = one.case._replace(model=dataclasses.replace(one.case.model, dtype="float32"))
     newer = one.case._replace(model=dataclasses.replace(one.case.model, **one.changes))
     with one.older():
-        older = losses(one.case, one.mesh, steps)
+        older = losses(one.case, one.mesh, steps, one.accumulate)
         found = {
-            "other order": losses(one.case, one.other_order, steps),
-            "float32": losses(wide, one.mesh, steps),
+            "other order": losses(one.case, one.other_order, steps, one.accumulate),
+            "float32": losses(wide, one.mesh, steps, one.accumulate),
         }
     with one.newer():
         found["newer"] = losses(newer, one.mesh, steps)
