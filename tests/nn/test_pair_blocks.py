@@ -7,57 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
-from jaxtrain import plan
 from jaxtrain.config import AXIS_RULES
 from jaxtrain.nn import attention, pair_blocks
 from jaxtrain.nn.splash import document_blocks
 from jaxtrain.parallel import layout
 from jaxtrain.parallel.layout import make_mesh
+from tests.nn import document_rows
+from tests.nn.document_rows import ROWS, assert_equals_the_formula
 
-ROWS = {
-    "aligned": [1] * 128 + [2] * 128 + [3] * 128,
-    "across blocks": [1] * 100 + [2] * 200 + [3] * 60 + [0] * 24,
-    "mostly padding": [1] * 30 + [0] * 354,
-    "one": [1] * 384,
-    "in no order": [5] * 130 + [2] * 130 + [5] * 124,
-}
 SEGMENTS = jnp.asarray(list(ROWS.values()), jnp.int32)
 
 
 def blocks_of(segments, *, causal=True, window=0):
     return document_blocks(segments, causal=causal, window=window, size=pair_blocks.BLOCK)
-
-
-def inputs(b, t, h, g, k):
-    rng = np.random.default_rng(0)
-    shapes = ((b, t, h, k), (b, t, g, k), (b, t, g, k), (b, t, h, k))
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-
-
-def result_and_gradients(segments, *qkv_and_dy, causal=True, window=0):
-    @jax.jit
-    def both(q, k, v, dy):
-        how = dict(causal=causal, window=window, segments_bt=segments, interpret=True)
-        y, pull = jax.vjp(lambda *qkv: pair_blocks.pair_blocks(*qkv, **how), q, k, v)
-        return y, *pull(dy)
-
-    return both(*qkv_and_dy)
-
-
-def by_the_formula(segments, *qkv_and_dy, causal=True, window=0):
-    *qkv, dy = qkv_and_dy
-    places = jnp.arange(segments.shape[1])
-    seen = attention.visible(places, places, causal=causal, window=window)[None]
-    seen &= attention.same_segment(segments, segments)
-    y, pull = jax.vjp(lambda *qkv: attention.masked(*qkv, seen), *qkv)
-    return y, *pull(dy)
-
-
-def assert_same(ours, exact):
-    for x, y in zip(ours, exact, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +34,8 @@ def assert_same(ours, exact):
     ids=str,
 )
 def test_it_equals_the_formula_and_its_gradients(heads, causal, window):
-    arrays = inputs(*SEGMENTS.shape, *heads)
-    how = dict(causal=causal, window=window)
-    assert_same(
-        result_and_gradients(SEGMENTS, *arrays, **how), by_the_formula(SEGMENTS, *arrays, **how)
-    )
+    masks = dict(causal=causal, window=window)
+    assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, heads, **masks)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -84,10 +44,7 @@ def test_steps_are_the_blocks_with_a_pair_in_the_order_of_queries(causal):
     list_p, count = pair_blocks.steps(blocks_of(segments, causal=causal), causal=causal)
     entries = np.asarray(list_p)[: int(count)]
     rows, queries, keys = entries >> 18 & 0x3FF, entries >> 9 & 0x1FF, entries & 0x1FF
-    places = jnp.arange(384)
-    seen = attention.visible(places, places, causal=causal, window=0)[None]
-    seen = np.asarray(seen & attention.same_segment(segments, segments))
-    seen = seen.reshape(-1, 3, 128, 3, 128).any((2, 4))
+    seen = document_rows.blocks_with_a_pair(segments, causal=causal)
     assert list(zip(rows, queries, keys, strict=True)) == list(
         zip(*map(np.ndarray.tolist, np.nonzero(seen)), strict=True)
     )
@@ -101,64 +58,34 @@ def test_steps_are_the_blocks_with_a_pair_in_the_order_of_queries(causal):
     )
 
 
-@pytest.mark.parametrize(
-    ("lengths", "computed"),
-    [([128] * 6, 6), ([384, 384], 12), ([768], 21), ([256, 512], 13)],
-)
+@pytest.mark.parametrize(("lengths", "computed"), document_rows.WHOLE_BLOCKS)
 def test_steps_are_counted_against_documents(lengths, computed):
-    """A causal document of n whole blocks has n (n + 1) / 2."""
-    numbers = np.repeat(np.arange(len(lengths)) + 1, lengths)
-    _, count = pair_blocks.steps(blocks_of(jnp.asarray(numbers, jnp.int32)[None]), causal=True)
+    segments = document_rows.of_lengths(lengths)
+    _, count = pair_blocks.steps(blocks_of(segments), causal=True)
     assert count == computed
 
 
-def test_a_document_reads_no_block_of_another_one():
-    """Keys and values of all other documents and rows are not numbers: forward and backward."""
-    segments = jnp.asarray([ROWS["aligned"], ROWS["one"]], jnp.int32)
-    q, k, v, dy = inputs(2, 384, 2, 1, 64)
-    is_second = jnp.asarray(np.array([ROWS["aligned"], [0] * 384]) == 2)[:, :, None, None]
-    poisoned = [jnp.where(is_second, x, jnp.nan) for x in (k, v)]
-    exact = by_the_formula(segments, q, k, v, dy)
-    for ours, of_formula in zip(
-        result_and_gradients(segments, q, *poisoned, dy), exact, strict=True
-    ):
-        np.testing.assert_allclose(ours[0, 128:256], of_formula[0, 128:256], rtol=0, atol=2e-5)
-
-
-def test_keys_get_no_gradient_from_queries_of_other_blocks():
-    """Queries and gradients of all other documents and rows are not numbers."""
-    segments = jnp.asarray([ROWS["aligned"], ROWS["one"]], jnp.int32)
-    q, k, v, dy = inputs(2, 384, 2, 1, 64)
-    is_second = jnp.asarray(np.array([ROWS["aligned"], [0] * 384]) == 2)[:, :, None, None]
-    exact = by_the_formula(segments, q, k, v, dy)
-    q, dy = (jnp.where(is_second, x, jnp.nan) for x in (q, dy))
-    for ours, of_formula in zip(result_and_gradients(segments, q, k, v, dy), exact, strict=True):
-        np.testing.assert_allclose(ours[0, 128:256], of_formula[0, 128:256], rtol=0, atol=2e-5)
+@pytest.mark.parametrize("poisoned", [(1, 2), (0, 3)], ids=["keys and values", "queries and dy"])
+def test_a_document_reads_no_block_of_another_one(poisoned):
+    """Neither its results nor the gradients of its keys."""
+    document_rows.assert_reads_no_other_blocks(pair_blocks.pair_blocks, poisoned)
 
 
 def test_heads_that_exceed_the_memory_of_a_chip_take_several_parts(monkeypatch):
-    arrays = inputs(*SEGMENTS.shape, 4, 2, 64)
-    exact = by_the_formula(SEGMENTS, *arrays)
     monkeypatch.setattr(pair_blocks, "BLOCKS", 1 << 10)
     assert pair_blocks._parts(4, 2, 64, 384, 4) == 2
-    assert_same(result_and_gradients(SEGMENTS, *arrays), exact)
+    assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, (4, 2, 64))
 
 
 def test_rows_whose_list_exceeds_the_scalar_memory_take_several_calls(monkeypatch):
     monkeypatch.setattr(pair_blocks, "LISTS", 2 * 4 * 6)
     assert pair_blocks.rows_of_a_call(384, causal=True) == 2
-    arrays = inputs(*SEGMENTS.shape, 2, 1, 64)
-    assert_same(result_and_gradients(SEGMENTS, *arrays), by_the_formula(SEGMENTS, *arrays))
+    assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, (2, 1, 64))
 
 
 def test_rows_may_have_more_documents_than_blocks_and_any_numbers():
-    """A document for each token, for each pair of them, and numbers up to the largest int32."""
-    largest = np.iinfo(np.int32).max
-    tokens = np.arange(384)
-    high = np.where(tokens < 200, largest - 1, np.where(tokens < 300, largest, 0))
-    segments = jnp.asarray([1 + tokens, 1 + tokens // 2, high], jnp.int32)
-    arrays = inputs(*segments.shape, 2, 1, 64)
-    assert_same(result_and_gradients(segments, *arrays), by_the_formula(segments, *arrays))
+    segments = document_rows.with_any_numbers()
+    assert_equals_the_formula(pair_blocks.pair_blocks, segments, (2, 1, 64))
 
 
 @pytest.mark.parametrize(
@@ -193,19 +120,7 @@ def test_rows_beyond_the_memory_of_a_chip_are_those_of_splash(tokens, k, causal,
     ids=str,
 )
 def test_lists_and_gradients_fit_into_the_memory_of_a_chip(rows, tokens, heads):
-    device = plan.compile.tpu_devices(plan.parse_target("tpu:v5e:2x2"))[0]
-    on = SingleDeviceSharding(device)
-    h, g, k = heads
-    q, key = (jax.ShapeDtypeStruct((rows, tokens, n, k), jnp.bfloat16, sharding=on) for n in (h, g))
-    segments = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=on)
-
-    def step(q, k, v, dy, segments):
-        how = dict(causal=True, window=0, segments_bt=segments)
-        y, pull = jax.vjp(lambda *qkv: pair_blocks.pair_blocks(*qkv, **how), q, k, v)
-        return y, *pull(dy)
-
-    text = jax.jit(step).lower(q, key, key, q, segments).compile().as_text()
-    calls = text.count('custom_call_target="tpu_custom_call"')
+    calls = document_rows.kernels_on_tpu(pair_blocks.pair_blocks, rows, tokens, heads)
     assert calls == 2 * -(-rows // pair_blocks.rows_of_a_call(tokens, causal=True))
 
 
@@ -226,7 +141,7 @@ def test_devices_of_a_mesh_attend_to_their_own_rows_and_heads(version, mesh, mon
     devices = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
     shard = layout.Layout(devices, AXIS_RULES, layout.Devices("tpu", version)).shard
     segments = jnp.asarray([ROWS["aligned"], ROWS["across blocks"]], jnp.int32)
-    *qkv, dy = arrays = inputs(*segments.shape, 4, 2, 64)
+    *qkv, dy = arrays = document_rows.inputs(*segments.shape, 4, 2, 64)
 
     @jax.jit
     def both(dy, *qkv):
@@ -235,4 +150,5 @@ def test_devices_of_a_mesh_attend_to_their_own_rows_and_heads(version, mesh, mon
         y, pull = jax.vjp(lambda *qkv: attention.within(shard, *qkv, **how), *qkv)
         return y, *pull(dy)
 
-    assert_same(both(dy, *qkv), by_the_formula(segments, *arrays))
+    exact = document_rows.by_the_formula(segments, *arrays)
+    document_rows.assert_same(both(dy, *qkv), exact)
