@@ -82,7 +82,7 @@ def within(
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
-      blocks: those of ``segments_bt`` by `blocks_of`, int32 [B, N, 4]. None = they are found here.
+      blocks: those of ``segments_bt`` by `blocks_of`, int32 [B, N, …]. None = they are found here.
       documents: the most that a row of ``segments`` has, without padding. 0 = unknown. If it is 1,
         places of segment 0 are padding at the end of a row.
       length: of rows without documents. The places after it are padding, which no query before it
@@ -113,17 +113,18 @@ def within(
 def blocks_of(
     segments_bt: Array, shard: Shard, head_dim: int, *, causal: bool, window: int
 ) -> Array | None:
-    """Find the blocks of documents for the kernels of TPUs, int32 [B, N, 4], once for all layers.
+    """Find the blocks of documents for the kernels of TPUs, int32 [B, N, …], once for all layers.
 
-    None if no such kernel takes these rows.
+    They are those of `pair_blocks.document_slabs` or `splash.document_blocks`. None if no such
+    kernel takes these rows.
     """
     b, t = segments_bt.shape
     kernel = _for_documents((b, t, 1, head_dim), shard.devices[1], causal=causal)
     if not kernel:
         return None
-    size = pair_blocks.BLOCK if kernel == "pair_blocks" else None
+    find = pair_blocks.document_slabs if kernel == "pair_blocks" else document_blocks
     with jax.named_scope("document_blocks"):
-        return document_blocks(segments_bt, causal=causal, window=window, size=size)
+        return find(segments_bt, causal=causal, window=window)
 
 
 def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:

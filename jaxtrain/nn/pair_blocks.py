@@ -5,6 +5,9 @@ all heads that fit into VMEM. So blocks are as small as the lanes, and a step co
 its products. The grid ends where the list ends. The backward kernel walks the same list, and keeps
 the gradients of a row's keys and values on the chip.
 
+The first keys of a block of queries may be those of other documents: a step computes only the slabs
+of 32 keys from the first one that has a pair. Each number of slabs has its own code.
+
 Tokens are in the lanes of all arrays, so that no head is padded, and keys in the rows of scores, so
 that maxima and sums over keys need no other lanes.
 
@@ -20,22 +23,25 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import with_layout_constraint
 
-from jaxtrain.nn import remat
-from jaxtrain.nn.splash import TOKENS_LAST, document_blocks
+from jaxtrain.nn import remat, splash
 from jaxtrain.types import Array
 
 BLOCK = 128  # [queries or keys], the lanes of a TPU's vector registers
+SLAB = 32  # [keys] of a block that a step computes or leaves out
 NUMBERS = 1 << 22  # of a head's keys in a row whose gradients fit into VMEM
 BLOCKS = 40 << 20  # [bytes] of VMEM for the arrays of the heads of a step
 VMEM = 48 << 20  # [bytes] that a kernel may take
 LISTS = 3 << 18  # [bytes] of a call's list in scalar memory, which has 1 MiB
 AT_ONCE = 8  # heads whose steps are written out, so that one's products hide another's sums
 HIDDEN = -1e30  # score of a key that a query does not see
-# A step in 32 bits: the block of keys, the block of queries, the row, and whether it is the first
-# or the last one of its queries, or the first one of its row
+# A step in 32 bits: the block of keys, the block of queries, the row, whether it is the first or
+# the last one of its queries, and the first of four slabs of keys that it computes
 BITS = 9
 MOST_ROWS = 1 << 10
-FIRST, LAST, FIRST_OF_ROW = 1 << 28, 1 << 29, 1 << 30
+FIRST, LAST = 1 << 28, 1 << 29
+SLAB_BIT = 30
+
+Heads = list[tuple[Array, Array]]  # of queries, each with its head of keys
 
 
 class Form(NamedTuple):
@@ -59,7 +65,7 @@ def rows_of_a_call(t: int, *, causal: bool) -> int:
 
 
 def _most_steps(n: int, causal: bool) -> int:
-    """Return the blocks of a row that the mask does not empty, whatever its documents."""
+    """Return the number of blocks of a row that the mask alone does not empty."""
     return n * (n + 1) // 2 if causal else n * n
 
 
@@ -77,35 +83,45 @@ def pair_blocks(
 ) -> Array:
     """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly.
 
-    ``blocks``: those of `splash.document_blocks` by `BLOCK`, int32 [B, N, 4]. None = they are found
-    here.
+    ``blocks``: those of `document_slabs`, int32 [B, N, 2]. None = they are found here.
     """
     if blocks is None:
-        blocks = document_blocks(segments_bt, causal=causal, window=window, size=BLOCK)
+        blocks = document_slabs(segments_bt, causal=causal, window=window)
     form = Form(causal, window, interpret, keep)
     q_bthk = (q_bthk * q_bthk.shape[3] ** -0.5).astype(q_bthk.dtype)
     qkv = (q_bthk, k_bsgk, v_bsgk)
     if q_bthk.shape[3] < BLOCK and not interpret:
         # Rotated with the few values of a head in the lanes, q would be two to four times its size.
-        qkv = tuple(with_layout_constraint(x, TOKENS_LAST) for x in qkv)
+        qkv = tuple(with_layout_constraint(x, splash.TOKENS_LAST) for x in qkv)
     arrays = (*(x.transpose(0, 2, 3, 1) for x in qkv), segments_bt, blocks)
     rows = rows_of_a_call(q_bthk.shape[1], causal=causal)
     parts = []
     for first in range(0, len(q_bthk), rows):
-        *of_rows, ids_bt, blocks_bn4 = (x[first : first + rows] for x in arrays)
-        parts.append(_attend(form, *of_rows, ids_bt, *steps(blocks_bn4, causal=causal)))
+        *of_rows, ids_bt, slabs_bn2 = (x[first : first + rows] for x in arrays)
+        parts.append(_attend(form, *of_rows, ids_bt, *steps(slabs_bn2, causal=causal)))
     y_bhkt = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return y_bhkt.transpose(0, 3, 1, 2)
 
 
-def steps(blocks_bn4: Array, *, causal: bool) -> tuple[Array, Array]:
+def document_slabs(segments_bt: Array, *, causal: bool, window: int) -> Array:
+    """Find the first and the last slab of keys for each block of queries, int32 [B, N, 2].
+
+    They are exact under the same condition as `splash.document_blocks`.
+    """
+    sizes = (BLOCK, SLAB)
+    shared_bnm = splash.shared_blocks(segments_bt, sizes, causal=causal, window=window)
+    return jnp.stack(splash.ends(shared_bnm), axis=2)
+
+
+def steps(slabs_bn2: Array, *, causal: bool) -> tuple[Array, Array]:
     """List the steps of the kernels' grid: int32 [P], and how many there are, int32.
 
-    Those of a block of queries follow each other. What is after the last one is not read.
+    Those of a block of queries follow each other, and the first one leaves out the slabs of keys
+    before the first slab with a pair. Numbers after the last step are not read.
     """
-    b, n, _ = blocks_bn4.shape
-    blocks = blocks_bn4.reshape(b * n, 4)
-    first_c = blocks[:, 0]
+    b, n, _ = slabs_bn2.shape
+    blocks, slab = jnp.divmod(slabs_bn2.reshape(b * n, 2), BLOCK // SLAB)
+    first_c, slab_c = blocks[:, 0], slab[:, 0]
     end_c = jnp.cumsum(blocks[:, 1] - first_c + 1)
     begin_c = jnp.concatenate([jnp.zeros(1, jnp.int32), end_c[:-1]])
     place_p = jnp.arange(b * _most_steps(n, causal), dtype=jnp.int32)
@@ -116,12 +132,14 @@ def steps(blocks_bn4: Array, *, causal: bool) -> tuple[Array, Array]:
     offset_c = first_c - begin_c  # block of keys - place
     change_c = jnp.diff(offset_c, append=offset_c[-1:])
     key_p = place_p + offset_c[0] + jnp.where(is_over_pc, change_c[None], 0).sum(1)
-    is_first_p = (place_p[:, None] == begin_c[None]).any(1)
+    is_first_pc = place_p[:, None] == begin_c[None]
+    is_first_p = is_first_pc.any(1)
+    slab_p = jnp.where(is_first_pc, slab_c[None], 0).sum(1)
     is_last_p = (place_p[:, None] + 1 == end_c[None]).any(1)
     row_p, query_of_row_p = query_p // n, query_p % n
     list_p = key_p | query_of_row_p << BITS | row_p << 2 * BITS
     list_p |= jnp.where(is_first_p, FIRST, 0) | jnp.where(is_last_p, LAST, 0)
-    list_p |= jnp.where(is_first_p & (query_of_row_p == 0), FIRST_OF_ROW, 0)
+    list_p |= slab_p << SLAB_BIT
     return list_p, end_c[-1]
 
 
@@ -247,6 +265,10 @@ def _key(entry: Array) -> Array:
     return entry & ((1 << BITS) - 1)
 
 
+def _slab(entry: Array) -> Array:
+    return (entry >> SLAB_BIT) & (BLOCK // SLAB - 1)
+
+
 def _parts(h: int, g: int, k: int, t: int, itemsize: int) -> int:
     """Return into how many parts the heads are split, so that a part's arrays fit into VMEM.
 
@@ -270,12 +292,10 @@ def _forward(form: Form, list_ref: Any, *refs: Any) -> None:
         max_ref[...] = jnp.full(max_ref.shape, HIDDEN, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-    seen_st = _seen(form, entry, q_ids, k_ids)
-
-    def of_heads(heads: list[tuple[Array, Array]]) -> None:
+    def of_heads(skip: int, seen_st: Array, heads: Heads) -> None:
         rows = [pl.ds(head, 1) for head, _ in heads]
-        keys = {id(group): k_ref[0, group].T for _, group in heads}
-        values = [v_ref[0, group] for _, group in heads]
+        keys = {id(group): k_ref[0, group].T[skip:] for _, group in heads}
+        values = [v_ref[0, group][:, skip:] for _, group in heads]
         s_st = [_product(keys[id(group)], q_ref[0, head], "sk,kt->st") for head, group in heads]
         s_st = [jnp.where(seen_st, s_st, HIDDEN) for s_st in s_st]
         before = [(max_ref[row], sum_ref[row]) for row in rows]
@@ -293,7 +313,8 @@ def _forward(form: Form, list_ref: Any, *refs: Any) -> None:
             max_ref[rows[i]], sum_ref[rows[i]] = after[i]
             y_sum_ref[head] = y_kt[i]
 
-    _for_all_heads(of_heads, q_ref.shape[1], k_ref.shape[1])
+    seen = functools.partial(_seen, form, entry, q_ids, k_ids)
+    _for_all_heads(of_heads, seen, entry, (q_ref.shape[1], k_ref.shape[1]))
 
     @pl.when(entry & LAST != 0)
     def _() -> None:
@@ -312,19 +333,18 @@ def _backward(form: Form, list_ref: Any, *refs: Any) -> None:
     def _() -> None:
         dq_sum_ref[...] = jnp.zeros(dq_sum_ref.shape, jnp.float32)
 
-    @pl.when(entry & FIRST_OF_ROW != 0)
+    @pl.when((entry & FIRST != 0) & (_query(entry) == 0))
     def _() -> None:
         dk_ref[...] = jnp.zeros(dk_ref.shape, jnp.float32)
         dv_ref[...] = jnp.zeros(dv_ref.shape, jnp.float32)
 
-    seen_st = _seen(form, entry, q_ids, k_ids)
     tokens = pl.ds(pl.multiple_of(_key(entry) * BLOCK, BLOCK), BLOCK)
 
-    def of_heads(heads: list[tuple[Array, Array]]) -> None:
+    def of_heads(skip: int, seen_st: Array, heads: Heads) -> None:
         groups = {id(group): group for _, group in heads}
-        keys = {n: k_ref[0, group] for n, group in groups.items()}
-        values_sk = {n: v_ref[0, group].T for n, group in groups.items()}
-        keys_sk = {n: k_ks.T for n, k_ks in keys.items()}
+        keys = {n: _after(skip, k_ref[0, group]) for n, group in groups.items()}
+        values_sk = {n: v_ref[0, group].T[skip:] for n, group in groups.items()}
+        keys_sk = {n: k_ref[0, group].T[skip:] for n, group in groups.items()}
         dk_ks = {n: dk_ref[0, group, :, tokens] for n, group in groups.items()}
         dv_ks = {n: dv_ref[0, group, :, tokens] for n, group in groups.items()}
         q_kt = [q_ref[0, head] for head, _ in heads]
@@ -337,40 +357,72 @@ def _backward(form: Form, list_ref: Any, *refs: Any) -> None:
             p_st = jnp.exp(jnp.where(seen_st, s_st, HIDDEN) - log_sum_ref[0, 0, row])
             dp_st = _product(values_sk[n], dy_kt[i], "sk,kt->st")
             ds_st = (p_st * (dp_st - mean_ref[0, 0, row])).astype(q_kt[i].dtype)
-            dv_ks[n] += _product(dy_kt[i], p_st.astype(dy_kt[i].dtype), "kt,st->ks")
+            ds_st = _all_keys(skip, ds_st)
+            p_st = _all_keys(skip, p_st.astype(dy_kt[i].dtype))
+            dv_ks[n] += _product(dy_kt[i], p_st, "kt,st->ks")
             dk_ks[n] += _product(q_kt[i], ds_st, "kt,st->ks")
             dq_kt[i] += _product(keys[n], ds_st, "ks,st->kt")
         for i, (head, _) in enumerate(heads):
             dq_sum_ref[head] = dq_kt[i]
         for n, group in groups.items():
-            dk_ref[0, group, :, tokens], dv_ref[0, group, :, tokens] = dk_ks[n], dv_ks[n]
+            for ref, d_ks in ((dk_ref, dk_ks[n]), (dv_ref, dv_ks[n])):
+                ref[0, group, :, tokens] = _after(skip, d_ks, ref[0, group, :, tokens])
 
-    _for_all_heads(of_heads, q_ref.shape[1], k_ref.shape[1])
+    seen = functools.partial(_seen, form, entry, q_ids, k_ids)
+    _for_all_heads(of_heads, seen, entry, (q_ref.shape[1], k_ref.shape[1]))
 
     @pl.when(entry & LAST != 0)
     def _() -> None:
         dq_ref[0] = dq_sum_ref[...].astype(dq_ref.dtype)
 
 
-def _for_all_heads(of_heads: Any, h: int, g: int) -> None:
-    """Call a function with some heads of queries at a time, each with its head of keys."""
+def _for_all_heads(of_heads: Any, seen: Any, entry: Array, n_heads: tuple[int, int]) -> None:
+    """Call a function with some heads of queries at a time, each with its head of keys.
+
+    It is called with the number of keys that the step leaves out, and with which of the other ones
+    the queries see.
+    """
+    from jax.experimental import pallas as pl
+
+    h, g = n_heads
     r = h // g
     at_once = next(n for n in range(max(1, AT_ONCE // r), 0, -1) if g % n == 0)
 
-    def some(i: Array, _: None) -> None:
-        groups = [i * at_once + n for n in range(at_once)]
-        of_heads([(group * r + head, group) for group in groups for head in range(r)])
+    def leave_out(skip: int) -> None:
+        seen_st = seen(skip)
 
-    jax.lax.fori_loop(0, g // at_once, some, None)
+        def some(i: Array, _: None) -> None:
+            groups = [i * at_once + n for n in range(at_once)]
+            heads = [(group * r + head, group) for group in groups for head in range(r)]
+            of_heads(skip, seen_st, heads)
+
+        jax.lax.fori_loop(0, g // at_once, some, None)
+
+    for slab in range(BLOCK // SLAB):
+        pl.when(_slab(entry) == slab)(functools.partial(leave_out, slab * SLAB))
 
 
-def _seen(form: Form, entry: Array, q_ids: Any, k_ids: Any) -> Array:
-    """Tell which keys the queries of a block see, bool [S, T]."""
-    shape = (BLOCK, BLOCK)
-    k_ids_st = jnp.broadcast_to(k_ids[0], shape).T
+def _after(skip: int, x_ks: Array, first: Array | float = 0) -> Array:
+    """Replace the first keys of a block."""
+    if not skip:
+        return x_ks
+    key_ks = jax.lax.broadcasted_iota(jnp.int32, x_ks.shape, 1)
+    return jnp.where(key_ks < skip, first, x_ks)
+
+
+def _all_keys(skip: int, p_st: Array) -> Array:
+    """Put zeros in the place of the keys that a step leaves out."""
+    zeros_st = jnp.zeros((skip, p_st.shape[1]), p_st.dtype)
+    return jnp.concatenate([zeros_st, p_st]) if skip else p_st
+
+
+def _seen(form: Form, entry: Array, q_ids: Any, k_ids: Any, skip: int) -> Array:
+    """Tell which keys the queries of a block see, without its first keys, bool [S, T]."""
+    shape = (BLOCK - skip, BLOCK)
+    k_ids_st = jnp.broadcast_to(k_ids[0], (BLOCK, BLOCK)).T[skip:]
     seen_st: Array = k_ids_st == q_ids[0]
     key_st, query_st = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    back_st = query_st - key_st + (_query(entry) - _key(entry)) * BLOCK
+    back_st = query_st - key_st + (_query(entry) - _key(entry)) * BLOCK - skip
     if form.causal:
         seen_st &= back_st >= 0
     if form.window:

@@ -65,24 +65,39 @@ def document_blocks(
 
     ``size``: tokens of a block, None = those of `block_size`.
     """
-    b, t = segments_bt.shape
-    size = size or block_size(t)
+    size = size or block_size(segments_bt.shape[1])
+    shared_bnm = shared_blocks(segments_bt, (size, size), causal=causal, window=window)
+    return jnp.stack([*ends(shared_bnm), *ends(shared_bnm.swapaxes(1, 2))], axis=2)
+
+
+def shared_blocks(
+    segments_bt: Array, sizes: tuple[int, int], *, causal: bool, window: int
+) -> Array:
+    """Tell which blocks of N queries see a document of which blocks of M keys, bool [B, N, M].
+
+    ``sizes``: tokens of a block of queries, and of one of keys.
+    """
+    b = len(segments_bt)
+    of_queries, of_keys = sizes
     largest = jnp.iinfo(jnp.int32).max
-    numbers_bns = jnp.where(segments_bt == PADDING, largest, segments_bt).reshape(b, -1, size)
-    low_bn, high_bn = numbers_bns.min(2), numbers_bns.max(2)
-    shared_bnm = low_bn[:, :, None] <= high_bn[:, None]
-    shared_bnm &= low_bn[:, None] <= high_bn[:, :, None]
-    blocks = jnp.arange(t // size)
-    back_nm = blocks[:, None] - blocks[None]
+    numbers_bt = jnp.where(segments_bt == PADDING, largest, segments_bt)
+    queries_bnt = numbers_bt.reshape(b, -1, of_queries)
+    keys_bms = numbers_bt.reshape(b, -1, of_keys)
+    shared_bnm = queries_bnt.min(2)[:, :, None] <= keys_bms.max(2)[:, None]
+    shared_bnm &= keys_bms.min(2)[:, None] <= queries_bnt.max(2)[:, :, None]
+    first_n, first_m = (
+        size * jnp.arange(count) for size, count in zip(sizes, shared_bnm.shape[1:], strict=True)
+    )
+    back_nm = first_n[:, None] - first_m[None]  # from a block's first key to its first query
     if causal:
-        shared_bnm &= (back_nm >= 0)[None]
+        shared_bnm &= (back_nm > -of_queries)[None]
     if window:
         # the nearest query and key of two blocks
-        shared_bnm &= ((jnp.abs(back_nm) - 1) * size + 1 < window)[None]
-    return jnp.stack([*_ends(shared_bnm), *_ends(shared_bnm.swapaxes(1, 2))], axis=2)
+        shared_bnm &= ((back_nm - of_keys + 1 < window) & (1 - back_nm - of_queries < window))[None]
+    return shared_bnm
 
 
-def _ends(is_needed_bnm: Array) -> tuple[Array, Array]:
+def ends(is_needed_bnm: Array) -> tuple[Array, Array]:
     """Return the first and the last place along the last axis, int32 [B, N]."""
     first = is_needed_bnm.argmax(2)
     last = is_needed_bnm.shape[2] - 1 - is_needed_bnm[:, :, ::-1].argmax(2)

@@ -10,17 +10,23 @@ import pytest
 
 from jaxtrain.config import AXIS_RULES
 from jaxtrain.nn import attention, pair_blocks
-from jaxtrain.nn.splash import document_blocks
 from jaxtrain.parallel import layout
 from jaxtrain.parallel.layout import make_mesh
 from tests.nn import document_rows
 from tests.nn.document_rows import ROWS, assert_equals_the_formula
 
 SEGMENTS = jnp.asarray(list(ROWS.values()), jnp.int32)
+# The last document of these rows begins in each slab of the first and the second block of keys.
+OFFSETS = [[1] * first + [2] * (384 - first) for first in (20, 50, 80, 110, 140, 170, 200, 230)]
 
 
-def blocks_of(segments, *, causal=True, window=0):
-    return document_blocks(segments, causal=causal, window=window, size=pair_blocks.BLOCK)
+def steps_of(segments, *, causal=True, window=0):
+    """The steps' rows, blocks of queries and of keys, first slabs of keys, and flags."""
+    slabs = pair_blocks.document_slabs(segments, causal=causal, window=window)
+    list_p, count = pair_blocks.steps(slabs, causal=causal)
+    entries = np.asarray(list_p)[: int(count)]
+    numbers = entries >> 18 & 0x3FF, entries >> 9 & 0x1FF, entries & 0x1FF, entries >> 30 & 3
+    return *numbers, entries & (3 << 28)
 
 
 @pytest.mark.parametrize(
@@ -35,40 +41,85 @@ def blocks_of(segments, *, causal=True, window=0):
 )
 def test_it_equals_the_formula_and_its_gradients(heads, causal, window):
     masks = dict(causal=causal, window=window)
-    assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, heads, **masks)
+    segments = jnp.asarray([*ROWS.values(), *OFFSETS], jnp.int32)
+    assert_equals_the_formula(pair_blocks.pair_blocks, segments, heads, **masks)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_steps_are_the_blocks_with_a_pair_in_the_order_of_queries(causal):
     segments = jnp.asarray([row for name, row in ROWS.items() if name != "in no order"], jnp.int32)
-    list_p, count = pair_blocks.steps(blocks_of(segments, causal=causal), causal=causal)
-    entries = np.asarray(list_p)[: int(count)]
-    rows, queries, keys = entries >> 18 & 0x3FF, entries >> 9 & 0x1FF, entries & 0x1FF
+    rows, queries, keys, _, flags = steps_of(segments, causal=causal)
     seen = document_rows.blocks_with_a_pair(segments, causal=causal)
     assert list(zip(rows, queries, keys, strict=True)) == list(
         zip(*map(np.ndarray.tolist, np.nonzero(seen)), strict=True)
     )
     blocks = list(zip(rows, queries, strict=True))
     is_first = [i == 0 or blocks[i] != blocks[i - 1] for i in range(len(blocks))]
-    assert is_first == ((entries & pair_blocks.FIRST) != 0).tolist()
-    assert is_first[1:] + [True] == ((entries & pair_blocks.LAST) != 0).tolist()
-    assert (
-        is_first
-        == (((entries & pair_blocks.FIRST_OF_ROW) != 0) | is_first & (queries > 0)).tolist()
+    assert is_first == ((flags & pair_blocks.FIRST) != 0).tolist()
+    assert is_first[1:] + [True] == ((flags & pair_blocks.LAST) != 0).tolist()
+
+
+@pytest.mark.parametrize("masks", [(True, 0), (True, 60), (False, 0), (False, 130)], ids=str)
+def test_a_step_begins_at_the_first_slab_of_keys_with_a_pair(masks):
+    """All other steps of a block of queries have all keys."""
+    masks = dict(zip(("causal", "window"), masks, strict=True))
+    segments = jnp.asarray([*OFFSETS, *(row for row in ROWS.values() if row[0] != 5)], jnp.int32)
+    seen = np.asarray(document_rows.pairs(segments, **masks))
+    seen = seen.reshape(-1, 3, 128, 3, 4, 32).any((2, 5))
+    rows, queries, keys, slabs, flags = steps_of(segments, **masks)
+    first = np.where(flags & pair_blocks.FIRST, seen[rows, queries, keys].argmax(1), 0)
+    assert slabs.tolist() == first.tolist()
+    assert set(slabs) >= {0, 3}
+
+
+def test_long_rows_compute_at_most_1_3_of_the_pairs_that_documents_need():
+    """Documents are as long as those of the measured models."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.0, 0.9, 100), 16, 8_000).astype(int) + 2
+    numbers = np.repeat(np.arange(100) + 1, lengths)[: 4 * 8192].reshape(4, 8192)
+    needed = sum(
+        length * (length + 1) // 2
+        for row in numbers
+        for length in np.unique(row, return_counts=True)[1]
     )
+    *_, slabs, _ = steps_of(jnp.asarray(numbers, jnp.int32))
+    assert (128 - 32 * slabs).sum() * 128 <= 1.3 * needed < 128 * 128 * len(slabs)
 
 
 @pytest.mark.parametrize(("lengths", "computed"), document_rows.WHOLE_BLOCKS)
 def test_steps_are_counted_against_documents(lengths, computed):
     segments = document_rows.of_lengths(lengths)
-    _, count = pair_blocks.steps(blocks_of(segments), causal=True)
-    assert count == computed
+    assert len(steps_of(segments)[0]) == computed
 
 
 @pytest.mark.parametrize("poisoned", [(1, 2), (0, 3)], ids=["keys and values", "queries and dy"])
 def test_a_document_reads_no_block_of_another_one(poisoned):
     """Neither its results nor the gradients of its keys."""
     document_rows.assert_reads_no_other_blocks(pair_blocks.pair_blocks, poisoned)
+
+
+@pytest.mark.parametrize("first", [32, 64, 96])
+def test_a_step_reads_no_keys_and_values_of_the_slabs_that_it_leaves_out(first):
+    """Those of a document that ends in the first block are not numbers, forward and backward."""
+    is_poisoned = np.arange(384) < first
+    assert_reads_no_slab(first, (1, 2), is_poisoned, slice(128, 384))
+
+
+@pytest.mark.parametrize("first", [32, 64, 96])
+def test_the_slabs_that_a_step_leaves_out_get_no_gradient(first):
+    """Queries of the other blocks and their gradients are not numbers."""
+    is_poisoned = np.arange(384) >= 128
+    assert_reads_no_slab(first, (0, 3), is_poisoned, slice(0, first))
+
+
+def assert_reads_no_slab(first, poisoned, is_poisoned, place):
+    segments = jnp.asarray([[1] * first + [2] * (384 - first)], jnp.int32)
+    arrays = document_rows.inputs(1, 384, 2, 1, 64)
+    exact = document_rows.by_the_formula(segments, *arrays)
+    for i in poisoned:
+        arrays[i] = jnp.where(is_poisoned[None, :, None, None], jnp.nan, arrays[i])
+    results = document_rows.by_the_kernel(pair_blocks.pair_blocks, segments, *arrays)
+    document_rows.assert_same(results, exact, place=(0, place))
 
 
 def test_heads_that_exceed_the_memory_of_a_chip_take_several_parts(monkeypatch):
@@ -110,17 +161,19 @@ def test_rows_beyond_the_memory_of_a_chip_are_those_of_splash(tokens, k, causal,
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(
-    ("rows", "tokens", "heads"),
+    ("target", "rows", "tokens", "heads"),
     [
-        (256, 2048, (2, 1, 128)),
-        (1, 32768, (8, 2, 128)),
-        (1, 65536, (4, 2, 64)),
-        (2, 8192, (32, 32, 64)),
+        ("tpu:v5e:2x2", 256, 2048, (2, 1, 128)),
+        ("tpu:v5e:2x2", 1, 32768, (8, 2, 128)),
+        ("tpu:v5e:2x2", 1, 65536, (4, 2, 64)),
+        ("tpu:v5e:2x2", 2, 8192, (32, 32, 64)),
+        ("tpu:v5p:2x2x1", 1, 65536, (4, 2, 64)),
+        ("tpu:v6e:2x2", 1, 65536, (4, 2, 64)),
     ],
     ids=str,
 )
-def test_lists_and_gradients_fit_into_the_memory_of_a_chip(rows, tokens, heads):
-    calls = document_rows.kernels_on_tpu(pair_blocks.pair_blocks, rows, tokens, heads)
+def test_lists_and_gradients_fit_into_the_memory_of_a_chip(target, rows, tokens, heads):
+    calls = document_rows.kernels_on_tpu(pair_blocks.pair_blocks, rows, tokens, heads, target)
     assert calls == 2 * -(-rows // pair_blocks.rows_of_a_call(tokens, causal=True))
 
 

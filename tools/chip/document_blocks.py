@@ -3,6 +3,8 @@
     python -m tools.chip.document_blocks FOLDER
 
 The documents are those of the measured language models (`tools.chip.cases`), made in FOLDER. The
+last rows of a model are of blocks of 128 without the slabs of keys before the first pair, which
+`jaxtrain.nn.pair_blocks` leaves out: steps that leave out none + one + …, and their pairs. The
 count needs no device.
 """
 
@@ -13,12 +15,13 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.nn import splash
+from jaxtrain.nn import pair_blocks, splash
 from loaders.base import Rows
 from tools.chip import cases
 
 TOKENS = 1 << 17  # of the rows that are counted
 SIZES = (128, 256, 512, 1024)
+SLABS = (64, 32)  # keys of a block of 128 that are computed or left out
 
 
 def main() -> None:
@@ -47,6 +50,24 @@ def _print_rows(case: cases.Case, data: cases.Data) -> None:
             f"| {case.name} | {pairs / segments.size:.0f} | {size} | {computed:,} | {needed:,} |"
             f" {of_mask:,} | {computed / needed:.2f} | {computed * size**2 / pairs:.2f} |"
         )
+    for size in SLABS:
+        steps = _steps_by_slabs(segments, size)
+        computed = sum(n * (pair_blocks.BLOCK - i * size) for i, n in enumerate(steps))
+        print(
+            f"| {case.name} | | 128, slabs of {size} keys | {' + '.join(f'{n:,}' for n in steps)}"
+            f" | | | | {computed * pair_blocks.BLOCK / pairs:.2f} |"
+        )
+
+
+def _steps_by_slabs(segments: np.ndarray, size: int) -> list[int]:
+    """Count the steps of `nn.pair_blocks` that leave out 0, 1, … slabs before the first pair."""
+    sizes = (pair_blocks.BLOCK, size)
+    shared = splash.shared_blocks(jnp.asarray(segments), sizes, causal=True, window=0)
+    first, last = (np.asarray(slab) for slab in splash.ends(shared))
+    of_block = pair_blocks.BLOCK // size
+    n_steps = int((last // of_block - first // of_block + 1).sum())
+    _, *partial = np.bincount((first % of_block).ravel(), minlength=of_block).tolist()
+    return [n_steps - sum(partial), *partial]
 
 
 def _segments(case: cases.Case, data: cases.Data) -> np.ndarray:
