@@ -17,6 +17,7 @@ from tests.nn.document_rows import ROWS, assert_equals_the_formula
 
 SEGMENTS = jnp.asarray(list(ROWS.values()), jnp.int32)
 # The last document of these rows begins in each slab of the first and the second block of keys.
+slow = pytest.mark.slow
 OFFSETS = [[1] * first + [2] * (384 - first) for first in (20, 50, 80, 110, 140, 170, 200, 230)]
 
 
@@ -33,8 +34,8 @@ def steps_of(segments, *, causal=True, window=0):
     ("heads", "causal", "window"),
     [
         ((4, 2, 64), True, 0),
-        ((2, 2, 128), False, 0),
-        ((4, 1, 64), True, 60),
+        pytest.param((2, 2, 128), False, 0, marks=slow),
+        pytest.param((4, 1, 64), True, 60, marks=slow),
         ((2, 2, 64), False, 130),
     ],
     ids=str,
@@ -98,14 +99,17 @@ def test_a_document_reads_no_block_of_another_one(poisoned):
     document_rows.assert_reads_no_other_blocks(pair_blocks.pair_blocks, poisoned)
 
 
-@pytest.mark.parametrize("first", [32, 64, 96])
+FIRST_SLABS = [32, *(pytest.param(first, marks=slow) for first in (64, 96))]
+
+
+@pytest.mark.parametrize("first", FIRST_SLABS)
 def test_a_step_reads_no_keys_and_values_of_the_slabs_that_it_leaves_out(first):
     """Those of a document that ends in the first block are not numbers, forward and backward."""
     is_poisoned = np.arange(384) < first
     assert_reads_no_slab(first, (1, 2), is_poisoned, slice(128, 384))
 
 
-@pytest.mark.parametrize("first", [32, 64, 96])
+@pytest.mark.parametrize("first", FIRST_SLABS)
 def test_the_slabs_that_a_step_leaves_out_get_no_gradient(first):
     """Queries of the other blocks and their gradients are not numbers."""
     is_poisoned = np.arange(384) >= 128
@@ -158,7 +162,7 @@ def test_rows_beyond_the_memory_of_a_chip_are_those_of_splash(tokens, k, causal,
     assert attention.choose(q, ("tpu", ""), masks) == ("pair_blocks" if fits else other)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(
     ("target", "rows", "tokens", "heads"),
@@ -185,7 +189,11 @@ def test_a_chip_with_less_memory_than_the_kernel_takes_has_splash(version):
 
 
 @pytest.mark.parametrize("version", ["v5e", "v4"], ids=["pair_blocks", "splash"])
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [*(pytest.param(mesh, marks=slow) for mesh in ((2, 1, 1), (1, 1, 2))), (2, 1, 2)],
+    ids=str,
+)
 def test_devices_of_a_mesh_attend_to_their_own_rows_and_heads(version, mesh, monkeypatch):
     """The blocks of documents are found once, and split as the rows are."""
     for module, name in ((attention, "splash"), (pair_blocks, "pair_blocks")):
