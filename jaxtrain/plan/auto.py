@@ -187,8 +187,11 @@ def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compi
         if fit.fits:
             return fit
         tried.append(fit)
-    # the last one if the compiler gives no size of any
-    smallest: Fit = min(reversed(tried), key=lambda fit: fit.size)
+    # A bound is below the size of its program, so it stands back behind programs. Of those that the
+    # compiler refuses, without a size, the last one.
+    programs = [fit for fit in tried if fit.source != "at least"]
+    sizes = [fit for fit in programs if math.isfinite(fit.size)]
+    smallest: Fit = min(reversed(sizes or programs or tried), key=lambda fit: fit.size)
     if math.isinf(smallest.size):
         return smallest._replace(size=smallest.limit, source="by its compiler more than")
     return smallest

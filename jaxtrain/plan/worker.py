@@ -12,8 +12,8 @@ import contextlib
 import importlib.metadata
 import os
 import pickle
-import queue
 import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -223,20 +223,23 @@ def main(jobs_end: str, answers_end: str, versions: str) -> None:
     ask_for_no_chips()
     # A kernel's text has the lines of its source. Without them its figures survive edits elsewhere.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(int(jobs_end), jobs), daemon=True).start()
-    with open(int(answers_end), "wb") as answers:
+    threading.Thread(target=_end_with_the_pipe, args=(int(jobs_end),), daemon=True).start()
+    with open(int(jobs_end), "rb") as jobs, open(int(answers_end), "wb") as answers:
         while True:
-            pickle.dump(answer(jobs.get(), versions), answers)
+            try:
+                job: Job = pickle.load(jobs)
+            except EOFError:
+                return
+            pickle.dump(answer(job, versions), answers)
             answers.flush()
 
 
-def _read(jobs_end: int, jobs: queue.SimpleQueue[Job]) -> None:
-    """Read jobs until the process that plans closes their pipe or ends, then end this one.
+def _end_with_the_pipe(jobs_end: int) -> None:
+    """End this process when the one that plans closes the pipe of jobs, or ends.
 
     It ends at once: a compilation would take its core for minutes, and nobody waits for it.
     """
-    with open(jobs_end, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-        while True:
-            jobs.put(pickle.load(file))
+    poll = select.poll()
+    poll.register(jobs_end, 0)  # for a hang-up alone
+    poll.poll()
     os._exit(0)

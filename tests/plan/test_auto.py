@@ -234,6 +234,20 @@ def test_the_smallest_choice_need_not_be_the_last_one(language, monkeypatch, pla
     assert not found.fits and "the smallest choice" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("peak", "size"),
+    [(math.inf, "by its compiler more than 9.50 GB"), (12e9, "by its compiler 12.00 GB")],
+)
+def test_a_bound_is_not_compared_with_programs(language, monkeypatch, peak, size):
+    """That of a larger program may be below the size of a smaller one."""
+    with_memory(monkeypatch, 10e9)
+    with_bounds(monkeypatch, lambda accumulate, remat: 11e9 if remat == "none" else 1e9)
+    on_gpus(monkeypatch, lambda *values: peak)
+    config = language(("model.remat", "auto"), ("train.batch", "4"))
+    found = str(auto.best_fit(config, plan.parse_target(GPU), GPU))
+    assert found.startswith(f"auto is model.remat=full: {size}")
+
+
 def test_a_size_by_another_ones_program_is_named_so(language, monkeypatch):
     with_memory(monkeypatch, 10e9)
     with_bounds(monkeypatch, lambda *values: 1e6)
