@@ -137,7 +137,7 @@ def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Ar
 def _on_each_device(shard: Shard, run: Callable[..., Array], *arrays: Array | None) -> Array:
     """Call a kernel on each device's own rows and heads: of q, k, v, segments and their blocks.
 
-    Keys are split as queries are, whatever the axis rules say of the layer's other arrays.
+    Keys are split as queries are, also if the axis rules have another axis for keys.
     """
     args = [x for x in arrays if x is not None]
     of_head: Axes = ("batch", None, "heads", None)

@@ -1,4 +1,4 @@
-"""Each query head meets its own key head on a mesh, whatever the axis rules say of either."""
+"""Each query head meets its own key head on a mesh, under any axis rules."""
 
 import functools
 import math

@@ -104,7 +104,7 @@ FIRST_SLABS = [32, *(pytest.param(first, marks=slow) for first in (64, 96))]
 
 @pytest.mark.parametrize("first", FIRST_SLABS)
 def test_a_step_reads_no_keys_and_values_of_the_slabs_that_it_leaves_out(first):
-    """Those of a document that ends in the first block are not numbers, forward and backward."""
+    """Keys of a document that ends in the first block are not numbers, forward and backward."""
     is_poisoned = np.arange(384) < first
     assert_reads_no_slab(first, (1, 2), is_poisoned, slice(128, 384))
 
