@@ -219,6 +219,17 @@ def test_a_compiler_ends_with_the_process_that_plans(tmp_path, number):
         processes.wait_for(lambda: is_free(file), seconds=20)
 
 
+def test_a_job_that_the_compiler_cannot_read_is_an_error(cache, monkeypatch):
+    """As one of a class in a module that this process alone has."""
+    module = types.ModuleType("of_this_process_alone")
+    module.Job = type("Job", (), {"__module__": module.__name__, "target": "gpu:h100x8"})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(environment, "find", lambda kind: cache)
+    wanted = "=gpu:h100x8 ended with code 1: .*No module named 'of_this_process_alone'"
+    with worker.Process("gpu") as process, pytest.raises(plan.PlanError, match=wanted):
+        process.ask(module.Job())
+
+
 def is_free(file):
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
