@@ -70,30 +70,39 @@ def by_layer(
     shares = [known.get(id(x)) for x in leaves]
     if not any(shares):
         return layer, stack
-    values = [x if share is None else share.value for x, share in zip(leaves, shares, strict=True)]
+    values = [None if share is None else share.value for share in shares]
+    # Read by the body in place of `own`, whose gradient would be summed up after the loop.
+    owned = [
+        x if share is None else jax.lax.stop_gradient(x)
+        for x, share in zip(leaves, shares, strict=True)
+    ]
 
-    def summing_layer(x: T, w: PyTree) -> tuple[T, PyTree]:
+    def summing_layer(x: T, rows: PyTree) -> tuple[T, PyTree]:
         of_layer = [
-            value if share is None else _entering(share, value)
-            for value, share in zip(jax.tree.leaves(w), shares, strict=True)
+            own if share is None else _entering(share, own, value)
+            for own, value, share in zip(*rows, shares, strict=True)
         ]
         return layer(x, jax.tree.unflatten(tree, of_layer))
 
-    return summing_layer, jax.tree.unflatten(tree, values)
+    return summing_layer, (owned, values)
 
 
-def _entering(share: _Shared, w: Array) -> Array:
-    """Give a layer's entry of a shared parameter as a value of each replica."""
-    enter = jax.custom_vjp(_as_own)
-    enter.defvjp(lambda w: (_as_own(w), None), functools.partial(_summed, share))
-    entered: Array = enter(w)
+def _entering(share: _Shared, own: Array, value: Array) -> Array:
+    """Give ``own``, whose gradient becomes that of ``value``, summed up over the replicas.
+
+    Both are a layer's entry of one parameter. Were ``own`` made here, the forward loop would stack
+    what it made of each layer for the backward loop: a copy of all parameters.
+    """
+    enter = jax.custom_vjp(lambda own, value: own)
+    enter.defvjp(lambda own, value: (own, None), functools.partial(_summed, share))
+    entered: Array = enter(own, value)
     return entered
 
 
-def _summed(share: _Shared, _: None, gradient: Array) -> tuple[Array]:
+def _summed(share: _Shared, _: None, gradient: Array) -> tuple[None, Array]:
     # Without it, XLA would sum up the gradient before it is split over "fsdp".
     gradient = share.layout.shard(gradient, *share.axes[1:])
-    return (jax.lax.psum(gradient, DATA),)
+    return None, jax.lax.psum(gradient, DATA)
 
 
 def _as_own(x: Array) -> Array:
