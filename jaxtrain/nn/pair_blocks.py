@@ -88,15 +88,19 @@ def pair_blocks(
     if blocks is None:
         blocks = document_slabs(segments_bt, causal=causal, window=window)
     form = Form(causal, window, interpret, keep)
+    b, t, h, k = q_bthk.shape
+    times = _times(h // k_bsgk.shape[2], k, t, q_bthk.dtype.itemsize)
+    if times > 1:
+        k_bsgk, v_bsgk = (jnp.repeat(x, times, axis=2) for x in (k_bsgk, v_bsgk))
     q_bthk = (q_bthk * q_bthk.shape[3] ** -0.5).astype(q_bthk.dtype)
     qkv = (q_bthk, k_bsgk, v_bsgk)
-    if q_bthk.shape[3] < BLOCK and not interpret:
+    if k < BLOCK and not interpret:
         # Rotated with the few values of a head in the lanes, q would be two to four times its size.
         qkv = tuple(with_layout_constraint(x, splash.TOKENS_LAST) for x in qkv)
     arrays = (*(x.transpose(0, 2, 3, 1) for x in qkv), segments_bt, blocks)
-    rows = rows_of_a_call(q_bthk.shape[1], causal=causal)
+    rows = rows_of_a_call(t, causal=causal)
     parts = []
-    for first in range(0, len(q_bthk), rows):
+    for first in range(0, b, rows):
         *of_rows, ids_bt, slabs_bn2 = (x[first : first + rows] for x in arrays)
         parts.append(_attend(form, *of_rows, ids_bt, *steps(slabs_bn2, causal=causal)))
     y_bhkt = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -270,14 +274,25 @@ def _slab(entry: Array) -> Array:
 
 
 def _parts(h: int, g: int, k: int, t: int, itemsize: int) -> int:
-    """Return into how many parts the heads are split, so that a part's arrays fit into VMEM.
+    """Return into how many parts the heads are split, so that a part's arrays fit into VMEM."""
+    sizes = {n: _bytes(h // n, g // n, k, t, itemsize) for n in range(1, g + 1) if g % n == 0}
+    return next((n for n, size in sizes.items() if size <= BLOCKS), g)
+
+
+def _times(r: int, k: int, t: int, itemsize: int) -> int:
+    """Return how often keys are repeated: more of the ``r`` heads to a key head exceed VMEM."""
+    sizes = {n: _bytes(r // n, 1, k, t, itemsize) for n in range(1, r + 1) if r % n == 0}
+    return next((n for n, size in sizes.items() if size <= BLOCKS), r)
+
+
+def _bytes(h: int, g: int, k: int, t: int, itemsize: int) -> int:
+    """Return the bytes in VMEM of ``h`` heads of queries and ``g`` of keys.
 
     ``t``: tokens of the rows of gradients, 0 = there are none.
     """
     of_queries = k * BLOCK * (2 * 3 * itemsize + 4)  # q, y or dy, and dq, of two steps, and sums
     of_keys = 2 * k * (2 * BLOCK * itemsize + 4 * t)
-    bytes_of_all = h * of_queries + g * of_keys
-    return next(n for n in range(1, g + 1) if g % n == 0 and (bytes_of_all <= n * BLOCKS or n == g))
+    return h * of_queries + g * of_keys
 
 
 def _forward(form: Form, list_ref: Any, *refs: Any) -> None:

@@ -127,8 +127,10 @@ def assert_reads_no_slab(first, poisoned, is_poisoned, place):
 
 
 def test_heads_that_exceed_the_memory_of_a_chip_take_several_parts(monkeypatch):
+    """Two of keys, and two of queries to each, which get a key head of their own."""
     monkeypatch.setattr(pair_blocks, "BLOCKS", 1 << 10)
-    assert pair_blocks._parts(4, 2, 64, 384, 4) == 2
+    assert pair_blocks._times(2, 64, 384, 4) == 2
+    assert pair_blocks._parts(4, 4, 64, 384, 4) == 4
     assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, (4, 2, 64))
 
 
@@ -169,6 +171,7 @@ def test_rows_beyond_the_memory_of_a_chip_are_those_of_splash(tokens, k, causal,
     [
         ("tpu:v5e:2x2", 256, 2048, (2, 1, 128)),
         ("tpu:v5e:2x2", 1, 32768, (8, 2, 128)),
+        ("tpu:v5e:2x2", 1, 32768, (64, 1, 128)),  # as much again for 64 heads of queries
         ("tpu:v5e:2x2", 1, 65536, (4, 2, 64)),
         ("tpu:v5e:2x2", 2, 8192, (32, 32, 64)),
         ("tpu:v5p:2x2x1", 1, 65536, (4, 2, 64)),
