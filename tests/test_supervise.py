@@ -152,7 +152,9 @@ def make_loader(config, **given):
 """
 
 
-@pytest.mark.parametrize("error", ["RuntimeError", "DataError"])
+@pytest.mark.parametrize(
+    "error", ["RuntimeError", pytest.param("DataError", marks=pytest.mark.slow)]
+)
 def test_a_crash_loop_ends_with_the_cause_of_each_attempt(folder, error):
     """Also if each attempt ends with 2, after the run's first step."""
     (folder / "failing.py").write_text(FAILING_LOADER)
