@@ -14,7 +14,7 @@ In an exchange the devices meet once for each array: a sum of 18 arrays takes 18
 import collections
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtrain.plan import hlo, kinds, traffic
@@ -75,8 +75,8 @@ class Exchanges(NamedTuple):
     rendezvous: float  # [s]
     sending: float  # [s/byte]
 
-    def lane(self, collective: Collective) -> tuple[str, ...]:
-        return ()  # the same for all
+    def lanes(self, collective: Collective) -> frozenset[Hashable]:
+        return frozenset({"memory"})  # the same for all
 
     def seconds(self, collective: Collective) -> float:
         work = _work_of_exchange(collective)

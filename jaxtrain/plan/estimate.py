@@ -15,7 +15,7 @@ Only its order counts. The compilers' programs decide between the candidates tha
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,11 +48,12 @@ class Machine(NamedTuple):
     links: exposure.Links
 
 
-def machine_of(target: Target) -> Machine:
+def machine_of(target: Target, mesh: Mapping[str, int]) -> Machine:
+    """Return the rates of a target with a mesh (axis -> size)."""
     if target.platform == "cpu":
         return Machine(CPU, exposure.Links(CPU_LINKS, CPU_LINKS, target.count))
     known = target if target.chip else replace(target, chip=chips.by_name(OTHER))
-    return Machine(forecast.rates_of(known.known_chip), exposure.links_of(known, {}))  # no permutes
+    return Machine(forecast.rates_of(known.known_chip), exposure.links_of(known, mesh))
 
 
 class _Matrix(NamedTuple):
@@ -67,8 +68,8 @@ class _Matrix(NamedTuple):
 
 def seconds(assembly: Assembly, target: Target, *, accumulate: int, remat: str) -> float:
     """Return a rough time of a step with so many microbatches and that recomputation."""
-    machine = machine_of(target)
     mesh = assembly.layout.mesh.shape
+    machine = machine_of(target, mesh)
     matrices = list(_matrices(assembly))
     n_numbers = sum(matrix.size for matrix in matrices) or 1
     # how many rows of activations a matrix is multiplied with, in a step of one device

@@ -18,15 +18,13 @@ GPUs pass an exchange on in a ring, and each of its steps takes a latency, howev
 are. NCCL's own model (src/graph/tuning.cc, protocol LL128) has the latencies. It also knows trees
 for sums, whose steps grow with the logarithm of the nodes. No latency is counted for TPUs.
 
-On TPUs a permute by one place along a mesh axis takes one link of each chip, and one by more places
-shares each link with the others on their way. A ring of links has one for each direction, so that
-two permutes in opposite directions go at once. In a row that is not closed, the part from its end
-to its begin takes the links of the other direction. Other exchanges take all links of a chip.
+On TPUs an exchange takes the links along the sides of the slice that its group spans (`torus`). Two
+exchanges go at once if they share no way along a side.
 """
 
 import collections
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -34,23 +32,24 @@ import jax
 from jaxtrain.plan import hlo
 from jaxtrain.plan.hlo import Collective, Instruction, Program
 from jaxtrain.plan.target import Target
+from jaxtrain.plan.torus import Torus, torus_of
 
 # Share of the datasheet's links that rings of NCCL reach: 370 of 450 GB/s on an H100's NVLink
 # (nccl-tests, issue 212).
 RING = 0.82
 NVLINK_STEP, NETWORK_STEP = 1.9e-6, 4.0e-6  # [s] of a ring
 NVLINK_TREE_STEP, NETWORK_TREE_STEP = 1.2e-6, 8.5e-6  # [s] of a tree
-PERMUTE = "collective-permute"
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
 Axes = tuple[str, ...]
-Lane = tuple[str, ...]  # links. One that begins as another one has, is a part of it
-NETWORK, WITHIN = ("network",), ("within",)
+Lanes = frozenset[Hashable]
+NETWORK, WITHIN = frozenset({"network"}), frozenset({"within"})
 
 
 class Routes(Protocol):
     """The ways of values between devices."""
 
-    def lane(self, collective: Collective) -> Lane:
-        """Return the links of an exchange, which have one exchange at a time."""
+    def lanes(self, collective: Collective) -> Lanes:
+        """Return the links of an exchange. Each of them has one exchange at a time."""
 
     def seconds(self, collective: Collective) -> float:
         """Return the time of one execution."""
@@ -61,39 +60,61 @@ class Links(NamedTuple):
     network: float  # [bytes/s] that it sends to other nodes
     per_node: int  # GPUs of a node
     has_latency: bool = False  # of GPUs, by NCCL's model
-    link: float = 0.0  # [bytes/s] of one link of a TPU in one direction; 0 = there is a switch
-    ring: int = 0  # devices of a mesh axis, or their divisor, that is a ring of links; 0 = none is
-    mesh: Mapping[str, int] = {}  # axis -> size, to know the links of a permute
+    torus: Torus | None = None  # of a slice of TPUs
+    link: float = 0.0  # [bytes/s] of one link of a chip in one direction, with a torus
+    devices: int = 1  # that share a chip's links
 
-    def lane(self, collective: Collective) -> Lane:
+    def lanes(self, collective: Collective) -> Lanes:
         if any(len(self._members(group)) > 1 for group in collective.groups):
             return NETWORK
-        shifts = self._shifts(collective)
-        if len(shifts) != 1:
+        if self.torus is None:
             return WITHIN
-        [(axis, places)] = shifts
-        size = self.mesh[axis]
-        if not self.ring or size % self.ring:
-            return (*WITHIN, axis)
-        return (*WITHIN, axis, "forwards" if 2 * places <= size else "backwards")
-
-    def _shifts(self, collective: Collective) -> set[tuple[str, int]]:
-        """Return those of a permute over single links, none of another exchange."""
-        if not (self.link and self.mesh and collective.kind == PERMUTE):
-            return set()
-        return collective.shifts(self.mesh)
+        if collective.kind == PERMUTE:
+            _, ways = self.torus.routed(self._pairs(collective))
+            return ways
+        return frozenset(self.torus.ways(self._first_part(collective)))
 
     def seconds(self, collective: Collective) -> float:
         """Return the time of one execution."""
-        rate = self.within
-        for axis, places in self._shifts(collective):
-            n_shared = min(places, self.mesh[axis] - places)
-            rate = min(rate, self.link / n_shared)
-        for group in collective.groups:
-            members = self._members(group)
-            if len(members) > 1:  # a ring leaves each node once, over the adapters of its members
-                rate = min(rate, min(members.values()) * self.network)
-        return collective.sent / collective.times / rate + self.latency(collective)
+        sent = collective.sent / collective.times
+        within = sent / self.within if self.torus is None else self._on_torus(collective, sent)
+        between = (self._between(collective.kind, group, sent) for group in collective.groups)
+        return max(within, *between) + self.latency(collective)
+
+    def _on_torus(self, collective: Collective, sent: float) -> float:
+        """Return the time of an exchange, or of its part within a slice, of TPUs."""
+        assert self.torus is not None
+        if collective.kind == PERMUTE:
+            load, _ = self.torus.routed(self._pairs(collective))
+            return max(sent / self.within, load * sent / self.link)
+        own, n_members = self._first_part(collective), len(collective.groups[0])
+        of_device = self.link / self.devices
+        if collective.kind == ALL_TO_ALL:
+            values = sent * len(own) / (n_members - 1)
+            return max(sent / self.within, self.torus.crossing(own) * values / of_device)
+        n_links = self.torus.links(own)
+        return sent / (n_links * of_device) if n_links else sent / self.within
+
+    def _between(self, kind: str, group: Sequence[int], sent: float) -> float:
+        """Return the time of a group's exchange between nodes."""
+        members = self._members(group)
+        if len(members) == 1:
+            return 0.0
+        least = min(members.values())
+        if kind == ALL_TO_ALL:  # each GPU sends to all of other nodes over its own adapter
+            return sent * (len(group) - least) / (len(group) - 1) / self.network
+        # a ring leaves each node once, over the adapters of its members
+        return sent / (least * self.network)
+
+    def _first_part(self, collective: Collective) -> list[int]:
+        """Return the members of a group in its first slice. The other groups are as this one."""
+        group = collective.groups[0]
+        node = group[0] // self.per_node
+        return [place % self.per_node for place in group if place // self.per_node == node]
+
+    def _pairs(self, collective: Collective) -> tuple[tuple[int, int], ...]:
+        """Return the pairs of a permute within the first slice."""
+        return tuple((i, j) for i, j in collective.groups if max(i, j) < self.per_node)
 
     def latency(self, collective: Collective) -> float:
         """Return the seconds of one execution that do not depend on its bytes."""
@@ -118,16 +139,13 @@ class Links(NamedTuple):
 def links_of(target: Target, mesh: Mapping[str, int]) -> Links:
     """Return the links of a target of GPUs, or of slices of TPUs, for a mesh (axis -> size)."""
     per_node = jax.local_device_count() if target.here else target.count // target.slices
-    share = 1.0 if target.tiled else RING
-    return Links(
-        target.links * share,
-        target.known_chip.network,
-        per_node,
-        has_latency=not target.tiled,
-        link=target.link,
-        ring=target.ring,
-        mesh=mesh,
-    )
+    chip = target.known_chip
+    if not target.tiled:
+        return Links(target.links * RING, chip.network, per_node, has_latency=True)
+    sizes = mesh["data"], mesh["fsdp"], mesh["model"]
+    torus = torus_of(target, sizes)
+    link = target.link * chip.devices
+    return Links(target.links, chip.network, per_node, torus=torus, link=link, devices=chip.devices)
 
 
 class Exchange(NamedTuple):
@@ -187,7 +205,7 @@ class _Walk:
     ):
         self._program, self._seconds, self._links, self._mesh = program, seconds, links, mesh
         self._clock = 0.0
-        self._free: dict[Lane, float] = {}  # when these links are free
+        self._free: dict[Hashable, float] = {}  # when a link is free
         self._weight = 1.0  # rounds that one round stands for
         self._lengths: dict[str, float] = {}  # of computations
         self.kernels: dict[str, float] = collections.defaultdict(float)
@@ -246,15 +264,11 @@ class _Walk:
     def _begin(self, collective: Collective) -> _Running:
         axes = collective.axes(self._mesh)
         seconds = self._links.seconds(collective)
-        lane = self._links.lane(collective)
+        lanes = self._links.lanes(collective)
         self.link[axes] += self._weight * seconds
-        begin = self._clock
-        for other, free in self._free.items():
-            n = min(len(lane), len(other))
-            if lane[:n] == other[:n]:
-                begin = max(begin, free)
-        self._free[lane] = begin + seconds
-        return _Running(axes, self._free[lane])
+        end = seconds + max([self._clock, *(self._free.get(lane, 0.0) for lane in lanes)])
+        self._free.update(dict.fromkeys(lanes, end))
+        return _Running(axes, end)
 
     def _wait(self, exchanges: Sequence[_Running]) -> None:
         for exchange in exchanges:

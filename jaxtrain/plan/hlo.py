@@ -125,17 +125,6 @@ class Collective(NamedTuple):
             axes |= {i for i, along_axis in enumerate(places) if len(set(along_axis.tolist())) > 1}
         return tuple(name for i, name in enumerate(mesh) if i in axes)
 
-    def shifts(self, mesh: Mapping[str, int]) -> set[tuple[str, int]]:
-        """Return the axes of a mesh along which a permute sends, each with how many places on."""
-        sizes = tuple(mesh.values())
-        found = set()
-        for sender, receiver in self.groups:
-            places = np.unravel_index([sender, receiver], sizes)
-            for name, size, (start, end) in zip(mesh, sizes, places, strict=True):
-                if start != end:
-                    found.add((name, int(end - start) % size))
-        return found
-
 
 class Exchanged(NamedTuple):
     times: int  # executions in a step

@@ -119,7 +119,7 @@ def _better_meshes(assembly: Assembly, target: Target, found: Exposure) -> Itera
     seconds = _sums(assembly, target, target.count, 1)
     if mesh["data"] < target.count and seconds < min(LITTLE * found.computing, found.link):
         yield whole
-    per_node = exposure.links_of(target, {}).per_node
+    per_node = exposure.links_of(target, mesh).per_node
     nodes = target.count // per_node
     fsdp_spans_nodes = mesh["fsdp"] * mesh["model"] > per_node
     if nodes > 1 and fsdp_spans_nodes:
@@ -128,7 +128,7 @@ def _better_meshes(assembly: Assembly, target: Target, found: Exposure) -> Itera
 
 def _sums(assembly: Assembly, target: Target, data: int, fsdp: int) -> float:
     """Return the seconds of the links for one float32 sum of all gradients over "data"."""
-    links = exposure.links_of(target, {})
+    links = exposure.links_of(target, {"data": data, "fsdp": fsdp, "model": 1})
     n_bytes = 4 * specs.count(assembly.task.specs.params) / fsdp
     group = [place * fsdp for place in range(data)]
     groups = [[place + i for place in group] for i in range(fsdp)]

@@ -297,7 +297,7 @@ def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:
     by_measurements = forecast.forecast(program, mesh, target)
     if by_measurements:
         return by_measurements
-    machine = estimate.machine_of(target)
+    machine = estimate.machine_of(target, mesh)
     seconds = traffic.seconds_of_each(step.kernels, machine.rates)
     walked = exposure.exposure(program, mesh, seconds, machine.links)
     parts = {"kernels": walked.computing, "exchange": walked.exposed}

@@ -85,7 +85,7 @@ class Target:
             return chip.bridge if is_pair and chip.bridge else chip.links
         n_links = 0
         for n in sides:
-            n_links += 2 if self._is_closed(n) else int(n > 1)
+            n_links += 2 if self.is_closed(n) else int(n > 1)
         return self.link * max(n_links, 1)
 
     @property
@@ -97,16 +97,8 @@ class Target:
         n_dimensions = len(slices_lib.existing(chip.name)[0])
         return chip.links / (2 * n_dimensions)
 
-    @property
-    def ring(self) -> int:
-        """The devices along the shortest side of a TPU slice that is closed to a ring, or 0.
-
-        A mesh axis of so many devices or a multiple of them is a ring of links.
-        """
-        closed = [n for n in self.sides if self._is_closed(n)]
-        return min(closed) * self.known_chip.devices if closed else 0
-
-    def _is_closed(self, n: int) -> bool:
+    def is_closed(self, n: int) -> bool:
+        """Tell whether a side of ``n`` chips is a ring of links."""
         return self.is_torus or n == 16
 
     @property

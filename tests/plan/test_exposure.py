@@ -1,11 +1,16 @@
 """The time that exchanges take of a scheduled program, and the better meshes that a plan names."""
 
+import math
+
+import numpy as np
 import pytest
 
 from jaxtrain.parallel import chips
+from jaxtrain.parallel.layout import MESH_AXES
 from jaxtrain.plan import hlo, traffic
 from jaxtrain.plan.exposure import Links, exposure, links_of
 from jaxtrain.plan.target import parse_target
+from jaxtrain.plan.torus import Torus
 from tests.plan.scheduled import BETWEEN, WITHIN, done, kernel, start, text
 
 RATES = traffic.Rates(bandwidth=1e9, flops=1e12)
@@ -126,29 +131,77 @@ def test_each_step_of_a_ring_takes_a_latency():
     assert microseconds("all-reduce", [*range(32)]) == pytest.approx(2 * (7 * 1.2 + 2 * 8.5))
     assert microseconds("all-reduce", [0, 8]) == pytest.approx(2 * 4)
     assert microseconds("collective-permute", [*range(8)]) == 0
-    assert links_of(parse_target("gpu:h100x8*4"), {}).has_latency
-    assert not links_of(parse_target("tpu:v5e:4x4"), {}).has_latency
+    assert links_for("gpu:h100x8*4", (1, 32, 1)).has_latency
+    assert not links_for("tpu:v5e:4x4", (1, 16, 1)).has_latency
+
+
+def groups_of(sizes, axis):
+    """The groups of a (data, fsdp, model) mesh along one axis."""
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    return np.moveaxis(places, MESH_AXES.index(axis), -1).reshape(-1, sizes[MESH_AXES.index(axis)])
+
+
+def links_for(target, sizes):
+    return links_of(parse_target(target), dict(zip(MESH_AXES, sizes, strict=True)))
 
 
 @pytest.mark.parametrize(
-    ("target", "mesh", "places", "rate"),
+    ("target", "sizes", "places", "rate"),
     [
-        ("tpu:v5e:2x4", {"data": 2, "fsdp": 4}, 1, 50e9),  # of 100 GB/s at a corner of the slice
-        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 1, 50e9),  # of 200
-        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 15, 50e9),  # backwards
-        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 4, 12.5e9),  # four share a link
-        ("tpu:v5e:16x16", {"data": 16, "fsdp": 16}, 13, 50e9 / 3),
-        ("tpu:v5p:4x4x4", {"data": 16, "fsdp": 4}, 1, 100e9),  # of 600
-        ("tpu:tpu7x:4x4x4", {"data": 16, "fsdp": 8}, 1, 50e9),  # each core has half a chip's
-        ("gpu:h100x8", {"data": 2, "fsdp": 4}, 1, 0.82 * 450e9),  # by the switch
+        ("tpu:v5e:2x4", (2, 4, 1), 1, 50e9),  # of 100 GB/s at a corner of the slice
+        ("tpu:v5e:16x16", (16, 16, 1), 1, 50e9),  # of 200
+        ("tpu:v5e:16x16", (16, 16, 1), 15, 50e9),  # backwards
+        ("tpu:v5e:16x16", (16, 16, 1), 4, 12.5e9),  # four share a link
+        ("tpu:v5e:16x16", (16, 16, 1), 13, 50e9 / 3),
+        ("tpu:v5e:16x16", (1, 256, 1), 16, 50e9),  # along the other side
+        ("tpu:v5p:4x4x4", (16, 4, 1), 1, 100e9),  # of 600
+        ("tpu:v5p:4x4x4", (1, 64, 1), 32, 100e9),  # across a ring, both ways
+        ("tpu:v5p:4x4x4*2", (32, 4, 1), 1, 100e9),
+        ("tpu:tpu7x:4x4x4", (16, 8, 1), 1, 100e9),  # one of two cores sends to another chip
+        ("tpu:tpu7x:4x4x4", (16, 8, 1), 2, 50e9),  # both do
+        ("gpu:h100x8", (2, 4, 1), 1, 0.82 * 450e9),  # by the switch
     ],
 )
-def test_a_permute_takes_one_link_of_a_tpu(target, mesh, places, rate):
-    n = mesh["fsdp"]
-    target = parse_target(target)
-    pairs = [[i, i - i % n + (i + places) % n] for i in range(mesh["data"] * n)]
+def test_a_permute_takes_single_links_of_a_tpu(target, sizes, places, rate):
+    pairs = [
+        [int(group[i]), int(group[(i + places) % sizes[1]])]
+        for group in groups_of(sizes, "fsdp")
+        for i in range(sizes[1])
+    ]
     permute = hlo.Collective("collective-permute", (), 1 << 20, pairs, 1, False)
-    assert (1 << 20) / links_of(target, mesh).seconds(permute) == pytest.approx(rate)
+    assert (1 << 20) / links_for(target, sizes).seconds(permute) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes", "axis", "kind", "milliseconds"),
+    [
+        ("tpu:v5p:4x4x4", (1, 32, 2), "model", "all-gather", 5.0),  # two neighbours
+        ("tpu:v5p:4x4x4", (16, 4, 1), "fsdp", "all-gather", 3.75),  # a ring
+        ("tpu:v5p:4x4x4", (4, 16, 1), "fsdp", "all-gather", 15 / 16 / 0.4),  # two rings
+        ("tpu:v5p:4x4x4", (16, 2, 2), "fsdp", "all-gather", 5.0),
+        ("tpu:v5e:4x4", (4, 4, 1), "fsdp", "all-gather", 15.0),  # a row
+        ("tpu:v5e:16x16", (16, 16, 1), "fsdp", "all-gather", 15 / 16 / 0.1),
+        ("tpu:v5e:16x16", (1, 256, 1), "fsdp", "all-to-all", 40.0),
+        ("tpu:v5e:4x4", (4, 4, 1), "fsdp", "all-to-all", 20.0),
+        ("tpu:v5p:4x4x4", (1, 64, 1), "fsdp", "all-to-all", 5.0),
+        ("tpu:v5p:4x4x4", (16, 4, 1), "fsdp", "all-to-all", 5.0),
+        ("gpu:h100x16", (1, 16, 1), "fsdp", "all-to-all", 8 / 16 * 1e12 / NETWORK),
+    ],
+)
+def test_an_exchange_takes_the_links_that_its_group_spans(target, sizes, axis, kind, milliseconds):
+    """Of 1 GB. No route between the chips takes less, by the links that cross some plane of the
+    slice, but for the two rings."""
+    groups = groups_of(sizes, axis).tolist()
+    seconds = links_for(target, sizes).seconds(hlo.Collective(kind, (), 10**9, groups, 1, False))
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_chips_between_the_members_of_a_group_share_its_links():
+    """Every other chip of a ring of eight, and of a row."""
+    places, group = [(i,) for i in range(8)], [0, 2, 4, 6]
+    assert Torus(places, [8], [True]).links(group) == 2 / 2
+    assert Torus(places, [8], [False]).links(group) == 1 / 2
+    assert Torus(places, [8], [True]).links([0, 7]) == 1  # neighbours by the closing link
 
 
 def permute_start(name, pairs):
@@ -164,16 +217,16 @@ def permute_done(name):
 
 
 @pytest.mark.parametrize(
-    ("ring", "second", "milliseconds"),
+    ("is_ring", "second", "milliseconds"),
     [
-        (4, "backwards", 4),  # at once
-        (0, "backwards", 8),  # both take each link of a row that is not closed
-        (4, "forwards", 8),
-        (4, "sum", 6),  # of 6 MB by all three links, of which the permute has one
-        (4, "data", 4),  # over the links of another axis
+        (True, "backwards", 4),  # at once
+        (False, "backwards", 8),  # both take each link of a row that is not closed
+        (True, "forwards", 8),
+        (True, "sum", 7),  # of 6 MB by both links of the ring, of which the permute has one
+        (True, "data", 4),  # over the links of another side
     ],
 )
-def test_permutes_in_opposite_directions_of_a_ring_go_at_once(ring, second, milliseconds):
+def test_permutes_in_opposite_directions_of_a_ring_go_at_once(is_ring, second, milliseconds):
     forwards = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
     pairs = {
         "forwards": forwards,
@@ -189,6 +242,7 @@ def test_permutes_in_opposite_directions_of_a_ring_go_at_once(ring, second, mill
         starts.append(permute_start("b", pairs[second]))
         ends.append(permute_done("b"))
     program = hlo.Program(text(*starts, *ends))
-    links = Links(within=3e9, network=1e9, per_node=8, link=1e9, ring=ring, mesh=MESH)
+    torus = Torus(list(np.ndindex(2, 4)), (2, 4), (False, is_ring))
+    links = Links(within=3e9, network=1e9, per_node=8, torus=torus, link=1e9)
     found = exposure(program, MESH, {}, links)
     assert 1e3 * found.exposed == pytest.approx(3 * milliseconds)

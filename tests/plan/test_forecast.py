@@ -16,7 +16,7 @@ from jaxtrain.plan import calibration, cpu_work, estimate, hlo
 from jaxtrain.plan import forecast as forecast_lib
 from tests.plan.scheduled import WITHIN, done, kernel, start, text
 
-MESH = {"data": 2, "fsdp": 4}
+MESH = {"data": 2, "fsdp": 4, "model": 1}
 
 
 def test_a_chip_that_nobody_measured_has_the_bound_alone():
@@ -37,7 +37,7 @@ def test_a_card_outside_of_the_table_has_no_forecast_of_a_cpu(monkeypatch):
     card = plan.Target("8 × NVIDIA GeForce RTX 4090", None, 8, here=True)
     program = hlo.Program(text(start("a", WITHIN), done("a"), kernel("k")))
     assert forecast_lib.forecast(program, MESH, card) is None
-    machine = estimate.machine_of(card)
+    machine = estimate.machine_of(card, {"data": 1, "fsdp": 1, "model": 1})
     assert machine.rates == forecast_lib.rates_of(chips.by_name("l40s"))
     assert machine.links.within < 32e9
 
@@ -68,7 +68,9 @@ def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
 )
 def test_a_rate_of_a_network_that_no_page_states_is_printed_as_assumed(target, note):
     program = hlo.Program(text(kernel("k")))
-    found = forecast_lib.forecast(program, MESH, plan.parse_target(target))
+    target = plan.parse_target(target)
+    mesh = {"data": target.count, "fsdp": 1, "model": 1}
+    found = forecast_lib.forecast(program, mesh, target)
     assert note in found.calibration
     assert ("is assumed" in found.calibration) == bool(note)
 

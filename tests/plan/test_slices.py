@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxtrain.parallel import chips
-from jaxtrain.plan import environment, estimate, slices, target
+from jaxtrain.plan import environment, estimate, slices, target, torus
 
 LARGEST = 10  # of a version's slices, besides those of up to 512 chips
 ASK = """
@@ -80,6 +80,45 @@ def test_a_mesh_may_split_a_side_of_a_slice(tpu_compiler):
     """JAX's own meshes have axes of whole sides alone."""
     sizes = {"tpu:v5p:4x4x4": [2, 32, 1], "tpu:v4:4x4x8": [2, 8, 8], "tpu:v5e:4x8": [2, 16, 1]}
     assert asked_of_libtpu(tpu_compiler, list(sizes.items()), MESHES) == list(sizes.values())
+
+
+PLACES = """
+import json, sys
+from jaxtrain.parallel import layout
+from jaxtrain.plan import compile, target
+compile.ask_for_no_chips()
+for text, sizes in json.load(sys.stdin):
+    found = target.parse_target(text)
+    mesh = layout.make_mesh(*sizes, devices=compile.tpu_devices(found))
+    coords = [device.coords[:len(found.sides)] for device in mesh.devices.flat]
+    print("ANSWER", json.dumps(coords), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_chips_at_the_places_where_a_run_has_them(tpu_compiler):
+    cases = [
+        (text, sizes)
+        for text, n in (
+            ("tpu:v5e:2x2", 4),
+            ("tpu:v5e:2x4", 8),
+            ("tpu:v5e:4x4", 16),
+            ("tpu:v5e:4x8", 32),
+            ("tpu:v6e:8x8", 64),
+            ("tpu:v4:2x2x4", 16),
+            ("tpu:v5p:2x2x2", 8),
+            ("tpu:v5p:4x4x4", 64),
+            ("tpu:v5p:4x4x4*2", 128),
+            ("tpu:tpu7x:2x2x4", 32),
+        )
+        for sizes in ((2, n // 2, 1), (2, n // 4, 2), (n // 2, 2, 1), (n, 1, 1))
+    ]
+    for (text, sizes), found in zip(
+        cases, asked_of_libtpu(tpu_compiler, cases, PLACES), strict=True
+    ):
+        n_slices = target.parse_target(text).slices
+        planned = torus.torus_of(target.parse_target(text), sizes)
+        assert [list(place) for place in planned.places] * n_slices == found, (text, sizes)
 
 
 def test_gathers_over_a_whole_torus_are_sums():

@@ -126,8 +126,10 @@ def test_a_device_sends_by_the_links_that_its_slice_has(target, n_links, of):
 
 
 def test_sides_of_a_slice_that_are_closed_to_rings_are_known():
-    rings = {"v5e:4x4": 0, "v6e:8x16": 16, "v5p:4x8x8": 4, "v4:2x4x4": 0, "tpu7x:4x4x4": 8}
-    assert {name: plan.parse_target(f"tpu:{name}").ring for name in rings} == rings
+    rings = {"v5e:4x4": [], "v6e:8x16": [16], "v5p:4x8x8": [4, 8, 8], "v4:2x4x4": []}
+    for name, closed in rings.items():
+        found = plan.parse_target(f"tpu:{name}")
+        assert [n for n in found.sides if found.is_closed(n)] == closed
 
 
 def test_a_card_that_is_not_here_has_the_capability_of_its_description():
