@@ -28,7 +28,7 @@ MARKS = {
 SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{[\d,]*(:[^}]*)?\})?")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)"
-    r"=\{?([%\w.\-, ]+)"
+    r"=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 # The groups of a collective: listed; [groups,size]<=[dims]T(order); or by the axes of a mesh.
 _LISTED_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
@@ -50,8 +50,8 @@ class Instruction(NamedTuple):
     def called(self) -> list[tuple[str, str]]:
         """The computations that it calls, each with the role it has there."""
         calls = []
-        for role, names in _CALLED.findall(self.line):
-            calls += [(role, name) for name in re.findall(r"[\w.\-]+", names)]
+        for role, several, one in _CALLED.findall(self.line):
+            calls += [(role, name) for name in re.findall(r"[\w.\-]+", several or one)]
         return calls
 
     @property

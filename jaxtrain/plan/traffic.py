@@ -6,6 +6,7 @@ copy. Instructions inside of a fusion are not counted, since their values stay o
     slices             read and write the slice. An update in place writes the update
     fusions            read each operand once, or its slices if they read nothing else of it
     loops              count their rounds
+    conditions         count all of their branches
     asynchronous       their start counts, and the wait for their end does not
     attention          a library's call of it has its bytes alone: its products are in no text
     tiles              arrays of TPUs are padded to them, and those in VMEM take no bytes: `layouts`
@@ -224,8 +225,23 @@ def _bytes_moved(
     read = sum(operands)
     if i.op == "copy-start":  # (copy, source, its state)
         return read, layouts.arrays(i.result)[0].bits_in_memory // 8
-    # The result of another start holds its operands, too.
-    return read, read if i.op.endswith("-start") else _size(i)
+    if i.op.endswith("-start"):
+        return read, _written_by_start(i, len(i.operands))
+    return read, _size(i) - _workspace(i)
+
+
+def _written_by_start(i: Instruction, n_operands: int) -> int:
+    """Return the bytes of the results of an asynchronous exchange: (operands, results, states)."""
+    arrays = layouts.arrays(i.result)
+    results = arrays[n_operands : 2 * n_operands] or arrays  # of an older all-reduce, alone
+    return sum(array.bits_in_memory for array in results) // 8
+
+
+def _workspace(i: Instruction) -> int:
+    """Return the bytes that a product of cuBLAS has for its own use, its last result."""
+    last = layouts.arrays(i.result)[-1:]
+    is_workspace = '"__cublas' in i.line and [array.dtype for array in last] == ["s8"]
+    return last[0].bits_in_memory // 8 if is_workspace else 0
 
 
 def _part_and_result(i: Instruction) -> tuple[int, int]:

@@ -240,3 +240,14 @@ ENTRY %main (x: bf16[8,8], s: bf16[1,8]) -> (bf16[8,8], bf16[8,8]) {
 """
     [(key, found)] = hlo.summary(hlo.collectives(text), {"fsdp": 8}).items()
     assert key == ("all-gather", ("fsdp",)) and (found.times, found.early) == (2, 1)
+
+
+def test_both_branches_of_a_condition_belong_to_the_program():
+    both = (
+        "branch_computations={%t, %f}",
+        "true_computation=%t, false_computation=%f",
+        "true_computation=%t, false_computation=%f, metadata={}",
+    )
+    for branches in both:
+        call = hlo.instruction(f"%r = f32[8]{{0}} conditional(%x, %y, %y), {branches}")
+        assert [name for _, name in call.called] == ["t", "f"], branches

@@ -119,6 +119,31 @@ ENTRY %main (p0: f32[8]) -> f32[8] {
         assert collective.bytes == 32
 
 
+@pytest.mark.parametrize(
+    ("instruction", "read", "written"),
+    [
+        ("(f32[8]{0}, f32[64]{0}) all-gather-start(%p), dimensions={0}", 32, 256),
+        ("(f32[8]{0}, f32[1]{0}) reduce-scatter-start(%p), dimensions={0}", 32, 4),
+        ("((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%sum", 32, 32),
+        ("f32[8]{0} all-reduce-start(%p), to_apply=%sum", 32, 32),
+        ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p)", 32, 32),
+        # a product and the room that cuBLAS has for itself
+        ('(f32[8]{0}, s8[4096]{0}) custom-call(%p), custom_call_target="__cublas$gemm"', 32, 32),
+        ('(f32[8]{0}, s8[4096]{0}) custom-call(%p), custom_call_target="other"', 32, 4128),
+    ],
+)
+def test_bytes_of_exchanges_and_products_are_those_of_their_values(instruction, read, written):
+    text = f"""HloModule step
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  %x = {instruction}, replica_groups=[1,8]<=[8]
+}}
+"""
+    [kernel] = traffic.traffic(hlo.Program(text))
+    assert (kernel.read, kernel.written) == (read, written)
+
+
 def test_a_program_of_this_machine_has_the_products_of_its_formula():
     def step(weights, x):
         return jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)[0]
