@@ -484,7 +484,8 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     }
     if wanted := platforms():
         env["JAX_PLATFORMS"] = wanted
-    env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
+        env.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     # Of a model's own, and empty whatever ran on this machine before: cold is cold.
     env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case}".strip())
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 MIB, GIB = 2**20, 2**30
 
+GPU_SHARE = 0.92  # of a GPU's memory that a process takes. The rest is for CUDA, cuDNN and NCCL
+
 
 class Chip(NamedTuple):
     name: str  # as in --plan=gpu:h100x8 or --plan=tpu:v4:2x2x4

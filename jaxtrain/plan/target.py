@@ -11,6 +11,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.parallel import chips
 from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan import gpu_specs
 from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
@@ -121,7 +122,8 @@ class Target:
             if "bytes_limit" in stats:
                 return float(stats["bytes_limit"])
         if self.chip:
-            return self.chip.memory
+            spec = gpu_specs.SPECS.get(self.chip.name)
+            return chips.GPU_SHARE * spec.memory if spec else self.chip.memory
         return host_memory() / jax.local_device_count()
 
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jaxtrain.parallel import jax_options
+from jaxtrain.parallel.cluster import processes
 from loaders.io.checks import FREE, FUNCTION
 from tests.support.processes import command
 
@@ -153,3 +154,11 @@ def test_a_platform_without_its_plugin_or_name(platforms, text):
 def test_flags_that_xla_would_end_the_process_for_are_one_line(flags, text):
     lines = jax_options.unreadable_flags(flags)
     assert len(lines) == bool(text) and all(text in line for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_process_takes_a_gpus_memory_but_for_a_share_that_the_user_sets(name):
+    of_user, default = {name: "0.5"}, {}
+    processes.take_gpu_memory(of_user)
+    processes.take_gpu_memory(default)
+    assert of_user == {name: "0.5"} and default == {"XLA_CLIENT_MEM_FRACTION": "0.92"}

@@ -179,7 +179,7 @@ def test_a_size_that_does_not_fit_has_its_lack_in_place_of_figures(language, mon
     )
     report, fits, _ = plan.report_scale(language(), RANGE)
     assert fits
-    assert table(report, "weak")[0][3] == "its program takes 80.00 GB of 76.00 GB"
+    assert table(report, "weak")[0][3] == "its program takes 80.00 GB of 74.24 GB"
     assert "the smallest size of the range that fits is gpu:h100x16" in report
     assert [row[8] for row in table(report, "weak")] == ["", "100%", "100%"]
 
