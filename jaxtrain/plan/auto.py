@@ -159,7 +159,8 @@ def _searched(config: config_lib.Config, target: Target, text: str) -> Fit:
     with worker.compiler(target, text) as compiler:
         search = mesh_search.Search(config, target, compiler, fields=fields, note=_note)
         result = search.run()
-    settled = result.best[0] if result.fitting else result.nearest
+    # of a config with optim.offload no candidate may have a compiler (`mesh_search`)
+    settled = next(iter([*result.best, *result.likely]), result.nearest)
     if settled is None and result.failed:
         lacks = "\n  ".join(mesh_search.lacks(result.failed)[: mesh_search.MAX_REASONS])
         raise PlanError(f"mesh is auto, and no candidate compiles:\n  {lacks}")

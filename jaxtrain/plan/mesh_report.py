@@ -52,6 +52,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
         *(["interrupted: this is known so far"] if interrupted else []),
         "",
         *_fitting_lines(config, target, result),
+        *_unknown_lines(result),
         *_narrower_lines(result, narrower),
         *_failed_lines(result),
     ]
@@ -87,7 +88,7 @@ def _narrower(config: config_lib.Config, result: Result, run: functools.partial[
 
 
 def _title_lines(config: config_lib.Config, target: Target, result: Result) -> Iterator[str]:
-    n_settled = len(result.fitting) + len(result.failed)
+    n_settled = len(result.fitting) + len(result.unknown) + len(result.failed)
     yield (
         f"{target.name}: {len(result.meshes)} meshes are allowed for {config.train.batch} rows a"
         f" step, {n_settled} candidates were settled, {len(result.fitting)} fit"
@@ -105,13 +106,21 @@ def _fitting_lines(config: config_lib.Config, target: Target, result: Result) ->
     for number, settled in enumerate(result.best, start=1):
         yield f"{number}. {_summary(settled)}"
         yield from _time_lines(config, target, settled)
-        if not settled.step and settled.candidate.config.optim.offload:
-            yield f"   not compiled: {NO_OFFLOAD}"
         yield f"   {settled.candidate.choice.overrides()}"
         yield ""
     if result.fitting and not result.best[0].candidate.config.optim.offload:
         yield f"a run searches by itself, at its first start, with {_auto(config)}"
         yield ""
+
+
+def _unknown_lines(result: Result) -> Iterator[str]:
+    if not result.unknown:
+        return
+    yield f"may fit or not, since they are not compiled: {NO_OFFLOAD}"
+    for settled in result.likely:
+        yield f"   {_summary(settled)}"
+        yield f"   {settled.candidate.choice.overrides()}"
+    yield ""
 
 
 def _auto(config: config_lib.Config) -> str:

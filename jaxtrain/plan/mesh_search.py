@@ -6,6 +6,8 @@ the mesh whose first candidate is the fastest, and settles that candidate:
     held bytes      exact, without a trace. More than a device has: the next of this mesh
     lower bound     of the traced step. The same
     program         compiled by the target's compiler. If it does not fit, the same
+    offloaded       for GPUs elsewhere, which no compiler takes: the same, if it does not fit or
+                    compile without optim.offload. Others may fit, and none of them is the mesh's
 
 A candidate that fits is the mesh's only one, since the later ones recompute more or read the
 matrices more often. The search ends when `ENOUGH` meshes have one that fits. The best is the one
@@ -68,14 +70,20 @@ class Result:
     """All that a search knows, also if it was interrupted."""
 
     meshes: set[str] = dataclasses.field(default_factory=set)  # that rules and rows allow
-    fitting: list[Settled] = dataclasses.field(default_factory=list)
+    fitting: list[Settled] = dataclasses.field(default_factory=list)  # compiled, if they can be
+    unknown: list[Settled] = dataclasses.field(default_factory=list)  # that no compiler takes
     failed: list[Settled] = dataclasses.field(default_factory=list)
     refused: dict[str, list[Choice]] = dataclasses.field(default_factory=dict)  # by the reason
 
     @property
     def best(self) -> list[Settled]:
-        """The fitting candidates, the compiled ones before the others, the fastest first."""
-        return sorted(self.fitting, key=lambda each: (not each.is_compiled, each.seconds))
+        """The fitting candidates, the fastest first."""
+        return sorted(self.fitting, key=lambda each: each.seconds)
+
+    @property
+    def likely(self) -> list[Settled]:
+        """Those that no compiler takes, the fastest first."""
+        return sorted(self.unknown, key=lambda each: each.seconds)
 
     @property
     def nearest(self) -> Settled | None:
@@ -106,6 +114,7 @@ class Search:
           base: values of every candidate.
         """
         self.result = Result()
+        self._takes_offloaded = target.here or target.kind != "gpu"  # (`NO_OFFLOAD`)
         self._config, self._target, self._compiler = config, target, compiler
         self._fields, self._note, self._base = fields, note, base
         self.memory = min(cluster.gather(int(target.memory / MIB))) * MIB
@@ -114,6 +123,7 @@ class Search:
         # of the smallest options of a mesh, if others did not fit: the lower bound
         self._bounds: dict[str, int] = {}
         self._not_compiled: set[tuple[str, bool]] = set()  # of which one candidate is listed
+        self._failed: dict[Any, Settled] = {}  # without optim.offload, by the other values
 
     def run(self, enough: int = ENOUGH) -> Result:
         lines: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
@@ -128,19 +138,19 @@ class Search:
             first = next(line, None)
             if first:
                 heapq.heappush(lines, (first.estimate, next(numbers), first, line))
-        while lines and sum(map(self._is_decided, self.result.fitting)) < enough:
+        while lines and len(self.result.fitting) < enough:
             _, number, candidate, line = heapq.heappop(lines)
-            if self._is_decided(self.settle(candidate)):
+            if self._fits(self.settle(candidate)):
                 continue
             following = next((each for each in line if not self._is_hopeless(each)), None)
             if following:
                 heapq.heappush(lines, (following.estimate, number, following, line))
         return self.result
 
-    def _is_decided(self, settled: Settled) -> bool:
+    def _fits(self, settled: Settled) -> bool:
         """Tell whether a candidate is its mesh's: it fits, by its program if there is a compiler.
 
-        Candidates that the compiler cannot take are listed, one for each mesh.
+        Candidates that the compiler cannot take are `Result.unknown`, one for each mesh.
         """
         return not settled.reason and (settled.is_compiled or self._compiler is None)
 
@@ -215,21 +225,28 @@ class Search:
         return settled
 
     def _add(self, settled: Settled) -> None:
+        config = settled.candidate.config
         if settled.reason:
             self.result.failed.append(settled)
-        else:
+            if not config.optim.offload:
+                self._failed[_without_offload(settled.candidate)] = settled
+        elif self._fits(settled):
             self.result.fitting.append(settled)
+        else:
+            self.result.unknown.append(settled)
         self._note(line(settled))
 
     def _settled(self, candidate: Candidate) -> Settled:
+        if lack := self._lack_without_offload(candidate):
+            return lack
         lower = bound_of(candidate.config, self._target)
         size = float(lower.peak)
         if size > self.memory:
             self._give_up(candidate, lower)
             return Settled(candidate, size, _lack(size, "it needs at least", self.memory))
         assembly = abstractly(candidate.config, self._target)
-        is_on_host = self._target.kind == "gpu" and not self._target.here
-        if self._compiler is None or is_on_host and offloaded(assembly.abstract):
+        takes_it = self._takes_offloaded or not offloaded(assembly.abstract)
+        if self._compiler is None or not takes_it:
             self._not_compiled.add(_place(candidate))
             return Settled(candidate, size, seconds=candidate.estimate)
         program = self._program(candidate)
@@ -239,6 +256,27 @@ class Search:
             text = "by the program of another number of microbatches it needs"
             return Settled(candidate, likely, _lack(likely, text, self.memory))
         return self._compiled(candidate, assembly, lower)
+
+    def _lack_without_offload(self, candidate: Candidate) -> Settled | None:
+        """Return the lack of an offloaded candidate without a program, by that of the same one
+        without offload.
+
+        The bytes in host memory are all that it saves. None: that candidate fits, or is not
+        settled, or lacks fewer bytes.
+        """
+        if self._takes_offloaded or not candidate.config.optim.offload:
+            return None
+        other = self._failed.get(_without_offload(candidate))
+        if other is None:
+            return None
+        if math.isinf(other.size):
+            return other._replace(candidate=candidate, reason=f"without offload: {other.reason}")
+        size = other.size - offloaded(abstractly(candidate.config, self._target).abstract)
+        limit = self.memory * (ROOM if other.step else 1)
+        if size <= limit:
+            return None
+        text = "by the same step without offload it needs at least"
+        return other._replace(candidate=candidate, size=size, reason=_lack(size, text, limit))
 
     def _give_up(self, candidate: Candidate, lower: Bound) -> None:
         """Leave out all options like this one if even the smallest of them cannot fit."""
@@ -288,6 +326,11 @@ def _lack(size: float, text: str, limit: float) -> str:
 
 def _place(candidate: Candidate) -> tuple[str, bool]:
     return str(candidate.config.mesh), candidate.config.optim.offload
+
+
+def _without_offload(candidate: Candidate) -> tuple[str, ...]:
+    values = candidate.choice.values
+    return tuple(str(value) for value in values if value[0] != candidates.OFFLOAD)
 
 
 def forecast_of(step: Compiled, assembly: Assembly, target: Target) -> Forecast:

@@ -110,25 +110,58 @@ def test_a_larger_target_may_have_room_for_one_microbatch_alone(language, monkey
     assert mesh_report.smallest(language(), plan.parse_target("gpu:h100x1")) == "gpu:h100x2"
 
 
-def test_candidates_that_no_compiler_takes_are_listed_apart(language, monkeypatch):
-    """A step of one microbatch fits only with its optimizer in host memory, which nothing proves.
-    So each mesh goes on to its programs of more microbatches."""
-    quickly(monkeypatch)
-
-    def size(config):
-        return 1e9 if config.train.accumulate > 1 else 90e9
+def offload_after_one_microbatch(monkeypatch):
+    """Give each candidate a rough time, by which those with offload come before two microbatches."""
 
     def seconds(assembly, target, *, accumulate, remat):
         return accumulate + 0.5 * assembly.config.optim.offload + 0.1 * (remat == "full")
 
     monkeypatch.setattr(mesh_search.estimate, "seconds", seconds)
+
+
+def test_candidates_that_no_compiler_takes_are_listed_apart(language, monkeypatch):
+    """A step of one microbatch may fit only with its optimizer in host memory, which nothing
+    proves. So each mesh goes on to its programs of more microbatches."""
+    quickly(monkeypatch)
+    offload_after_one_microbatch(monkeypatch)
+    too_large = mesh_search.ROOM * plan.parse_target(GPUS).memory + 1e6
+
+    def size(config):
+        return 1e9 if config.train.accumulate > 1 else too_large
+
+    offloaded = mesh_search.offloaded
+    monkeypatch.setattr(mesh_search, "offloaded", lambda state: 100 * offloaded(state))
     compiled_as(monkeypatch, seconds=lambda config: 1e3, size=size)
     text, fits, _ = plan.report_search(language(), GPUS)
-    heads = re.findall(r"^\d+\. .*", text, re.MULTILINE)
-    are_compiled = ["at least" not in head for head in heads]
-    assert fits and are_compiled[:5] == [True] * 5 and not any(are_compiled[5:])
-    assert len(heads) > 5 and text.count("   not compiled: without a card") == len(heads) - 5
-    assert len({head.rpartition(", data")[2] for head in heads[5:]}) == len(heads) - 5
+    apart = text.partition("may fit or not, since they are not compiled: without a card")[2]
+    apart = re.findall("^   .* a step, at least .*data .*", apart, re.MULTILINE)
+    assert fits and ", 5 fit" in text and len(apart) > 5
+    assert len({head.rpartition(", data")[2] for head in apart}) == len(apart)
+    assert "at least" not in text.partition("may fit or not")[0]
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "reason"),
+    [
+        (800e9, "by the same step without offload it needs at least 800.00 GB of 76.00 GB"),
+        (0, "without offload: INTERNAL: boom"),
+    ],
+)
+def test_an_offloaded_step_saves_no_more_than_its_state(language, monkeypatch, n_bytes, reason):
+    """Here that is some kilobytes, so that 800 GB stay too much. 0: it does not compile at all."""
+    quickly(monkeypatch)
+
+    def ask(job):
+        step = Compiled(0, 0, int(n_bytes), {}, 1.0)
+        return worker.Answer(step) if n_bytes else worker.Answer(None, "INTERNAL: boom")
+
+    process = contextlib.nullcontext(types.SimpleNamespace(ask=ask))
+    monkeypatch.setattr(worker, "Process", lambda kind: process)
+    monkeypatch.setattr(worker.environment, "find", lambda kind: "here")
+    monkeypatch.setattr(mesh_report, "MAX_LINES", 100)
+    text, fits, _ = plan.report_search(language(("train.batch", "2")), "gpu:h100x2")
+    assert not fits and ", 0 fit" in text and "problem: no candidate" in text
+    assert f"optim.offload=True: {reason}" in text and "not compiled" not in text
 
 
 def test_beyond_the_largest_slice_there_are_several():
