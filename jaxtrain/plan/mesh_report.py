@@ -156,6 +156,8 @@ def _time_lines(config: config_lib.Config, target: Target, settled: Settled) -> 
             if seconds >= LITTLE * settled.seconds
         ]
         yield f"   limited by {', '.join(shares)} ({settled.forecast.calibration})"
+    if settled.is_unread:
+        yield f"   {mesh_search.UNREAD}"
     hours = config.train.steps * settled.seconds / 3600
     line = f"   {hours:.2f} h for {config.train.steps:,} steps"
     if target.chip:

@@ -40,6 +40,7 @@ MAX_REASONS = 5  # of meshes that no rule allows
 ROOM = 0.95  # share of a device's memory that a compiled step may take
 MIB = 1 << 20
 MICROSECONDS = 1e6
+UNREAD = "the time is a rough estimate, since this jaxlib cannot read the program of a newer libtpu"
 ASSUMED = "uncalibrated: by assumed rates, to compare meshes alone"
 
 
@@ -58,11 +59,16 @@ class Settled(NamedTuple):
     reason: str = ""  # "" = it fits
     seconds: float = 0.0  # by its program, else by the estimate
     step: Compiled | None = None
-    forecast: Forecast | None = None
+    forecast: Forecast | None = None  # None = by the estimate
 
     @property
     def is_compiled(self) -> bool:
         return self.step is not None
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody can read its program, so that its time is the estimate."""
+        return self.step is not None and self.forecast is None and not self.reason
 
 
 @dataclasses.dataclass
@@ -258,11 +264,10 @@ class Search:
         return self._compiled(candidate, assembly, lower)
 
     def _lack_without_offload(self, candidate: Candidate) -> Settled | None:
-        """Return the lack of an offloaded candidate without a program, by that of the same one
-        without offload.
+        """Return the lack of a candidate that no compiler takes, by the same one without offload.
 
-        The bytes in host memory are all that it saves. None: that candidate fits, or is not
-        settled, or lacks fewer bytes.
+        The bytes in host memory are all that it saves. None: the other one fits, or is not settled,
+        or lacks fewer bytes.
         """
         if self._takes_offloaded or not candidate.config.optim.offload:
             return None
@@ -309,8 +314,10 @@ class Search:
         limit = ROOM * self.memory
         if size > limit:
             return Settled(candidate, size, _lack(size, "its program takes", limit), step=step)
-        expected = forecast_of(step, assembly, self._target)
-        microseconds = math.ceil(MICROSECONDS * expected.seconds)
+        expected = forecast_of(step, assembly, self._target) if step.text else None
+        microseconds = math.ceil(
+            MICROSECONDS * (expected.seconds if expected else candidate.estimate)
+        )
         seconds = max(cluster.gather(microseconds)) / MICROSECONDS
         return Settled(candidate, size, seconds=seconds, step=step, forecast=expected)
 
@@ -354,7 +361,8 @@ def line(settled: Settled) -> str:
     if settled.reason:
         return f"{choice}: {settled.reason}"
     source = "by its compiler" if settled.is_compiled else "at least, not compiled"
-    return f"{choice}: {1e3 * settled.seconds:.2f} ms, {in_bytes(settled.size)} {source}"
+    text = f"{choice}: {1e3 * settled.seconds:.2f} ms, {in_bytes(settled.size)} {source}"
+    return f"{text}; {UNREAD}" if settled.is_unread else text
 
 
 def lacks(settled: Sequence[Settled]) -> list[str]:

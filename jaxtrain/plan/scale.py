@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
+
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import chips
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan import slices, worker
+from jaxtrain.plan import environment, slices, worker
 from jaxtrain.plan.auto import decide
 from jaxtrain.plan.candidates import MESH, NOTHING, Choice
 from jaxtrain.plan.compile import NO_OFFLOAD
@@ -142,17 +144,41 @@ def _settled(config: config_lib.Config, target: Target, note: Callable[[str], No
         fields = tuple(path for path in config.train.auto if path != "mesh")
         try:
             if "mesh" in config.train.auto:
-                return _first_mesh(Search(config, target, compiler, fields=fields, note=note))
-            if fields:
-                config, _ = decide(config, target, target.name)
-            sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
-            sizes = layout_lib.mesh_sizes(sizes, target.count, target.name)
-            choice = Choice(tuple(zip(MESH, sizes, strict=True)))
-            search = Search(config, target, compiler, fields=(), note=note)
-            return search.settle(search.candidate(choice))
+                search = Search(config, target, compiler, fields=fields, note=note)
+                settled = _first_mesh(search)
+            else:
+                settled = _of_mesh(config, fields, target, compiler, note)
         except (layout_lib.LayoutError, PlanError) as error:  # of this size alone
             note(first_line(error))
             return Settled(Candidate(NOTHING, config, 0.0), float("inf"), first_line(error))
+    if settled.is_unread:
+        read = environment.requirements("tpu")[0]
+        raise PlanError(
+            f"--scale compares the programs of each size, and jaxlib {jax.lib.__version__} cannot"
+            f" read that of {target.name}: the libtpu here is newer than {read}; install that one"
+        )
+    return settled
+
+
+def _of_mesh(
+    config: config_lib.Config,
+    fields: Sequence[str],
+    target: Target,
+    compiler: worker.Compiler,
+    note: Callable[[str], None],
+) -> Settled:
+    """Settle the mesh of the config, with its first values that fit of the fields on auto."""
+    if fields:
+        config, line = decide(config, target, target.name)
+        note(line)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+    sizes = layout_lib.mesh_sizes(sizes, target.count, target.name)
+    choice = Choice(tuple(zip(MESH, sizes, strict=True)))
+    for path in fields:
+        section, _, field = path.partition(".")
+        choice |= Choice(((path, getattr(getattr(config, section), field)),))
+    search = Search(config, target, compiler, fields=(), note=note)
+    return search.settle(search.candidate(choice))
 
 
 def _first_mesh(search: Search) -> Settled:

@@ -15,7 +15,7 @@ def compiled_as(monkeypatch, *, seconds, size=lambda config: 1e9):
 
     def ask(job):
         asked.append(job.config)
-        return worker.Answer(Compiled(0, 0, int(size(job.config)), {}, 1.0))
+        return worker.Answer(Compiled(0, 0, int(size(job.config)), {}, 1.0, text="HloModule m"))
 
     def forecast_of(step, assembly, target):
         return Forecast(seconds(assembly.config), {}, 0.0, None, "")

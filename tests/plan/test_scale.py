@@ -221,6 +221,15 @@ def test_mesh_auto_takes_the_first_mesh_that_fits(language, monkeypatch):
     assert "mesh: the first mesh that fits of a search at each size" in report
 
 
+def test_programs_that_cannot_be_read_are_refused(language, monkeypatch):
+    quickly(monkeypatch)
+    step = Compiled(0, 0, 10**6, None, 1.0)
+    monkeypatch.setattr(worker, "is_at_hand", lambda target: True)
+    monkeypatch.setattr(worker, "answer", lambda job, versions: worker.Answer(step))
+    with pytest.raises(plan.PlanError, match=r"cannot read that of tpu:v5e:2x2: .*than libtpu==0"):
+        plan.report_scale(language(), "tpu:v5e:4..8")
+
+
 def test_without_a_compiler_nothing_is_said(language):
     with pytest.raises(plan.PlanError, match="jaxtrain plan --setup gpu fetches it"):
         plan.report_scale(language(), RANGE)

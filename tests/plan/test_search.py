@@ -111,7 +111,7 @@ def test_a_larger_target_may_have_room_for_one_microbatch_alone(language, monkey
 
 
 def offload_after_one_microbatch(monkeypatch):
-    """Give each candidate a rough time, by which those with offload come before two microbatches."""
+    """Let the estimate put those with offload before those of two microbatches."""
 
     def seconds(assembly, target, *, accumulate, remat):
         return accumulate + 0.5 * assembly.config.optim.offload + 0.1 * (remat == "full")
@@ -234,6 +234,24 @@ def test_a_search_without_a_compiler_says_so(language):
     assert "1. " in text and "at least" in text
 
 
+def test_a_program_that_cannot_be_read_has_the_estimate_as_its_time(language, monkeypatch):
+    """By a newer libtpu. The estimate, which puts the meshes in order, chooses among them."""
+    quickly(monkeypatch)
+    unread = Compiled(0, 0, 10**6, None, 1.0)
+    monkeypatch.setattr(worker, "is_at_hand", lambda target: True)
+    monkeypatch.setattr(worker, "answer", lambda job, versions: worker.Answer(unread))
+    config, target = language(("mesh", "auto")), plan.parse_target("tpu:v5e:2x2")
+    search = mesh_search.Search(config, target, lambda c: worker.Answer(unread), fields=(), note=id)
+    result = search.run()
+    estimates = [each.candidate.estimate for each in result.best]
+    assert estimates == sorted(estimates)
+    assert [each.seconds for each in result.best] == pytest.approx(estimates, abs=1e-6)
+    assert plan.decide(config, target, target.name)[0] == result.best[0].candidate.config
+    text, fits, _ = plan.report_search(config, target.name)
+    assert fits and " 0.00 ms" not in text
+    assert "   the time is a rough estimate, since this jaxlib cannot read the program" in text
+
+
 def test_candidates_that_do_not_compile_are_listed(language, monkeypatch):
     quickly(monkeypatch)
     compiled_as(monkeypatch, seconds=lambda config: 1.0)
@@ -264,7 +282,7 @@ def test_ctrl_c_prints_what_is_known(tmp_path, monkeypatch, capsys):
         asked.append(job)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return worker.Answer(Compiled(0, 0, 1000, {}, 1.0))
+        return worker.Answer(Compiled(0, 0, 1000, {}, 1.0, text="HloModule m"))
 
     monkeypatch.setattr(worker, "answer", answer)
     monkeypatch.setattr(mesh_search, "forecast_of", lambda *of: Forecast(0.1, {}, 0.0, None, ""))
