@@ -192,14 +192,14 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
         if part.startswith(EXCHANGE):
             text += _exchanged(row.settled, part)
         yield text
-    fsdp = row.settled.candidate.config.mesh.fsdp
+    data, fsdp = row.settled.candidate.config.mesh.data, row.settled.candidate.config.mesh.fsdp
     if estimate.gathers_by_sums(row.target, fsdp):
         yield (
             f"fsdp={fsdp} spans the whole slice, over which libtpu gathers and scatters by sums of"
-            f" whole arrays, twice the bytes; compare data=2 fsdp={fsdp // 2}, which gathers parts"
+            f" whole arrays, twice the bytes; compare data={2 * data} fsdp={fsdp // 2}, which gathers"
+            " parts"
         )
     elif whole := _summed_whole(row):
-        data = row.settled.candidate.config.mesh.data
         yield (
             f"libtpu adds up whole arrays over fsdp={fsdp}, the largest of them {whole}, and cuts"
             f" the sums, which sends twice the bytes of a scatter; compare data={4 * data}"

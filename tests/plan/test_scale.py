@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtrain import cli, plan
-from jaxtrain.plan import hlo, mesh_search, scale, worker
+from jaxtrain.plan import candidates, hlo, mesh_search, scale, scale_report, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.exposure import Exchange
 from jaxtrain.plan.forecast import Forecast
@@ -156,6 +156,29 @@ def test_sums_of_whole_arrays_on_tpus_name_a_mesh_that_may_scatter_them(language
         " scatter them"
     )
     assert line in report
+
+
+@pytest.mark.parametrize(
+    ("first", "target", "fsdp", "other"),
+    [
+        ("tpu:v5p:2x4x4", "tpu:v5p:4x4x4", 64, "data=2 fsdp=32"),
+        ("tpu:v5p:4x4x4", "tpu:v5p:4x4x4*2", 64, "data=4 fsdp=32"),
+    ],
+)
+def test_sums_over_a_whole_torus_name_a_mesh_of_as_many_devices(
+    language, first, target, fsdp, other
+):
+    def row(name, seconds):
+        target = plan.parse_target(name)
+        mesh = ("mesh.data", str(max(1, target.count // fsdp))), ("mesh.fsdp", str(fsdp))
+        candidate = mesh_search.Candidate(
+            candidates.NOTHING, language(("train.batch", "128"), *mesh), 1.0
+        )
+        settled = mesh_search.Settled(candidate, 1.0, seconds=seconds)
+        return scale.Row(scale.STRONG, target, 128, settled)
+
+    [cause] = scale_report._causes(row(target, 2.0), row(first, 1.0))
+    assert f"compare {other}, which gathers parts" in cause
 
 
 @pytest.mark.parametrize(("fsdp", "names"), [("1", False), ("8", True)])
