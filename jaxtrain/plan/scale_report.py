@@ -117,6 +117,9 @@ def _growth_lines(growth: str, config: config_lib.Config, rows: Sequence[Row]) -
     if found:
         yield f"steps are forecasts ({found.calibration})"
     for row in rows:
+        if row.fits and config.train.auto:
+            yield f"{row.chips} chips: {row.settled.candidate.choice.overrides()}"
+    for row in rows:
         if row.fits and _efficiency(row, base) < ENOUGH:
             causes = "; ".join(_causes(row, base))
             yield f"{row.chips} chips, {_efficiency(row, base):.0%} of {base.chips}: {causes}"

@@ -207,6 +207,26 @@ def test_a_size_that_does_not_fit_has_its_lack_in_place_of_figures(language, mon
     assert [row[8] for row in table(report, "weak")] == ["", "100%", "100%"]
 
 
+def test_the_table_has_the_values_on_auto(language, monkeypatch, capsys):
+    """Two microbatches fit, or the mesh that a search takes."""
+    quickly(monkeypatch)
+    monkeypatch.setattr(plan.auto, "bound_of", mesh_search.bound_of)
+    compiled_as(
+        monkeypatch,
+        seconds=lambda config: 1.0,
+        size=lambda config: 90e9 / config.train.accumulate,
+    )
+    report, _, _ = plan.report_scale(language(("train.accumulate", "auto")), "gpu:h100x8..8")
+    mesh = "--config.mesh.data=8 --config.mesh.fsdp=1 --config.mesh.model=1"
+    assert report.count(f"8 chips: {mesh} --config.train.accumulate=2\n") == 2
+    assert "gpu:h100x8, 64 rows: auto is train.accumulate=2: by its" in capsys.readouterr().err
+    fields = ("mesh", "auto"), ("train.accumulate", "auto"), ("model.remat", "auto")
+    report, _, _ = plan.report_scale(language(*fields), "gpu:h100x8..8")
+    [line, _] = [line for line in report.splitlines() if line.startswith("8 chips: ")]
+    assert "--config.mesh.data=" in line and "--config.train.accumulate=2" in line
+    assert "--config.model.remat=none" in line
+
+
 def test_a_range_without_room_names_the_smallest_size_that_may_do(language, monkeypatch):
     config = language(("mesh.data", "1"), ("mesh.fsdp", "-1"))
     compiled_as(monkeypatch, seconds=lambda config: 1.0)
