@@ -135,7 +135,11 @@ def _fits(content: Mapping[str, Any]) -> dict[int, tuple[dict[str, float], float
     found = {}
     for n_devices, fit in content["fits"].items():
         costs = {kind: float(cost) for kind, cost in fit["costs"].items()}
-        found[int(n_devices)] = costs, float(fit["error"]), int(fit["programs"])
+        error = float(fit["error"])
+        numbers = [*costs.values(), error]
+        if int(n_devices) < 1 or not costs or not all(0 <= n < math.inf for n in numbers):
+            raise ValueError(f"its fit for {n_devices} devices has no costs, or no such numbers")
+        found[int(n_devices)] = costs, error, int(fit["programs"])
     return found
 
 
@@ -149,8 +153,9 @@ def load(n_devices: int) -> cpu_work.HostCosts | None:
     measured = [n for n in fits if (n > 1) == (n_devices > 1)] or [*fits]
     nearest = max((n for n in measured if n <= n_devices), default=min(measured))
     costs, error, programs = fits[nearest]
-    if nearest == max(fits):  # kernels of the other devices run after each other
-        costs = {kind: cost * n_devices / nearest for kind, cost in costs.items()}
+    at_once = max(nearest, machine.cores())
+    if n_devices > at_once:  # kernels of the other devices run after each other
+        costs = {kind: cost * n_devices / at_once for kind, cost in costs.items()}
     threads = threads_of_each(n_devices)
     return cpu_work.HostCosts(costs, content["machine"]["cpu"], threads, error, programs)
 

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -197,7 +198,10 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
     path = tmp_path / "calibrations" / "host.json"
     path.parent.mkdir()
     path.write_text(json.dumps(content))
-    for n_devices, ratio in ((1, 1), (4, 1), (8, 2)):
+    monkeypatch.setattr(calibration.machine, "cores", lambda: 2)
+    content["machine"] = calibration.machine_key()
+    path.write_text(json.dumps(content))
+    for n_devices, ratio in ((1, 1), (2, 1), (3, 1.5), (4, 1), (8, 2)):
         found = forecast_lib.on_hosts(program, MESH, calibration.load(n_devices))
         assert found.seconds == pytest.approx(0.501 * ratio)
         assert list(found.by_kind) == ["call", "map"]
@@ -206,8 +210,10 @@ def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monke
     several = one | {"costs": {"launch": 1e-3, "rendezvous": 1e-4}}
     path.write_text(json.dumps(content | {"fits": {"1": one, "8": several, "16": several}}))
     assert calibration.load(1).exchanges.rendezvous == 0
-    assert calibration.load(3).exchanges.rendezvous == 1e-4, "fewer devices than cores"
-    for damaged in ({}, [], None, {"x": one}, {"1": {}}, {"1": one | {"costs": {"launch": "-"}}}):
+    assert calibration.load(3).exchanges.rendezvous == 1e-4, "fewer devices than any fit"
+    of_costs = [{"1": one | {"costs": costs}} for costs in ({"launch": "-"}, {}, {"launch": -1e-3})]
+    not_finite = [{"1": one | {"costs": {"launch": math.nan}}}, {"1": one | {"error": math.inf}}]
+    for damaged in ({}, [], None, {"x": one}, {"1": {}}, {"0": one}, *of_costs, *not_finite):
         path.write_text(json.dumps(content | {"fits": damaged}))
         assert str(path) in calibration.refusal() and calibration.load(1) is None, damaged
     path.write_text(json.dumps(content | {"kinds": "earlier"}))
