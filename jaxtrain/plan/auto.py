@@ -36,7 +36,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import mesh_search, worker
 from jaxtrain.plan.bound import Bound, bound_of
-from jaxtrain.plan.candidates import ACCUMULATE, REMAT, Choice
+from jaxtrain.plan.candidates import ACCUMULATE, REMAT, RULES, SEQUENCE, Choice
 from jaxtrain.plan.memory import in_bytes
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
@@ -85,7 +85,8 @@ def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config
 def decide_once(config: config_lib.Config) -> config_lib.Config:
     """Return the config of a run without auto. A resumed run keeps its earlier choice.
 
-    All processes call it, and get the same. Raises PlanError: nothing fits.
+    All processes call it, and get the same. Raises PlanError: nothing fits, or an earlier start
+    with mesh=auto had other rules of axes.
     """
     if not config.train.auto:
         return config
@@ -279,17 +280,36 @@ def _saved(config: config_lib.Config, target: Target) -> Choice | None:
     """Return the choice of an earlier start by config.json, which process 0 reads.
 
     None if there is no such start, or its mesh and microbatches do not divide these devices' rows.
+    Raises PlanError if it has other rules of axes than the config has besides mesh=auto.
     """
     text = json.dumps(_read(config)) if cluster.is_main() else ""
     tree = json.loads(cluster.gather_texts(text)[0])
     choice = Choice(tuple(tree.items()))
     saved = choice.apply(config)
-    mesh = saved.mesh
-    if "mesh" in config.train.auto and mesh.data * mesh.fsdp * mesh.model != target.count:
+    sizes = saved.mesh.data, saved.mesh.fsdp, saved.mesh.model
+    is_of_these = min(sizes) > 0 and math.prod(sizes) == target.count
+    if "mesh" in config.train.auto and not is_of_these:
         return None
-    if not tree or tree.get(ACCUMULATE, 1) not in _divisors(saved, target):
+    try:
+        if not tree or tree.get(ACCUMULATE, 1) not in _divisors(saved, target):
+            return None
+        abstractly(saved, target)
+    except (ValueError, TypeError):
         return None
+    if RULES in tree:
+        _refuse_other_rules(config, tree[RULES])
     return choice
+
+
+def _refuse_other_rules(config: config_lib.Config, saved: dict[str, str]) -> None:
+    """Raise PlanError for rules of axes that neither are a run's nor become them by a search."""
+    given = config.mesh.axis_rules
+    if given and saved not in (given, {**given, **SEQUENCE}):
+        raise PlanError(
+            f"mesh.axis_rules is {given}, and the run in {config.workdir} began with {saved} and"
+            " mesh=auto, which a resume keeps; omit mesh.axis_rules, or give mesh.data, mesh.fsdp"
+            " and mesh.model in place of mesh=auto"
+        )
 
 
 def _read(config: config_lib.Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import types
+from dataclasses import replace
 
 import jax
 import pytest
@@ -323,9 +324,30 @@ def test_a_run_takes_the_first_mesh_and_keeps_it(tmp_path, monkeypatch):
     assert plan.decide_once(config) == first
     path = tmp_path / "run" / "config.json"
     tree = json.loads(path.read_text())
-    for mesh in ({"data": 3}, {"data": "x"}, None):  # of other devices, or damaged
+    n = jax.device_count()
+    # of other devices, damaged, or not a mesh for these rows
+    for mesh in ({"data": 3}, {"data": "x"}, None, {"data": -2, "fsdp": -n // 2}, {"data": n}):
         path.write_text(json.dumps({**tree, "mesh": mesh}))
+        config = replace(config, train=replace(config.train, batch=n - 1 if mesh else n))
         assert plan.auto._saved(config, plan.parse_target("")) is None
+
+
+def test_a_resume_takes_no_other_rules_of_axes_than_are_given(tmp_path):
+    given = {"batch": "data,fsdp"}
+    config = rows_config(tmp_path, ("mesh.axis_rules", str(given)), ("mesh", "auto"))
+    target = plan.parse_target("")
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "config.json"
+    mesh = {"data": target.count, "fsdp": 1, "model": 1}
+    # those of the first start, and those of a search that splits rows by their places
+    for rules in (given, {**given, **candidates.SEQUENCE}):
+        path.write_text(json.dumps({"mesh": {**mesh, "axis_rules": rules}}))
+        assert plan.auto.of_earlier_start(config, target)[0].mesh.axis_rules == rules
+    path.write_text(json.dumps({"mesh": {**mesh, "axis_rules": {}}}))
+    with pytest.raises(
+        plan.PlanError, match="mesh.axis_rules is .*,fsdp'}, and the run in .*{} an"
+    ):
+        plan.decide_once(config)
 
 
 def test_auto_is_of_the_whole_mesh(tmp_path):
