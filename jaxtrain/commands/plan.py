@@ -29,12 +29,18 @@ exchanges, the forecast, the efficiency and what limits it. The mesh is the conf
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
 
+import functools
+import math
 import sys
 from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments
 from jaxtrain.config.command_line import COMPILERS
+
+FACTOR = functools.partial(
+    arguments.integer, low=2, high=math.inf, expected="of at least 2, by which sizes grow"
+)
 
 
 @arguments.reported
@@ -58,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "compile a step for each size of a range, as tpu:v5p:4..4096, and compare them"
     parser.add_argument("--scale", action="store_true", help=text)
     text = "factor between two sizes of --scale; default: 2"
-    parser.add_argument("--by", metavar="N", type=arguments.positive, help=text)
+    parser.add_argument("--by", metavar="N", type=FACTOR, help=text)
     text = "measure this machine's CPUs in about two minutes, and plan nothing"
     parser.add_argument("--calibrate", action="store_true", help=text)
     args = parser.parse_args(options)
@@ -74,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} plans nothing; omit {superfluous[0]}")
     if args.by and not args.scale:
         parser.error("--by is the factor between sizes of --scale; add --scale, or omit it")
-    if args.by == 1:
-        parser.error("--by is 1, and sizes grow by a factor of 2 or more")
     if args.calibrate:
         return calibrate()
     if args.setup is not None:
@@ -116,7 +120,7 @@ def scale(parsed: config.Arguments, factor: int) -> int:
     """
     from jaxtrain import plan
 
-    loaded = _loaded(parsed, is_range=True)
+    loaded = _loaded(parsed, factor)
     text, fits, is_interrupted = plan.report_scale(loaded, parsed.plan or "", factor)
     print(text)
     if is_interrupted:
@@ -124,8 +128,11 @@ def scale(parsed: config.Arguments, factor: int) -> int:
     return 0 if fits else 1
 
 
-def _loaded(parsed: config.Arguments, *, is_range: bool = False) -> config.Config:
-    """Start JAX, and load the config. Raises PlanError for an unknown target before that."""
+def _loaded(parsed: config.Arguments, factor: int = 0) -> config.Config:
+    """Start JAX, and load the config. Raises PlanError for an unknown target before that.
+
+    ``factor``: between two sizes of a range, which the target is then.
+    """
     from jaxtrain import plan
     from jaxtrain.parallel import cluster
     from jaxtrain.plan.scale import parse_range
@@ -135,8 +142,8 @@ def _loaded(parsed: config.Arguments, *, is_range: bool = False) -> config.Confi
     cluster.start_jax()
     cluster.use_threads_for_host_devices()
     # an unknown target is reported before any data are read or made
-    if parsed.plan and is_range:
-        parse_range(parsed.plan)
+    if parsed.plan and factor:
+        parse_range(parsed.plan, factor)
     elif parsed.plan:
         plan.parse_target(parsed.plan)
     return config.load(parsed.source, parsed.overrides)

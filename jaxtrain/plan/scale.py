@@ -15,6 +15,7 @@ size has the first mesh that fits, in the order of `mesh_search`, with the field
 with it. A size that does not fit, or that no compiler took, has a reason in place of its figures.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from jaxtrain.plan.auto import decide
 from jaxtrain.plan.candidates import MESH, NOTHING, Choice
 from jaxtrain.plan.compile import NO_OFFLOAD
 from jaxtrain.plan.mesh_search import Candidate, Search, Settled
-from jaxtrain.plan.target import PlanError, Target, no_slice, parse_target, unknown
+from jaxtrain.plan.target import TPU_TYPES, PlanError, Target, no_slice, parse_target, unknown
 from loaders.io.checks import first_line
 
 WEAK, STRONG = "weak", "strong"
@@ -60,39 +61,64 @@ class Row(NamedTuple):
         return self.settled.step is not None and not self.settled.reason
 
 
-def parse_range(text: str, factor: int = DOUBLE) -> list[Target]:
+def parse_range(
+    text: str, factor: int = DOUBLE, note: Callable[[str], None] = lambda line: None
+) -> list[Target]:
     """List the sizes of a range, the smallest first, each ``factor`` times the one before.
 
-    Raises PlanError.
+    ``note``: takes a line with the sizes between the ends that do not exist. Raises PlanError.
     """
     match = re.fullmatch(r"(gpu:\w+x|tpu:\w+[:-]|\w+:.+\*)(\d+)\.\.(\d+)", text.lower())
     if not match:
         raise PlanError(f"--scale takes a range of sizes as {EXAMPLES}, and TARGET is {text!r}")
     kind, first, last = match[1], int(match[2]), int(match[3])
+    if not (first and last):
+        least = _least(kind)
+        ends = f"{least}..{max(first, last, least)}"
+        raise PlanError(f"{text}: the smallest size is {least}; write {kind}{ends}")
     if first > last:
         raise PlanError(f"{text}: {first} is more than {last}; write {kind}{last}..{first}")
-    if not first:
-        raise PlanError(f"{text}: the smallest size is 1; write {kind}1..{last}")
     counts = [first]
     while factor * counts[-1] < last:
         counts.append(factor * counts[-1])
     counts += [last] if last > first else []
-    if kind.startswith("tpu:") and kind.endswith(":"):
-        return list(_slices(text, kind[4:-1], counts))
-    return [parse_target(f"{kind}{count}") for count in counts]
+    targets, missing = [], []
+    for count in counts:
+        try:
+            targets.append(_of_count(text, kind, count))
+        except PlanError:
+            if count in (first, last):
+                raise
+            missing.append(f"{kind}{count}")
+    if missing:
+        note(f"{text} has no {', '.join(missing)}: there are no such slices")
+    return targets
 
 
-def _slices(text: str, version: str, counts: Sequence[int]) -> Iterator[Target]:
-    """Yield the slices of numbers of chips. The first and the last one must exist."""
-    chip = chips.by_name(version)
+def _least(kind: str) -> int:
+    """Return the smallest number that a range of a kind, as "tpu:v4:", can begin with."""
+    match = re.fullmatch(r"tpu:(\w+)([:-])", kind)
+    if not match:
+        return 1
+    of_type = TPU_TYPES.get(match[1]) if match[2] == "-" else None
+    chip = chips.by_name(of_type.chip if of_type else match[1])
+    if chip is None or not chip.is_tpu:
+        return 1
+    per_chip = of_type.per_chip if of_type else 1
+    return per_chip * math.prod(slices.existing(chip.name)[0])
+
+
+def _of_count(text: str, kind: str, count: int) -> Target:
+    """Return the target of a kind, as "gpu:h100x", with a count. Raises PlanError."""
+    if not (kind.startswith("tpu:") and kind.endswith(":")):
+        return parse_target(f"{kind}{count}")
+    chip = chips.by_name(kind[4:-1])
     if chip is None or not chip.is_tpu:
         raise unknown(text)
-    for n_chips in counts:
-        sides = slices.of_count(chip.name, n_chips)
-        if sides:
-            yield parse_target(slices.name(chip.name, sides))
-        elif n_chips in (counts[0], counts[-1]):
-            raise no_slice(text, chip.name, str(n_chips), n_chips)
+    sides = slices.of_count(chip.name, count)
+    if not sides:
+        raise no_slice(text, chip.name, str(count), count)
+    return parse_target(slices.name(chip.name, sides))
 
 
 def batches(config: config_lib.Config, targets: Sequence[Target]) -> dict[str, list[int]]:

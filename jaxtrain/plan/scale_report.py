@@ -49,7 +49,7 @@ def report(
     Returns the text, whether a size fits, and whether Ctrl-C ended it. Raises PlanError for a range
     that is none, without a compiler, and if no size has a mesh.
     """
-    targets = scale.parse_range(text, factor)
+    targets = scale.parse_range(text, factor, _show_progress)
     ask_for_no_chips()
     rows: list[Row] = []
     interrupted = False

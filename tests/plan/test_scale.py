@@ -39,11 +39,25 @@ def table(report, growth):
         ("tpu:v4:512..3072", ["v4:8x8x8", "v4:8x8x16", "v4:8x16x16", "v4:12x16x16"]),
         ("TPU:tpu7x:4..4", ["tpu7x:2x2x1"]),
         ("tpu:v5litepod-16..32", ["v5litepod-16", "v5litepod-32"]),
+        ("tpu:v5litepod-1..8", ["v5litepod-1", "v5litepod-4", "v5litepod-8"]),
         ("tpu:v5e:16x16*1..4", ["v5e:16x16*1", "v5e:16x16*2", "v5e:16x16*4"]),
     ],
 )
 def test_a_range_has_each_doubling_that_exists_and_its_ends(range, names):
     assert [target.name for target in scale.parse_range(range)] == [f"tpu:{n}" for n in names]
+
+
+def test_sizes_between_the_ends_that_do_not_exist_are_named(language, monkeypatch, capsys):
+    noted = []
+    assert len(scale.parse_range("tpu:v5p:4..4096", 3, noted.append)) == 2
+    missing = ", ".join(f"tpu:v5p:{4 * 3**n}" for n in range(1, 7))
+    assert noted == [f"tpu:v5p:4..4096 has no {missing}: there are no such slices"]
+    with pytest.raises(plan.PlanError, match="no compiler is here"):
+        plan.report_scale(language(), "tpu:v5e:4..16", 2)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(plan.PlanError, match="no compiler is here"):
+        plan.report_scale(language(), "tpu:v5e-1..4", 2)
+    assert capsys.readouterr().err.count("tpu:v5e-1..4 has no tpu:v5e-2: there") == 1
 
 
 def test_a_range_of_cards_has_whole_nodes():
@@ -58,6 +72,9 @@ def test_a_range_of_cards_has_whole_nodes():
     [
         ("tpu:v5p:64..4", "64 is more than 4; write tpu:v5p:4..64"),
         ("gpu:h100x0..8", "the smallest size is 1; write gpu:h100x1..8"),
+        ("gpu:h100x0..0", "the smallest size is 1; write gpu:h100x1..1"),
+        ("tpu:v4:0..8", "the smallest size is 4; write tpu:v4:4..8"),
+        ("tpu:v4-0..0", "the smallest size is 8; write tpu:v4-8..8"),
         (
             "tpu:v5p:3..64",
             "tpu:v5p:3..64: there is no slice of 3 v5p chips; the nearest: tpu:v5p:2x1x1 (2 chips)"
@@ -332,7 +349,8 @@ def _interrupting(number):
         (("--calibrate", "--setup=gpu"), "--calibrate plans nothing; omit --config="),
         (("--setup=gpu",), "--setup plans nothing; omit --config="),
         (("gpu:h100x8", "--by=4"), "--by is the factor between sizes of --scale"),
-        (("gpu:h100x8..16", "--scale", "--by=1"), "sizes grow by a factor of 2 or more"),
+        (("gpu:h100x8..16", "--scale", "--by=1"), "'1'; it must be an integer of at least 2"),
+        (("gpu:h100x8..16", "--scale", "--by=0"), "'0'; it must be an integer of at least 2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, arguments, message):
@@ -351,6 +369,15 @@ def test_a_calibration_and_a_compiler_are_two_calls(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--calibrate", "--setup=gpu"])
     assert "--calibrate plans nothing; omit --setup" in capsys.readouterr().err
+
+
+def test_the_factor_also_decides_what_exists(tmp_path, monkeypatch, capsys):
+    """There is no slice of two chips, and with this factor none is asked for."""
+    compiled_as(monkeypatch, seconds=lambda config: 0.1)
+    arguments = "tpu:v5e-1..16", "--scale", "--by=4", "--config.train.batch=16"
+    assert run(tmp_path, *arguments) == 0
+    out = capsys.readouterr()
+    assert "3 sizes, each compiled" in out.out and "has no" not in out.err
 
 
 def test_a_batch_that_no_size_divides_is_an_error(tmp_path, monkeypatch, capsys):
