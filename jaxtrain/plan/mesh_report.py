@@ -254,14 +254,15 @@ def _larger(target: Target) -> Iterator[str]:
     """Yield the names of targets with more devices of the same chip: slices, then several."""
     chip = target.known_chip
     if target.tiled:
-        existing = slices_lib.existing(chip.name)
-        for sides in existing:
-            if math.prod(sides) * chip.devices > target.count:
-                yield slices_lib.name(chip.name, sides)
-        largest = math.prod(existing[-1]) * chip.devices
+        # of as many chips the first one has the most even sides
+        by_count = {math.prod(sides): sides for sides in reversed(slices_lib.existing(chip.name))}
+        counts = sorted(by_count)
+        for n_chips in counts:
+            if n_chips * chip.devices > target.count:
+                yield slices_lib.name(chip.name, by_count[n_chips])
         for n in NUMBERS_OF_SLICES:
-            if n * largest > target.count:
-                yield f"{slices_lib.name(chip.name, existing[-1])}*{n}"
+            if n * counts[-1] * chip.devices > target.count:
+                yield f"{slices_lib.name(chip.name, by_count[counts[-1]])}*{n}"
         return
     count = target.count
     for _ in range(MAX_DOUBLINGS):

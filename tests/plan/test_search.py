@@ -168,6 +168,10 @@ def test_an_offloaded_step_saves_no_more_than_its_state(language, monkeypatch, n
 def test_beyond_the_largest_slice_there_are_several():
     larger = list(mesh_report._larger(plan.parse_target("tpu:v5e:16x16*2")))
     assert larger == [f"tpu:v5e:16x16*{n}" for n in (4, 8, 16)]
+    larger = list(mesh_report._larger(plan.parse_target("tpu:v4:12x16x16")))
+    assert larger[-5:] == ["tpu:v4:16x16x16", *(f"tpu:v4:16x16x16*{n}" for n in (2, 4, 8, 16))]
+    counts = [plan.parse_target(name).count for name in larger]
+    assert len(set(counts)) == len(counts), "one slice of each number of chips"
 
 
 def test_options_are_those_that_a_workload_has(language, tmp_path, monkeypatch):
