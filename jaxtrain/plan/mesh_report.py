@@ -160,9 +160,23 @@ def _time_lines(config: config_lib.Config, target: Target, settled: Settled) -> 
         yield f"   {mesh_search.UNREAD}"
     hours = config.train.steps * settled.seconds / 3600
     line = f"   {hours:.2f} h for {config.train.steps:,} steps"
+    doubt = _doubt(settled, target) if settled.step else ""
+    if doubt:
+        line += f", as if each were {doubt}"
     if target.chip:
         line += f", {hours * target.count / target.chip.devices:.2f} chip-hours"
     yield line
+
+
+def _doubt(settled: Settled, target: Target) -> str:
+    """Name the step that stands for all of a run's, or "" if it has no others."""
+    assembly = abstractly(settled.candidate.config, target)
+    doubt = ""
+    if len(stages := assembly.stages()) > 1:
+        doubt = f" of the last stage ({[*stages][-1]})"
+    if not assembly.has_norms(1):
+        doubt += " with norms"
+    return doubt and f"one{doubt}"
 
 
 def _narrower_lines(result: Result, narrower: Result) -> Iterator[str]:

@@ -14,6 +14,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.plan import candidates, estimate, mesh_report, mesh_search, worker
 from jaxtrain.plan.compile import Compiled
 from jaxtrain.plan.forecast import Forecast
+from jaxtrain.step import update
 from tests.plan.cases import load
 from tests.plan.compilers import compiled_as, quickly
 from tests.support import processes, small_runs
@@ -231,6 +232,20 @@ def test_a_plan_without_a_single_change_that_would_do_names_the_smallest_target(
     assert (
         "do, by its lower bound: gpu:h100x8*2, with a mesh of jaxtrain plan … gpu:h100x8*2" in text
     )
+
+
+def test_hours_by_the_last_stage_alone_say_so(tmp_path, monkeypatch):
+    quickly(monkeypatch)
+    compiled_as(monkeypatch, seconds=lambda config: 3.6)
+    config = load("trm", tmp_path, monkeypatch, ("train.steps", "2000"))
+    text, _, _ = plan.report_search(config, "gpu:h100x1")
+    assert "   2.00 h for 2,000 steps, 2.00 chip-hours\n" in text
+    growing = replace(config, model=replace(config.model, growth=10, first_low=1))
+    monkeypatch.setattr(update, "MIN_BYTES_OF_NORMS", 0)
+    text, _, _ = plan.report_search(growing, "gpu:h100x1")
+    stage = plan.abstractly(growing, plan.parse_target("gpu:h100x1")).task.stage(1999)
+    line = f"2.00 h for 2,000 steps, as if each were one of the last stage ({stage}) with norms, "
+    assert line in text
 
 
 def test_a_search_without_a_compiler_says_so(language):
