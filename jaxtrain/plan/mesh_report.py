@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from jaxtrain import config as config_lib
 from jaxtrain.plan import candidates, estimate, mesh_search, remedies, worker
 from jaxtrain.plan import slices as slices_lib
-from jaxtrain.plan.candidates import Choice
 from jaxtrain.plan.compile import NO_OFFLOAD, ask_for_no_chips
 from jaxtrain.plan.memory import in_bytes, least
 from jaxtrain.plan.mesh_search import Result, Search, Settled
@@ -30,7 +29,6 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool, bool]:
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
-    config = Choice().apply(config)  # nothing is on auto: all of it is searched
     with worker.compiler(target, text) as compiler:
         run = functools.partial(
             Search, config, target, compiler, fields=options(target), note=_show_progress

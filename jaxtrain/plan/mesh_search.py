@@ -21,6 +21,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxtrain import config as config_lib
@@ -75,7 +76,8 @@ class Settled(NamedTuple):
 class Result:
     """All that a search knows, also if it was interrupted."""
 
-    meshes: set[str] = dataclasses.field(default_factory=set)  # that rules and rows allow
+    # (data, fsdp, model) that rules and rows allow
+    meshes: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
     fitting: list[Settled] = dataclasses.field(default_factory=list)  # compiled, if they can be
     unknown: list[Settled] = dataclasses.field(default_factory=list)  # that no compiler takes
     failed: list[Settled] = dataclasses.field(default_factory=list)
@@ -176,7 +178,8 @@ class Search:
             return []
         rows = max(1, config.train.batch // estimate.row_shards(assembly))
         by_place: dict[bool, list[Candidate]] = {}  # of the optimizer's state
-        for options in candidates.same_numbers(config, rows, self._fields):
+        train = replace(config.train, auto=self._config.train.auto)  # the mesh's has none
+        for options in candidates.same_numbers(replace(config, train=train), rows, self._fields):
             choice = mesh | options
             changed = choice.apply(self._config)
             if objection := candidates.objection(changed):
@@ -187,7 +190,7 @@ class Search:
             candidate = Candidate(choice, changed, self._estimate(assembly, changed))
             by_place.setdefault(changed.optim.offload, []).append(candidate)
         if by_place:
-            self.result.meshes.add(str(config.mesh))
+            self.result.meshes.add(_sizes(config))
         possible: list[Candidate] = []
         for of_place in by_place.values():
             configs = [candidate.config for candidate in of_place]
@@ -329,6 +332,10 @@ class Search:
 
 def _lack(size: float, text: str, limit: float) -> str:
     return f"{text} {in_bytes(size)} of {in_bytes(limit)}"
+
+
+def _sizes(config: config_lib.Config) -> tuple[int, int, int]:
+    return config.mesh.data, config.mesh.fsdp, config.mesh.model
 
 
 def _place(candidate: Candidate) -> tuple[str, bool]:

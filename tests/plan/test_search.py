@@ -164,6 +164,7 @@ def test_an_offloaded_step_saves_no_more_than_its_state(language, monkeypatch, n
     text, fits, _ = plan.report_search(language(("train.batch", "2")), "gpu:h100x2")
     assert not fits and ", 0 fit" in text and "problem: no candidate" in text
     assert f"optim.offload=True: {reason}" in text and "not compiled" not in text
+    assert "gpu:h100x2: 3 meshes are allowed" in text, "another split of rows is no other mesh"
 
 
 def test_beyond_the_largest_slice_there_are_several():
@@ -246,6 +247,16 @@ def test_hours_by_the_last_stage_alone_say_so(tmp_path, monkeypatch):
     stage = plan.abstractly(growing, plan.parse_target("gpu:h100x1")).task.stage(1999)
     line = f"2.00 h for 2,000 steps, as if each were one of the last stage ({stage}) with norms, "
     assert line in text
+
+
+def test_the_overrides_of_a_search_replace_each_auto(language, monkeypatch):
+    """Also by a value that is the config's default."""
+    quickly(monkeypatch)
+    compiled_as(monkeypatch, seconds=lambda config: 1.0)
+    auto = ("mesh", "auto"), ("train.accumulate", "auto"), ("model.remat", "auto")
+    text, _, _ = plan.report_search(language(*auto), "gpu:h100x1")
+    mesh = "--config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.model=1"
+    assert f"   {mesh} --config.train.accumulate=1 --config.model.remat=none\n" in text
 
 
 def test_a_search_without_a_compiler_says_so(language):
