@@ -15,13 +15,12 @@ size has the first mesh that fits, in the order of `mesh_search`, with the field
 with it. A size that does not fit, or that no compiler took, has a reason in place of its figures.
 """
 
+import importlib.metadata
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
-
-import jax
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import chips
@@ -178,9 +177,9 @@ def _settled(config: config_lib.Config, target: Target, note: Callable[[str], No
             note(first_line(error))
             return Settled(Candidate(NOTHING, config, 0.0), float("inf"), first_line(error))
     if settled.is_unread:
-        read = environment.requirements("tpu")[0]
+        jaxlib, read = importlib.metadata.version("jaxlib"), environment.requirements("tpu")[0]
         raise PlanError(
-            f"--scale compares the programs of each size, and jaxlib {jax.lib.__version__} cannot"
+            f"--scale compares the programs of each size, and jaxlib {jaxlib} cannot"
             f" read that of {target.name}: the libtpu here is newer than {read}; install that one"
         )
     return settled
