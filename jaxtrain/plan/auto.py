@@ -85,8 +85,8 @@ def decide(config: config_lib.Config, target: Target, text: str) -> tuple[config
 def decide_once(config: config_lib.Config) -> config_lib.Config:
     """Return the config of a run without auto. A resumed run keeps its earlier choice.
 
-    All processes call it, and get the same. Raises PlanError: nothing fits, or an earlier start
-    with mesh=auto had other rules of axes.
+    All processes call it, and get the same. Raises PlanError: nothing fits, or the rules of axes
+    are not those of an earlier start with mesh=auto.
     """
     if not config.train.auto:
         return config
