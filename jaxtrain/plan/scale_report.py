@@ -199,8 +199,8 @@ def _causes(row: Row, base: Row) -> Iterator[str]:
     if estimate.gathers_by_sums(row.target, fsdp):
         yield (
             f"fsdp={fsdp} spans the whole slice, over which libtpu gathers and scatters by sums of"
-            f" whole arrays, twice the bytes; compare data={2 * data} fsdp={fsdp // 2}, which gathers"
-            " parts"
+            f" whole arrays, twice the bytes; compare data={2 * data} fsdp={fsdp // 2}, which"
+            " gathers parts"
         )
     elif whole := _summed_whole(row):
         yield (
