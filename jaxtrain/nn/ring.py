@@ -151,7 +151,7 @@ class Ring(NamedTuple):
         dy_bthk: Array,
     ) -> tuple[Array, Array, Array]:
         """Return the derivatives by q, k and v. Those by k and v travel with them."""
-        g = k_bsgk.shape[2]
+        _, s, g, _ = k_bsgk.shape
         q_bgrtk = _by_group(q_bthk, g)
         dy_bgrtk = _by_group(dy_bthk, g)
         y_bgrtk = _by_group(y_bthk, g)
@@ -177,8 +177,8 @@ class Ring(NamedTuple):
             dq_bgrtk, kvs, (dk_bsgk, dv_bsgk) = carry
             chunks = self._chunks(i, *kvs)
             dq_bgrtk, (dk_nbcgk, dv_nbcgk) = jax.lax.scan(chunk, dq_bgrtk, chunks)
-            dk_bsgk += _joined(dk_nbcgk)
-            dv_bsgk += _joined(dv_nbcgk)
+            dk_bsgk += _joined(dk_nbcgk, s)
+            dv_bsgk += _joined(dv_nbcgk, s)
             return dq_bgrtk, self._turn(kvs), self._turn((dk_bsgk, dv_bsgk))
 
         kvs = (k_bsgk, v_bsgk, segments_bt)
@@ -211,16 +211,29 @@ class Ring(NamedTuple):
     ) -> tuple[Array, ...]:
         """Cut the part of the keys of round i along a new first axis, and add the keys' places."""
         s = k_bsgk.shape[1]
-        n = 1
-        if s % self.chunk == 0:
-            n = s // self.chunk
+        n, filling = self._cuts(s)
+        if filling:
+            places = ((0, 0), (0, filling))
+            segments_bs = jnp.pad(segments_bs, places, constant_values=NO_DOCUMENT)
+            k_bsgk, v_bsgk = (jnp.pad(x, (*places, (0, 0), (0, 0))) for x in (k_bsgk, v_bsgk))
         device = (self._index() - i) % self.size  # that the part belongs to
         first = device * s
         k_nbcgk = _cut(k_bsgk, n)
         v_nbcgk = _cut(v_bsgk, n)
         segments_nbc = _cut(segments_bs, n)
-        place_s = first + jnp.arange(s)
-        return k_nbcgk, v_nbcgk, place_s.reshape(n, s // n), segments_nbc
+        place_s = first + jnp.arange(s + filling)
+        return k_nbcgk, v_nbcgk, place_s.reshape(n, -1), segments_nbc
+
+    def _cuts(self, s: int) -> tuple[int, int]:
+        """Return the number of chunks of S keys, and the keys that fill the last one.
+
+        Without a divisor, as of a prime S, equal chunks would be small.
+        """
+        least = -(-s // self.chunk)
+        for n in range(least, 2 * least):
+            if s % n == 0:
+                return n, 0
+        return least, least * self.chunk - s
 
     def _each_part(self, part: Callable[[Any, Any], Any], start: Any) -> Any:
         # In a loop of one round JAX would compute the scores of all chunks first, and keep them.
@@ -251,11 +264,12 @@ def _cut(x: Array, n: int) -> Array:
     return jnp.moveaxis(parts, 1, 0)
 
 
-def _joined(parts: Array) -> Array:
-    """Join the parts of a sequence again."""
+def _joined(parts: Array, s: int) -> Array:
+    """Join the parts of a sequence of S places again, without what fills the last part."""
     n, b, c, *remaining = parts.shape
     x = jnp.moveaxis(parts, 0, 1)
-    return x.reshape(b, n * c, *remaining)
+    x = x.reshape(b, n * c, *remaining)
+    return x[:, :s]
 
 
 def _by_group(x_bthk: Array, g: int) -> Array:
