@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.parallel.layout import DATA, Layout
 from jaxtrain.types import Array, Axes, PyTree, T
@@ -45,7 +46,7 @@ def shared(layout: Layout, params: PyTree, table: PyTree) -> Iterator[PyTree]:
     known: dict[int, _Shared] = {}
 
     def own(value: Array, axes: Axes) -> Array:
-        x = layout.shard(_as_own(value), *axes)
+        x = layout.shard(_as_own(layout, value), *axes)
         known[id(x)] = _Shared(value, x, axes, layout)
         return x
 
@@ -102,9 +103,28 @@ def _entering(share: _Shared, own: Array, value: Array) -> Array:
 def _summed(share: _Shared, _: None, gradient: Array) -> tuple[None, Array]:
     # Without it, XLA would sum up the gradient before it is split over "fsdp".
     gradient = share.layout.shard(gradient, *share.axes[1:])
-    return None, jax.lax.psum(gradient, DATA)
+    return None, summed_over_data(share.layout, gradient)
 
 
-def _as_own(x: Array) -> Array:
-    own: Array = jax.lax.pcast(x, (DATA,), to="varying")
+def _as_own(layout: Layout, x: Array) -> Array:
+    cast = functools.partial(jax.lax.pcast, axis_name=(DATA,), to="varying")
+    own: Array = wide_on_cpus(layout, cast, x)  # whose derivative is a sum
     return own
+
+
+def summed_over_data(layout: Layout, tree: PyTree) -> PyTree:
+    """Sum arrays over the replicas, under a shard_map over "data". Each keeps its type."""
+    return wide_on_cpus(layout, functools.partial(jax.lax.psum, axis_name=DATA), tree)
+
+
+def wide_on_cpus(layout: Layout, f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Call f, of the same types, and on CPUs in float32 for arrays of 16 bits.
+
+    XLA for CPUs ends the process at a sum of 16 bits under a shard_map over some of the mesh axes
+    (`AllReducePromotion`, jax 0.10.2).
+    """
+    if layout.devices.platform != "cpu":
+        return f(tree)
+    narrow = (jnp.bfloat16, jnp.float16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in narrow else x, tree)
+    return jax.tree.map(lambda y, x: y.astype(x.dtype), f(wide), tree)

@@ -127,11 +127,11 @@ def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: in
             grads, out = _accumulated(
                 task, of_microbatch, accumulate, varying, batch, key, cast=_varying
             )
-            grads = jax.lax.psum(grads, DATA)
+            grads = replicas.summed_over_data(layout, grads)
         else:
             grads, out = of_microbatch(Variables(params, frozen, model_state), batch, key)
         of_this_group = (out.loss, out.metrics, out.sparse_rows)
-        loss, metrics, sparse_rows = jax.lax.psum(of_this_group, DATA)
+        loss, metrics, sparse_rows = replicas.summed_over_data(layout, of_this_group)
         if out.model_state is None:
             # the loss does not touch it: it is identical on every group already
             model_state = variables.model_state

@@ -17,14 +17,18 @@ from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from tests.support.cases import SOON, initial
 
 DEPTH, EMBED, MLP, ROWS = 3, 16, 32, 16
-TABLE = {
-    "w_in": Spec((EMBED, EMBED), (None, "embed"), fan_in(EMBED)),
-    "stack": {
-        "w_up": Spec((DEPTH, MLP, EMBED), ("layer", "mlp", "embed"), fan_in(EMBED)),
-        "w_down": Spec((DEPTH, EMBED, MLP), ("layer", "embed", "mlp"), fan_in(MLP)),
-    },
-}
-STACK = sum(np.prod(spec.shape) for spec in TABLE["stack"].values())
+STACK = 2 * DEPTH * EMBED * MLP
+
+
+def table(dtype):
+    up, down = ("layer", "mlp", "embed"), ("layer", "embed", "mlp")
+    return {
+        "w_in": Spec((EMBED, EMBED), (None, "embed"), fan_in(EMBED), dtype),
+        "stack": {
+            "w_up": Spec((DEPTH, MLP, EMBED), up, fan_in(EMBED), dtype),
+            "w_down": Spec((DEPTH, EMBED, MLP), down, fan_in(MLP), dtype),
+        },
+    }
 
 
 def loss(shard, dtype, policy, once, variables, batch, key):
@@ -39,21 +43,24 @@ def loss(shard, dtype, policy, once, variables, batch, key):
     )
     x_nd, _ = remat.scan(layer, x_nd, params["stack"], policy, shard=shard, once=once)
     per_row = jnp.square(x_nd.astype(jnp.float32)).mean(-1)
-    return LossOut(Mean((per_row * batch["weight"]).sum(), batch["weight"].sum()), {})
+    weight = batch["weight"].sum()
+    metrics = {"output": Mean(jnp.abs(x_nd).sum(), weight)}  # in the activations' type
+    return LossOut(Mean((per_row * batch["weight"]).sum(), weight), metrics)
 
 
-def run(sizes, dtype, *, policy="none", once=True, accumulate=1):
+def run(sizes, dtype, **how):
     """Gradients, and the collectives of their program."""
-    grads, text, mesh = compiled(sizes, dtype, policy=policy, once=once, accumulate=accumulate)
+    grads, text, mesh = compiled(sizes, dtype, **how)
     return grads, [c for c in hlo.collectives(text) if "data" in c.axes(mesh)]
 
 
-def compiled(sizes, dtype, *, policy="none", once=True, accumulate=1):
+def compiled(sizes, dtype, *, policy="none", once=True, accumulate=1, param_dtype="float32"):
     """Gradients, the text of their program, and the mesh."""
     devices = jax.devices()[: int(np.prod(sizes))]
     layout = layout_lib.make_layout(layout_lib.make_mesh(*sizes, devices=devices), {})
+    specs = table(param_dtype)
     task = Task(
-        specs=Variables(TABLE),
+        specs=Variables(specs),
         loss=functools.partial(loss, layout.shard, jnp.dtype(dtype), policy, once),
         evaluate=lambda variables, batch: {},
         axes={"x": ("batch", None), "weight": ("batch",)},
@@ -66,7 +73,7 @@ def compiled(sizes, dtype, *, policy="none", once=True, accumulate=1):
     def put(x, axes):
         return jax.device_put(x, layout.sharding(axes, x.shape))
 
-    params = jax.tree.map(lambda x, spec: put(x, spec.axes), initial(TABLE), TABLE)
+    params = jax.tree.map(lambda x, spec: put(x, spec.axes), initial(specs), specs)
     batch = {name: put(x, task.axes[name]) for name, x in batch.items()}
     step = functools.partial(gradients, task, layout, accumulate=accumulate)
     program = jax.jit(step).lower(Variables(params), batch, jax.random.key(0)).compile(SOON)
@@ -115,7 +122,7 @@ def test_microbatches_are_added_up_before_they_are_sent():
 
 
 def distance(a, b):
-    a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(t)]).astype("f4") for t in (a, b))
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
@@ -126,3 +133,14 @@ def test_devices_add_up_gradients_in_float32_over_every_axis():
     for sizes in ((4, 1, 1), (2, 2, 1), (1, 4, 1)):
         found, _ = run(sizes, "bfloat16")
         assert distance(found, of_two) < 1e-7
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replicas_on_cpus_round_sums_of_16_bits_once(accumulate):
+    """XLA for CPUs ended the process at a sum of 16 bits."""
+    how = {"param_dtype": "bfloat16", "accumulate": accumulate}
+    expected, _ = run((1, 1, 1), "bfloat16", **how)
+    found, collectives = run((2, 1, 1), "bfloat16", **how)
+    assert {str(x.dtype) for x in jax.tree.leaves(found)} == {"bfloat16"}
+    assert distance(found, expected) < 4e-3  # parts and their sum are rounded by 2e-3 at most
+    assert any(c.in_loop for c in collectives) == (accumulate == 1), "of each layer, as it is there"
