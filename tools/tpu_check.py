@@ -18,24 +18,33 @@ The lines are in the order of use. Worker 0 prints the lines, and writes them to
 has a state:
 
     ok            compared, and as the plan says
-    FAILED        not so, or an error of any worker. The next check begins
+    FAILED        not so on any worker, or an error of any worker, which the line names with its
+                  number. The next check begins
     not compared  measured, and neither a table nor the compiler has a figure for it
     not run       a step that does not fit the slice, a kernel that the chip has no room for, or a
                   check that was left when the time was over
 
 A step is ok if its loss is finite and it takes at most twice the longer one of the compiler's time
 and the roofline's. Both leave out exchanges. It exits with 1 if a check failed, with 2 if it was
-called wrongly, and with 3 if checks were left. On CPUs all is in its small form, which shows that
-it works.
+called wrongly, and with 3 if checks were left. All workers exit alike. On CPUs all is in its small
+form, which shows that it works.
+
+The others would wait without end for a worker that fails inside the links' gather or a step, which
+all compute together. Such a worker prints the error with its number and the check's name to stderr,
+and exits with 1 at once. JAX's coordination service ends the others within a minute. A check of any
+worker that takes more than 20 minutes ends its process in the same way. Lines of earlier checks are
+in --out by then.
 """
 
 import argparse
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -58,7 +67,9 @@ OK, FAILED, NOT_COMPARED, NOT_RUN = "ok", "FAILED", "not compared", "not run"
 NEAR = 0.7  # [share] of a rate of the table that a chip should reach at least
 SLOW = 2.0  # times the seconds of the compiled program that a step may take at most
 GATHERED, SMALL_GATHERED = 1 << 26, 1 << 18  # [bytes] of a chip's part
+HEARTBEAT = 30  # [s] without a word of a worker, after which the others are ended
 LEFT = "the time was over"
+LONGEST = 1200.0  # [s] of a check, of which a step's program takes two to four minutes to compile
 MOST_GATHERED = 1 << 30  # [bytes] of all parts, which each chip then has
 REPEATS = 10
 ROWS_OF_SETTINGS = 4  # [chips] that the rows of `tpu_steps.SETTINGS` are for
@@ -131,7 +142,12 @@ def join() -> None:
     cluster.use_threads_for_host_devices()
     membership = cluster.find()
     if membership.processes > 1:
-        jax.distributed.initialize(membership.coordinator, membership.processes, membership.process)
+        jax.distributed.initialize(
+            membership.coordinator,
+            membership.processes,
+            membership.process,
+            heartbeat_timeout_seconds=HEARTBEAT,
+        )
 
 
 def units(names: Sequence[str], folder: pathlib.Path) -> dict[str, Unit]:
@@ -165,17 +181,20 @@ def _lines(check: Unit) -> list[Line]:
 
 
 def measure(checks: Mapping[str, Unit], is_over: Callable[[], bool]) -> Iterator[Line]:
-    """Run checks until the time is over, and name the others."""
+    """Run checks until the time is over, and name the others. All workers have the same lines."""
     left = dict(checks)
     for name, check in checks.items():
-        if cluster.agree(is_over()):
-            break
-        try:
-            yield from together(functools.partial(_lines, check))
-        except WorkerError as error:
-            yield Line(name, FAILED, str(error), {})
-        del left[name]
-        jax.clear_caches()
+        with deadline(name):
+            if cluster.agree(is_over()):
+                break
+            try:
+                lines = together(functools.partial(_lines, check))
+                lines = [of_all_workers(line) for line in lines]
+            except WorkerError as error:
+                lines = [Line(name, FAILED, str(error), {})]
+            del left[name]
+            jax.clear_caches()
+        yield from lines
     for name in left:
         yield Line(name, NOT_RUN, LEFT, {})
 
@@ -191,13 +210,60 @@ def together(f: Callable[[], T]) -> T:
     except WorkerError as error:
         reason = str(error)
     except Exception as error:  # of the compiler or the device: the other checks go on
-        first = next(iter(str(error).splitlines()), "")
-        reason = f"{type(error).__name__}: {first[:200]}"
-        if jax.process_count() > 1:
-            reason = f"worker {jax.process_index()}: {reason}"
+        reason = of_worker() + described(error)
     if any(cluster.gather(bool(reason))):
         raise WorkerError(next(filter(None, cluster.gather_texts(reason))))
     return result
+
+
+def of_all_workers(line: Line) -> Line:
+    """Return the line of the first worker on which it failed, else this worker's."""
+    has_failed = cluster.gather(line.state == FAILED)
+    if len(has_failed) == 1 or not any(has_failed):
+        return line
+    texts = cluster.gather_texts(json.dumps(line._asdict(), default=float))
+    worker = has_failed.index(1)
+    failed = Line(**json.loads(texts[worker]))
+    return failed._replace(text=f"worker {worker}: {failed.text}")
+
+
+@contextlib.contextmanager
+def deadline(name: str) -> Iterator[None]:
+    """End the process if a check takes too long: it may wait for a worker that never comes."""
+    text = f"{of_worker()}{name}: no end after {LONGEST:g} s"
+    timer = threading.Timer(LONGEST, end, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def collective(name: str) -> Iterator[None]:
+    """End the process at an error if others wait for this worker inside the same program."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        end(f"{of_worker()}{name}: {described(error)}")
+
+
+def end(text: str) -> None:
+    """Exit with 1 at once: at a usual end JAX would wait for the other workers."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def of_worker() -> str:
+    return f"worker {jax.process_index()}: " if jax.process_count() > 1 else ""
+
+
+def described(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def of_slice(devices: Sequence[Any], chip: chips.Chip | None) -> Line:
@@ -247,7 +313,9 @@ def of_rates(device: jax.Device, chip: chips.Chip | None) -> Iterator[Line]:
 def of_links(chip: chips.Chip | None, is_small: bool) -> Line:
     named = slice_name(jax.devices(), chip)
     of_plan = plan.parse_target(named).links if named else 0.0
-    return rate("links", gathered(is_small=is_small), of_plan, "bytes/s")
+    with collective("links"):
+        found = gathered(is_small=is_small)
+    return rate("links", found, of_plan, "bytes/s")
 
 
 def rate(name: str, found: float, of_table: float, unit: str) -> Line:
@@ -312,9 +380,10 @@ def of_case(name: str, data: cases.Data, target: plan.Target) -> Line:
     program = together(lambda: cases.compiled(chosen))
     numbers: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin, "least_bytes": least}
     batch = together(lambda: cases.first_batch(chosen.assembly))
-    steps = cases.Steps(chosen, batch, program)
-    seconds = steps.seconds(SMALL_SECONDS if data.small else SECONDS)
-    [loss] = {float(x.total / x.weight) for x in [jax.device_get(steps()["loss"])]}
+    steps = together(lambda: cases.Steps(chosen, batch, program))
+    with collective(name):
+        seconds = steps.seconds(SMALL_SECONDS if data.small else SECONDS)
+        [loss] = {float(x.total / x.weight) for x in [jax.device_get(steps()["loss"])]}
     numbers |= {"seconds": seconds, "loss": loss, **predicted(program, target)}
     memory = jax.local_devices()[0].memory_stats() or {}
     numbers["peak_bytes"] = memory.get("peak_bytes_in_use", 0)  # of all cases so far

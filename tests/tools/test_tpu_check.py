@@ -149,22 +149,40 @@ def test_a_gather_over_many_chips_fits_each_of_them():
     assert all(256 <= tpu_check.gathered_bytes(n) * n <= 1 << 30 for n in (16, 48, 256, 9216))
 
 
-TWO_WORKERS = """
-import sys, time, jax
+WORKERS = """
+import sys, time, types, jax
+from jaxtrain import plan
 from tools import tpu_check
 from tools.chip import cases
 
+tpu_check.HEARTBEAT = 10
 tpu_check.join()
+tpu_check.join = lambda: None
+tpu_check.say = lambda text: print(text, flush=True)  # of all workers
 worker = jax.process_index()
 
 class Steps(cases.Steps):
     n = 0
-    def __init__(self):
+    def __init__(self, *args):
         pass
     def __call__(self):
         self.n += 1
         time.sleep(0.001 + 0.02 * worker)
 
+chosen = types.SimpleNamespace(assembly=None, bound=types.SimpleNamespace(peak=0))
+tpu_check.put_together = lambda *args: chosen
+cases.compiled = cases.first_batch = lambda *args: None
+
+def case(name, steps):
+    def check():
+        cases.Steps = steps
+        return [tpu_check.of_case(name, cases.Data(None, small=True), plan.parse_target(""))]
+    return check
+
+def other():
+    yield tpu_check.Line("other", "ok", "", {})
+"""
+TOGETHER = """
 def steps():
     each = Steps()
     each.seconds(0.1)
@@ -174,21 +192,49 @@ def alone():
     tpu_check.together(lambda: 1 // (1 - worker))
     jax.experimental.multihost_utils.sync_global_devices("a step of both")
 
-def after():
-    yield tpu_check.Line("after", "ok", "", {})
+def memory():
+    state = "FAILED" if worker else "ok"
+    yield tpu_check.Line("memory", state, f"{10 + worker} GiB", {"limit": 10 + worker})
 
-checks = dict(steps=steps, alone=alone, after=after)
-for line in tpu_check.measure(checks, lambda: worker == 1):
-    print(line.name, line.state, line.text, flush=True)
+class WithoutRoom(Steps):
+    def __init__(self, *args):
+        if worker == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: its state")
+
+checks = dict(
+    steps=steps, memory=memory, alone=alone, state=case("state", WithoutRoom), other=other
+)
+tpu_check.units = lambda *args: checks
+minutes = 1e-9 if worker else 10
+sys.exit(tpu_check.main([f"--out={sys.argv[1]}/{worker}.json", f"--minutes={minutes}"]))
+"""
+ENDS = """
+wrong, by = int(sys.argv[2]), sys.argv[3]
+
+class Stuck(Steps):
+    def __call__(self):
+        if worker == wrong and by == "error":
+            raise RuntimeError("a chip alone")
+        time.sleep(1000)  # inside the program of all workers
+
+def alone():
+    time.sleep(1000 * (worker == wrong))
+    yield tpu_check.Line("alone", "ok", "", {})
+
+if by == "deadline":
+    tpu_check.LONGEST = 10.0
+checks = dict(other=other, vit=alone if by == "deadline" else case("vit", Stuck))
+tpu_check.units = lambda *args: checks
+sys.exit(tpu_check.main([f"--out={sys.argv[1]}/{worker}.json"]))
 """
 
 
-def test_workers_of_one_slice_take_as_many_steps_and_fail_together():
-    """Before, each counted steps by its own clock, and waited for one that had failed."""
+def of_two_workers(program, *arguments, within):
+    """The exit code, stdout and stderr of each worker."""
     port = free_port()
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_WORKERS],
+            [sys.executable, "-c", WORKERS + program, *map(str, arguments)],
             cwd=ROOT,
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1), **at(port, i)},
             stdout=subprocess.PIPE,
@@ -198,16 +244,38 @@ def test_workers_of_one_slice_take_as_many_steps_and_fail_together():
         for i in range(2)
     ]
     try:
-        outputs = [worker.communicate(timeout=120) for worker in workers]
+        outputs = [worker.communicate(timeout=within) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    lines, others = (re.findall(".* (?:ok|FAILED) .*", output) for output, _ in outputs)
-    assert lines == others and len(lines) == 3, outputs
-    n_steps, failed, after = lines
+    return [(worker.returncode, *output) for worker, output in zip(workers, outputs, strict=True)]
+
+
+def test_workers_of_one_slice_take_as_many_steps_and_fail_together(tmp_path):
+    """Before, each counted steps by its own clock, and waited for one that had failed. A line that
+    failed on another worker than 0 was lost."""
+    outputs = of_two_workers(TOGETHER, tmp_path, within=120)
+    lines, others = (re.findall(".* (?:ok|FAILED) .*", output) for _, output, _ in outputs)
+    assert lines == others and len(lines) == 5, outputs
+    n_steps, *others = (re.sub(" +", " ", line) for line in lines)
     assert n_steps.startswith("steps ok ")
-    assert failed.startswith("alone FAILED worker 1: ZeroDivisionError")
-    assert after.strip() == "after ok"
+    assert others[0] == "memory FAILED worker 1: 11 GiB"
+    assert others[1].startswith("alone FAILED worker 1: ZeroDivisionError")
+    assert others[2] == "state FAILED worker 1: RuntimeError: RESOURCE_EXHAUSTED: its state"
+    assert others[3].strip() == "other ok"
+    assert [code for code, _, _ in outputs] == [1, 1], outputs
+    assert json.loads((tmp_path / "0.json").read_text())[1]["numbers"] == {"limit": 11}
+
+
+@pytest.mark.parametrize(("wrong", "by"), [(1, "error"), (0, "error"), (1, "deadline")])
+def test_all_workers_end_if_one_fails_in_a_step_or_never_comes(wrong, by, tmp_path):
+    """The others are inside the step, or in an exchange after it, and waited without end."""
+    outputs = of_two_workers(ENDS, tmp_path, wrong, by, within=60)
+    code, _, errors = outputs[wrong]
+    reason = "no end after 10 s" if by == "deadline" else "RuntimeError: a chip alone"
+    assert code == 1 and f"worker {wrong}: vit: {reason}" in errors.splitlines(), outputs
+    assert outputs[1 - wrong][0], outputs
+    assert [line["name"] for line in json.loads((tmp_path / "0.json").read_text())] == ["other"]
 
 
 @pytest.mark.parametrize(
