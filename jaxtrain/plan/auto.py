@@ -107,9 +107,24 @@ def decide_once(config: config_lib.Config) -> config_lib.Config:
 def of_earlier_start(
     config: config_lib.Config, target: Target
 ) -> tuple[config_lib.Config, str] | None:
-    """Return a resumed run's config by its earlier choice, and a line with that, if it has one."""
+    """Return a resumed run's config by its earlier choice, and a line with that, if it has one.
+
+    None if that does not fit these devices, which may be fewer than before, or have less memory.
+    """
     choice = _saved(config, target) if config.train.auto and target.here else None
     if choice is None:
+        return None
+    has_compiler = target.platform != "cpu" or "mesh" in config.train.auto
+    size = _size_by_bound(bound_of(choice.apply(config), target), has_compiler)
+    memory = _memory(target)
+    if size > memory:
+        log.info(
+            "auto was %s at the run's first start, which needs at least %s of %s here: it is"
+            " decided again",
+            choice,
+            in_bytes(size),
+            in_bytes(memory),
+        )
         return None
     return choice.apply(config), f"auto is {choice}, as at the run's first start"
 
@@ -181,9 +196,7 @@ def _note(line: str) -> None:
 
 def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compiler | None) -> Fit:
     """Return the first choice that fits, else the smallest."""
-    memory = target.memory
-    if target.here and jax.process_count() > 1:  # processes may see other limits
-        memory = min(cluster.gather(int(memory / MIB))) * MIB
+    memory = _memory(target)
     tried: list[Fit] = []
     for fit in _fits(config, target, compiler, memory):
         if fit.fits:
@@ -199,6 +212,18 @@ def _first_fit(config: config_lib.Config, target: Target, compiler: worker.Compi
     return smallest
 
 
+def _memory(target: Target) -> float:
+    """Return the least memory of a device that any process sees."""
+    if target.here and jax.process_count() > 1:
+        return min(cluster.gather(int(target.memory / MIB))) * MIB
+    return target.memory
+
+
+def _size_by_bound(lower: Bound, has_compiler: bool) -> float:
+    """Return the bytes of a step by its lower bound. Without a compiler it is a guess of more."""
+    return lower.peak + (0.0 if has_compiler else sum(array.bytes for array in lower.kept))
+
+
 def _fits(
     config: config_lib.Config, target: Target, compiler: worker.Compiler | None, memory: float
 ) -> Iterator[Fit]:
@@ -208,9 +233,7 @@ def _fits(
     for choice in choices(config, target):
         candidate = choice.apply(config)
         lower = bound_of(candidate, target)
-        size = float(lower.peak)
-        if compiler is None:
-            size += sum(array.bytes for array in lower.kept)
+        size = _size_by_bound(lower, compiler is not None)
         if compiler is None or size > memory:
             yield Fit(candidate, choice, size, memory, "at least", fits=size <= memory)
             continue

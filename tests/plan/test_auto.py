@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import re
 import types
@@ -316,6 +317,22 @@ def test_a_resumed_run_keeps_the_choice_of_its_first_start(language, monkeypatch
     config_lib.save(first, str(tmp_path))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["train"]["accumulate"] == 1 and saved["train"]["auto"] == []
+
+
+def test_a_resume_on_devices_with_less_memory_decides_again(language, monkeypatch, caplog):
+    """As on fewer devices, each of which then has more rows at once."""
+    config = language(*ALL)
+    with_bounds(monkeypatch, lambda accumulate, remat: 8e6 / accumulate)
+    with_memory(monkeypatch, ROOMY)
+    first = plan.decide_once(config)
+    config_lib.save(first, config.workdir)
+    with_memory(monkeypatch, 9e6)
+    with caplog.at_level(logging.INFO):
+        resumed = plan.decide_once(config)
+    assert (first.train.accumulate, resumed.train.accumulate) == (1, 2)
+    assert "at the run's first start, which needs at least 16.00 MB of 9.00 MB here" in caplog.text
+    with_memory(monkeypatch, ROOMY)
+    assert plan.decide_once(config).train.accumulate == 1, "config.json has the first choice"
 
 
 @pytest.mark.parametrize(
