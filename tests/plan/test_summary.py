@@ -49,7 +49,7 @@ def test_an_exchange_between_nodes_has_the_time_of_the_network(name):
     program = scheduled.text(scheduled.start("a", scheduled.BETWEEN), scheduled.done("a"))
     exchanges = {("all-reduce", ("data",)): plan.hlo.Exchanged(3, 12e6, 3)}
     step = Compiled(0, 0, 0, exchanges, 1.0, text=program)
-    mesh, target = {"data": 2, "fsdp": 4}, plan.parse_target(name)
+    mesh, target = {"data": 2, "fsdp": 4, "model": 1}, plan.parse_target(name)
     found = plan.forecast.forecast(plan.hlo.Program(program), mesh, target)
     assembly = types.SimpleNamespace(layout=types.SimpleNamespace(mesh=types.SimpleNamespace()))
     assembly.layout.mesh.shape = mesh
