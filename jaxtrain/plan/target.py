@@ -16,6 +16,9 @@ from jaxtrain.plan import slices as slices_lib
 from jaxtrain.plan.memory import host_memory
 from loaders.io.checks import UserError
 
+PCIE = 64e9  # [bytes/s] that a card without NVLink exchanges at most
+MOST_ON_PCIE = 16  # cards of a host
+
 
 class TpuType(NamedTuple):
     """The name of Google Cloud's accelerator types, as v4-32, before the number."""
@@ -174,6 +177,13 @@ def _parse_gpus(text: str, devices: str) -> Target | None:
     nodes = int(match[3] or 1)
     if chip is None or not per_node * nodes:
         return None
+    most = chip.domain if chip.links > PCIE else MOST_ON_PCIE
+    if match[3] and per_node > most:
+        count = per_node * nodes
+        raise PlanError(
+            f"--plan={text}: a node has at most {most} {chip.name}, not {per_node}; write"
+            f" gpu:{chip.name}x{chip.domain}*{-(-count // chip.domain)}, or gpu:{chip.name}x{count}"
+        )
     if match[3] is None and per_node > chip.domain:
         nodes = next(n for n in range(2, per_node + 1) if _divides(n, per_node, chip.domain))
         per_node //= nodes

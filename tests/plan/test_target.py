@@ -90,6 +90,21 @@ def test_a_number_of_chips_without_sides_is_answered_with_a_slice_of_so_many(tex
     assert str(error.value) == f"--plan={text}: a slice is named by its sides, as {example}"
 
 
+@pytest.mark.parametrize(
+    ("text", "most", "right"),
+    [
+        ("gpu:h100x16*2", 8, "gpu:h100x8*4, or gpu:h100x32"),
+        ("gpu:h100x1024*1", 8, "gpu:h100x8*128, or gpu:h100x1024"),
+        ("gpu:gb200x144*1", 72, "gpu:gb200x72*2, or gpu:gb200x144"),
+        ("gpu:l40sx64*1", 16, "gpu:l40sx8*8, or gpu:l40sx64"),
+    ],
+)
+def test_a_node_of_more_cards_than_there_are_is_refused(text, most, right):
+    with pytest.raises(plan.PlanError) as error:
+        plan.parse_target(text)
+    assert f"at most {most} " in str(error.value) and str(error.value).endswith(f"write {right}")
+
+
 def test_targets_know_their_devices():
     assert (
         plan.parse_target("tpu:v4:2x2x4").count == 16
