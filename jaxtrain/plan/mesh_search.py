@@ -90,7 +90,7 @@ class Result:
 
     @property
     def likely(self) -> list[Settled]:
-        """Those that no compiler takes, the fastest first."""
+        """The candidates that no compiler takes, the fastest first."""
         return sorted(self.unknown, key=lambda each: each.seconds)
 
     @property

@@ -31,7 +31,7 @@ Way = tuple[int, int]  # a side, and 1 or -1 along it
 
 @dataclasses.dataclass(frozen=True)  # NumPy would take a tuple for an array
 class _Chip:
-    """What JAX reads of a device to give it a place in a mesh."""
+    """The attributes by which JAX gives a device its place in a mesh."""
 
     coords: Place
     core_on_chip: int
