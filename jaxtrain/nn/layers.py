@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain.config import Section
 from jaxtrain.nn import cpu
 from jaxtrain.parallel import kernels
-from jaxtrain.types import Array, Axes, Shard, Unmerged
+from jaxtrain.types import Array, Axes, PyTree, Shard, T, Unmerged
 from loaders.io import checks
 
 
@@ -144,6 +145,42 @@ def sums_gradients(shard: Shard) -> bool:
     """
     mesh = shard.mesh
     return mesh is not None and mesh.size > mesh.shape.get("model", 1)
+
+
+def after_sums(x: T, w: PyTree, shard: Shard) -> tuple[T, PyTree]:
+    """Return both as they are. On GPUs with fsdp, x's cotangent waits for w's summed gradients."""
+    mesh = shard.mesh
+    waits = shard.devices[0] == "gpu" and mesh is not None and mesh.shape.get("fsdp", 1) > 1
+    after: tuple[T, PyTree] = _after_sums(x, w) if waits else (x, w)
+    return after
+
+
+@jax.custom_vjp
+def _after_sums(x: T, w: PyTree) -> tuple[T, PyTree]:
+    """Order the exchanges of a layer's gradients.
+
+    XLA sends those of a round of a loop in an order of its own, and nothing hides the last of them.
+    With the largest done before attention's derivatives, the last is a smaller one. Layers that are
+    written out, as without fsdp, have no such end, and wait longer with it.
+    """
+    return x, w
+
+
+def _after_sums_forward(x: PyTree, w: PyTree) -> tuple[Any, list[Any]]:
+    is_trained = [() if leaf.perturbed else None for leaf in jax.tree.leaves(w)]  # static
+    return jax.tree.map(lambda leaf: leaf.value, (x, w)), is_trained
+
+
+def _after_sums_backward(is_trained: list[Any], cotangents: tuple[Any, PyTree]) -> Any:
+    """Frozen weights have no gradient to wait for, and get none. None is a zero."""
+    dx, dw = jax.tree.map(lambda leaf: None if isinstance(leaf, SymbolicZero) else leaf, cotangents)
+    leaves, tree = jax.tree.flatten(dw, is_leaf=lambda leaf: leaf is None)
+    pairs = zip(is_trained, leaves, strict=True)
+    leaves = [None if trained is None else leaf for trained, leaf in pairs]
+    return jax.lax.optimization_barrier((dx, jax.tree.unflatten(tree, leaves)))
+
+
+_after_sums.defvjp(_after_sums_forward, _after_sums_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -25,6 +25,7 @@ from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat, ring
 from jaxtrain.nn.layers import (
     Rope,
+    after_sums,
     biases,
     gelu,
     layer_norm,
@@ -365,8 +366,13 @@ def _gelu_net(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 def layer(
     c: Decoder, shard: Shard, angles: Angles, mix: Mix, x_btd: Array, w: Weights, drop: Drop = whole
 ) -> tuple[Array, PyTree]:
-    x_btd, extra = attend(c, w, x_btd, shard, angles=angles, mix=mix, drop=drop)
-    return feed_forward(c, w, x_btd, shard, drop), extra
+    def mix_after_sums(*qkv: Array) -> tuple[Array, PyTree]:
+        qkv, used = after_sums(qkv, _subset(w, "w_gate", "w_up", "w_down"), shard)
+        y_bthk, extra = mix(*qkv)
+        return y_bthk, (extra, used)
+
+    x_btd, (extra, net) = attend(c, w, x_btd, shard, angles=angles, mix=mix_after_sums, drop=drop)
+    return feed_forward(c, {**w, **net}, x_btd, shard, drop), extra
 
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:

@@ -329,7 +329,7 @@ def roofline_lines(step: Compiled, target: Target) -> Iterator[str]:
     sums = traffic.roofline(step.kernels, rates)
     yield (
         f"  {1e3 * sums.seconds:.2f} ms at the roofline of {rates.bandwidth / 1e12:.2f} TB/s and"
-        f" {rates.flops / 1e12:g} TFLOP/s ({source}), without exchanges between devices"
+        f" {rates.flops / 1e12:g} TFLOP/s ({source}), without the time of links between devices"
     )
     yield (
         f"  of this {sums.seconds_of_bytes / sums.seconds:.0%} is bound by bytes:"

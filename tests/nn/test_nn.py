@@ -201,6 +201,38 @@ def test_written_out_layers_on_gpus_keep_what_is_recomputed_apart(kind, unroll, 
     assert ("prevent_cse=True" in text) == prevented and "prevent_cse=False" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "waits"),
+    [("NVIDIA H100", 8, True), ("NVIDIA H100", 1, False), ("cpu", 8, False)],
+)
+def test_on_gpus_with_fsdp_a_cotangent_waits_for_the_gradients_of_trained_weights(
+    kind, fsdp, waits
+):
+    mesh = abstract_mesh(8 // fsdp, fsdp, 1, count=8, what=kind)
+    shard = make_layout(mesh, {}, devices=devices_of(kind)).shard
+
+    def loss(x, stack, shard):
+        def layer(x, w):
+            y = jnp.tanh(x)
+            if shard is not None:
+                y, w = layers.after_sums(y, w, shard)
+            return y @ w["trained"] @ w["frozen"], None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, stack)[0].sum()
+
+    rng = np.random.default_rng(0)
+    x, trained, frozen = (
+        jnp.asarray(rng.normal(size=s), "f4") for s in ((2, 4), (3, 4, 4), (3, 4, 4))
+    )
+    of_trained = jax.grad(lambda x, w: loss(x, {"trained": w, "frozen": frozen}, shard), (0, 1))
+    program = str(jax.make_jaxpr(of_trained)(x, trained))
+    barriers = re.findall(r"optimization_barrier (.*)", program)
+    assert [len(operands.split()) for operands in barriers] == ([2] if waits else [])
+    expected = jax.grad(lambda x, w: loss(x, {"trained": w, "frozen": frozen}, None), (0, 1))
+    for a, b in zip(of_trained(x, trained), expected(x, trained), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def gradients_of_wide_product(kind, dtype, plain=False):
     """The gradients of a product that is summed up in float32, as a function and its arguments."""
     shard = make_layout(abstract_mesh(1, 1, 1, count=1, what=kind), {}, devices=devices_of(kind))
