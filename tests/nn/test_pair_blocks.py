@@ -14,6 +14,7 @@ from jaxtrain.parallel import layout
 from jaxtrain.parallel.layout import make_mesh
 from tests.nn import document_rows
 from tests.nn.document_rows import ROWS, assert_equals_the_formula
+from tools.chip import correctness
 
 SEGMENTS = jnp.asarray(list(ROWS.values()), jnp.int32)
 # The last document of these rows begins in each slab of the first and the second block of keys.
@@ -46,9 +47,24 @@ def test_it_equals_the_formula_and_its_gradients(heads, causal, window):
     assert_equals_the_formula(pair_blocks.pair_blocks, segments, heads, **masks)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_steps_are_the_blocks_with_a_pair_in_the_order_of_queries(causal):
-    segments = jnp.asarray([row for name, row in ROWS.items() if name != "in no order"], jnp.int32)
+IN_ORDER = jnp.asarray([row for name, row in ROWS.items() if name != "in no order"], jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("segments", "causal"),
+    [
+        (IN_ORDER, True),
+        (IN_ORDER, False),
+        # rows of the check of a card or of a slice, which had padding before their documents
+        *(
+            (jnp.asarray(correctness.documents_of(shape.rows, shape.tokens)), shape.causal)
+            for shape in correctness.attention_shapes(quick=False).values()
+            if shape.packed
+        ),
+    ],
+    ids=lambda value: str(getattr(value, "shape", value)),
+)
+def test_steps_are_the_blocks_with_a_pair_in_the_order_of_queries(segments, causal):
     rows, queries, keys, _, flags = steps_of(segments, causal=causal)
     seen = document_rows.blocks_with_a_pair(segments, causal=causal)
     assert list(zip(rows, queries, keys, strict=True)) == list(

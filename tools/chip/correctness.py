@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxtrain import specs
 from jaxtrain.nn import attention as attention_lib
+from jaxtrain.nn import splash
 from jaxtrain.parallel import one_device
 from jaxtrain.step import accumulate
 from jaxtrain.step import state as state_lib
@@ -47,6 +48,7 @@ GRADIENT = {"float32": 1e-3, "bfloat16": 1e-1}  # relative, of the worst paramet
 LEAST = {"float32": 0.0, "bfloat16": 1e-3}
 ATTENTION = 2e-2  # of values of about 1, forward and backward, in bfloat16: eps is 8e-3
 MIXER = 2e-2  # the same, of z and the gradients
+PADDING_SHARE = 16  # the padding of a row with documents is one token of so many
 CURVES = 0.03  # mean distance of two loss curves over the mean loss
 MODELS = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
 ATTENDING = ("vit-s", "lm-1b-2k", "higgs-lora")  # those of which bfloat16 takes other kernels
@@ -202,6 +204,13 @@ def attention_kernel(shape: AttentionShape, devices: tuple[str, str] | None = No
     return attention_lib.choose(q_bthk, devices or one_device.host(), masks, keys=(b, t, g, k))
 
 
+def documents_of(rows: int, tokens: int) -> np.ndarray:
+    """Return rows of four documents, with padding at their end, as a loader has them, [B, T]."""
+    documents = np.sort(np.random.default_rng(0).integers(1, 5, (rows, tokens)), 1)
+    documents[:, -tokens // PADDING_SHARE :] = splash.PADDING
+    return documents.astype(np.int32)
+
+
 def attention_of(name: str, shape: AttentionShape) -> Check:
     b, t, h, g, k, causal, packed = shape
     keys = jax.random.split(jax.random.key(0), 4)
@@ -211,8 +220,7 @@ def attention_of(name: str, shape: AttentionShape) -> Check:
     )
     segments = None
     if packed:
-        documents = np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1)
-        segments = jnp.asarray(documents, jnp.int32)
+        segments = jnp.asarray(documents_of(b, t))
     kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
     ours = _with_derivatives(kernel, q, key, v, dy)
     wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
