@@ -3,11 +3,12 @@
     python -m tools.tpu_check  # on every worker of the slice, each with all of its chips
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tools.tpu_check --minutes 20
 
-    slice      the chips, and the slice's name in `jaxtrain plan`
+    slice      the chips, and the slice's name in `jaxtrain plan`, followed by *2 for two of them
     memory     of a chip, and what the plan grants a program
     product    FLOP/s of one chip, and of the datasheet
     copy       bytes/s of one chip's memory, and of the datasheet
-    links      bytes/s that a chip receives in a gather over all chips, and of the plan
+    links      bytes/s that a chip receives in a gather over all chips, and of the plan for one
+               slice
     attention  each kernel of this platform, by name, against the formula
     mixer      the recursive model's kernel against the formula
     steps      the measured cases on all chips (`tools.chip.cases`): ms a step, by the compiler's
@@ -40,6 +41,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -278,18 +280,30 @@ def of_slice(devices: Sequence[Any], chip: chips.Chip | None) -> Line:
 
 
 def slice_name(devices: Sequence[Any], chip: chips.Chip | None) -> str:
-    """Return the name of a slice as in --plan=, by the places of its chips. "" = none has it."""
+    """Return the name of slices as in --plan=, by the places of their chips. "" = none has it."""
     if chip is None or not chip.is_tpu:
         return ""
-    places = np.array([device.coords for device in devices])
-    sides = sorted((places.max(0) - places.min(0) + 1).tolist())
-    known = slices.existing(chip.name)
-    if len(known[0]) == 2:  # their third coordinate is 0
-        sides = sides[1:]
-    if tuple(sides) not in {tuple(sorted(each)): each for each in known}:
+    places: dict[int, list[tuple[int, ...]]] = {}
+    for device in devices:
+        places.setdefault(getattr(device, "slice_index", 0), []).append(tuple(device.coords))
+    names = {name_of_places(own, chip) for own in places.values()}
+    if len(names) > 1 or "" in names:
         return ""
-    exact = {tuple(sorted(each)): each for each in known}[tuple(sides)]
-    return slices.name(chip.name, exact)
+    [name] = names
+    return f"{name}*{len(places)}" if len(places) > 1 else name
+
+
+def name_of_places(places: Sequence[tuple[int, ...]], chip: chips.Chip) -> str:
+    """Return the name of one slice. "" = no slice has these places, each of them in use."""
+    corners = np.array(places)
+    sides = sorted((corners.max(0) - corners.min(0) + 1).tolist())
+    n_chips = math.prod(sides)
+    if len(set(places)) != n_chips or len(places) != n_chips * chip.devices:
+        return ""
+    known = slices.existing(chip.name)
+    unused = len(sides) - len(known[0])  # the third coordinate of versions with two is 0
+    exact = next((each for each in known if sorted((*each, *[1] * unused)) == sides), None)
+    return slices.name(chip.name, exact) if exact else ""
 
 
 def of_memory(device: Any, chip: chips.Chip | None) -> Line:
@@ -312,7 +326,9 @@ def of_rates(device: jax.Device, chip: chips.Chip | None) -> Iterator[Line]:
 
 def of_links(chip: chips.Chip | None, is_small: bool) -> Line:
     named = slice_name(jax.devices(), chip)
-    of_plan = plan.parse_target(named).links if named else 0.0
+    target = plan.parse_target(named) if named else None
+    # Between slices the bytes are those of the network.
+    of_plan = target.links if target and target.slices == 1 else 0.0
     with collective("links"):
         found = gathered(is_small=is_small)
     return rate("links", found, of_plan, "bytes/s")

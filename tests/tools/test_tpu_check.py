@@ -11,6 +11,7 @@ import types
 import jax
 import pytest
 
+from jaxtrain import plan
 from jaxtrain.parallel import chips, layout
 from tests.support.processes import at, free_port, xla_flags
 from tools import tpu_check
@@ -44,10 +45,16 @@ def test_the_small_form_ends_on_cpu_devices(tmp_path):
     assert "failed: nothing" in done.stdout
 
 
-def places(*sides):
+def device(*coords, slice_index=0):
+    return types.SimpleNamespace(
+        coords=coords, slice_index=slice_index, device_kind="TPU v5 lite", platform="tpu"
+    )
+
+
+def places(*sides, slice_index=0):
     x, y, z = sides
     return [
-        types.SimpleNamespace(coords=(i, j, k), device_kind="TPU v5 lite", platform="tpu")
+        device(i, j, k, slice_index=slice_index)
         for i in range(x)
         for j in range(y)
         for k in range(z)
@@ -55,20 +62,40 @@ def places(*sides):
 
 
 @pytest.mark.parametrize(
-    ("chip", "sides", "name"),
+    ("chip", "devices", "name"),
     [
-        ("v5e", (2, 2, 1), "tpu:v5e:2x2"),
-        ("v5e", (4, 2, 1), "tpu:v5e:2x4"),
-        ("v4", (2, 2, 4), "tpu:v4:2x2x4"),
-        ("v5p", (1, 1, 1), "tpu:v5p:1x1x1"),
-        ("v5e", (3, 2, 1), ""),
+        ("v5e", places(2, 2, 1), "tpu:v5e:2x2"),
+        ("v5e", places(4, 2, 1), "tpu:v5e:2x4"),
+        ("v4", places(2, 2, 4), "tpu:v4:2x2x4"),
+        ("v5p", places(1, 1, 1), "tpu:v5p:1x1x1"),
+        ("tpu7x", 2 * places(2, 2, 1), "tpu:tpu7x:2x2x1"),  # two devices on a chip
+        ("v5e", places(2, 2, 1) + places(2, 2, 1, slice_index=1), "tpu:v5e:2x2*2"),
+        ("v5e", places(3, 2, 1), ""),
+        ("v5e", [device(0, 0, 0), device(1, 1, 0)], ""),
+        ("v5e", 2 * places(2, 2, 1), ""),
+        ("v5e", places(2, 2, 2), ""),
+        ("tpu7x", places(2, 2, 1), ""),
+        ("v5e", places(2, 2, 1) + places(2, 4, 1, slice_index=1), ""),
+        ("v5e", places(2, 2, 1) + [device(0, 0, 0, slice_index=1)] * 4, ""),
     ],
 )
-def test_a_slice_is_named_by_the_places_of_its_chips(chip, sides, name):
-    assert tpu_check.slice_name(places(*sides), chips.by_name(chip)) == name
-    assert tpu_check.of_slice(places(*sides), chips.by_name(chip)).state == (
-        "ok" if name else "FAILED"
-    )
+def test_slices_are_named_by_the_places_of_their_chips(chip, devices, name):
+    """Before, two slices and two corners of one were four chips of a whole slice."""
+    assert tpu_check.slice_name(devices, chips.by_name(chip)) == name
+    state = "ok" if name else "FAILED"
+    assert tpu_check.of_slice(devices, chips.by_name(chip)).state == state
+    if name:
+        assert plan.parse_target(name).count == len(devices)
+
+
+@pytest.mark.parametrize(("n_slices", "table"), [(1, 100e9), (2, 0.0)])
+def test_links_of_several_slices_are_compared_with_nothing(n_slices, table, monkeypatch):
+    """Their gather goes over the network, too."""
+    devices = [one for i in range(n_slices) for one in places(2, 2, 1, slice_index=i)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(tpu_check, "gathered", lambda **_: 1e9)
+    line = tpu_check.of_links(chips.by_name("v5e"), is_small=False)
+    assert line.numbers == {"found": 1e9, "table": table}
 
 
 def test_a_rate_far_below_the_table_fails():
