@@ -36,7 +36,7 @@ def test_the_small_form_ends_on_cpu_devices(tmp_path):
     lines = json.loads(out.read_text())
     rates = ["slice", "memory", "product", "copy", "links"]
     kernels = ["attention vit", "attention packed", "mixer"]
-    assert [line["name"] for line in lines] == [*rates, *kernels, *tpu_check.tpu_steps.SETTINGS]
+    assert [line["name"] for line in lines] == [*rates, *kernels, *tpu_check.CASES]
     states = {line["name"]: line["state"] for line in lines}
     assert all(states[name] == "ok" for name in kernels)
     assert {state for name, state in states.items() if name not in kernels} == {"not compared"}
@@ -155,6 +155,24 @@ def test_checks_that_are_left_when_the_time_is_over_are_named(
     assert tpu_check.main([f"--out={out}"]) == code
     lines = json.loads(out.read_text())
     assert [line["name"] for line in lines if line["state"] == "not run"] == left
+
+
+def test_checks_are_in_the_order_of_their_worth(tmp_path):
+    """Ten minutes reach each kernel, and then steps of three workloads that have kernels."""
+    assert set(tpu_check.CASES) == set(tpu_check.tpu_steps.SETTINGS)
+    cases = tpu_check.parse([]).cases
+    shapes = correctness.attention_shapes(quick=False)
+    kernels = [correctness.attention_kernel(one, ("tpu", "v5e")) for one in shapes.values()]
+    assert set(kernels[:3]) == set(kernels) == {"short", "pair_blocks", "splash"}
+    checks = list(tpu_check.units(cases, tmp_path))
+    assert checks[:3] == ["slice", "memory", "rates"] and checks[-7:] == cases
+    assert cases[:3] == ["vit-s", "lm-1b-2k", "trm"]
+
+
+def test_minutes_are_a_limit_for_the_begin_of_checks(capsys):
+    with pytest.raises(SystemExit):
+        tpu_check.parse(["--help"])
+    assert "begins no check after so many" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_step_is_compared_with_the_times_of_its_program():
