@@ -33,6 +33,10 @@ os.environ.setdefault("NPROC", "32")
 # a shell's background job: the tests' runs would ignore SIGINT, too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Images of containers often forbid that bytecode is kept: each process, hundreds of them in the
+# tests, would compile all modules anew, and each worker rewrite the assertions of all test files.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    sys.dont_write_bytecode = False
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs ask no metadata server on any machine
 
 import jax  # noqa: E402
