@@ -52,7 +52,9 @@ def command(
     )
     env |= {"XLA_FLAGS": xla_flags(devices)} | environment
     arguments = [f"--config={source}", *overrides]
-    if not inside and forked.starts(environment) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
+    # a fork takes where programs are kept from its own environment, too
+    others = {name: value for name, value in environment.items() if name not in KEEPS_PROGRAMS}
+    if not inside and forked.starts(others) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
         return forked.Process(arguments, cwd=folder, env=env)
     arguments = [*inside, sys.executable, "-m", "jaxtrain.main", *arguments]
     return subprocess.Popen(
