@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain.config import Section
-from jaxtrain.nn import cpu
+from jaxtrain.nn import cpu, remat
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, PyTree, Shard, T, Unmerged
 from loaders.io import checks
@@ -148,9 +148,9 @@ def sums_gradients(shard: Shard) -> bool:
 
 
 def after_sums(x: T, w: PyTree, shard: Shard) -> tuple[T, PyTree]:
-    """Return both as they are. On GPUs with fsdp, x's cotangent waits for w's summed gradients."""
-    mesh = shard.mesh
-    waits = shard.devices[0] == "gpu" and mesh is not None and mesh.shape.get("fsdp", 1) > 1
+    """Return both. In loops on GPUs with fsdp, x's cotangent waits for w's summed gradients."""
+    fsdp = 1 if shard.mesh is None else shard.mesh.shape.get("fsdp", 1)
+    waits = shard.devices[0] == "gpu" and fsdp > 1 and not remat.are_written_out()
     after: tuple[T, PyTree] = _after_sums(x, w) if waits else (x, w)
     return after
 
@@ -161,7 +161,7 @@ def _after_sums(x: T, w: PyTree) -> tuple[T, PyTree]:
 
     XLA sends those of a round of a loop in an order of its own, and nothing hides the last of them.
     With the largest done before attention's derivatives, the last is a smaller one. Layers that are
-    written out, as without fsdp, have no such end, and wait longer with it.
+    written out have no such end, and wait longer with it.
     """
     return x, w
 

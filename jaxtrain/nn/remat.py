@@ -24,8 +24,12 @@ from jaxtrain.types import Array, PyTree, Shard, T
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, or 'save attention,mlp'"
 MAX_WRITTEN_OUT = 64  # [layers] of a stack, since compilation takes longer with each
-# Whether the layers that are being traced are written out on GPUs (`scan`).
 _WRITTEN_OUT = contextvars.ContextVar("written_out", default=False)
+
+
+def are_written_out() -> bool:
+    """Whether the layers that are being traced are written out on GPUs (`scan`)."""
+    return _WRITTEN_OUT.get()
 
 
 def problems(policy: str, names: Sequence[str]) -> Iterator[str]:

@@ -202,11 +202,16 @@ def test_written_out_layers_on_gpus_keep_what_is_recomputed_apart(kind, unroll, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "fsdp", "waits"),
-    [("NVIDIA H100", 8, True), ("NVIDIA H100", 1, False), ("cpu", 8, False)],
+    ("kind", "fsdp", "unroll", "waits"),
+    [
+        ("NVIDIA H100", 8, 1, True),
+        ("NVIDIA H100", 8, 3, False),
+        ("NVIDIA H100", 1, 1, False),
+        ("cpu", 8, 1, False),
+    ],
 )
-def test_on_gpus_with_fsdp_a_cotangent_waits_for_the_gradients_of_trained_weights(
-    kind, fsdp, waits
+def test_in_loops_of_gpus_with_fsdp_a_cotangent_waits_for_the_gradients_of_trained_weights(
+    kind, fsdp, unroll, waits
 ):
     mesh = abstract_mesh(8 // fsdp, fsdp, 1, count=8, what=kind)
     shard = make_layout(mesh, {}, devices=devices_of(kind)).shard
@@ -218,7 +223,7 @@ def test_on_gpus_with_fsdp_a_cotangent_waits_for_the_gradients_of_trained_weight
                 y, w = layers.after_sums(y, w, shard)
             return y @ w["trained"] @ w["frozen"], None
 
-        return jax.lax.scan(jax.checkpoint(layer), x, stack)[0].sum()
+        return remat.scan(layer, x, stack, "full", unroll=unroll, shard=shard)[0].sum()
 
     rng = np.random.default_rng(0)
     x, trained, frozen = (
