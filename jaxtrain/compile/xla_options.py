@@ -98,6 +98,10 @@ TABLE = (
     # one address, and refuses the step of the recursive model on 2×4 ("overlaps with another
     # chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
+    # A product with a gathered matrix is not computed in a ring of permutes, one part of the matrix
+    # at a time: that reads and writes its result in each round, the more the more devices there are
+    # (docs/results/compiled-steps.md).
+    Option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1000000, ("TPU",)),
     # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over
     # them. A step of a model with norms of 85 M numbers takes 1.3 times as long. And on several
     # cores its products of matrices, since XLA's own gain less by a second core (measured on two);
