@@ -28,14 +28,28 @@ def folder(tmp_path):
     return small_runs.higgs(tmp_path)
 
 
-def base_of(folder):
-    """A base in the original's format: the export of a first run, and its config.json."""
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The folder after a first run of one step, whose workdir is base."""
+    folder = small_runs.higgs(tmp_path_factory.mktemp("begun"))
     short = (
         "--config.train.steps=1",
         "--config.train.eval_every=0",
         "--config.checkpoint.final=weights",
     )
     processes.run(folder, "higgs.py", "--config.workdir=base", *short)
+    return folder
+
+
+@pytest.fixture
+def after_first_run(begun, tmp_path, monkeypatch):
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def base_of(folder):
+    """A base in the original's format: the export of the first run, and its config.json."""
     assert (
         export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")])
         == 0
@@ -57,10 +71,10 @@ def base_of(folder):
     return safetensors.numpy.load_file(folder / "weights" / "model.safetensors")
 
 
-def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, capsys):
+def test_adapters_on_a_frozen_base_stopped_and_resumed(after_first_run, capsys):
     """The final bytes are the same. The trained weights are exported as adapters and merged, under
     the original's names."""
-    monkeypatch.chdir(folder)
+    folder = after_first_run
     base = base_of(folder)
     bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
     whole = processes.run(folder, "higgs.py:weights", "--config.workdir=whole")
@@ -257,12 +271,8 @@ def test_several_processes_share_the_samples_and_one_writes(folder, number, monk
     assert numbers(ends[0]) == pytest.approx(numbers(ends[1]), rel=2e-3, abs=2e-3)
 
 
-def test_another_codec_or_tokenizer_than_the_runs_own_is_named_or_refused(
-    folder, monkeypatch, capsys
-):
-    monkeypatch.chdir(folder)
-    short = ["--config.train.steps=1", "--config.train.eval_every=0", "--config.workdir=run"]
-    assert cli.main(["train", "--config=higgs.py", *short]) == 0
+@pytest.mark.usefixtures("after_first_run")
+def test_another_codec_or_tokenizer_than_the_runs_own_is_named_or_refused(capsys):
     with np.load("codec.npz") as file:
         arrays = dict(file)
     np.savez("other.npz", **{**arrays, "books": arrays["books"][:, ::-1]})
@@ -270,8 +280,7 @@ def test_another_codec_or_tokenizer_than_the_runs_own_is_named_or_refused(
     shutil.copy("codec.npz", "copy.npz")
     words = json.loads(pathlib.Path("tokenizer.json").read_text())
     pathlib.Path("other.json").write_text(json.dumps(words, indent=4))
-    command = ["generate-audio", "run", "a", "--out", "out", "--seconds=0.1"]
-    capsys.readouterr()
+    command = ["generate-audio", "base", "a", "--out", "out", "--seconds=0.1"]
     assert cli.main([*command, "--codec=copy.npz"]) == 0
     assert "warning" not in capsys.readouterr().err, "the same codec at another place"
     assert cli.main([*command, "--codec=other.npz", "--tokenizer=other.json"]) == 0
