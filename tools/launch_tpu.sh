@@ -7,7 +7,7 @@
 #
 #   --name=NAME          of the TPU VM and of its queued resource
 #   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them. TYPE is also a target of
-#                        `jaxtrain plan`: tpu:v5e:2x4, tpu:v4-32 or v5e-8
+#                        `jaxtrain plan`: tpu:v5e:2x4, tpu:v4-32 or tpu:v5e-8
 #   --check              runs no config, but python -m tools.tpu_check on every worker: what of the plan holds there. Its
 #                        arguments follow after --, which may be left out. Its numbers are copied to tpu_check.json here
 #   --project=PROJECT    (default: gcloud's own)
@@ -69,16 +69,32 @@ sold() {
     done <"$root/tools/tpu_slices.txt"
     return 1
 }
+# Refuses a number that no slice of a known version has: VERSION NUMBER. gcloud may have other versions.
+require_number() {
+    local kind version numbers n below="" above=""
+    while read -r kind version numbers; do
+        [[ $kind == counts && $version == "$1" ]] || continue
+        for n in $numbers; do
+            [[ $n != "$2" ]] || return 0
+            # nine digits are enough, and more would not fit a number of the shell
+            if ((n < 10#${2::9})); then below=$1-$n; else above=$1-$n; break; fi
+        done
+        fail "--type=$type is no slice; the nearest: $below${below:+${above:+ and }}$above"
+    done <"$root/tools/tpu_slices.txt"
+}
 spec=("--accelerator-type=$type")
+target=${type,,}  # as the plan reads it
 no_slice="--type=$type is no slice; expected one of \`jaxtrain plan\`, for example tpu:v5e:2x4 or tpu:v4-32"
-if [[ $type =~ ^tpu:([a-z0-9]+):([0-9x]+)$ ]]; then
+if [[ $target =~ ^tpu:([a-z0-9]+):([0-9x]+)$ ]]; then
     version_of_chip=${BASH_REMATCH[1]} topology=${BASH_REMATCH[2]}
     sold=$(sold slices "$version_of_chip" "$topology") || fail "$no_slice"
     spec=("--type=$sold" "--topology=$topology")
-elif [[ $type =~ ^(tpu:)?([a-z0-9]+)-([0-9]+)$ ]] && sold=$(sold types "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"); then
-    spec=("--accelerator-type=$sold-${type##*-}")
-elif [[ $type == tpu:* ]]; then
+elif [[ $target =~ ^(tpu:)?([a-z0-9]+)-([0-9]+)$ ]] && sold=$(sold types "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"); then
+    spec=("--accelerator-type=$sold-${target##*-}")
+elif [[ $target == tpu:* ]]; then
     fail "$no_slice"
+elif [[ $target =~ ^([a-z0-9]+)-([0-9]+)$ ]]; then
+    require_number "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"
 fi
 program=(jaxtrain.main --supervise)
 if $check; then

@@ -4,8 +4,11 @@
 
 `tools/launch_tpu.sh` reads them, on machines without Python. A line has the kind of its names, the
 version in `jaxtrain plan`, the version in gcloud, and the sides of slices or the numbers of types.
+A line of ``counts`` has the version of a type and the numbers of all its slices: gcloud has types
+of some that are no powers of two.
 """
 
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -26,6 +29,9 @@ def lines() -> Iterator[str]:
     for name in TPU_TYPES:
         numbers = [str(n) for n in NUMBERS if is_type(f"{name}-{n}")]
         yield " ".join(["types", name, NAMES.get(name, name), *numbers])
+    for name, of_type in TPU_TYPES.items():
+        n_chips = {math.prod(sides) for sides in slices.existing(of_type.chip)}
+        yield " ".join(["counts", name, *(str(of_type.per_chip * n) for n in sorted(n_chips))])
 
 
 def is_type(name: str) -> bool:

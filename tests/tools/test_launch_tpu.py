@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -118,7 +119,13 @@ def test_the_launchers_slices_are_those_of_the_plan():
         ("tpu:v5e-8", ["--accelerator-type=v5litepod-8"]),
         ("v5e-8", ["--accelerator-type=v5litepod-8"]),
         ("v5litepod-8", ["--accelerator-type=v5litepod-8"]),
-        ("v9-8", ["--accelerator-type=v9-8"]),  # gcloud may have it
+        ("tpu:V5E:2x4", ["--type=v5litepod", "--topology=2x4"]),
+        ("TPU:v4:2X2X4", ["--type=v4", "--topology=2x2x4"]),
+        ("tpu:V5E-8", ["--accelerator-type=v5litepod-8"]),
+        ("V5E-8", ["--accelerator-type=v5litepod-8"]),
+        # gcloud may have them
+        ("v9-8", ["--accelerator-type=v9-8"]),
+        ("v4-384", ["--accelerator-type=v4-384"]),
     ],
 )
 def test_a_target_of_the_plan_is_a_type(kind, spec, launch):
@@ -126,8 +133,35 @@ def test_a_target_of_the_plan_is_a_type(kind, spec, launch):
     assert kinds == [*RUN, "tpu-vm-delete"]
     types = ("--type", "--topology", "--accelerator-type")
     assert [word for word in calls[0] if word.startswith(types)] == spec
-    if kind != "v9-8":
-        parse_target(f"tpu:{kind.removeprefix('tpu:')}")
+    if kind not in ("v9-8", "v4-384"):
+        parse_target(f"tpu:{kind.lower().removeprefix('tpu:')}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "nearest"),
+    [
+        ("v5e-2", "v5e-1 and v5e-4"),
+        ("V5E-2", "v5e-1 and v5e-4"),
+        ("v5litepod-0", "v5litepod-1"),
+        ("v6e-2", "v6e-1 and v6e-4"),
+        ("v5p-3", "v5p-2 and v5p-4"),
+        ("v4-24", "v4-16 and v4-32"),
+        (f"v5e-{10**20}", "v5e-256"),
+    ],
+)
+def test_a_number_that_no_slice_of_a_known_version_has_is_refused(kind, nearest, launch):
+    done, kinds, _ = launch(f"--type={kind}", code=2)
+    assert done.stderr == f"launch_tpu: --type={kind} is no slice; the nearest: {nearest}\n"
+    assert not kinds
+    with pytest.raises(PlanError):
+        parse_target(f"tpu:{kind}")
+
+
+def test_the_targets_of_its_help_are_those_of_the_plan():
+    text = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    [targets] = re.findall("`jaxtrain plan`: (.*)", text)
+    for target in re.split(", | or ", targets):
+        parse_target(target)
 
 
 @pytest.mark.parametrize(
