@@ -293,13 +293,18 @@ def _choose_for_tpus(q_bthk: Array, version: str, masks: Masks, keys: Shape, n_p
     b, t, h, k = q_bthk.shape
     queries = (b, t, h // n_parts, k)
     own_keys = (*keys[:2], keys[2] // n_parts, k)
-    is_whole = not (masks.packed or masks.length)
-    if is_whole and q_bthk.dtype == jnp.bfloat16 and short_fits(queries, own_keys, version):
+    may_be_short = not (masks.packed or masks.length) and q_bthk.dtype == jnp.bfloat16
+    if may_be_short and short_fits(queries, own_keys, version):
         return "short"
     if kernel := _for_long_rows(queries, version, masks):
+        if masks.packed and kernel == "splash":
+            _log_splash(t, k, version, causal=masks.causal)
         return kernel
     rows = "with documents" if masks.packed else "of one sequence"
-    _log_no_kernel(rows, *queries[1:], q_bthk.dtype.name, _next_length(queries, version, masks))
+    is_by_keys = may_be_short and short_fits(queries, queries, version)
+    key_heads = own_keys[2] if is_by_keys else 0
+    next_length = _next_length(queries, version, masks)
+    _log_no_kernel(rows, *queries[1:], q_bthk.dtype.name, key_heads, next_length)
     return "xla"
 
 
@@ -312,10 +317,15 @@ def _for_long_rows(queries: Shape, version: str, masks: Masks) -> str:
 
 def _for_documents(queries: Shape, version: str, *, causal: bool) -> str:
     """Return the kernel of TPUs for rows of documents, "" if none takes them."""
-    has_room = chips.vmem(version, pair_blocks.VMEM) == pair_blocks.VMEM
+    has_room = _vmem_for_documents(version) == pair_blocks.VMEM
     if has_room and pair_blocks.pair_blocks_fit(queries, causal=causal):
         return "pair_blocks"
     return "splash" if splash_fits(queries, packed=True) else ""
+
+
+def _vmem_for_documents(version: str) -> int:
+    """Return how many of its bytes `pair_blocks` may take of a core's own memory."""
+    return chips.vmem(version, pair_blocks.VMEM)
 
 
 def _next_length(queries: Shape, version: str, masks: Masks) -> int:
@@ -363,17 +373,42 @@ def _log_refusal(q_bthk: Array, devices: tuple[str, str], masks: Masks, kernel: 
 
 
 @functools.cache
+def _log_splash(tokens: int, head_dim: int, version: str, *, causal: bool) -> None:
+    """Log why documents that `pair_blocks` does not take have the kernel with larger blocks."""
+    vmem = _vmem_for_documents(version)
+    if vmem < pair_blocks.VMEM:
+        least = pair_blocks.VMEM >> 20
+        reason = f"TPU {version}, whose cores have {vmem >> 20} MiB of VMEM, below {least}"
+    else:
+        longest = tokens
+        while longest and not pair_blocks.pair_blocks_fit((1, longest, 1, head_dim), causal=causal):
+            longest -= pair_blocks.BLOCK
+        kind = "causal rows" if causal else "rows"
+        reason = f"{kind} of {tokens} tokens with heads of {head_dim} values, only up to {longest}"
+    log.info(
+        "pair_blocks, the kernel of TPUs for documents, does not take %s: splash is used", reason
+    )
+
+
+@functools.cache
 def _log_no_kernel(
-    rows: str, tokens: int, heads: int, head_dim: int, dtype: str, next_length: int
+    rows: str,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    dtype: str,
+    key_heads: int,  # 0 = they are not the reason
+    next_length: int,
 ) -> None:
     log.info(
-        "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d %s values: XLA's own"
+        "no kernel for TPUs takes rows %s of %d tokens with %d heads of %d %s values%s: XLA's own"
         " attention is used, which writes all pairs of tokens%s",
         rows,
         tokens,
         heads,
         head_dim,
         dtype,
+        f" and {key_heads} key head{'s' * (key_heads > 1)}" if key_heads else "",
         f"; one takes rows of {next_length}" if next_length else "",
     )
 

@@ -180,6 +180,39 @@ def test_rows_beyond_the_memory_of_a_chip_are_those_of_splash(tokens, k, causal,
     assert attention.choose(q, ("tpu", ""), masks) == ("pair_blocks" if fits else other)
 
 
+@pytest.mark.parametrize(
+    ("version", "tokens", "k", "causal", "reason"),
+    [
+        ("v4", 2_048, 64, True, "TPU v4, whose cores have 16 MiB of VMEM, below 48"),
+        (
+            "v5e",
+            65_536,
+            128,
+            True,
+            "causal rows of 65536 tokens with heads of 128 values, only up to 32768",
+        ),
+        (
+            "v5e",
+            65_536,
+            64,
+            False,
+            "rows of 65536 tokens with heads of 64 values, only up to 56704",
+        ),
+        ("v5e", 2_048, 64, True, ""),
+    ],
+)
+def test_documents_that_splash_takes_instead_are_reported_once(
+    version, tokens, k, causal, reason, caplog
+):
+    attention._log_splash.cache_clear()
+    q = jax.ShapeDtypeStruct((1, tokens, 4, k), jnp.bfloat16)
+    with caplog.at_level("INFO", "jaxtrain"):
+        for packed in (True, True, False):
+            attention.choose(q, ("tpu", version), attention.Masks(causal, packed=packed))
+    text = f"pair_blocks, the kernel of TPUs for documents, does not take {reason}: splash is used"
+    assert caplog.messages == ([text] if reason else [])
+
+
 @slow
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(

@@ -122,21 +122,26 @@ def test_rows_of_a_step_divide_the_batch_and_fit():
 @pytest.mark.parametrize(
     ("dtype", "heads", "parts", "values"),
     [
-        ("bfloat16", 3, 1, "3 heads of 64 bfloat16 values"),  # which do not fill lanes
-        ("bfloat16", 6, 2, "3 heads of 64 bfloat16 values"),
-        ("float16", 6, 1, "6 heads of 64 float16 values"),
-        ("float32", 6, 1, "6 heads of 64 float32 values"),
+        ("bfloat16", (3, 3), 1, "3 heads of 64 bfloat16 values"),  # which do not fill lanes
+        ("bfloat16", (6, 6), 2, "3 heads of 64 bfloat16 values"),
+        ("bfloat16", (3, 1), 1, "3 heads of 64 bfloat16 values"),
+        ("bfloat16", (4, 2), 1, "4 heads of 64 bfloat16 values and 2 key heads"),
+        ("bfloat16", (4, 2), 2, "2 heads of 64 bfloat16 values and 1 key head"),
+        ("bfloat16", (8, 4), 2, "4 heads of 64 bfloat16 values and 2 key heads"),
+        ("float16", (6, 6), 1, "6 heads of 64 float16 values"),
+        ("float32", (6, 2), 1, "6 heads of 64 float32 values"),
     ],
 )
 def test_a_slice_without_a_kernel_for_these_heads_is_reported_once(
     dtype, heads, parts, values, caplog
 ):
     attention._log_no_kernel.cache_clear()
-    q = jax.ShapeDtypeStruct((2, 257, heads, 64), jnp.dtype(dtype))
-    masks = attention.Masks()
+    n_queries, n_keys = heads
+    q = jax.ShapeDtypeStruct((2, 257, n_queries, 64), jnp.dtype(dtype))
+    how = dict(keys=(2, 257, n_keys, 64), n_parts=parts)
     with caplog.at_level(logging.INFO, "jaxtrain"):
         for _ in range(2):
-            assert attention.choose(q, ("tpu", ""), masks, n_parts=parts) == "xla"
+            assert attention.choose(q, ("tpu", ""), attention.Masks(), **how) == "xla"
     assert caplog.messages == [
         f"no kernel for TPUs takes rows of one sequence of 257 tokens with {values}: XLA's own"
         " attention is used, which writes all pairs of tokens; one takes rows of 384"
