@@ -131,6 +131,28 @@ def test_an_error_of_compilation_names_the_option(libtpu_42):
     ) as error:
         xla_options.compile(Lowered(), {**own, SCHEDULER: True}, own)
     assert SCHEDULER not in str(error.value) and VMEM not in str(error.value)
+    assert "none takes" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_known"), [("UNIMPLEMENTED: not supported", True), ("INTERNAL: x", False)]
+)
+def test_an_option_with_which_no_release_gathers_is_named_with_its_chips(
+    error, is_known, libtpu_42
+):
+    class Gathering(Lowered):
+        def compile(self, *, compiler_options):
+            if compiler_options:
+                raise jax.errors.JaxRuntimeError(error)
+            return self._program.compile()
+
+    own = {xla_options.GATHERS: True}
+    with pytest.raises(config.ConfigError) as raised:
+        xla_options.compile(Gathering(), own, own)
+    known = (
+        f"{error}; of libtpu {xla_options.LIBTPU} none takes {xla_options.GATHERS} for a step that"
+    )
+    assert (f"{known} gathers on v4, v5p or v6e; remove" in str(raised.value)) == is_known
 
 
 @pytest.mark.parametrize("own", [{}, {VMEM: 50000}, {VMEM: 50000, GATHERS: True}], ids=len)
@@ -221,6 +243,20 @@ def test_a_refusal_for_a_tpu_names_the_versions_of_libtpu_that_take_the_option(m
         assert not xla_options.options({}, "TPU v6 lite", count=4, device=cpu)
     name = "xla_tpu_enable_latency_hiding_scheduler"
     assert f"refuses: No such option{take} {name}=True" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_said"),
+    [
+        *((kind, VMEM, True) for kind in ("TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite")),
+        *((kind, VMEM, False) for kind in ("TPU v4", "TPU7x", "TPU of tomorrow", "NVIDIA H100")),
+        # steps that gather compile with it on v5e alone
+        ("TPU v5 lite", xla_options.GATHERS, True),
+        *((kind, xla_options.GATHERS, False) for kind in ("TPU v4", "TPU v5", "TPU v6 lite")),
+    ],
+)
+def test_a_release_is_said_to_take_an_option_for_the_chips_that_were_tried(kind, name, is_said):
+    assert bool(xla_options._taken(name, kind)) == is_said
 
 
 @pytest.mark.usefixtures("libtpu")

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import COMPILER_LEVELS, LEVELS
+from jaxtrain.parallel import chips
 from loaders.io import machine
 from loaders.io.checks import first_line
 
@@ -37,10 +38,12 @@ class Option(NamedTuple):
     for_kept_products: bool = False
 
 
-# The releases of libtpu, the first and the last of those tried, whose compilers for v5e, v5p and
-# v6e take each of `OF_LIBTPU`. No older one works with this jaxlib. For a step that gathers, those
-# for v4, v5p and v6e then refuse xla_enable_async_all_gather, which `compile` names.
+# The releases of libtpu, the first and the last of those tried, whose compilers for `TRIED` take
+# each of `OF_LIBTPU`. No older one works with this jaxlib.
 LIBTPU = "0.0.35 to 0.0.52"
+TRIED = ("v5e", "v5p", "v6e")
+# The compilers of these releases for v4, v5p and v6e take it, and then refuse a step that gathers.
+GATHERS = "xla_enable_async_all_gather"
 # Options for TPUs that a config may want -> a value that these releases take.
 # `python -m tests.proofs.options` tells what each changes in a program.
 OF_LIBTPU: dict[str, bool | int] = {
@@ -199,7 +202,9 @@ def _compiler_of(kind: str) -> str:
 
 def _taken(name: str, kind: str) -> str:
     """Say which releases of libtpu take an option, "" if that is unknown."""
-    if not kind.startswith("TPU") or name not in OF_LIBTPU:
+    chip = chips.find(kind)
+    tried = TRIED if name != GATHERS else ("v5e",)
+    if name not in OF_LIBTPU or not chip or chip.name not in tried:
         return ""
     return f"; libtpu {LIBTPU} take {name}={OF_LIBTPU[name]}"
 
@@ -276,9 +281,14 @@ def _compiler_for(options: Mapping[str, Any]) -> str:
 
 
 def _config_error(own: Mapping[str, Any], reason: str) -> ConfigError:
+    known = ""
+    if GATHERS in own and "UNIMPLEMENTED" in reason:
+        known = (
+            f"; of libtpu {LIBTPU} none takes {GATHERS} for a step that gathers on v4, v5p or v6e"
+        )
     problem = (
-        f"is {dict(own)}, and with it {_compiler_for(own)} does not compile a step: {reason};"
-        " remove the option that causes it"
+        f"is {dict(own)}, and with it {_compiler_for(own)} does not compile a step:"
+        f" {reason}{known}; remove the option that causes it"
     )
     return ConfigError([("compiler", problem)])
 
