@@ -42,7 +42,7 @@ def jaxtrain(*arguments: object) -> str:
 
 def save(figure, path: pathlib.Path) -> None:
     """Write a figure without its date, so that the same numbers give the same file."""
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -117,7 +117,7 @@ def efficiencies(section: str, growth: str) -> dict[int, float]:
 
 def scale() -> None:
     page = (DOCS / "results" / "scale.md").read_text()
-    figure, axes = pyplot.subplots(1, 2, figsize=(7, 3.2), sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True)
     for section in page.split("\n## ")[1:]:
         for axis, growth in zip(axes, ("weak", "strong"), strict=True):
             found = efficiencies(section, growth)
@@ -129,8 +129,9 @@ def scale() -> None:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set(title=f"{growth} scaling", xlabel="chips")
-    axes[0].set(ylabel="efficiency by the forecast [%]", ylim=(0, None))
-    axes[0].legend(frameon=False, fontsize=7, loc="lower left")
+    axes[0].set(ylabel="efficiency by the forecast [%]", ylim=(0, 140))
+    lines, titles = axes[0].get_legend_handles_labels()
+    figure.legend(lines, titles, frameon=False, fontsize=7, loc="outside right center")
     save(figure, DOCS / "results" / "scale.svg")
 
 
