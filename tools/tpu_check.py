@@ -160,7 +160,7 @@ def join() -> None:
 
 
 def units(names: Sequence[str], folder: pathlib.Path) -> dict[str, Unit]:
-    """Return the checks in the order of use."""
+    """Return the checks, those that tell most first."""
     device = jax.local_devices()[0]
     is_small = device.platform == "cpu"
     chip = chips.find(device.device_kind)

@@ -36,7 +36,10 @@ WITHOUT = {
         "xla_gpu_enable_latency_hiding_scheduler": False,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 31457287,  # XLA's own
     },
-    "tpu": {"xla_tpu_enable_latency_hiding_scheduler": False},
+    "tpu": {
+        "xla_tpu_enable_latency_hiding_scheduler": False,
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 0,
+    },
 }
 ASYNC = "xla_tpu_enable_async_collective_fusion"
 # Options that the table has for other chips, or for none.
@@ -87,7 +90,9 @@ HEAD_OF_CASE = (
 
 def opposite(name, value, own):
     """Return a value that a run does not have: the one that others set, or its opposite."""
-    return value if own.get(name) != value or value not in (True, False) else not value
+    if own.get(name) != value:
+        return value
+    return not value if isinstance(value, bool) else 0
 
 
 def digest(text):

@@ -126,6 +126,7 @@ def test_the_launchers_slices_are_those_of_the_plan():
         # gcloud may have them
         ("v9-8", ["--accelerator-type=v9-8"]),
         ("v4-384", ["--accelerator-type=v4-384"]),
+        ("V4-384", ["--accelerator-type=v4-384"]),
     ],
 )
 def test_a_target_of_the_plan_is_a_type(kind, spec, launch):
@@ -133,7 +134,7 @@ def test_a_target_of_the_plan_is_a_type(kind, spec, launch):
     assert kinds == [*RUN, "tpu-vm-delete"]
     types = ("--type", "--topology", "--accelerator-type")
     assert [word for word in calls[0] if word.startswith(types)] == spec
-    if kind not in ("v9-8", "v4-384"):
+    if kind.lower() not in ("v9-8", "v4-384"):
         parse_target(f"tpu:{kind.lower().removeprefix('tpu:')}")
 
 
