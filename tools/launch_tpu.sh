@@ -83,7 +83,7 @@ require_number() {
     done <"$root/tools/tpu_slices.txt"
 }
 spec=("--accelerator-type=$type")
-target=$(printf %s "$type" | tr A-Z a-z)  # as the plan reads it
+target=$(printf %s "$type" | tr '[:upper:]' '[:lower:]')  # as the plan reads it
 no_slice="--type=$type is no slice; expected one of \`jaxtrain plan\`, for example tpu:v5e:2x4 or tpu:v4-32"
 if [[ $target =~ ^tpu:([a-z0-9]+):([0-9x]+)$ ]]; then
     version_of_chip=${BASH_REMATCH[1]} topology=${BASH_REMATCH[2]}
