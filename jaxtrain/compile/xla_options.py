@@ -42,7 +42,8 @@ class Option(NamedTuple):
 # each of `OF_LIBTPU`. No older one works with this jaxlib.
 LIBTPU = "0.0.35 to 0.0.52"
 TRIED = ("v5e", "v5p", "v6e")
-# The compilers of these releases for v4, v5p and v6e take it, and then refuse a step that gathers.
+# Newer releases take it for v4, v5p and v6e, and then refuse a step that gathers. With 0.0.42.1 it
+# changes no such step for v6e.
 GATHERS = "xla_enable_async_all_gather"
 # Options for TPUs that a config may want -> a value that these releases take.
 # `python -m tests.proofs.options` tells what each changes in a program.
@@ -284,7 +285,8 @@ def _config_error(own: Mapping[str, Any], reason: str) -> ConfigError:
     known = ""
     if GATHERS in own and "UNIMPLEMENTED" in reason:
         known = (
-            f"; of libtpu {LIBTPU} none takes {GATHERS} for a step that gathers on v4, v5p or v6e"
+            f"; newer libtpu refuse {GATHERS} for a step that gathers on v4, v5p and v6e,"
+            " and 0.0.42 takes it on v6e"
         )
     problem = (
         f"is {dict(own)}, and with it {_compiler_for(own)} does not compile a step:"
