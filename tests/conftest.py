@@ -34,7 +34,7 @@ os.environ.setdefault("NPROC", "32")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Images of containers often forbid that bytecode is kept: each process, hundreds of them in the
-# tests, would compile all modules anew, and each worker rewrite the assertions of all test files.
+# tests, would compile all modules again, and each worker rewrite the assertions of all test files.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs ask no metadata server on any machine
