@@ -31,7 +31,13 @@ DOCS = ROOT / "docs"
 PLANNED, DEVICES = "giblet:blank", (1, 2, 4, 8)
 UNITS = {"GB": 1.0, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}
 matplotlib.rcParams.update(
-    {"svg.hashsalt": "docs", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    {
+        "svg.hashsalt": "docs",
+        "svg.fonttype": "none",  # text, where outlines of letters take more than the picture
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
 )
 
 
