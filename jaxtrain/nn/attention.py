@@ -82,7 +82,7 @@ def within(
     """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
     Args:
-      blocks: those of ``segments_bt`` by `blocks_of`, int32 [B, N, …]. None = they are found here.
+      blocks: those of ``segments_bt`` by `blocks_of`. None = they are found here.
       documents: the most that a row of ``segments`` has, without padding. 0 = unknown. If it is 1,
         places of segment 0 are padding at the end of a row.
       length: of rows without documents. The places after it are padding, which no query before it
@@ -113,18 +113,21 @@ def within(
 def blocks_of(
     segments_bt: Array, shard: Shard, head_dim: int, *, causal: bool, window: int
 ) -> Array | None:
-    """Find the blocks of documents for the kernels of TPUs, int32 [B, N, …], once for all layers.
+    """Find the blocks of documents for the kernels of TPUs, once for all layers, on each device.
 
-    They are those of `pair_blocks.document_slabs` or `splash.document_blocks`. None if no such
+    They are those of `splash.document_blocks`, int32 [B, N, 4], or the steps of
+    `pair_blocks.document_steps` over each device's own rows, int32 [I, 1 + P]. None if no such
     kernel takes these rows.
     """
     b, t = segments_bt.shape
     kernel = _for_documents((b, t, 1, head_dim), shard.devices[1], causal=causal)
     if not kernel:
         return None
-    find = pair_blocks.document_slabs if kernel == "pair_blocks" else document_blocks
+    find = pair_blocks.document_steps if kernel == "pair_blocks" else document_blocks
+    find = functools.partial(find, causal=causal, window=window)
+    rows = shard.spec((b,), ("batch",))
     with jax.named_scope("document_blocks"):
-        return find(segments_bt, causal=causal, window=window)
+        return kernels.local(shard, find, [segments_bt], [("batch", None)], rows)
 
 
 def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:
@@ -141,7 +144,7 @@ def _on_each_device(shard: Shard, run: Callable[..., Array], *arrays: Array | No
     """
     args = [x for x in arrays if x is not None]
     of_head: Axes = ("batch", None, "heads", None)
-    axes = [of_head, of_head, of_head, ("batch", None), ("batch", None, None)][: len(args)]
+    axes = [of_head] * 3 + [("batch", *[None] * (x.ndim - 1)) for x in args[3:]]
     out = shard.spec(args[0].shape, of_head)
     return kernels.kernel(shard, run, args, axes, out, constants=len(args) - 3)
 

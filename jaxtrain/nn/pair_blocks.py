@@ -12,8 +12,8 @@ Tokens are in the lanes of all arrays, so that no head is padded, and keys in th
 that maxima and sums over keys need no other lanes.
 
 Shapes: B batch, T queries, S keys, which are as many, H heads, G key/value heads, R = H / G, K head
-dimension, N blocks of a row, C blocks of all rows, P the longest list. In kernels T and S are the
-tokens of a block.
+dimension. N blocks of a row, C blocks of all rows, P the longest list, I calls of the kernel, each
+with its rows. In kernels T and S are the tokens of a block.
 """
 
 import functools
@@ -83,10 +83,10 @@ def pair_blocks(
 ) -> Array:
     """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly.
 
-    ``blocks``: those of `document_slabs`, int32 [B, N, 2]. None = they are found here.
+    ``blocks``: the steps of `document_steps`, int32 [I, 1 + P]. None = they are listed here.
     """
     if blocks is None:
-        blocks = document_slabs(segments_bt, causal=causal, window=window)
+        blocks = document_steps(segments_bt, causal=causal, window=window)
     form = Form(causal, window, interpret, keep)
     b, t, h, k = q_bthk.shape
     times = _times(h // k_bsgk.shape[2], k, t, q_bthk.dtype.itemsize)
@@ -97,32 +97,35 @@ def pair_blocks(
     if k < BLOCK and not interpret:
         # Rotated with the few values of a head in the lanes, q would be two to four times its size.
         qkv = tuple(with_layout_constraint(x, splash.TOKENS_LAST) for x in qkv)
-    arrays = (*(x.transpose(0, 2, 3, 1) for x in qkv), segments_bt, blocks)
+    arrays = (*(x.transpose(0, 2, 3, 1) for x in qkv), segments_bt)
     rows = rows_of_a_call(t, causal=causal)
     parts = []
-    for first in range(0, b, rows):
-        *of_rows, ids_bt, slabs_bn2 = (x[first : first + rows] for x in arrays)
-        parts.append(_attend(form, *of_rows, ids_bt, *steps(slabs_bn2, causal=causal)))
+    for first, list_p in zip(range(0, b, rows), blocks, strict=True):
+        of_rows = (x[first : first + rows] for x in arrays)
+        parts.append(_attend(form, *of_rows, list_p[1:], list_p[0]))
     y_bhkt = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return y_bhkt.transpose(0, 3, 1, 2)
 
 
-def document_slabs(segments_bt: Array, *, causal: bool, window: int) -> Array:
-    """Find the first and the last slab of keys for each block of queries, int32 [B, N, 2].
+def document_steps(segments_bt: Array, *, causal: bool, window: int) -> Array:
+    """List the steps of each call's grid, after their number: int32 [I, 1 + P].
 
-    They are exact under the same condition as `splash.document_blocks`.
+    Those of a block of queries follow each other, and the first one leaves out the slabs of keys
+    before the first slab with a pair. Numbers after the last step are not read. Blocks are left out
+    exactly under the same condition as by `splash.document_blocks`.
     """
     sizes = (BLOCK, SLAB)
     shared_bnm = splash.shared_blocks(segments_bt, sizes, causal=causal, window=window)
-    return jnp.stack(splash.ends(shared_bnm), axis=2)
+    slabs_bn2 = jnp.stack(splash.ends(shared_bnm), axis=2)
+    b, t = segments_bt.shape
+    rows = rows_of_a_call(t, causal=causal)
+    calls = [_steps(slabs_bn2[first : first + rows], causal) for first in range(0, b, rows)]
+    longest = len(calls[0])
+    return jnp.stack([jnp.pad(list_p, (0, longest - len(list_p))) for list_p in calls])
 
 
-def steps(slabs_bn2: Array, *, causal: bool) -> tuple[Array, Array]:
-    """List the steps of the kernels' grid: int32 [P], and how many there are, int32.
-
-    Those of a block of queries follow each other, and the first one leaves out the slabs of keys
-    before the first slab with a pair. Numbers after the last step are not read.
-    """
+def _steps(slabs_bn2: Array, causal: bool) -> Array:
+    """List the steps of rows after their number, by the first and last slab of keys of a block."""
     b, n, _ = slabs_bn2.shape
     blocks, slab = jnp.divmod(slabs_bn2.reshape(b * n, 2), BLOCK // SLAB)
     first_c, slab_c = blocks[:, 0], slab[:, 0]
@@ -144,7 +147,7 @@ def steps(slabs_bn2: Array, *, causal: bool) -> tuple[Array, Array]:
     list_p = key_p | query_of_row_p << BITS | row_p << 2 * BITS
     list_p |= jnp.where(is_first_p, FIRST, 0) | jnp.where(is_last_p, LAST, 0)
     list_p |= slab_p << SLAB_BIT
-    return list_p, end_c[-1]
+    return jnp.concatenate([end_c[-1:], list_p])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,9 +24,8 @@ OFFSETS = [[1] * first + [2] * (384 - first) for first in (20, 50, 80, 110, 140,
 
 def steps_of(segments, *, causal=True, window=0):
     """The steps' rows, blocks of queries and of keys, first slabs of keys, and flags."""
-    slabs = pair_blocks.document_slabs(segments, causal=causal, window=window)
-    list_p, count = pair_blocks.steps(slabs, causal=causal)
-    entries = np.asarray(list_p)[: int(count)]
+    [listed] = np.asarray(pair_blocks.document_steps(segments, causal=causal, window=window))
+    entries = listed[1 : 1 + listed[0]]
     numbers = entries >> 18 & 0x3FF, entries >> 9 & 0x1FF, entries & 0x1FF, entries >> 30 & 3
     return *numbers, entries & (3 << 28)
 
