@@ -51,7 +51,7 @@ LEAST_SHARE = 0.2  # of a typical cost, that a kind of work is expected to cost
 ROUNDS = 4  # of a fit
 TRACED, MIN_TRACED, MAX_TRACED = 0.1, 3, 20  # [s] and calls that the profiler times
 KERNELS, START = "time in kernels", "start of a kernel"
-REMEDY = "jaxtrain plan --calibrate measures this machine, in about two minutes"
+REMEDY = "jaxtrain plan --calibrate measures this machine, in about three minutes"
 
 
 class Timed(NamedTuple):

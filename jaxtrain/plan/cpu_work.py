@@ -8,7 +8,8 @@ Kernels of a library, products that XLA computes itself, and its others have cos
 Devices of one machine share its cores. Costs are measured with one device, with one device a core
 and with two a core. With more, the kernels of D devices on C cores run D / C after another.
 
-In an exchange the devices meet once for each array: a sum of 18 arrays takes 18 rendezvous.
+In an exchange the devices of a group meet once for each array: a sum of 18 arrays takes 18
+rendezvous, each at a cost for each device of the group.
 """
 
 import collections
@@ -72,7 +73,7 @@ Work = Mapping[str, float]
 class Exchanges(NamedTuple):
     """Exchanges of a machine's devices: they meet, and one copies from the memory of the others."""
 
-    rendezvous: float  # [s]
+    rendezvous: float  # [s] of each device in one
     sending: float  # [s/byte]
 
     def lanes(self, collective: Collective) -> frozenset[Hashable]:
@@ -117,9 +118,10 @@ def work_without_kernels(program: Program) -> dict[str, float]:
 
 
 def _work_of_exchange(collective: Collective) -> dict[str, float]:
-    """Return the work of one execution."""
-    sent = collective.bytes * len(collective.groups[0])
-    return {"rendezvous": len(collective.shapes), "sending": sent}
+    """Return the work of one execution, in which each device of a group wakes the others."""
+    n_devices = len(collective.groups[0])
+    sent = collective.bytes * n_devices
+    return {"rendezvous": len(collective.shapes) * n_devices, "sending": sent}
 
 
 def work_of_call(program: Program) -> dict[str, float]:

@@ -173,8 +173,8 @@ def test_the_kernels_of_a_program_are_timed_by_their_names():
         assert 0 < timed.seconds < 1
 
 
-def test_devices_meet_once_for_each_array_of_an_exchange():
-    """A sum of three arrays of 4 kB over two devices."""
+def test_each_device_of_a_group_meets_the_others_once_for_each_array():
+    """A sum of three arrays of 4 kB over two devices, or over two pairs of four."""
     array = "f32[1000]{0}"
     sums = (
         f"  %a = ({array}, {array}, {array}) all-reduce(%x, %x, %x), replica_groups={{{{0,1}}}},"
@@ -182,9 +182,11 @@ def test_devices_meet_once_for_each_array_of_an_exchange():
     )
     program = hlo.Program(text(sums))
     work = cpu_work.work_without_kernels(program)
-    assert work["rendezvous"] == 3 * 3 and work["sending"] == 3 * 3 * 4000 * 2
+    assert work["rendezvous"] == 3 * 3 * 2 and work["sending"] == 3 * 3 * 4000 * 2
     [collective] = hlo.collectives(program)
-    assert cpu_work.Exchanges(1e-4, 1e-9).seconds(collective) == pytest.approx(3e-4 + 24e-6)
+    assert cpu_work.Exchanges(1e-4, 1e-9).seconds(collective) == pytest.approx(6e-4 + 24e-6)
+    pairs = hlo.Program(text(sums.replace("{{0,1}}", "{{0,1},{2,3}}")))
+    assert cpu_work.work_without_kernels(pairs)["rendezvous"] == work["rendezvous"]
 
 
 def test_a_machine_has_a_forecast_from_its_own_calibration_alone(tmp_path, monkeypatch):
