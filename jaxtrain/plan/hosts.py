@@ -37,6 +37,7 @@ READING = 0.7  # [s] for which the loader's rows are counted
 CHIPS_OF_TPU_HOST = 4
 TRIED = 16 << 20  # [bytes] written and read on the disk
 JOINING = 4e-3  # [s] of a process on loopback, of the rendezvous and JAX (docs/results/hosts.md)
+SPLITS = 2  # whose loaders a run keeps open: of training and of the test
 AT_ONCE = 3  # times the largest array, that a restore holds of it while it reads
 Finding = tuple[str, str, bool]  # name, finding, whether it is good
 
@@ -251,7 +252,7 @@ def _check_data(
 ) -> Iterator[Finding]:
     """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
     findings = []
-    rate = index = ""
+    rate, index = "", ("", True)
     for split in ("train", "test"):
         began, before, files_before = time.perf_counter(), _resident(), _open_files()
         loader = make_loader(assembly, split)
@@ -265,11 +266,7 @@ def _check_data(
             seconds = time.perf_counter() - began
             if split == "train":
                 rate = _rate(loader, assembly, target, of_host, seconds_of_step)
-                n_files = max(0, _open_files() - files_before)
-                index = (
-                    f"each process needs {in_bytes(opened)} of memory to open the training split,"
-                    f" and {n_files} open files to read it"
-                )
+                index = _index(opened, max(0, _open_files() - files_before), target)
         except ValueError as error:
             yield "data", f"{split}: {error}", False
             return
@@ -282,7 +279,29 @@ def _check_data(
     yield "data", "; ".join(findings), True
     if rate:
         yield "loader", rate, True
-        yield "index", index, True
+        yield "index", *index
+
+
+def _index(opened: int, n_files: int, target: Target) -> tuple[str, bool]:
+    """Tell what a loader keeps open, and the remedy if this machine has little room for it."""
+    text = (
+        f"each process needs {in_bytes(opened)} of memory to open the training split,"
+        f" and {n_files} open files to read it"
+    )
+    remedies = []
+    needs, (_, hard) = _open_files() + SPLITS * n_files, machine.open_files()
+    if hard != machine.UNLIMITED and hard < needs:
+        remedies.append(
+            f"a run with a test split as large needs {needs:,}, and this machine allows {hard:,}:"
+            f" ulimit -n {needs} before the launcher's command"
+        )
+    available = host_memory()
+    if available < SPLITS * opened:
+        remedies.append(
+            f"{in_bytes(available)} are available here: config.data.sources with fewer rows, or a"
+            " host with more memory"
+        )
+    return "; ".join([text, *remedies]), not (remedies and target.here)
 
 
 def make_loader(assembly: Assembly, split: str) -> base.Loader:

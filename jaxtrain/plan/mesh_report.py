@@ -196,9 +196,10 @@ def _failed_lines(result: Result) -> Iterator[str]:
     lines = mesh_search.lacks(result.failed)
     if lines:
         yield "do not fit"
-        yield from (f"  {line}" for line in lines[:MAX_LINES])
-        if len(lines) > MAX_LINES:
-            yield f"  and {len(lines) - MAX_LINES} more"
+        shown = lines[:MAX_LINES] if result.fitting else lines
+        yield from (f"  {line}" for line in shown)
+        if len(lines) > len(shown):
+            yield f"  and {len(lines) - len(shown)} more"
         yield ""
 
 

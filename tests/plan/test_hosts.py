@@ -1,5 +1,7 @@
 """The needs of a run's hosts: their parts of the state, disks, open files and processes."""
 
+import re
+
 import pytest
 
 from jaxtrain import plan
@@ -101,3 +103,15 @@ def test_each_host_needs_its_part_of_the_rows(found):
     _, texts = found("gpu:h100x8*4", ("mesh.data", "32"), ("train.batch", "64"))
     assert "; a step asks for 128, 32 on each host" in texts["loader"][0]
     assert "of memory to open the training split" in texts["index"][0]
+
+
+def test_a_loader_that_keeps_open_more_than_a_machine_has_names_a_remedy(monkeypatch):
+    here, elsewhere = plan.parse_target(""), plan.parse_target("gpu:h100x8")
+    monkeypatch.setattr(machine, "open_files", lambda: (64, 4096))
+    monkeypatch.setattr(hosts, "host_memory", lambda: 8e9)
+    text, good = hosts._index(1_000_000, 20, here)
+    assert good and text.endswith("and 20 open files to read it")
+    text, good = hosts._index(1_000_000, 3000, here)
+    assert not good and re.search(r"allows 4,096: ulimit -n 60\d\d before", text)
+    text, good = hosts._index(6_000_000_000, 20, elsewhere)
+    assert good and "8.00 GB are available here: config.data.sources with fewer rows" in text
