@@ -1,15 +1,16 @@
-"""Count the instruction bundles of attention on a TPU that need not be here.
+"""Count the instruction bundles of a kernel on a TPU that need not be here.
 
     python -m tools.chip.kernel_bundles FOLDER --tokens=8192
     python -m tools.chip.kernel_bundles FOLDER --tokens=8192 --kernel=splash --block=256
     python -m tools.chip.kernel_bundles FOLDER --kernel=short --rows=256 --tokens=257 --heads=6,6,64
+    python -m tools.chip.kernel_bundles FOLDER --kernel=mixer --rows=192 --tokens=97
 
-Rows have documents under a causal mask, and those of the kernel for short rows have neither.
-Each kernel is printed as its parts: the bundles between two labels or branches of the final
-program. A part that begins with LB is the body of a loop: of the grid, and with a second > of the
-loop over heads. A branch jumps over the parts up to its region's end, as for the first and last
-step of a block of queries. Bundles are counted, not timed. The compiler is that of
-`jaxtrain plan --setup tpu`, whose dump is in FOLDER.
+The mixer is that of the recursive model. The other kernels are attention. Rows have documents under
+a causal mask, and those of the kernel for short rows have neither. Each kernel is printed as its
+parts: the bundles between two labels or branches of the final program. A part that begins with LB
+is the body of a loop: of the grid, and with a second > of the loop over heads. A branch jumps over
+the parts up to its region's end, as for the first and last step of a block of queries. Bundles are
+counted, not timed. The compiler is that of `jaxtrain plan --setup tpu`, whose dump is in FOLDER.
 """
 
 import argparse
@@ -25,9 +26,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import plan
 from jaxtrain.nn import pair_blocks, short, splash
+from jaxtrain.parallel import layout
 from jaxtrain.plan import environment
+from jaxtrain.workloads.trm import model, tpu_mixer
 
-KERNELS: dict[str, Any] = {
+ATTENTION: dict[str, Any] = {
     "pair_blocks": pair_blocks.pair_blocks,
     "splash": splash.splash,
     "short": short.short,
@@ -44,7 +47,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--heads", default="32,8,64", help="of queries, of keys, their values")
-    parser.add_argument("--kernel", choices=KERNELS, default="pair_blocks")
+    parser.add_argument("--widths", default="512,512", help="of the mixer: embed, inner")
+    parser.add_argument("--kernel", choices=[*ATTENTION, "mixer"], default="pair_blocks")
     parser.add_argument("--block", type=int, help="of splash")
     parser.add_argument("--target", default="tpu:v5e:2x2")
     args = parser.parse_args()
@@ -55,23 +59,48 @@ def main() -> None:
     os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={args.folder} --xla_jf_dump_llo_text=true"
     sys.path.insert(0, str(environment.folder("tpu")))
     [device, *_] = plan.compile.tpu_devices(plan.parse_target(args.target))
-    compile_both_ways(args, SingleDeviceSharding(device))
+    compile_kernel = compile_mixer if args.kernel == "mixer" else compile_attention
+    compile_kernel(args, device)
     for path in sorted(args.folder.glob("*-final_bundles.txt")):
-        is_kernel = "attention" in path.name or "splash" in path.name
+        is_kernel = any(name in path.name for name in ("attention", "splash", "mixer"))
         if is_kernel and "schedule" not in path.name:
             print(path.name)
             for place, label, bundles in parts(path.read_text()):
                 print(f"  {place:6d} {bundles:6d} {label}")
 
 
-def compile_both_ways(args: argparse.Namespace, where: SingleDeviceSharding) -> None:
+def compile_mixer(args: argparse.Namespace, device: jax.Device) -> None:
+    """Compile the mixer forward and back, whose matrices are float32 parameters."""
+    d, n = map(int, args.widths.split(","))
+    where = SingleDeviceSharding(device)
+    w_up, w_down = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+        for shape in ((args.tokens, 2, n), (n, args.tokens))
+    )
+    x = jax.ShapeDtypeStruct((args.rows, args.tokens, d), jnp.bfloat16, sharding=where)
+    shard = layout.make_layout(layout.make_mesh(1, 1, 1, devices=[device]), {}).shard
+
+    def step(
+        w_up: jax.Array, w_down: jax.Array, x: jax.Array, dz: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        def mix(w_up: jax.Array, w_down: jax.Array, x: jax.Array) -> jax.Array:
+            return tpu_mixer.mix(w_up, w_down, x, shard, eps=model.EPS)
+
+        z, pull = jax.vjp(mix, w_up, w_down, x)
+        return z, *pull(dz)
+
+    jax.jit(step).lower(w_up, w_down, x, x).compile()
+
+
+def compile_attention(args: argparse.Namespace, device: jax.Device) -> None:
     h, g, k = map(int, args.heads.split(","))
+    where = SingleDeviceSharding(device)
     q, key = (
         jax.ShapeDtypeStruct((args.rows, args.tokens, n, k), jnp.bfloat16, sharding=where)
         for n in (h, g)
     )
     segments = jax.ShapeDtypeStruct((args.rows, args.tokens), jnp.int32, sharding=where)
-    kernel = KERNELS[args.kernel]
+    kernel = ATTENTION[args.kernel]
 
     def step(
         q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, segments: jax.Array
