@@ -128,6 +128,22 @@ def test_replicas_send_one_sum_of_each_gradient_in_float32(tmp_path, gpu_compile
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", compiled_configs.WORKLOADS)
+def test_shards_sum_gradients_in_float32(name, tmp_path, gpu_compiler):
+    """The recursive model's products round them, as docs/ARCHITECTURE.md says."""
+    compiled_configs.write_data(tmp_path)
+    config = compiled_configs.WORKLOADS[name].config("small", "fsdp", 8, tmp_path)
+    [step] = compiled([(config, NODE)])
+    sums = [c for c in step.over("fsdp") if c.kind in ("reduce-scatter", "all-reduce")]
+    least = 7 / 8 * 4 * step.params
+    dtype, size = ("bf16", 2) if name == "trm" else ("f32", 4)
+    if name == "giblet":  # exchanges the rows of its widest matrices in the place of gradients
+        least = 0
+    assert sent(sums) >= least * size / 4
+    assert {d for c in sums if c.sent > 1e4 for d in c.dtypes} == {dtype}
+
+
+@pytest.mark.slow
 def test_a_mesh_of_replicas_and_shards_sums_what_each_device_has(language):
     step = language["data"]
     assert sent(step.over("data")) == pytest.approx(2 * 7 / 8 * 4 * step.params, rel=1e-3)
