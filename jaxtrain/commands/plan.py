@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", action="store_true", help=text)
     text = "factor between two sizes of --scale; default: 2"
     parser.add_argument("--by", metavar="N", type=FACTOR, help=text)
-    text = "measure this machine's CPUs in about two minutes, and plan nothing"
+    text = "measure this machine's CPUs in about three minutes, and plan nothing"
     parser.add_argument("--calibrate", action="store_true", help=text)
     args = parser.parse_args(options)
     plans = [name for name in ("search", "scale") if getattr(args, name)]

@@ -37,7 +37,6 @@ READING = 0.7  # [s] for which the loader's rows are counted
 CHIPS_OF_TPU_HOST = 4
 TRIED = 16 << 20  # [bytes] written and read on the disk
 JOINING = 4e-3  # [s] of a process on loopback, of the rendezvous and JAX (docs/results/hosts.md)
-SPLITS = 2  # whose loaders a run keeps open: of training and of the test
 AT_ONCE = 3  # times the largest array, that a restore holds of it while it reads
 Finding = tuple[str, str, bool]  # name, finding, whether it is good
 
@@ -252,7 +251,9 @@ def _check_data(
 ) -> Iterator[Finding]:
     """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
     findings = []
-    rate, index = "", ("", True)
+    rate = ""
+    opened = n_files = 0
+    own_files, available = _open_files(), host_memory()
     for split in ("train", "test"):
         began, before, files_before = time.perf_counter(), _resident(), _open_files()
         loader = make_loader(assembly, split)
@@ -260,13 +261,13 @@ def _check_data(
             if not loader.n_batches:
                 findings.append(f"{split} has no rows")
                 continue
-            opened = max(0, _resident() - before)
+            opened += max(0, _resident() - before)
             loader.seek(0)
             next(loader)
             seconds = time.perf_counter() - began
             if split == "train":
                 rate = _rate(loader, assembly, target, of_host, seconds_of_step)
-                index = _index(opened, max(0, _open_files() - files_before), target)
+            n_files += max(0, _open_files() - files_before)
         except ValueError as error:
             yield "data", f"{split}: {error}", False
             return
@@ -279,29 +280,28 @@ def _check_data(
     yield "data", "; ".join(findings), True
     if rate:
         yield "loader", rate, True
-        yield "index", *index
+        text, fits = _index(opened, n_files, available, own_files)
+        yield "index", text, fits or not target.here
 
 
-def _index(opened: int, n_files: int, target: Target) -> tuple[str, bool]:
-    """Tell what a loader keeps open, and the remedy if this machine has little room for it."""
+def _index(opened: int, n_files: int, available: float, own_files: int) -> tuple[str, bool]:
+    """Compare what the loaders of both splits keep with what this process may still take."""
     text = (
-        f"each process needs {in_bytes(opened)} of memory to open the training split,"
-        f" and {n_files} open files to read it"
+        f"each process needs {in_bytes(opened)} of memory to open both splits,"
+        f" and {n_files} open files to read them"
     )
     remedies = []
-    needs, (_, hard) = _open_files() + SPLITS * n_files, machine.open_files()
-    if hard != machine.UNLIMITED and hard < needs:
+    needs, (limit, _) = own_files + n_files, machine.open_files()
+    if limit != machine.UNLIMITED and limit < needs:
         remedies.append(
-            f"a run with a test split as large needs {needs:,}, and this machine allows {hard:,}:"
-            f" ulimit -n {needs} before the launcher's command"
+            f"this process may open {limit:,}: ulimit -n {needs} before the launcher's command"
         )
-    available = host_memory()
-    if available < SPLITS * opened:
+    if available < opened:
         remedies.append(
-            f"{in_bytes(available)} are available here: config.data.sources with fewer rows, or a"
-            " host with more memory"
+            f"{in_bytes(available)} are available here: config.data with fewer rows, or a host"
+            " with more memory"
         )
-    return "; ".join([text, *remedies]), not (remedies and target.here)
+    return "; ".join([text, *remedies]), not remedies
 
 
 def make_loader(assembly: Assembly, split: str) -> base.Loader:

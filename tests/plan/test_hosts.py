@@ -1,7 +1,5 @@
 """The needs of a run's hosts: their parts of the state, disks, open files and processes."""
 
-import re
-
 import pytest
 
 from jaxtrain import plan
@@ -102,16 +100,24 @@ def test_a_limit_of_open_files_below_the_connections_has_a_remedy(found, monkeyp
 def test_each_host_needs_its_part_of_the_rows(found):
     _, texts = found("gpu:h100x8*4", ("mesh.data", "32"), ("train.batch", "64"))
     assert "; a step asks for 128, 32 on each host" in texts["loader"][0]
-    assert "of memory to open the training split" in texts["index"][0]
+    assert "of memory to open both splits" in texts["index"][0]
 
 
-def test_a_loader_that_keeps_open_more_than_a_machine_has_names_a_remedy(monkeypatch):
-    here, elsewhere = plan.parse_target(""), plan.parse_target("gpu:h100x8")
-    monkeypatch.setattr(machine, "open_files", lambda: (64, 4096))
-    monkeypatch.setattr(hosts, "host_memory", lambda: 8e9)
-    text, good = hosts._index(1_000_000, 20, here)
-    assert good and text.endswith("and 20 open files to read it")
-    text, good = hosts._index(1_000_000, 3000, here)
-    assert not good and re.search(r"allows 4,096: ulimit -n 60\d\d before", text)
-    text, good = hosts._index(6_000_000_000, 20, elsewhere)
-    assert good and "8.00 GB are available here: config.data.sources with fewer rows" in text
+def test_loaders_that_take_more_than_a_process_may_have_a_remedy(monkeypatch):
+    monkeypatch.setattr(machine, "open_files", lambda: (1000, 4096))
+    text, fits = hosts._index(1_000_000, 20, 8e9, 30)
+    assert fits and text.endswith("of memory to open both splits, and 20 open files to read them")
+    text, fits = hosts._index(1_000_000, 3000, 8e9, 30)
+    assert not fits and "this process may open 1,000: ulimit -n 3030 before" in text
+    text, fits = hosts._index(9_000_000_000, 20, 8e9, 30)
+    assert not fits and "8.00 GB are available here: config.data with fewer rows" in text
+
+
+def test_a_limit_of_open_files_below_those_of_the_loaders_is_a_problem_here(found, monkeypatch):
+    """Each look at the open files of this process finds seven more than the one before."""
+    monkeypatch.setattr(machine, "open_files", lambda: (20, 4096))
+    for target, expected in (("", False), ("gpu:h100x8", True)):
+        monkeypatch.setattr(hosts, "_open_files", iter(range(7, 100, 7)).__next__)
+        _, texts = found(target)
+        text, good = texts["index"]
+        assert good is expected and "may open 20: ulimit -n 21 before" in text
