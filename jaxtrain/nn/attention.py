@@ -127,7 +127,9 @@ def blocks_of(
     find = functools.partial(find, causal=causal, window=window)
     rows = shard.spec((b,), ("batch",))
     with jax.named_scope("document_blocks"):
-        return kernels.local(shard, find, [segments_bt], [("batch", None)], rows)
+        blocks = kernels.local(shard, find, [segments_bt], [("batch", None)], rows)
+    # an axis rule may split their first axis where it splits no rows: each layer then finds them
+    return blocks if shard.spec(blocks.shape[:1], ("batch",)) == rows else None
 
 
 def _split_by_xla(shard: Shard, run: Callable[..., Array], policy: str, *qkv: Array) -> Array:

@@ -155,6 +155,13 @@ def test_rows_whose_list_exceeds_the_scalar_memory_take_several_calls(monkeypatc
     assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, (2, 1, 64))
 
 
+def test_devices_of_a_mesh_have_calls_of_their_own(monkeypatch):
+    """Each has three rows, of which a call of the kernel takes two."""
+    monkeypatch.setattr(pair_blocks, "LISTS", 2 * 4 * 6)
+    names = ["aligned", "across blocks", "in no order"]
+    attend_on_a_mesh((2, 1, 1), "v5e", [ROWS[name] for name in names + names[::-1]], monkeypatch)
+
+
 def test_rows_may_have_more_documents_than_blocks_and_any_numbers():
     segments = document_rows.with_any_numbers()
     assert_equals_the_formula(pair_blocks.pair_blocks, segments, (2, 1, 64))
@@ -247,12 +254,16 @@ def test_a_chip_with_less_memory_than_the_kernel_takes_has_splash(version):
 )
 def test_devices_of_a_mesh_attend_to_their_own_rows_and_heads(version, mesh, monkeypatch):
     """The blocks of documents are found once, and split as the rows are."""
+    attend_on_a_mesh(mesh, version, [ROWS["aligned"], ROWS["across blocks"]], monkeypatch)
+
+
+def attend_on_a_mesh(mesh, version, rows, monkeypatch):
     for module, name in ((attention, "splash"), (pair_blocks, "pair_blocks")):
         in_interpreter = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, in_interpreter)
     devices = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
     shard = layout.Layout(devices, AXIS_RULES, layout.Devices("tpu", version)).shard
-    segments = jnp.asarray([ROWS["aligned"], ROWS["across blocks"]], jnp.int32)
+    segments = jnp.asarray(rows, jnp.int32)
     *qkv, dy = arrays = document_rows.inputs(*segments.shape, 4, 2, 64)
 
     @jax.jit
