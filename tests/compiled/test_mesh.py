@@ -20,6 +20,8 @@ from jaxtrain.step import state as state_lib
 from tests.compiled import compiled_configs
 from tools.chip import cases
 
+# of the least: applications of the recursive net each have a sum, and adapters sum activations
+MOST_SUMS = {"trm": 4.0, "higgs": 2.0}
 DEPTH, BIG = 4, 1e6  # [layers], [bytes] sent by one device
 NODE, NODES = "gpu:h100x8", "gpu:h100x8*2"
 
@@ -129,18 +131,22 @@ def test_replicas_send_one_sum_of_each_gradient_in_float32(tmp_path, gpu_compile
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", compiled_configs.WORKLOADS)
-def test_shards_sum_gradients_in_float32(name, tmp_path, gpu_compiler):
-    """The recursive model's products round them, as docs/ARCHITECTURE.md says."""
+def test_each_workload_has_one_type_of_sums_over_shards(name, tmp_path, gpu_compiler):
+    """float32, but for the recursive model, whose net has the type of its activations.
+
+    The widest matrices of giblet stay where they are: rows of its batch are exchanged instead.
+    """
     compiled_configs.write_data(tmp_path)
     config = compiled_configs.WORKLOADS[name].config("small", "fsdp", 8, tmp_path)
     [step] = compiled([(config, NODE)])
     sums = [c for c in step.over("fsdp") if c.kind in ("reduce-scatter", "all-reduce")]
-    least = 7 / 8 * 4 * step.params
     dtype, size = ("bf16", 2) if name == "trm" else ("f32", 4)
-    if name == "giblet":  # exchanges the rows of its widest matrices in the place of gradients
-        least = 0
-    assert sent(sums) >= least * size / 4
     assert {d for c in sums if c.sent > 1e4 for d in c.dtypes} == {dtype}
+    least = step.config.train.accumulate * 7 / 8 * size * step.params
+    if name == "giblet":
+        assert sent(sums) < 0.05 * least
+    else:
+        assert least <= sent(sums) <= MOST_SUMS.get(name, 1.1) * least
 
 
 @pytest.mark.slow
