@@ -15,7 +15,7 @@ from tests.support.processes import run
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
 SLICES = "xla_gpu_enable_dynamic_slice_fusion"
 SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-SEVERAL = {SCHEDULER: True, SCATTERS: 0, MERGER: 0}  # for more than one GPU
+SEVERAL = {SCHEDULER: True, SCATTERS: 2 << 20, MERGER: 0}  # for more than one GPU
 
 
 @pytest.mark.usefixtures("libtpu")

@@ -86,9 +86,10 @@ TABLE = (
     # Collectives begin early and end late, with computation between. JAX has it off by default,
     # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
-    # Each matrix's gradient is sent when it is there. Combined, the sums of a layer would start at
-    # the end of the loop's body, with nothing left to compute (docs/results/compiled-steps.md).
-    Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 0, ("NVIDIA",)),
+    # Each large matrix's gradient is sent when it is there. Combined, the sums of a layer would
+    # start at the end of the loop's body, with nothing left to compute. Those of small ones [bytes
+    # of a device] are, as each exchange has a latency (docs/results/compiled-steps.md).
+    Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2 << 20, ("NVIDIA",)),
     # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no
     # gather of an FSDP step of the model on v5e was fused with a product.
     Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
