@@ -87,8 +87,8 @@ TABLE = (
     # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
     # Each large matrix's gradient is sent when it is there. Combined, the sums of a layer would
-    # start at the end of the loop's body, with nothing left to compute. Those of small ones [bytes
-    # of a device] are, as each exchange has a latency (docs/results/compiled-steps.md).
+    # start at the end of the loop's body, with nothing left to compute. Small sums are combined,
+    # as each exchange has a latency, up to so many bytes (docs/results/compiled-steps.md).
     Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2 << 20, ("NVIDIA",)),
     # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no
     # gather of an FSDP step of the model on v5e was fused with a product.

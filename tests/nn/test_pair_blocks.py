@@ -162,6 +162,20 @@ def test_devices_of_a_mesh_have_calls_of_their_own(monkeypatch):
     attend_on_a_mesh((2, 1, 1), "v5e", [ROWS[name] for name in names + names[::-1]], monkeypatch)
 
 
+def test_lists_that_a_rule_would_split_otherwise_than_rows_are_made_in_each_layer(monkeypatch):
+    """Three rows are whole on both devices, and their two calls could be split."""
+    monkeypatch.setattr(pair_blocks, "LISTS", 2 * 4 * 6)
+    mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
+    rules = {**AXIS_RULES, "batch": "fsdp?"}
+    shard = layout.Layout(mesh, rules, layout.Devices("tpu", "v5e")).shard
+
+    def blocks_of(segments):
+        return attention.blocks_of(segments, shard, 64, causal=True, window=0)
+
+    assert jax.eval_shape(blocks_of, SEGMENTS[:2]) is not None
+    assert jax.eval_shape(blocks_of, SEGMENTS[:3]) is None
+
+
 def test_rows_may_have_more_documents_than_blocks_and_any_numbers():
     segments = document_rows.with_any_numbers()
     assert_equals_the_formula(pair_blocks.pair_blocks, segments, (2, 1, 64))
