@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from jaxtrain.plan import environment
 from tests.support.processes import ROOT, xla_flags
 
 PROCESSES, DEVICES = 4, 2
@@ -73,6 +74,30 @@ def test_no_process_holds_the_whole_state(name, tmp_path):
     )
     for phase, share in shares.items():
         assert share < {**MOST, **MOST_READ}[phase], shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["configs/lm.py:llama-3.1-70b", "configs/giblet.py:blank"])
+@pytest.mark.parametrize("target", ["gpu:h100x64", "tpu:v5p:4x4x4"])
+def test_an_accelerator_holds_no_random_bits_next_to_its_part(target, source, tmp_path, request):
+    """At full size. CPUs draw them in a loop, whose arrays the test above counts."""
+    kind = target.partition(":")[0]
+    request.getfixturevalue(f"{kind}_compiler")
+    overrides = [*MESH[:1], ("mesh.fsdp", "-1"), ("train.batch", "64")]
+    overrides += [("workdir", str(tmp_path / "run"))]
+    if "70b" in source:
+        overrides += [("model.param_dtype", "bfloat16"), ("optim.moments", "bfloat16")]
+    packages = environment.find(kind)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(packages)}
+    command = [sys.executable, "-m", "tests.support.start_program", target, source]
+    ended = subprocess.run(
+        [*command, json.dumps(overrides)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.strip().splitlines()[-1])
+    print(f"{target}, {source}: {found}")
+    assert found["state"] > 1e9
+    assert found["temporaries"] < 1e-4 * found["state"]
 
 
 def phases(tmp_path, source, overrides):

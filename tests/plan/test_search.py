@@ -83,6 +83,20 @@ def test_a_mesh_that_does_not_fit_takes_its_next_option(language, monkeypatch):
     assert line.startswith("auto is mesh.data=") and "by its compiler 1.00 GB of 9.50 GB" in line
 
 
+def test_a_search_that_finds_a_mesh_counts_those_without_room(language, monkeypatch):
+    quickly(monkeypatch)
+
+    def size(config):
+        return 1e9 if sizes(config) == (1, 8, 1) else 1e12
+
+    compiled_as(monkeypatch, seconds=lambda config: 1.0, size=size)
+    text, fits, _ = plan.report_search(language(), GPUS)
+    settled, fitting = re.search(r"(\d+) candidates were settled, (\d+) fit", text).groups()
+    lines = text.partition("do not fit\n")[2].partition("\n\n")[0].splitlines()
+    assert fits and len(lines) == mesh_report.MAX_LINES + 1
+    assert lines[-1] == f"  and {int(settled) - int(fitting) - mesh_report.MAX_LINES} more"
+
+
 @pytest.mark.parametrize(("memory", "fits"), [(720e6, True), (670e6, False)])
 def test_one_microbatch_can_be_the_smallest(language, monkeypatch, memory, fits):
     """More of them hold a sum of gradients besides those of one, which few rows do not pay for."""
