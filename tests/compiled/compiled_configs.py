@@ -6,12 +6,12 @@ and a third of the encoder's layers, which are no loop.
 """
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan as plan_lib
-from jaxtrain.plan import worker
+from jaxtrain.plan import hlo, layouts, worker
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BF16 = {"model.dtype": "bfloat16"}
@@ -131,3 +131,10 @@ def jobs(
                 config = WORKLOADS[name].config(size, mesh, count, folder)
                 jobs_of[name, size, mesh] = worker.Job(config, target, worker.LAST)
     return jobs_of
+
+
+def arrays_with_two_sides(text: str, size: int) -> Iterator[str]:
+    """Yield the instructions of a program whose results have two sides of a size: its scores."""
+    for _, i in hlo.Program(text).executed():
+        if any(array.dims.count(size) > 1 for array in layouts.arrays(i.result)):
+            yield i.line[:300]

@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain import plan
 from jaxtrain.plan import hlo
+from tests.compiled.compiled_configs import arrays_with_two_sides
 from tools.chip import cases, tpu_steps
 
 
@@ -22,8 +23,12 @@ class Bounds(NamedTuple):
     milliseconds: float = 0.0  # by the compiler's own estimate
     exchanged: float = 0.0  # [GB] results of exchanges
     sent: float = 0.0  # [GB]
+    calls: int = 0  # of kernels of Pallas
+    peak: float = 0.0  # [GB]
+    tokens: int = 0  # of a row whose scores, tokens × tokens, no array may have
 
 
+ATTENTION = {"model.mixer": "attention", "model.positions": "rope"}
 CASES = {
     "vit-s": Bounds({"model.depth": "2"}, gigabytes=0.06, milliseconds=45, exchanged=0.05),
     "vit-b": Bounds({"model.depth": "2"}, gigabytes=0.115, milliseconds=50, exchanged=0.07),
@@ -45,6 +50,7 @@ CASES = {
         milliseconds=620,
         sent=15.6,  # as in rings of permutes, whose results lack a device's own part
     ),
+    "trm, attention": Bounds({"train.batch": "768", "train.accumulate": "1", **ATTENTION}),
     "giblet": Bounds({}, "tpu:v5e:4x4", gigabytes=2.0, milliseconds=17, exchanged=0.12),
 }
 
@@ -53,6 +59,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_executes_no_more_than_the_table(name, tmp_path, tpu_compiler):
     bounds = CASES[name]
+    name = name.partition(",")[0]
     case = next(case for case in cases.CASES if case.name == name)
     settings = {**tpu_steps.SETTINGS[name], **bounds.settings}
     config = case.config(cases.Data(tmp_path, small=False), {}, settings)
@@ -70,6 +77,12 @@ def test_a_step_executes_no_more_than_the_table(name, tmp_path, tpu_compiler):
         assert sent / 1e9 <= bounds.sent
     if bounds.products:
         assert sums.flops / step.flops <= bounds.products
+    if bounds.calls:
+        assert step.compiled.library_calls["tpu_custom_call"] <= bounds.calls
+    if bounds.peak:
+        assert step.compiled.peak / 1e9 <= bounds.peak
+    if bounds.tokens:
+        assert not list(arrays_with_two_sides(step.compiled.text, bounds.tokens))
 
 
 @pytest.mark.slow
