@@ -387,7 +387,7 @@ def test_a_step_that_is_refused_keeps_every_bit_of_the_parameters():
 TOY_FIELDS = {"x": Field((4,), np.float32), "weight": Field((), np.float32)}
 
 
-def toy_task(draw=False):
+def toy_task(draw=False, dtype="float32"):
     def loss(variables, batch, key):
         y = (batch["x"] @ variables.params["w"]) + variables.model_state["latent"].sum(-1)
         if draw:
@@ -405,7 +405,7 @@ def toy_task(draw=False):
         return LossOut(total, {"rows": rows}, model_state)
 
     def advance(params, model_state, step):
-        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, model_state["teacher"], params["w"])
+        teacher = 0.9 * model_state["teacher"] + 0.1 * params["w"].astype(dtype)
         return {**model_state, "teacher": teacher, "count": model_state["count"] + step + 1}
 
     return Task(
@@ -413,7 +413,7 @@ def toy_task(draw=False):
             params={"w": Spec((4,), ("embed",), fan_in(4))},
             model_state={
                 "latent": Spec((BATCH, 4), ("batch", None), zeros),
-                "teacher": Spec((4,), ("embed",), zeros),
+                "teacher": Spec((4,), ("embed",), zeros, dtype),
                 "count": Spec((), (), zeros, "int32"),
             },
         ),
@@ -425,8 +425,8 @@ def toy_task(draw=False):
     )
 
 
-def run_toy(mesh, accumulate, *, draw=False, ema=0.0):
-    run = Run(mesh, accumulate, task=toy_task(draw), fields=TOY_FIELDS, ema=ema)
+def run_toy(mesh, accumulate, *, draw=False, dtype="float32", ema=0.0):
+    run = Run(mesh, accumulate, task=toy_task(draw, dtype), fields=TOY_FIELDS, ema=ema)
     rng = np.random.default_rng(0)
     state, states = run.init(), []
     for _ in range(3):
@@ -455,6 +455,18 @@ def test_a_model_state_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, a
         assert_close(expected, found, atol=1e-5)
     planned = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), run.abstract.state)
     assert planned == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_state_of_16_bits_is_averaged_over_replicas(accumulate):
+    """XLA for CPUs ends the process at a sum of 16 bits over some of the mesh axes."""
+    states, _, state, _ = run_toy("mixed", accumulate, dtype="bfloat16")
+    teacher = state.variables.model_state["teacher"]
+    assert teacher.dtype == jnp.bfloat16
+    expected = np.zeros(4)
+    for each in states:
+        expected = 0.9 * expected + 0.1 * each.variables.params["w"]
+    np.testing.assert_allclose(np.asarray(teacher, np.float32), expected, rtol=0.02)
 
 
 def test_a_rows_model_state_stays_in_its_place(toy_alone):

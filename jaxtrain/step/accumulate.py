@@ -136,7 +136,8 @@ def _over_data(task: Task, layout: Layout, of_microbatch: Summed, accumulate: in
             # the loss does not touch it: it is identical on every group already
             model_state = variables.model_state
         else:
-            model_state = jax.tree.map(_shared, out.model_state, partitions)
+            shared = functools.partial(_shared, layout)
+            model_state = jax.tree.map(shared, out.model_state, partitions)
         return grads, LossOut(loss, metrics, model_state, sparse_rows)
 
     replicated: Any = PartitionSpec()
@@ -280,7 +281,7 @@ def _state_partitions(task: Task) -> PyTree:
     return jax.tree.map(partition, table, is_leaf=lambda x: isinstance(x, Spec))
 
 
-def _shared(x: Array, partition: PartitionSpec) -> Array:
+def _shared(layout: Layout, x: Array, partition: PartitionSpec) -> Array:
     """Return the mean over data groups of an array that is not split over them.
 
     Counts are the same on all already.
@@ -288,7 +289,7 @@ def _shared(x: Array, partition: PartitionSpec) -> Array:
     if DATA in partition:
         return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        x = jax.lax.pmean(x, DATA)
+        x = replicas.wide_on_cpus(layout, functools.partial(jax.lax.pmean, axis_name=DATA), x)
     else:
         x = jax.lax.pmax(x, DATA)
     return x
