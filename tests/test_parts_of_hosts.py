@@ -29,15 +29,14 @@ GIBLET = (
     ("model.decode_audio_widths", "(64, 64)"),
     ("model.decode_text_widths", "(64, 64)"),
 )
-# A hundredth of the parameters of llama-3.1-70b, 0.7 billion with its whole vocabulary. The state
-# has 16 bits, since all of it is in the memory of one machine here.
+# A hundredth of the parameters of llama-3.1-70b, 0.7 billion with its whole vocabulary. The moments
+# have 16 bits, since all of the state is in the memory of one machine here.
 LANGUAGE = (
     *MESH,
     ("model.embed", "1024"),
     ("model.heads", "8"),
     ("model.kv_heads", "1"),
     ("model.mlp", "3584"),
-    ("model.param_dtype", "bfloat16"),
     ("optim.moments", "bfloat16"),
 )
 CASES = {
@@ -86,7 +85,7 @@ def test_an_accelerator_holds_no_random_bits_next_to_its_part(target, source, tm
     overrides = [*MESH[:1], ("mesh.fsdp", "-1"), ("train.batch", "64")]
     overrides += [("workdir", str(tmp_path / "run"))]
     if "70b" in source:
-        overrides += [("model.param_dtype", "bfloat16"), ("optim.moments", "bfloat16")]
+        overrides += [("optim.moments", "bfloat16")]
     packages = environment.find(kind)
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(packages)}
     command = [sys.executable, "-m", "tests.support.start_program", target, source]

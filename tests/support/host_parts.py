@@ -59,7 +59,10 @@ def bytes_read() -> int:
 
 def main(source: str, overrides: str) -> None:
     membership = cluster.find()
-    config, _ = config_lib.read(source, [tuple(pair) for pair in json.loads(overrides)])
+    pairs = [tuple(pair) for pair in json.loads(overrides)]
+    config, problems = config_lib.read(source, pairs)
+    # missing data are none: no step is made
+    assert not {path for path, _ in problems} & {path for path, _ in pairs}, problems
     links = cluster.initialize(membership, config)
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)

@@ -23,7 +23,10 @@ def main(text: str, source: str, overrides: str) -> None:
     target = parse_target(text)
     devices_of = compile_lib.tpu_devices if target.kind == "tpu" else compile_lib.gpu_devices
     devices = devices_of(target)
-    config, _ = config_lib.read(source, [tuple(pair) for pair in json.loads(overrides)])
+    pairs = [tuple(pair) for pair in json.loads(overrides)]
+    config, problems = config_lib.read(source, pairs)
+    # missing data are none: no step is made
+    assert not {path for path, _ in problems} & {path for path, _ in pairs}, problems
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     assembly = assemble(config, layout.make_mesh(*sizes, devices=devices))
     init = state_lib.make_init(
