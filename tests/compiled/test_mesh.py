@@ -1,7 +1,7 @@
 """Ratchets for what a step sends between eight H100s, and what of it nothing hides.
 
 The language model is the case of tools/gpu_check.py with 4 of its 16 layers, which each send the
-same. Its figures are in docs/results/compiled-steps.md. A change lowers a bound, or says in the
+same, and once with all. Its figures are in docs/results/compiled-steps.md. A change lowers a bound, or says in the
 changelog why not.
 """
 
@@ -44,10 +44,10 @@ SETTINGS = {
     "both, in parts": Setting(NODE, (2, 4, 1), 512, 4),
     "nodes": Setting(NODES, (2, 8, 1), 256, 1, mesh_advice.MORE_OVERLAP),
 }
-# with all layers, and the exposed share at most
+# With all layers, and the exposed share at most. 2 and 5 % were the goals.
 WHOLE = {
-    "fsdp": (Setting(NODE, (1, 8, 1), 128, depth=16), 0.02),
-    "nodes": (Setting(NODES, (2, 8, 1), 256, 1, mesh_advice.MORE_OVERLAP, depth=16), 0.05),
+    "fsdp": (Setting(NODE, (1, 8, 1), 128, depth=16), 0.01),
+    "nodes": (Setting(NODES, (2, 8, 1), 256, 1, mesh_advice.MORE_OVERLAP, depth=16), 0.025),
 }
 
 
@@ -252,7 +252,7 @@ def exposed(step, *, has_latency=True):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("data", 0.05), ("fsdp", 0.025), ("nodes", 0.06)])
 def test_little_is_exposed(name, most, language):
-    """With all of its layers, it is a fourth of this: the table's sum is exposed once."""
+    """With four layers: the table's sum is exposed once."""
     step = language[name]
     assert exposed(step).share <= most
     waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
