@@ -1,8 +1,8 @@
 """Ratchets for what a step sends between eight H100s, and what of it nothing hides.
 
 The language model is the case of tools/gpu_check.py with 4 of its 16 layers, which each send the
-same, and once with all. Its figures are in docs/results/compiled-steps.md. A change lowers a bound, or says in the
-changelog why not.
+same, and once with all. Its figures are in docs/results/compiled-steps.md. A change lowers a bound,
+or says in the changelog why not.
 """
 
 import collections
