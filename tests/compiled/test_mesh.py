@@ -124,13 +124,13 @@ def sent(collectives):
 
 
 def share_gathered_in_float32(step):
-    """Of the numbers that are gathered: scales of norms are, in one exchange with matrices."""
-    numbers = collections.Counter()
+    """Of the gathered bytes. Scales of norms are in one exchange with matrices of 16 bits."""
+    sizes = collections.Counter()
     for c in step.over("fsdp"):
         if c.kind == "all-gather":
             for dtype, shape in zip(c.dtypes, c.shapes, strict=True):
-                numbers[dtype] += c.times * math.prod(shape)
-    return numbers["f32"] / numbers.total()
+                sizes[dtype] += c.times * math.prod(shape) * hlo.bits(dtype) // 8
+    return sizes["f32"] / sizes.total()
 
 
 @pytest.mark.slow
@@ -202,8 +202,8 @@ def test_an_encoder_over_fsdp_sends_the_least_and_waits_for_no_large_exchange(en
     """Each microbatch gathers 16 bits twice, and sums up float32 once."""
     least = encoder.config.train.accumulate * 7 / 8 * 8 * encoder.params
     assert 0.85 <= sent(encoder.over("fsdp")) / least <= 1.05
-    # with 12 layers a third of it: patches, positions and the head are gathered as they are
-    assert share_gathered_in_float32(encoder) < 0.02
+    # 1 % of 12 layers: patches, positions and the head are gathered as they are
+    assert share_gathered_in_float32(encoder) < 0.03
     exchanges = hlo.collectives(encoder.program)
     assert max(c.sent for c in exchanges) > BIG
     assert not [c for c in exchanges if c.sent > BIG and not c.is_async]

@@ -57,12 +57,17 @@ def bytes_read() -> int:
     raise ValueError("rchar")
 
 
-def main(source: str, overrides: str) -> None:
-    membership = cluster.find()
+def config_of(source: str, overrides: str) -> config_lib.Config:
+    """Return the config. Only what it lacks of data is no error, since no step is made."""
     pairs = [tuple(pair) for pair in json.loads(overrides)]
     config, problems = config_lib.read(source, pairs)
-    # missing data are none: no step is made
     assert not {path for path, _ in problems} & {path for path, _ in pairs}, problems
+    return config
+
+
+def main(source: str, overrides: str) -> None:
+    membership = cluster.find()
+    config = config_of(source, overrides)
     links = cluster.initialize(membership, config)
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)

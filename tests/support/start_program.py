@@ -11,22 +11,19 @@ import sys
 
 import jax
 
-from jaxtrain import config as config_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.parallel import layout
 from jaxtrain.plan import compile as compile_lib
 from jaxtrain.plan.target import parse_target
 from jaxtrain.step import state as state_lib
+from tests.support.host_parts import config_of
 
 
 def main(text: str, source: str, overrides: str) -> None:
     target = parse_target(text)
     devices_of = compile_lib.tpu_devices if target.kind == "tpu" else compile_lib.gpu_devices
     devices = devices_of(target)
-    pairs = [tuple(pair) for pair in json.loads(overrides)]
-    config, problems = config_lib.read(source, pairs)
-    # missing data are none: no step is made
-    assert not {path for path, _ in problems} & {path for path, _ in pairs}, problems
+    config = config_of(source, overrides)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     assembly = assemble(config, layout.make_mesh(*sizes, devices=devices))
     init = state_lib.make_init(
