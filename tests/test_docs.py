@@ -165,6 +165,7 @@ def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
     )
 
 
+@pytest.mark.slow
 @needs("language")
 def test_a_shipped_workload_with_one_more_metric_keeps_its_commands(tmp_path):
     """The run's last lines are commands that work as they are printed."""

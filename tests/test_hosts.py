@@ -324,7 +324,9 @@ def running(folder, processes, *overrides):
     return started
 
 
-@pytest.mark.parametrize(("processes", "victim"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "victim"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_promise_17_a_killed_process_is_noticed_at_once(folder, processes, victim):
     """By its heartbeats alone it would be noticed after 120 s."""
     started = running(folder, processes)
@@ -512,6 +514,7 @@ if "BLIND" in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_process_cannot_read_is_taken_by_none(folder):
     """The processes find each other, although the environment has proxies that do not answer."""
     (folder / "blind.py").write_text(BLIND_LOADER)

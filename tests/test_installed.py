@@ -110,6 +110,7 @@ def test_the_namespace_has_no_network(site, tmp_path):
     assert "Network is unreachable" in done.stderr
 
 
+@pytest.mark.slow
 @installed.needs("trm")
 def test_a_run_its_plan_and_its_export_need_no_network_and_say_what_they_should(alone):
     trained = alone("train", *RUN)

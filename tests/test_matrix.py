@@ -24,16 +24,10 @@ CASES = {
     for each in installed.NAMES
     for name, case in importlib.import_module(f"tests.support.cases.{each}").MATRIX.items()
 }
-# the others run in `make test` in parts, each in a file of its own
-SOON = {("bird", (2, 2, 2))}
-SLOW = pytest.mark.slow
+# All are slow: in `make test` each workload has a mesh in a file of its own.
+pytestmark = pytest.mark.slow
 MATRIX = [
-    pytest.param(
-        name,
-        mesh,
-        marks=[] if (name, mesh) in SOON else SLOW,
-        id=f"{name}-{'x'.join(map(str, mesh))}",
-    )
+    pytest.param(name, mesh, id=f"{name}-{'x'.join(map(str, mesh))}")
     for name in CASES
     for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 ]
@@ -51,7 +45,6 @@ def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
     assert_alike(alone(name), Run(CASES[name], mesh).take(STEPS))
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("processes", "mesh"),
     [(2, (2, 2, 2)), (2, (1, 8, 1)), (4, (2, 2, 2))],

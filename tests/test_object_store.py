@@ -39,17 +39,19 @@ def tool(folder, environment, *arguments):
     )
 
 
-def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
+STEPS = (
+    "toy.py",
+    "--config.train.steps=6",
+    "--config.train.eval_every=2",
+    "--config.checkpoint.every=2",
+)
+
+
+def test_promises_1_and_7_in_an_object_store(folder, bucket):
     """A run is killed while it writes the objects of a step. That step does not exist, and the
     resumed run ends like the undisturbed one."""
     environment, store = bucket
-    args = (
-        folder,
-        "toy.py",
-        "--config.train.steps=6",
-        "--config.train.eval_every=2",
-        "--config.checkpoint.every=2",
-    )
+    args = (folder, *STEPS)
     run(*args, "--config.workdir=whole")
 
     def there(name):
@@ -67,6 +69,13 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
     for split in ("train", "test"):
         assert records(folder / "runs" / "toy", split) == records(folder / "whole", split)
 
+
+@pytest.mark.slow
+def test_promise_6_in_an_object_store(folder, bucket):
+    """A run in a store is verified and exported, and a damaged object is noticed."""
+    environment, store = bucket
+    args = (folder, *STEPS)
+    run(*args, f"--config.checkpoint.folder={RUN}", **environment)
     verified = tool(folder, environment, "jaxtrain.cli", "checkpoint", "verify", f"{RUN}/6")
     assert verified.returncode == 0, verified.stderr
     exported = tool(

@@ -83,11 +83,19 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(f
     assert "the run has rewound 1 times" in output
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("SIGUSR1", 75), pytest.param("SIGINT", 130, marks=pytest.mark.slow)]
-)
-def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name, code):
-    """The resumed run ends like the undisturbed one, bit for bit."""
+def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder):
+    overrides = ("--config.checkpoint.every=1000", "--config.train.eval_every=0")
+    both = cluster(folder, "toy.py", *overrides, "--config.train.steps=1000", processes=2)
+    wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
+    both[1].send_signal(signal.SIGUSR1)
+    outputs = [p.communicate(timeout=120)[0] for p in both]
+    assert [p.returncode for p in both] == [75, 75], outputs
+    assert "SIGUSR1" in outputs[1] and "saved in" in outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGINT", 130)])
+def test_promise_9_two_processes_that_a_signal_ended_resume_bit_for_bit(folder, name, code):
     overrides = (
         "--config.train.steps=30",
         "--config.checkpoint.every=1000",

@@ -335,6 +335,7 @@ def goes_on(folder, started, victim, first):
     return outputs
 
 
+@pytest.mark.slow
 def test_a_restart_resumes_from_memory(folder, ending):
     started = [supervised(folder, *ENDLESS, *MEMORY)]
     ending += started

@@ -213,6 +213,7 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     assert "ended at step 8" in again and sorted(records(workdir, "test")) == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_run_of_cycles_that_is_killed_in_one_ends_by_patience_as_the_undisturbed_one(folder):
     args = [
         "--config.train.steps=48",

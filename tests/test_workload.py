@@ -292,6 +292,7 @@ def test_the_rest_works_without_a_package_of_loaders(copied):
         assert set(commands.table()) <= listed, package
 
 
+@pytest.mark.slow
 def test_the_trainers_own_tests_pass_without_any_workload(copied):
     """All five folders are deleted. All tests are collected, and cheap ones pass."""
     with deleted(copied, *NAMES):

@@ -204,7 +204,8 @@ def test_a_round_trip_is_bit_exact(saved, tmp_path):
     }
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_checkpoint_of_several_processes_is_read_by_one_without_their_mesh(tmp_path, processes):
     """Real processes on loopback write, and one process with one device reads."""
     with socket.socket() as s:

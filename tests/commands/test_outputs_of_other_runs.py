@@ -46,6 +46,7 @@ def digests(folder) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_prove_leaves_the_checkpoints_of_a_config_alone(folder, monkeypatch, capsys):
     from jaxtrain.commands import prove
 

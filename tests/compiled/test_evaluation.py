@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from jaxtrain.plan import environment
 
 # This runs in a process of its own, which has the compiler.
@@ -28,6 +30,7 @@ print(json.dumps([[c.kind, c.axes(dict(mesh.shape)), c.times] for c in moves]))
 """
 
 
+@pytest.mark.slow
 def test_rows_of_the_recursive_models_evaluation_stay_on_their_device(tmp_path, tpu_compiler):
     """Earlier there were 16 gathers of rows over data, and 50 exchanges of rows and widths."""
     path = os.pathsep.join([environment.path(environment.find("tpu")), *sys.path])

@@ -52,6 +52,7 @@ def train(workdir, **fields):
     loop.run(config_lib.load("cfg.py", [("workdir", str(workdir)), *overrides.items()]))
 
 
+@pytest.mark.slow
 def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = pathlib.Path(HARD)

@@ -31,26 +31,27 @@ def adapters(workdir, **fields):
     return train(workdir, **{**LORA, **fields})
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A base at steps 2 and 4, adapters B and K on its step 2, and the end of B, which was trained
-    before A was resumed."""
-    folder = tmp_path_factory.mktemp("runs")
+def make_runs(folder, *, kept):
+    """Make a base at steps 2 and 4, adapters B on its step 2, and K and F with copies of their base
+    if ``kept``. Return the folder, and the end of B, which was trained before A was resumed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         small_runs.of_bytes(folder)
         train("A")
         adapters("B")
-        adapters("K", warm_start__keep="true")
-        adapters("F", warm_start__keep="true", checkpoint__folder="apart/F")
+        if kept:
+            adapters("K", warm_start__keep="true")
+            adapters("F", warm_start__keep="true", checkpoint__folder="apart/F")
         shutil.copytree("B", "before")
         ended = adapters("before", train__steps="4")
         assert export.main(["B", "--out", "exported"]) == 0
-        assert not any(
-            path.stat().st_nlink > 1 for path in pathlib.Path("K/base").rglob("*") if path.is_file()
-        )
         train("A", train__steps="4")
     return folder, ended
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return make_runs(tmp_path_factory.mktemp("runs"), kept=False)
 
 
 @pytest.fixture
@@ -98,17 +99,23 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
     assert weights(folder / "right") == weights(folder / "exported")
 
 
-def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
+@pytest.mark.slow
+def test_a_kept_base_is_used_when_its_run_is_gone(tmp_path, monkeypatch):
     """This also holds for a run that resumes from another run's checkpoints, and for an export of
     checkpoints in separate folders."""
+    monkeypatch.chdir(tmp_path)
+    folder, ended = make_runs(tmp_path, kept=True)
+    base = [path for path in (folder / "K" / "base").rglob("*") if path.is_file()]
+    assert base and not any(path.stat().st_nlink > 1 for path in base)
     shutil.rmtree(folder / "A")
     for run in ("K", "apart/F"):
         assert export.main([run, "--out", f"{run}-kept"]) == 0
         assert weights(folder / f"{run}-kept") == weights(folder / "exported")
     for workdir, fields in (("other", {"resume__path": "K"}), ("K", {})):
-        assert adapters(workdir, train__steps="4", **fields) == runs[1]
+        assert adapters(workdir, train__steps="4", **fields) == ended
 
 
+@pytest.mark.slow
 def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder, capsys):
     """For peft, which reads no run, the base is written beside the adapters."""
     adapters("rounded", lora__dtype="bfloat16", warm_start__source="A/checkpoints/2")
@@ -180,6 +187,7 @@ def test_a_changed_field_is_named_and_nothing_is_trained(runs, monkeypatch, fiel
     assert [step.name for step in (runs[0] / "B" / "checkpoints").iterdir()] == ["2"]
 
 
+@pytest.mark.slow
 def test_a_change_that_is_meant_is_trained_and_then_recorded(folder, caplog):
     with caplog.at_level("INFO", "jaxtrain"):
         adapters(
@@ -230,6 +238,7 @@ def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
     assert places[0] != places[1]
 
 
+@pytest.mark.slow
 def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
     """A run on bytes or characters, or with its own tokenizer, has none of its base's names for
     tokens."""

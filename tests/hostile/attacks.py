@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.hostile import inputs
 
-LIGHT = 4  # cases of the short form, which CI runs
+LIGHT = 2  # cases of the short form, which CI runs
 
 
 class Attack(NamedTuple):
@@ -42,16 +42,16 @@ OTHER = BIRDS.replace("{input}", "{recordings}")  # other than the damaged input
 ATTACKS = (
     _attack("inspect a run", "checkpoint inspect {input}", inputs.birds),
     _attack("inspect an export", "checkpoint inspect {input}", inputs.export),
-    _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=6),
-    _attack("verify an export", "checkpoint verify {input}", inputs.export, short=6),
+    _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=3),
+    _attack("verify an export", "checkpoint verify {input}", inputs.export, short=3),
     _attack("compare runs", "checkpoint diff {input} {birds}", inputs.birds, inputs.birds),
     _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
-    _attack("export a run", "export {input} --out {out}", inputs.birds, short=6),
+    _attack("export a run", "export {input} --out {out}", inputs.birds, short=3),
     _attack(
         "export a run as ONNX",
         "export {input} --format onnx --out {out}",
         inputs.birds_with_head,
-        short=2,
+        short=0,
     ),
     _attack(
         "export a run for timm",
@@ -61,7 +61,7 @@ ATTACKS = (
         most=60,
     ),
     _attack("export a language model", "export {input} --out {out}", inputs.language),
-    _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=6),
+    _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=3),
     _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),
     _attack(
         "embed with a run",
@@ -76,7 +76,7 @@ ATTACKS = (
         f"embed {{input}} {EMBED} {{recordings}}",
         inputs.export,
         inputs.recordings,
-        short=2,
+        short=0,
         most=50,
     ),
     _attack(
@@ -84,7 +84,7 @@ ATTACKS = (
         f"embed {{input}} {EMBED} {{recordings}}",
         inputs.timm,
         inputs.recordings,
-        short=2,
+        short=0,
         most=50,
     ),
     _attack(
@@ -92,7 +92,7 @@ ATTACKS = (
         "benchmark birdset HSN {birds_with_head} --data {input} --out {out} --draws 3 --batch 2",
         inputs.birdset,
         inputs.birds_with_head,
-        short=2,
+        short=0,
         most=30,
     ),
     _attack(
@@ -124,7 +124,7 @@ ATTACKS = (
         f"embed {{birds}} {EMBED} {{input}} --label labels --multilabel",
         inputs.class_lists,
         inputs.birds,
-        short=2,
+        short=0,
         most=20,
     ),
     _attack(
@@ -140,7 +140,7 @@ ATTACKS = (
         "detect {birds_with_head} {input} --out {out} --batch 2",
         inputs.annotated,
         inputs.birds_with_head,
-        short=2,
+        short=0,
         most=30,
     ),
     _attack(
@@ -148,7 +148,7 @@ ATTACKS = (
         "detect {birds_with_head} {input} --out {out} --batch 2",
         inputs.index,
         inputs.birds_with_head,
-        short=2,
+        short=0,
         most=50,
     ),
     _attack(
@@ -167,7 +167,7 @@ ATTACKS = (
         inputs.detected,
         inputs.birds_with_head,
         inputs.annotated,
-        short=1,
+        short=0,
         most=50,
     ),
     _attack(
@@ -225,19 +225,19 @@ ATTACKS = (
         "learn a codec",
         f"train-codec {{out}}.npz {{input}}/manifest.json {{input}} {SOUND}",
         inputs.sounds,
-        short=2,
+        short=0,
         most=50,
         named=("manifest.json",),
     ),
     _attack(
-        "fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=3, most=50
+        "fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=2, most=50
     ),
     _attack(
         "fit by a table",
         "fit {whole_rows} --labels {input}/labels.csv --out {out}.npz",
         inputs.annotated,
         inputs.whole_rows,
-        short=2,
+        short=0,
         most=30,
         named=("labels.csv",),
     ),
@@ -247,11 +247,11 @@ ATTACKS = (
         inputs.index,
         inputs.birds,
         inputs.annotated,
-        short=1,
+        short=0,
         most=30,
     ),
     _attack(
-        "search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=50
+        "search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=2, most=50
     ),
     _attack(
         "search by a recording",
@@ -267,7 +267,7 @@ ATTACKS = (
         "search {whole_rows} --model {input}/head.npz",
         inputs.head,
         inputs.whole_rows,
-        short=4,
+        short=2,
         most=50,
         named=("head.npz",),
     ),
@@ -275,7 +275,7 @@ ATTACKS = (
         "continue prompts",
         "generate {input} ! --tokenizer bytes --tokens 2",
         inputs.language,
-        short=2,
+        short=0,
         most=30,
     ),
     _attack(
@@ -283,7 +283,7 @@ ATTACKS = (
         "predict {input} {masked_film} --out {out}.nii",
         inputs.brains,
         inputs.masked_film,
-        short=2,
+        short=0,
         most=30,
     ),
     _attack(
@@ -299,7 +299,7 @@ ATTACKS = (
         "solve {input} {puzzles}/test.csv",
         inputs.solver,
         inputs.puzzles,
-        short=2,
+        short=0,
         most=30,
     ),
     _attack(
@@ -316,10 +316,10 @@ ATTACKS = (
         "generate-audio {input} hello --out {out} --seconds 0.2",
         inputs.speech,
         inputs.sounds,
-        short=1,
+        short=0,
         most=50,
     ),
-    _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=4),
+    _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=2),
     _attack(
         "explain a film",
         "explain --config=configs/giblet.py:{input} --config.workdir={out}"
@@ -338,7 +338,7 @@ ATTACKS = (
         short=2,
         most=30,
     ),
-    _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=5),
+    _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=3),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=20),
     _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=20),
@@ -371,28 +371,28 @@ ATTACKS = (
 
 PROBES = (
     _attack(
-        "classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=200
+        "classes of recordings", "call class_lists {input}", inputs.class_lists, short=6, most=200
     ),
     _attack(
         "classes of the Hub's recordings",
         "call class_lists {input}",
         inputs.class_lists_parquet,
-        short=12,
+        short=4,
         most=200,
     ),
-    _attack("read recordings", "call recordings {input}", inputs.recordings, short=12, most=200),
+    _attack("read recordings", "call recordings {input}", inputs.recordings, short=6, most=200),
     _attack(
-        "read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=200
+        "read the Hub's recordings", "call recordings {input}", inputs.parquet, short=4, most=200
     ),
-    _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=50),
-    _attack("read an index", "call index {input}", inputs.index, short=5, most=150),
-    _attack("read documents", "call documents {input}", inputs.tokens, short=12, most=200),
-    _attack("read boards", "call puzzles {input}", inputs.boards, short=6, most=100),
+    _attack("check recordings", "call problems {input}", inputs.recordings, short=3, most=50),
+    _attack("read an index", "call index {input}", inputs.index, short=4, most=150),
+    _attack("read documents", "call documents {input}", inputs.tokens, short=6, most=200),
+    _attack("read boards", "call puzzles {input}", inputs.boards, short=4, most=100),
     _attack(
         "read codes",
         "call codes {input}",
         inputs.codes,
-        short=6,
+        short=4,
         most=100,
         named=("codes.npz", "codes.parquet"),
     ),

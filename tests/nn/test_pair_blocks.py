@@ -155,6 +155,7 @@ def test_rows_whose_list_exceeds_the_scalar_memory_take_several_calls(monkeypatc
     assert_equals_the_formula(pair_blocks.pair_blocks, SEGMENTS, (2, 1, 64))
 
 
+@pytest.mark.slow
 def test_devices_of_a_mesh_have_calls_of_their_own(monkeypatch):
     """Each has three rows, of which a call of the kernel takes two."""
     monkeypatch.setattr(pair_blocks, "LISTS", 2 * 4 * 6)

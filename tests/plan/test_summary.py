@@ -210,6 +210,7 @@ TIGHT = (
 )
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit(
     tmp_path, monkeypatch
 ):

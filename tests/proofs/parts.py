@@ -102,7 +102,7 @@ PARTS = {
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
         " compiled/test_mesh.py compiled/test_tpu_attention.py compiled/test_tpu_steps.py"
         " nn/test_attention.py nn/test_attention_compiled.py nn/test_document_blocks.py"
-        " nn/test_pair_blocks.py"
+        " nn/test_pair_blocks.py compiled/test_evaluation.py"
         " test_compiler.py",
         workers=2,
     ),
@@ -133,6 +133,15 @@ PARTS = {
         " workloads/test_trm_run.py",
         workers=2,
     ),
+    "rest": Part(
+        "larger runs of what `make test` shows in small: exports, frozen weights and changes of a"
+        " resumed run, rollouts on a mesh, changed tables, hard names, `prove` beside other runs",
+        "field/test_resume.py field/test_paths.py field/test_tables.py"
+        " commands/test_outputs_of_other_runs.py checkpoint/test_data_of_run.py"
+        " run/test_verify.py workloads/test_language_run.py workloads/test_trm_rollouts.py"
+        " workloads/test_trm.py plan/test_summary.py",
+        workers=2,
+    ),
     "data": Part(
         "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a"
         " check of a chip; benchmarks",
@@ -144,7 +153,7 @@ PARTS = {
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
-        "test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
+        "test_docs.py test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
         workers=2,
     ),
     "peers": Part(
@@ -153,7 +162,10 @@ PARTS = {
         "workloads/test_hugging_face.py workloads/test_lora.py workloads/bird/test_onnx.py"
         " workloads/test_predict.py workloads/bird/test_timm.py tools/test_peers.py",
     ),
-    "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),
+    "wheel": Part(
+        "the wheel, installed where no compiler is, and an installation without a network",
+        "test_wheel.py test_installed.py",
+    ),
     "alone": Part(
         "the trainer's tests without one of the workloads, and without any",
         "test_workload.py",

@@ -127,6 +127,7 @@ def test_a_device_that_always_errs_is_found_by_the_other_placement(train, monkey
     )
 
 
+@pytest.mark.slow
 def test_several_processes_verify_and_name_the_process_and_its_device(folder):
     text = (
         "from my_config import get_config\nfrom tests.support import flips\n\nflips.programs({4:"

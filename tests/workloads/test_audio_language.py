@@ -372,6 +372,7 @@ def test_a_step_is_the_same_in_parts(mesh):
     assert_alike(Run(CASE, (1, 1, 1)).take(2), Run(CASE, mesh, 2).take(2))
 
 
+@pytest.mark.slow
 def test_adapters_move_and_the_base_keeps_its_bytes():
     """The base is in bfloat16, split over fsdp and model. Adapters are float32, and only their
     gradients are reduced over data, once a step."""

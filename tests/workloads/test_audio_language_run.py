@@ -71,12 +71,11 @@ def base_of(folder):
     return safetensors.numpy.load_file(folder / "weights" / "model.safetensors")
 
 
-def test_adapters_on_a_frozen_base_stopped_and_resumed(after_first_run, capsys):
-    """The final bytes are the same. The trained weights are exported as adapters and merged, under
-    the original's names."""
+def test_adapters_on_a_frozen_base_that_are_stopped_and_resumed_have_the_same_bytes(
+    after_first_run,
+):
     folder = after_first_run
-    base = base_of(folder)
-    bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
+    base_of(folder)
     whole = processes.run(folder, "higgs.py:weights", "--config.workdir=whole")
     assert (
         "parameters loaded: blocks/audio/scale_attention, " in whole
@@ -100,6 +99,14 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(after_first_run, capsys):
     )
     assert found[8]["audio"] == pytest.approx((found[8]["audio_0"] + found[8]["audio_1"]) / 2)
 
+
+@pytest.mark.slow
+def test_adapters_are_exported_merged_trained_on_and_played(after_first_run, capsys):
+    """Exports have the original's names, as adapters and merged."""
+    folder = after_first_run
+    base = base_of(folder)
+    bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
+    processes.run(folder, "higgs.py:weights", "--config.workdir=whole")
     assert export.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
     assert lora_to_peft.main([str(folder / "whole"), "--out", str(folder / "adapter")]) == 0
     assert (folder / "weights" / "model.safetensors").read_bytes() == bytes_before

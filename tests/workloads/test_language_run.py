@@ -76,6 +76,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
         np.testing.assert_allclose(merged[name], w, rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     """`--config=lm:FOLDER,TEXT`, of a folder from elsewhere and of an export.
 

@@ -411,7 +411,10 @@ def test_cycles_without_gradient_keep_no_activations(run):
     )
 
 
-@pytest.mark.parametrize(("loss", "q_continue"), [("softmax", False), ("stablemax", True)])
+@pytest.mark.parametrize(
+    ("loss", "q_continue"),
+    [pytest.param("softmax", False, marks=pytest.mark.slow), ("stablemax", True)],
+)
 def test_variants_that_fail_in_the_original_train_here(loss, q_continue):
     """Overfits one batch."""
     model = replace(TINY, loss=loss, q_continue=q_continue)

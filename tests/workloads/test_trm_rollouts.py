@@ -204,6 +204,7 @@ def test_a_fixed_point_stops_at_its_bound(variables):
     np.testing.assert_allclose(early.logits, late.logits, atol=0.1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
     c = replace(TINY, rollouts=2, noise=0.7, symmetry=True, test_steps=2, n_puzzles=1)
     assert not list(c.validate())
