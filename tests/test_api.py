@@ -72,6 +72,7 @@ def test_a_script_trains_and_calls_the_model(folder, env):
     assert again.stdout == done.stdout, "the run has ended, and its last evaluation is the same"
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
     manager, client = jupyter_client.manager.start_new_kernel(
         kernel_name="python3", cwd=str(folder), env=env

@@ -43,7 +43,8 @@ def losses(folder, name):
 
 
 # 5: of another version's rule. 64: of none, as runs had before there was a limit
-@pytest.mark.parametrize("limit", [5, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [5, 64])
 def test_a_resumed_run_keeps_its_limit_of_documents(tmp_path, caplog, limit, monkeypatch):
     corpus(tmp_path / "x", longest=6, n=2000)
     whole = loop.run(config_of(tmp_path, "whole", 4, documents=limit))

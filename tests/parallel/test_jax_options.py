@@ -64,6 +64,7 @@ def test_draws_are_of_the_run_and_flags_are_free(monkeypatch):
     assert jax_options.changes(saved) == []
 
 
+@pytest.mark.slow
 def test_a_resume_under_other_draws_is_refused_by_name(folder):
     """The record of the next start, `diff` and `replay` name the option too."""
 

@@ -37,7 +37,7 @@ def compare(config, mesh, target, versions=""):
     [
         pytest.param("bird", (1, 1, 1), [FLOAT32], 0.6, marks=slow),
         pytest.param("bird", (1, 8, 1), [FLOAT32], 0.6, marks=slow),
-        ("bird", (2, 2, 2), [FLOAT32, ("train.accumulate", "2")], 0.3),
+        pytest.param("bird", (2, 2, 2), [FLOAT32, ("train.accumulate", "2")], 0.3, marks=slow),
         pytest.param("bird", (1, 1, 1), [DTYPE], 0.2, marks=slow),
         ("language", (1, 1, 1), [FLOAT32, ("train.accumulate", "4")], 0.75),
         ("language", (2, 2, 2), [FLOAT32], 0.6),
@@ -45,7 +45,8 @@ def compare(config, mesh, target, versions=""):
         pytest.param("language", (2, 2, 2), [FLOAT32, FULL], 0.1, marks=slow),
         ("language", (1, 1, 1), [FULL, ("model.depth", "5"), ("model.unroll", "2")], 0.05),
         pytest.param("language", (1, 1, 1), [DTYPE], 0.3, marks=slow),
-        ("trm", (2, 2, 2), [FLOAT32], 0.0),  # the loop over its cycles is unrolled
+        # the loop over its cycles is unrolled
+        pytest.param("trm", (2, 2, 2), [FLOAT32], 0.0, marks=slow),
         pytest.param("trm", (1, 1, 1), [DTYPE, FULL], 0.0, marks=slow),
         pytest.param("giblet", (1, 1, 1), [FLOAT32], 0.4, marks=slow),
         pytest.param("giblet", (2, 2, 2), [FLOAT32], 0.3, marks=slow),

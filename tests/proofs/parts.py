@@ -139,7 +139,8 @@ PARTS = {
         "field/test_resume.py field/test_paths.py field/test_tables.py"
         " commands/test_outputs_of_other_runs.py checkpoint/test_data_of_run.py"
         " run/test_verify.py workloads/test_language_run.py workloads/test_trm_rollouts.py"
-        " workloads/test_trm.py plan/test_summary.py",
+        " workloads/test_trm.py workloads/test_trm_contracts.py plan/test_summary.py"
+        " parallel/test_jax_options.py test_api.py",
         workers=2,
     ),
     "data": Part(

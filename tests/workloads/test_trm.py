@@ -393,6 +393,7 @@ def test_only_touched_rows_of_the_table_move(run, alone):
     assert (first[:12] != last[:12]).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_cycles_without_gradient_keep_no_activations(run):
     """The bytes that a step needs besides its arguments, as XLA plans them, are the same for 2 and
     for 6 high cycles."""

@@ -171,6 +171,7 @@ def alone():
     return Run(CALM, (1, 1, 1)).take(4)
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_in_parts(alone):
     """The test runs on a mesh, with microbatches and recomputation."""
     model = replace(LAST, remat="full")
