@@ -158,6 +158,37 @@ def test_reading_from_a_store_equals_reading_from_a_disk(tmp_path, bucket, monke
     assert "README.md" in problem and "does not exist" in problem
 
 
+SEES = """
+import pathlib, sys
+from jaxtrain.arrays import stored
+if sys.argv[1] == "early":
+    import fsspec
+from jaxtrain.arrays import quiet_orbax
+folder = stored.place_of("gs://bucket/shared")
+print([path.name for path in folder.iterdir()], flush=True)
+input()
+print((folder / "two").exists(), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.parametrize("fsspec", ["early", "late"])
+def test_a_process_that_has_listed_a_folder_sees_what_others_write_there(bucket, fsspec):
+    """gcsfs keeps listings: two processes were told that their folder is not the same."""
+    environment, store = bucket
+    store.put("bucket", "shared/one", b"1")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SEES, fsspec],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "['one']\n"
+    store.put("bucket", "shared/two", b"2")
+    assert process.communicate("\n", timeout=60)[0] == "True ['one', 'two']\n"
+
+
 @pytest.mark.slow
 def test_a_base_in_a_bucket_is_frozen_kept_and_found_again_by_two_processes(tmp_path, bucket):
     """If the base is gone and no copy was kept, both processes refuse it by name."""

@@ -1,8 +1,12 @@
-"""Two defects of Orbax and etils, repaired in place: late errors of a save, and brackets in names.
+"""Three defects of Orbax and etils, repaired: late errors of a save, brackets, old listings.
 
 `etils.epath`, by which Orbax lists its own files, takes the whole path of a folder as a pattern, so
 that it finds nothing in ``runs/betas=[0.9, 0.95]``. Importing this module makes it take the
 folder's name as it is.
+
+gcsfs, by which etils reads gs://, keeps the listing of a folder for ever, and its version 2026.10.1
+tells by it what exists. A process that has listed a folder then sees nothing that another one
+writes there. From the import of this module on it lists again.
 
 Late errors are the disk's answers to threads that nobody waits for. Orbax closes its event loop at
 the first write that fails. TensorStore's threads report the others to that loop, and Python prints
@@ -47,6 +51,17 @@ def _find(
 
 
 PATH.glob = _find
+
+
+def _list_again() -> None:
+    option = "use_listings_cache"
+    if fsspec := sys.modules.get("fsspec"):
+        fsspec.config.conf.setdefault("gs", {}).setdefault(option, False)
+    else:  # it reads this when it is imported, and an empty one is false
+        os.environ.setdefault(f"FSSPEC_GS_{option.upper()}", "")
+
+
+_list_again()
 
 
 def _show(hook: Callable[[Any], Any], unraisable: Any) -> None:
