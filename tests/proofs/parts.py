@@ -110,7 +110,13 @@ PARTS = {
         "the compiled steps on the newest jax, in an environment of its own",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py compiled/test_language_model.py"
         " compiled/test_passes.py compiled/test_encoder.py compiled/test_recursive.py"
-        " compiled/test_mesh.py nn/test_attention_compiled.py nn/test_tokamax_attention.py"
+        " compiled/test_mesh.py",
+        workers=2,
+        on_newest_jax=True,
+    ),
+    "newest-kernels": Part(
+        "attention, exchanges and the reading of compiled programs on the newest jax",
+        "nn/test_attention_compiled.py nn/test_tokamax_attention.py"
         " parallel/test_replicas.py plan/test_traffic.py plan/test_hlo.py plan/test_exposure.py"
         " test_compiler.py::test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the"
         "_table",
@@ -154,7 +160,8 @@ PARTS = {
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
-        "test_docs.py test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
+        "test_docs.py test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py"
+        " test_writers.py",
         workers=2,
     ),
     "peers": Part(
