@@ -312,7 +312,13 @@ def test_workers_of_one_slice_take_as_many_steps_and_fail_together(tmp_path):
     assert json.loads((tmp_path / "0.json").read_text())[1]["numbers"] == {"limit": 11}
 
 
-@pytest.mark.parametrize(("wrong", "by"), [(1, "error"), (0, "error"), (1, "deadline")])
+@pytest.mark.parametrize(
+    ("wrong", "by"),
+    [
+        (1, "error"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "error"), (1, "deadline"))),
+    ],
+)
 def test_all_workers_end_if_one_fails_in_a_step_or_never_comes(wrong, by, tmp_path):
     """The others are inside the step, or in an exchange after it, and waited without end."""
     outputs = of_two_workers(ENDS, tmp_path, wrong, by, within=60)
