@@ -2,6 +2,7 @@
 environments score them."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.nn import sampling
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language import loss as language_loss
@@ -162,3 +164,22 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
     assert record["perplexity"] == pytest.approx(np.exp(record["cross_entropy"]))
     assert record["bits_per_byte"] == pytest.approx(record["cross_entropy"] / np.log(2) / 2)
     assert record["perplexity_source_1"] == pytest.approx(np.exp(float(b.total / b.weight)))
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 4, 2)])
+def test_a_mesh_continues_any_number_of_prompts_as_one_device_does(mesh):
+    """Two prompts over four devices ended a run at its first evaluation."""
+    c = dataclasses.replace(
+        language_case.TINY,
+        generation=language.Generation(prompts=("0", "01", "2"), tokens=4, temperature=0.0),
+        symbols="".join(map(chr, range(48, 48 + 64))),
+    )
+
+    def lines(shard):
+        task = language_loss.make_task(config_lib.Config(model=c), shard, language_case.BATCH)
+        variables = Variables(initial(task.specs.params))
+        [trial] = task.generative
+        return trial.score(jax.device_get(jax.jit(trial.run)(variables)))[1]
+
+    devices = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
+    assert lines(make_layout(devices, {}).shard) == lines(language_case.alone())

@@ -61,7 +61,9 @@ def _evaluation(
     """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""
     codec = c.codec()
     ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]
-    prompt_bp, length_b = sampling.pad(ids)
+    n_parts = shard.size("batch", shard.mesh.size if shard.mesh else 1)
+    # rows divide over the devices: the first prompt comes again
+    prompt_bp, length_b = sampling.pad(ids + ids[:1] * (-len(ids) % n_parts))
 
     def run(variables: Variables) -> Array:
         return sampling.generate(
@@ -78,7 +80,7 @@ def _evaluation(
         )
 
     def texts(tokens_bn: Array) -> Scored:
-        pairs = zip(ids, np.asarray(tokens_bn).tolist(), strict=True)
+        pairs = zip(ids, np.asarray(tokens_bn)[: len(ids)].tolist(), strict=True)
         return score([codec.continuation(prompt, new)[0] for prompt, new in pairs])
 
     return GenerativeEvaluation(run, texts)
