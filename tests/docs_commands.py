@@ -170,8 +170,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (
         r"plan --calibrate|tools\.bench( |$)|tools\.esc10_folds|tools\.trm_table|tools\.show_runs"
         r"|tools\.measure_card"
-        r"|tests\.proofs\.(replay_proof|recovery|soak|search|options|scatters|starts|half_losses)"
-        r"|tests\.proofs\.programs",
+        r"|tests\.proofs\.(replay_proof|recovery|soak|search|options|scatters|starts)"
+        r"|tests\.proofs\.(half_losses|demo_losses|programs)",
         Why("it measures, for minutes"),
     ),
     (
