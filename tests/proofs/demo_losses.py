@@ -3,10 +3,10 @@
     python -m tests.proofs.demo_losses --text /path/to/input.txt [--only birds trm]
 
 The operations are those of half_losses, on the configs, rows and schedules of the demos: the
-built-in birds, characters of a text, generated boards, the generated film, and adapters on a base
-that demo_higgs trains first. Each way is a run of --steps by the trainer itself, whose metrics have
-each loss. A row of the table has the mean of |loss - the older one's loss| / loss over all steps
-and over the first ten. It exits with 1 under the condition of half_losses.
+built-in birds, characters of a text, generated boards and the generated film. Each way is a run of
+--steps by the trainer itself, whose metrics have each loss. A row of the table has the mean of
+|loss - the older one's loss| / loss over all steps and over the first ten. It exits with 1 under
+the condition of half_losses.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.proofs import half_losses
-from tools import demo_higgs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAYS = ("older", "other order", "float32", "newer")
@@ -36,7 +35,6 @@ EACH = (
 class Demo(NamedTuple):
     operation: str  # of half_losses
     config: str
-    devices: int
     mesh: tuple[int, int]  # data and fsdp
     other_order: tuple[int, int]
     both: tuple[str, ...] = ()
@@ -44,34 +42,25 @@ class Demo(NamedTuple):
     newer: tuple[str, ...] = ()
 
 
-def demos(text: str, higgs: pathlib.Path) -> dict[str, Demo]:
-    """Return the demos: ``text`` is of characters, ``higgs`` the folder of demo_higgs."""
-    data = demo_higgs.data_flags(higgs, "adapters")
-    adapters = (
-        *(f"data.{name}={value}" for name, value in data.items()),
-        f"warm_start.source={higgs / 'base-weights'}",
-    )
-    kept = ("model.remat=none", "model.unroll=4", "train.accumulate=1")
-    loop = ("model.remat=full", "model.unroll=1", "train.accumulate=4")
+def demos(text: str) -> dict[str, Demo]:
+    """Return the demos: ``text`` is the path of the characters."""
     trm = ("model.inner_multiple=128",)
     chunks = ("model.chunk=192",), ("model.chunk=48",)  # of 12 × 64 / 4 tokens of a device
     return {
-        "giblet": Demo("gram", "giblet:demo", 8, (1, 8), (2, 4)),
+        "giblet": Demo("gram", "giblet:demo", (1, 8), (2, 4)),
         "characters": Demo(
-            "chunks", f"shakespeare_char:{text}", 4, (1, 4), (4, 1), (), chunks[0], chunks[1]
+            "chunks", f"shakespeare_char:{text}", (1, 4), (4, 1), older=chunks[0], newer=chunks[1]
         ),
         "trm": Demo(
             "glu",
             "trm_sudoku:deep",
-            2,
             (1, 1),
             (2, 1),
             trm,
             ("model.kernel=xla",),
             ("model.kernel=auto",),
         ),
-        "birds": Demo("vit", "xcm", 2, (1, 1), (2, 1)),
-        "higgs": Demo("higgs", "higgs_demo:adapters", 2, (1, 1), (2, 1), adapters, loop, kept),
+        "birds": Demo("vit", "xcm", (1, 1), (2, 1)),
     }
 
 
@@ -116,25 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = list(demos("", pathlib.Path()))
-    parser.add_argument("--text", help="of characters, which is left out without one")
-    parser.add_argument(
-        "--higgs", type=pathlib.Path, help="a folder of tools.demo_higgs, which is run without one"
-    )
+    names = list(demos(""))
+    parser.add_argument("--text", help="a file, of the characters")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args(argv)
-    chosen = [name for name in args.only if args.text or name != "characters"]
+    if "characters" in args.only and not args.text:
+        parser.error("the characters need --text FILE; or name the other demos by --only")
     code = 0
     print("| demo | loss | newer operation: all steps, the first | another order | float32 |")
     print("|---|---|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        higgs = (args.higgs or pathlib.Path(folder, "higgs-demo")).absolute()
-        if "higgs" in chosen and not args.higgs:
-            command = [sys.executable, "-m", "tools.demo_higgs", "--out", str(higgs)]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        for name in chosen:
-            demo = demos(str(args.text), higgs)[name]
+        for name in args.only:
+            demo = demos(str(args.text))[name]
             losses = {way: train(demo, way, args.steps, pathlib.Path(folder, name)) for way in WAYS}
             older = losses.pop("older")
             line, good = half_losses.row(older, losses)
