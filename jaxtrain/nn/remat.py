@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.layout import DATA, manual_axes
@@ -24,6 +25,10 @@ from jaxtrain.types import Array, PyTree, Shard, T
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, or 'save attention,mlp'"
 MAX_WRITTEN_OUT = 64  # [layers] of a stack, since compilation takes longer with each
+TRANSPOSES = jax.__version_info__ >= (
+    0,
+    12,
+)  # inputs that a loop keeps, unless their order is given
 _WRITTEN_OUT = contextvars.ContextVar("written_out", default=False)
 
 
@@ -81,9 +86,8 @@ def layers_at_once(unroll: int, depth: int, shard: Shard | None) -> int:
     if unroll or shard is None:
         return unroll or 1
     is_gathered = shard.mesh is not None and shard.mesh.shape.get("fsdp", 1) > 1
-    if shard.devices[0] != "gpu" or is_gathered or depth > MAX_WRITTEN_OUT:
-        return 1
-    return depth
+    is_loop = shard.devices[0] != "gpu" or is_gathered or depth > MAX_WRITTEN_OUT
+    return 1 if is_loop else depth
 
 
 def scan(
@@ -110,16 +114,34 @@ def scan(
     """
     if once and DATA in manual_axes():
         layer, stack = replicas.by_layer(layer, stack)
-    if policy != "none":
-        layer = jax.checkpoint(layer, policy=_checkpoint_policy(policy, kernels or {}))
     depth = len(jax.tree.leaves(stack)[0])
     at_once = layers_at_once(unroll, depth, shard)
     is_for_gpus = shard is not None and shard.devices[0] == "gpu"
+    layer = _by_rows(layer) if is_for_gpus and at_once < depth and TRANSPOSES else layer
+    if policy != "none":
+        layer = jax.checkpoint(layer, policy=_checkpoint_policy(policy, kernels or {}))
     token = _WRITTEN_OUT.set(is_for_gpus and at_once >= depth)
     try:
         return jax.lax.scan(layer, x, stack, unroll=at_once)
     finally:
         _WRITTEN_OUT.reset(token)
+
+
+def _by_rows(
+    layer: Callable[[T, PyTree], tuple[T, PyTree]],
+) -> Callable[[T, PyTree], tuple[T, PyTree]]:
+    """Keep the layer's input and its cotangent by rows in memory, as they are outside of the loop.
+
+    XLA 0.12 gives cotangents the order of a gradient that is summed up over fsdp, by columns, and
+    then transposes the inputs that a loop keeps, of all layers at once. Older partitioners send
+    an array that has an order to every device.
+    """
+
+    def rows(x: Array) -> Array:
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+        return x
+
+    return lambda x, w: layer(jax.tree.map(rows, x), w)
 
 
 def _checkpoint_policy(

@@ -202,6 +202,28 @@ def test_written_out_layers_on_gpus_keep_what_is_recomputed_apart(kind, unroll, 
 
 
 @pytest.mark.parametrize(
+    ("kind", "unroll", "is_ordered"),
+    [("NVIDIA H100", 1, True), ("NVIDIA H100", 3, False), ("cpu", 1, False)],
+)
+def test_with_jax_12_a_loop_on_gpus_takes_inputs_and_cotangents_by_rows(
+    kind, unroll, is_ordered, monkeypatch
+):
+    """The part `newest` of the proofs holds the memory that this saves."""
+    monkeypatch.setattr(remat, "TRANSPOSES", True)
+    mesh = abstract_mesh(1, 1, 1, count=1, what=kind)
+    shard = make_layout(mesh, {}, devices=devices_of(kind)).shard
+
+    def loss(x, stack):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return remat.scan(layer, x, stack, "full", unroll=unroll, shard=shard)[0].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 4)), jnp.ones((3, 4, 4))))
+    # forward, in the recomputation, and of the cotangent
+    found = re.findall(r"layout_constraint\[[^\]]*major_to_minor=\((\d), (\d)\)", text)
+    assert found == [("0", "1")] * 3 * is_ordered
+
+
+@pytest.mark.parametrize(
     ("kind", "fsdp", "unroll", "waits"),
     [
         ("NVIDIA H100", 8, 1, True),
