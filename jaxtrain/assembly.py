@@ -99,7 +99,7 @@ class Assembly:
             device.device_kind,
             count=mesh.size,
             device=nearest,
-            keeps_in_loops=self.config.keeps_in_loops,
+            has_adapters=self.config.lora.rank > 0,
         )
 
 

@@ -34,8 +34,7 @@ class Option(NamedTuple):
     # also for a program of one device, which has no collectives to move
     on_one_device: bool = False
     cores: int = 1  # it needs so many of this process. The later of two options of one name wins
-    # only for a program whose loop over layers keeps activations (`Config.keeps_in_loops`)
-    for_kept_products: bool = False
+    with_adapters: bool = True  # also for a program whose matrices are frozen, next to adapters
 
 
 # The releases of libtpu, the first and the last of those tried, whose compilers for `TRIED` take
@@ -75,13 +74,16 @@ TABLE = (
     Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), on_one_device=True),
     # XLA moves a product into the kernel that writes it to the activations of all layers. A product
     # that something else reads is then computed twice, as it also stays where it was (jax 0.11.2).
-    # Other programs keep this pass, by which products read slices of frozen matrices in place.
+    # And some products read their layer's matrix in the array of all layers, but each of the others
+    # then has a kernel for its slice, where one kernel makes those of all layers without this pass.
+    # Adapters keep it: their products read slices of all frozen matrices in place. Runs that freeze
+    # some matrices without adapters were not compared.
     Option(
         "xla_gpu_enable_dynamic_slice_fusion",
         False,
         ("NVIDIA",),
         on_one_device=True,
-        for_kept_products=True,
+        with_adapters=False,
     ),
     # Collectives begin early and end late, with computation between. JAX has it off by default,
     # and NVIDIA's images of JAX turn it on.
@@ -127,13 +129,13 @@ TABLE = (
 )
 
 
-def defaults(kind: str, *, count: int, cores: int, keeps_in_loops: bool = False) -> dict[str, Any]:
+def defaults(kind: str, *, count: int, cores: int, has_adapters: bool = False) -> dict[str, Any]:
     """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
     values: dict[str, Any] = {}
     for option in TABLE:
         if count <= 1 and not option.on_one_device:
             continue
-        if option.for_kept_products and not keeps_in_loops:
+        if has_adapters and not option.with_adapters:
             continue
         if kind.startswith(option.kinds) and cores >= option.cores:
             values[option.name] = option.value
@@ -146,7 +148,7 @@ def options(
     *,
     count: int,
     device: jax.Device | None,
-    keeps_in_loops: bool = False,
+    has_adapters: bool = False,
 ) -> dict[str, Any]:
     """Return options for ``count`` devices (``device_kind``): the table's, with ``own`` over them.
 
@@ -155,7 +157,7 @@ def options(
 
     Args:
       device: whose compiler is asked, which need not exist; None = none is.
-      keeps_in_loops: as in `Config`, whose program it is.
+      has_adapters: whether a program's matrices are frozen, next to adapters.
     """
     if kind.startswith("TPU"):
         platform = "tpu"
@@ -173,7 +175,7 @@ def options(
     if elsewhere:
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(elsewhere)))
     cores = machine.cores()
-    all_options = defaults(kind, count=count, cores=cores, keeps_in_loops=keeps_in_loops) | ours
+    all_options = defaults(kind, count=count, cores=cores, has_adapters=has_adapters) | ours
     if device is None:
         return all_options
     refusals = _refusals(all_options, device)

@@ -60,11 +60,6 @@ class ModelSection(Section):
         """Whether a row's loss depends on the other rows of its microbatch, as in a batch norm."""
         return False
 
-    @property
-    def keeps_in_loops(self) -> bool:
-        """Whether a loop over layers keeps activations for the backward pass."""
-        return False
-
     def validate_data(self, info: Mapping[str, Any]) -> Problems:
         """Yield (field, problem with its remedy) for fields that contradict the dataset info."""
         return iter(())
@@ -703,11 +698,6 @@ class Config(Section, Generic[Model, Data]):
     # [option: value] options of XLA, over those of jaxtrain.compile.xla_options; also
     # optimization_level and memory_fitting_level, O0 to O3
     compiler: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def keeps_in_loops(self) -> bool:
-        """Whether a loop over layers keeps activations, and reads no frozen matrices."""
-        return not self.lora.rank and getattr(self.model, "keeps_in_loops", False)
 
     def validate(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:

@@ -157,10 +157,6 @@ class Decoder(ModelSection):
         )
 
     @property
-    def keeps_in_loops(self) -> bool:
-        return self.remat != "full" and 0 < self.unroll < self.depth
-
-    @property
     def g(self) -> int:
         return self.kv_heads or self.heads
 

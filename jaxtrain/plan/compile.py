@@ -136,7 +136,7 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
         kind,
         count=target.count,
         device=device,
-        keeps_in_loops=config.keeps_in_loops,
+        has_adapters=config.lora.rank > 0,
     )
 
 

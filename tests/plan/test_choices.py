@@ -34,12 +34,11 @@ def test_layers_are_written_out_on_gpus(target, overrides, unroll, tmp_path, mon
 
 
 def test_a_model_with_a_rule_of_its_own_keeps_it(tmp_path, monkeypatch):
-    """Encoders in 16 bits are written out on GPUs at any size, and in float32 they are a loop."""
-    for dtype, has_loop in (("bfloat16", False), ("float32", True)):
+    """An encoder decides at its first call whether its layers are written out, at any size."""
+    for dtype in ("bfloat16", "float32"):
         changes = (AUTO, ("model.dtype", dtype), ("train.batch", "65536"))
         config = load("bird", tmp_path, monkeypatch, *changes)
         assert plan.resolve(config, plan.parse_target("gpu:h100x1")) == config
-        assert config.keeps_in_loops == has_loop
 
 
 def test_a_stack_is_a_loop_if_written_out_it_does_not_fit(tmp_path, monkeypatch):

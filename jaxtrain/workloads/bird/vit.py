@@ -138,11 +138,6 @@ class Encoder(checks.Section):
             yield "remat", text
 
     @property
-    def keeps_in_loops(self) -> bool:
-        written_out = self.depth if self.dtype == "bfloat16" else 1
-        return self.remat != "full" and (self.unroll or written_out) < self.depth
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Patches along time and along mel."""
         return self.n_frames // self.patch[0], self.n_mels // self.patch[1]
