@@ -9,6 +9,7 @@ import collections
 import math
 from typing import NamedTuple
 
+import jax
 import pytest
 
 from jaxtrain import config as config_lib
@@ -250,13 +251,19 @@ def exposed(step, *, has_latency=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "most"), [("data", 0.05), ("fsdp", 0.025), ("nodes", 0.06)])
+@pytest.mark.parametrize(("name", "most"), [("data", 0.045), ("fsdp", 0.0225), ("nodes", 0.034)])
 def test_little_is_exposed(name, most, language):
-    """With four layers: the table's sum is exposed once."""
+    """With four layers: the table's sum is exposed once.
+
+    Nothing waits for a large exchange in the loops. After them too little is left to compute for
+    both of the table's, its sum and that of the rows looked up, if XLA transposes no gradient
+    there: 0.12 starts one of them only when the other has ended.
+    """
     step = language[name]
     assert exposed(step).share <= most
-    waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
-    assert not [c for c in waiting if c.sent > BIG]
+    waiting = [c for c in hlo.collectives(step.program) if c.sent > BIG and not c.is_async]
+    assert not [c for c in waiting if c.in_loop]
+    assert len(waiting) <= (1 if jax.__version_info__ >= (0, 12) else 0)
 
 
 @pytest.mark.slow
@@ -272,7 +279,7 @@ def test_little_of_a_whole_model_is_exposed(name, tmp_path, gpu_compiler):
 
 @pytest.mark.slow
 def test_kernels_hide_the_exchanges_of_a_layer_but_its_last_sum(language):
-    """Each matrix's sum begins when its gradient is there, and a product runs until its end. With
+    """Each matrix's sum begins when its gradient is there, and kernels run until its end. With
     XLA's own threshold a layer's sums are one exchange at the end of its round."""
     step = language["fsdp"]
     links = exposure.links_of(step.target, step.mesh)
@@ -280,13 +287,12 @@ def test_kernels_hide_the_exchanges_of_a_layer_but_its_last_sum(language):
     n_sums = n_gathers = 0
     for loop in step.program.loops - step.program.inlined:
         found = large_exchanges(step, loop)
-        sums = [kernels for exchange, kernels in found if exchange.kind == "reduce-scatter"]
-        assert all(any(kernel.flops for kernel in kernels) for kernels in sums[:-1])
+        gathers = [each for each in found if each[0].kind == "all-gather"]
+        sums = [each for each in found if each[0].kind == "reduce-scatter"]
+        for exchange, kernels in [*gathers, *sums[:-1]]:
+            assert sum(seconds[each.name] for each in kernels) > links.seconds(exchange)
+        n_gathers += len(gathers)
         n_sums += len(sums)
-        for gather, kernels in found:
-            if gather.kind == "all-gather":
-                n_gathers += 1
-                assert sum(seconds[each.name] for each in kernels) > links.seconds(gather)
     assert n_sums == 7, "one for each of a layer's matrices"
     assert n_gathers >= 2 * 4, "forward and backward: those of attention together"
 

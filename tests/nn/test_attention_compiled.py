@@ -46,7 +46,7 @@ VARIANTS = (
     {"head_dim": 16},
     {"head_dim": 20},
     {"head_dim": 20, "packed": True, "documents": 6, "kv_heads": 2, "remat": "save attention"},
-    {"head_dim": 80},
+    {"head_dim": 80, "tokens": 352},
     {"head_dim": 128},
     {"head_dim": 256},
     {"head_dim": 256, "packed": True},
