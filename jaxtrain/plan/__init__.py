@@ -19,6 +19,7 @@ needs no such chip, has the other figures: it compiles the real step.
     cpu_work  of kernels on CPUs               calibration  what it costs on this machine
     scale     one run on many sizes            scale_report  its tables, for a person
     hosts     rows, files, disks, processes    traffic  the bytes of each kernel
+    attention_work  cuDNN's products
 """
 
 from jaxtrain.plan.auto import decide, decide_once

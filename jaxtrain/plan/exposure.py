@@ -12,7 +12,7 @@ it, and the kernels between hide it. A walk through the text keeps a clock:
 
 An exchange between nodes and one within a node use different links. It is an estimate for comparing
 programs and meshes, not a measurement: the kernels of an exchange also take multiprocessors and
-memory, and attention's products are in no text.
+memory, and the products of Pallas' attention are in no text.
 
 GPUs pass an exchange on in a ring, and each of its steps takes a latency, however few its bytes
 are. NCCL's own model (src/graph/tuning.cc, protocol LL128) has the latencies. It also knows trees

@@ -35,7 +35,9 @@ class Fit(NamedTuple):
 
 # By the chip's kind. Of docs/results/h100.md and compiled-steps.md, both of commit 85350cd7
 FITS = {
-    "NVIDIA H100": Fit(0.82, 0.12, 6, "35% too low with attention over 8,192 tokens"),
+    "NVIDIA H100": Fit(
+        0.82, 0.12, 6, "35% too low with attention over packed rows of 8,192 tokens"
+    ),
 }
 
 

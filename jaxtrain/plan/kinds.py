@@ -42,11 +42,11 @@ ATTENTION = re.compile(r"fmha|flash|splash|mha|attention", re.IGNORECASE)
 
 
 def kind(kernel: Kernel, instruction: Instruction, program: Program) -> str:
-    if kernel.flops or kernel.op.startswith("__cublas"):
-        return "product"
-    is_call = instruction.op == "custom-call"
+    is_call = instruction.op == "custom-call" and not kernel.op.startswith("__cublas")
     if is_call and ATTENTION.search(f"{kernel.op} {kernel.scope}"):
         return "attention"
+    if kernel.flops or kernel.op.startswith("__cublas"):
+        return "product"
     operations = {i.op.removesuffix("-start") for i in parts(instruction, program)}
     for of_kind, decisive in DECISIVE.items():
         if operations & decisive:

@@ -8,7 +8,8 @@ copy. Instructions inside of a fusion are not counted, since their values stay o
     loops              count their rounds
     conditions         count all of their branches
     asynchronous       their start counts, and the wait for their end does not
-    attention          a library's call of it has its bytes alone: its products are in no text
+    attention          cuDNN's has the products of its pairs, the fewest of a row's documents
+                       (`attention_work`). Kernels of Pallas have their bytes alone
     tiles              arrays of TPUs are padded to them, and those in VMEM take no bytes: `layouts`
 
 A TPU's compiler also writes the cycles that it expects of most kernels. They are its model. It has
@@ -24,7 +25,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.plan import hlo, layouts
+from jaxtrain.plan import attention_work, hlo, layouts
 from jaxtrain.plan.hlo import Instruction, Program
 
 # Instructions that move no bytes: they name a value, wait for one, or call what is counted itself.
@@ -157,7 +158,7 @@ def rows_for_little_more(
         of_bytes = kernel.times * (kernel.read + kernel.written) / rates.bandwidth
         moving += of_bytes
         computing += kernel.times * kernel.flops / rates.flops
-        if kernel.flops:
+        if kernel.flops and not attention_work.is_call(kernel.op):
             in_products += of_bytes
     of_matrices = min(in_products, PASSES * matrices / rates.bandwidth)
     allowed = (1 + LITTLE_MORE) * (fixed + max(moving, computing)) - fixed
@@ -344,6 +345,6 @@ def _written(result: Instruction, by_name: Mapping[str, Instruction], program: P
 def _flops(i: Instruction, body: Mapping[str, Instruction], program: Program) -> float:
     fused = _fused(i, program)
     if not fused:
-        return hlo.flops(i, body)
+        return hlo.flops(i, body) or attention_work.flops(i)
     by_name = {inner.name: inner for inner in fused}
     return sum(_flops(inner, by_name, program) for inner in fused)

@@ -49,7 +49,7 @@ def test_an_h100_reaches_the_share_of_its_rates_that_measured_steps_reached():
     fit = forecast_lib.FITS["NVIDIA H100"]
     assert found.seconds == pytest.approx(3 * 8e6 / (fit.share * 3020e9))
     assert found.error == fit.error
-    assert found.calibration.startswith("NVIDIA H100: within 12% on 6 steps, 35% too low")
+    assert found.calibration.startswith("NVIDIA H100: within 12% on 6 steps, 35% too low with")
     assert "all of them on one card; exchanges are by" in found.calibration
     alone = forecast_lib.forecast(program, {"data": 1}, plan.parse_target("gpu:h100x1"))
     assert alone.seconds == found.seconds and "exchanges" not in alone.calibration
