@@ -156,12 +156,11 @@ def _matrix(spec: Spec, placement: jax.sharding.PartitionSpec, model: int) -> _M
             sides.append((size, names == "model" or names is not None and "model" in names))
     if len(sides) < 2:
         return None
-    # One side is the first dimension, unless model splits a later one: then it is all before it. If
-    # model splits the first one, as heads of attention's output, the other side is the last one.
-    at = next((i for i, (_, is_split) in enumerate(sides) if is_split), 1)
-    cut = at or len(sides) - 1
-    first = math.prod(size for size, _ in sides[:cut])
-    last = math.prod(size for size, _ in sides[cut:])
+    # Heads and the values of one are a side together, before or after the other. Cut between the
+    # two, a side would be their product with the other one.
+    sizes = [size for size, _ in sides]
+    cut = min(range(1, len(sides)), key=lambda i: math.prod(sizes[:i]) + math.prod(sizes[i:]))
+    first, last = math.prod(sizes[:cut]), math.prod(sizes[cut:])
     is_first = any(is_split for _, is_split in sides[:cut])
     is_split = is_first or any(is_split for _, is_split in sides[cut:])
     share = 1 / model if is_split else 1.0

@@ -67,6 +67,17 @@ def test_model_adds_up_the_side_of_a_matrix_that_it_leaves_whole(language):
     assert {each.whole_width / each.layers for each in split} == {config.model.embed}
 
 
+@pytest.mark.parametrize("model", [1, 2])
+def test_heads_and_the_values_of_one_are_one_side_of_a_matrix(model, language):
+    """On any mesh a matrix reads and writes as many numbers, by the part that is a device's."""
+    config = language(("mesh.data", str(8 // model)), ("mesh.model", str(model)))
+    found = list(estimate._matrices(plan.abstractly(config, plan.parse_target(GPUS))))
+    c = config.model
+    square, net = c.embed + c.embed / model, c.embed + c.mlp / model
+    widths = sorted(each.width / each.layers for each in found if each.layers == c.depth)
+    assert widths == [*[square] * 4, *[net] * 2]
+
+
 def test_a_mesh_that_does_not_fit_takes_its_next_option(language, monkeypatch):
     quickly(monkeypatch)
     config = language(("model.remat", "auto"), ("mesh", "auto"), ("train.batch", "8"))
