@@ -1,12 +1,13 @@
 """Compare losses in 16 bits of newer operations with another order's, in the runs of the demos.
 
-    python -m tests.proofs.demo_losses --text /path/to/input.txt [--only birds trm]
+    python -m tests.proofs.demo_losses --text /path/to/input.txt --higgs DIR [--only birds trm]
 
 The operations are those of half_losses, on the configs, rows and schedules of the demos: the
-built-in birds, characters of a text, generated boards and the generated film. Each way is a run of
---steps by the trainer itself, whose metrics have each loss. A row of the table has the mean of
-|loss - the older one's loss| / loss over all steps and over the first ten. It exits with 1 under
-the condition of half_losses.
+built-in birds, characters of a text, generated boards, the generated film, and adapters on the base
+that `python -m tools.demo_higgs --out DIR` trains. Each way is a run of --steps by the trainer
+itself, whose metrics have each loss. A row of the table has the mean of |loss - the older one's
+loss| / loss over all steps and over the first ten. It exits with 1 under the condition of
+half_losses.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.proofs import half_losses
+from tools import demo_higgs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAYS = ("older", "other order", "float32", "newer")
@@ -42,8 +44,15 @@ class Demo(NamedTuple):
     newer: tuple[str, ...] = ()
 
 
-def demos(text: str) -> dict[str, Demo]:
-    """Return the demos: ``text`` is the path of the characters."""
+def demos(text: str, higgs: pathlib.Path) -> dict[str, Demo]:
+    """Return the demos: ``text`` is the path of the characters, ``higgs`` that of demo_higgs."""
+    data = demo_higgs.data_flags(higgs, "adapters")
+    adapters = (
+        *(f"data.{name}={value}" for name, value in data.items()),
+        f"warm_start.source={higgs / 'base-weights'}",
+    )
+    kept = ("model.remat=none", "model.unroll=4", "train.accumulate=1")
+    loop = ("model.remat=full", "model.unroll=1", "train.accumulate=4")
     trm = ("model.inner_multiple=128",)
     chunks = ("model.chunk=192",), ("model.chunk=48",)  # of 12 × 64 / 4 tokens of a device
     return {
@@ -61,6 +70,7 @@ def demos(text: str) -> dict[str, Demo]:
             ("model.kernel=auto",),
         ),
         "birds": Demo("vit", "xcm", (1, 1), (2, 1)),
+        "higgs": Demo("higgs", "higgs_demo:adapters", (1, 1), (2, 1), adapters, loop, kept),
     }
 
 
@@ -105,19 +115,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = list(demos(""))
+    names = list(demos("", pathlib.Path()))
     parser.add_argument("--text", help="a file, of the characters")
+    parser.add_argument("--higgs", type=pathlib.Path, help="a folder of tools.demo_higgs")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args(argv)
     if "characters" in args.only and not args.text:
         parser.error("the characters need --text FILE; or name the other demos by --only")
+    if "higgs" in args.only and not args.higgs:
+        parser.error("higgs needs --higgs DIR; or name the other demos by --only")
     code = 0
     print("| demo | loss | newer operation: all steps, the first | another order | float32 |")
     print("|---|---|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only:
-            demo = demos(str(args.text))[name]
+            demo = demos(str(args.text), (args.higgs or pathlib.Path()).absolute())[name]
             losses = {way: train(demo, way, args.steps, pathlib.Path(folder, name)) for way in WAYS}
             older = losses.pop("older")
             line, good = half_losses.row(older, losses)
