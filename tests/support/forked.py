@@ -158,6 +158,7 @@ def _become(request: dict, output: int) -> list[str]:
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored if nohup runs the tests
     os.environ.clear()
     os.environ.update(request["env"])
     through = bool(os.environ.get("PYTHONUNBUFFERED"))
