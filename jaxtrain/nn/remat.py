@@ -25,10 +25,8 @@ from jaxtrain.types import Array, PyTree, Shard, T
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, or 'save attention,mlp'"
 MAX_WRITTEN_OUT = 64  # [layers] of a stack, since compilation takes longer with each
-TRANSPOSES = jax.__version_info__ >= (
-    0,
-    12,
-)  # inputs that a loop keeps, unless their order is given
+# whether XLA transposes the inputs that a loop keeps, unless their order is given
+TRANSPOSES = jax.__version_info__ >= (0, 12)
 _WRITTEN_OUT = contextvars.ContextVar("written_out", default=False)
 
 
