@@ -9,7 +9,6 @@ import collections
 import math
 from typing import NamedTuple
 
-import jax
 import pytest
 
 from jaxtrain import config as config_lib
@@ -255,15 +254,13 @@ def exposed(step, *, has_latency=True):
 def test_little_is_exposed(name, most, language):
     """With four layers: the table's sum is exposed once.
 
-    Nothing waits for a large exchange in the loops. After them too little is left to compute for
-    both of the table's, its sum and that of the rows looked up, if XLA transposes no gradient
-    there: 0.12 starts one of them only when the other has ended.
+    With jax 0.12 "fsdp" and "nodes" fail: after the loops too little is left to compute for both
+    of the table's exchanges, and one of them waits.
     """
     step = language[name]
     assert exposed(step).share <= most
-    waiting = [c for c in hlo.collectives(step.program) if c.sent > BIG and not c.is_async]
-    assert not [c for c in waiting if c.in_loop]
-    assert len(waiting) <= (1 if jax.__version_info__ >= (0, 12) else 0)
+    waiting = [c for c in hlo.collectives(step.program) if not c.is_async]
+    assert not [c for c in waiting if c.sent > BIG]
 
 
 @pytest.mark.slow
@@ -291,6 +288,7 @@ def test_kernels_hide_the_exchanges_of_a_layer_but_its_last_sum(language):
         sums = [each for each in found if each[0].kind == "reduce-scatter"]
         for exchange, kernels in [*gathers, *sums[:-1]]:
             assert sum(seconds[each.name] for each in kernels) > links.seconds(exchange)
+        assert all(any(kernel.flops for kernel in kernels) for _, kernels in sums[:-1])
         n_gathers += len(gathers)
         n_sums += len(sums)
     assert n_sums == 7, "one for each of a layer's matrices"
